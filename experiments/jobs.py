@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import signal
@@ -9,11 +10,12 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 _POLL_S = 0.5
+_MPS_PRIORITY = "CUDA_MPS_CLIENT_PRIORITY"
 _STOP_S = 40.0
 SHORTEST_S = 45.0
 
@@ -28,12 +30,25 @@ class Job:
         options: More options of `xtoken run`.
         discards: Directories of the run that are removed once it has finished: a checkpoint has three values in float32
             for each weight.
+        gib: GPU memory that its processes take together, in GiB, as far as it is known.
+        urgent: Its kernels go before those of other runs on a GPU that MPS shares: for a run much longer than they are.
     """
 
     name: str
     file: str
     options: tuple[str, ...] = ()
     discards: tuple[str, ...] = ()
+    gib: float = 0.0
+    urgent: bool = True
+
+
+@dataclass(frozen=True)
+class _Living:
+    """A run's process, when it began on the monotonic clock, and the GPU that it is on."""
+
+    process: subprocess.Popen[bytes]
+    began: float
+    device: int
 
 
 def finished(state: Path, name: str) -> bool:
@@ -43,11 +58,12 @@ def finished(state: Path, name: str) -> bool:
 
 def run_all(
     state: Path,
-    jobs: Sequence[Job],
+    jobs: Sequence[Job] | Callable[[], Sequence[Job]],
     *,
     side_by_side: int,
     until: float,
     gpus: int = 1,
+    gib: float = math.inf,
     least_s: float = SHORTEST_S,
     on_end: Callable[[], None] = lambda: None,
 ) -> bool:
@@ -55,40 +71,63 @@ def run_all(
 
     Args:
         state: Directory of models, text and runs.
-        jobs: The runs.
+        jobs: The runs, the first ones first; or what returns them, which is called again after the end of every run.
         side_by_side: Number of `xtoken run` processes at a time.
         until: Time on the monotonic clock, in seconds, at which all runs are stopped.
         gpus: Number of GPUs; with several, each run has the one that the fewest runs use.
+        gib: Memory of a GPU, in GiB, that runs on it may take together. A run that alone takes more has it for itself.
         least_s: Seconds before `until` in which no run is started any more.
         on_end: Called after the end of every run.
 
     Returns:
         True if all of them are finished.
     """
-    waiting = [job for job in jobs if not finished(state, job.name)]
-    living: dict[Job, subprocess.Popen[bytes]] = {}
-    began: dict[Job, float] = {}
-    devices: dict[Job, int] = {}
+    offered: Callable[[], Sequence[Job]] = jobs if callable(jobs) else lambda: jobs
+    living: dict[Job, _Living] = {}
+    started: set[str] = set()
+    waiting = _waiting(state, offered(), started)
     while waiting or living:
-        for job, process in list(living.items()):
-            if process.poll() is not None:
-                del living[job]
-                _discard(state, job)
-                _print_outcome(state, job, process.returncode, time.monotonic() - began[job])
-                on_end()
+        if _collect_ended(state, living, on_end):
+            waiting = _waiting(state, offered(), started)
         now = time.monotonic()
         if now >= until:
-            _stop(list(living.values()))
+            _stop([each.process for each in living.values()])
             break
-        while waiting and len(living) < side_by_side and now < until - least_s:
-            job = waiting.pop(0)
-            used = Counter(devices[other] for other in living)
-            devices[job] = min(range(gpus), key=lambda device: used[device])
-            living[job], began[job] = _start(state, job, devices[job] if gpus > 1 else None), now
+        while len(living) < side_by_side and now < until - least_s:
+            found = _fitting(waiting, living, gpus, gib)
+            if found is None:
+                break
+            job, device = found
+            waiting.remove(job)
+            started.add(job.name)
+            living[job] = _Living(_start(state, job, device if gpus > 1 else None), now, device)
         if not living:
             break
         time.sleep(_POLL_S)
-    return all(finished(state, job.name) for job in jobs)
+    return all(finished(state, job.name) for job in offered())
+
+
+def _waiting(state: Path, jobs: Sequence[Job], started: set[str]) -> list[Job]:
+    return [job for job in jobs if job.name not in started and not finished(state, job.name)]
+
+
+def _collect_ended(state: Path, living: dict[Job, _Living], on_end: Callable[[], None]) -> bool:
+    """Remove the runs whose process has ended from the living ones; return True if there are any."""
+    ended = [(job, each) for job, each in living.items() if each.process.poll() is not None]
+    for job, each in ended:
+        del living[job]
+        _discard(state, job)
+        _print_outcome(state, job, each.process.returncode, time.monotonic() - each.began)
+        on_end()
+    return bool(ended)
+
+
+def _fitting(waiting: Sequence[Job], living: Mapping[Job, _Living], gpus: int, gib: float) -> tuple[Job, int] | None:
+    """Return the first run whose memory is free, with its GPU: the one that the fewest runs use."""
+    used = Counter(each.device for each in living.values())
+    device = min(range(gpus), key=lambda number: used[number])
+    taken = sum(job.gib for job, each in living.items() if each.device == device)
+    return next(((job, device) for job in waiting if not used[device] or taken + job.gib <= gib), None)
 
 
 def _start(state: Path, job: Job, device: int | None) -> subprocess.Popen[bytes]:
@@ -99,6 +138,8 @@ def _start(state: Path, job: Job, device: int | None) -> subprocess.Popen[bytes]
     environment = {**os.environ, **threads, "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
     if device is not None:
         environment["CUDA_VISIBLE_DEVICES"] = str(device)
+    if not job.urgent:
+        environment[_MPS_PRIORITY] = "1"  # below normal; without MPS nobody reads it
     with file.with_suffix(".log").open("ab") as log:
         return subprocess.Popen(
             [sys.executable, "-m", "services.cli", "run", str(file), *job.options],

@@ -9,6 +9,7 @@
     split     cut a file into pieces: split FILE DIRECTORY [--bytes N]
     join      put pieces together again: join DIRECTORY FILE
 
+`runs --remaining` makes what the result file lacks, in an order in which each run's weights and rate are known by then.
 A method's first weights run at every learning rate, its other weights at the one that the result file shows to be best
 with the first. A run ends after two evaluations in a row that were no better on validation (`--patience`).
 Every stage leaves out what is done; rows of the result file stay when the directories of their runs are gone.
@@ -20,13 +21,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from experiments.jobs import SHORTEST_S
-from experiments.real import models, predictions, results, stages, summary, texts
+from experiments.real import models, predictions, remaining, results, stages, summary, texts
 from experiments.real.methods import CONDITIONS, METHODS, PATIENCE, SEEDS, WEIGHTS, Cell, cells
 from xtoken_core.errors import InputError
 
@@ -62,7 +64,9 @@ def main() -> int:
 
 
 def _add_choice(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--conditions", nargs="*", choices=CONDITIONS, default=["de-500k"])
+    parser.add_argument(
+        "--conditions", nargs="*", choices=CONDITIONS, default=[], help="de-500k if left out; with --remaining all"
+    )
     parser.add_argument("--methods", nargs="*", choices=METHODS, default=list(METHODS))
     parser.add_argument(
         "--weights", nargs="*", choices=[*WEIGHTS, BEST], default=[],
@@ -70,6 +74,16 @@ def _add_choice(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--seeds", nargs="*", type=int, default=list(SEEDS))
     parser.add_argument("--list", type=Path, help="file of the runs' names, one a line, in their order, instead")
+    parser.add_argument(
+        "--remaining", action="store_true", help="all runs that the result file lacks, weights and seeds as they come"
+    )
+    parser.add_argument(
+        "--again", nargs="*", choices=METHODS, default=[],
+        help="with --remaining: methods whose known rows do not count, say because their text was generated again",
+    )  # fmt: skip
+    parser.add_argument(
+        "--gib", type=float, default=math.inf, help="with --remaining: memory of a GPU that runs may take together"
+    )
     parser.add_argument("--device", choices=["auto", "cuda", "cpu"], default="auto")
     parser.add_argument("--steps", type=int, help="optimiser steps instead of the condition's, for a trial")
     parser.add_argument("--side-by-side", type=int, default=6, help="runs at a time")
@@ -91,7 +105,11 @@ def _planned(arguments: argparse.Namespace) -> list[Cell]:
     if arguments.list:
         return results.named(arguments.list.read_text(encoding="utf-8").split())
     best = arguments.weights == [BEST]
-    chosen = (arguments.conditions, arguments.methods, [] if best else arguments.weights, arguments.seeds)
+    if arguments.remaining:
+        controls = arguments.stage == "controls"
+        return (remaining.waiting_for_controls if controls else remaining.told)(arguments.state, arguments.out)
+    names = arguments.conditions or ["de-500k"]
+    chosen = (names, arguments.methods, [] if best else arguments.weights, arguments.seeds)
     planned = results.tried(cells(*map(tuple, chosen)), results.read_result(arguments.out)["runs"])
     return stages.best_weights(arguments.state, planned, arguments.out) if best else planned
 
@@ -107,13 +125,7 @@ def _run(arguments: argparse.Namespace) -> int:
         made = stages.make_controls(arguments.state, _planned(arguments), until=until, device=arguments.device)
         return 0 if made else 3
     elif arguments.stage == "runs":
-        until = time.monotonic() + arguments.seconds
-        done = stages.runs(
-            arguments.state, _planned(arguments), side_by_side=arguments.side_by_side, until=until,
-            device=arguments.device, steps=arguments.steps, gpus=arguments.gpus, least_s=arguments.least,
-            patience=arguments.patience,
-        )  # fmt: skip
-        return 0 if done else 3
+        return 0 if _train(arguments) else 3
     elif arguments.stage == "collect":
         planned = _planned(arguments)
         names = list(dict.fromkeys(cell.condition for cell in planned))
@@ -131,6 +143,27 @@ def _run(arguments: argparse.Namespace) -> int:
     else:
         models.join(arguments.directory.iterdir(), arguments.file)
     return 0
+
+
+def _train(arguments: argparse.Namespace) -> bool:
+    until = time.monotonic() + arguments.seconds
+    common: dict[str, Any] = {
+        "side_by_side": arguments.side_by_side,
+        "until": until,
+        "device": arguments.device,
+        "gpus": arguments.gpus,
+        "least_s": arguments.least,
+        "patience": arguments.patience,
+    }
+    if not arguments.remaining:
+        return stages.runs(arguments.state, _planned(arguments), steps=arguments.steps, **common)
+
+    def wanted(cell: Cell) -> bool:
+        return cell.condition in (arguments.conditions or CONDITIONS) and cell.method in arguments.methods
+
+    return remaining.run_remaining(
+        arguments.state, arguments.out, wanted, gib=arguments.gib, again=arguments.again, **common
+    )
 
 
 def _print_tables(result: dict[str, Any], names: list[str]) -> None:

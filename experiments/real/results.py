@@ -141,6 +141,11 @@ def named(names: Sequence[str]) -> list[Cell]:
     return [known[name] for name in names]
 
 
+def all_cells() -> Iterable[Cell]:
+    """Return every run that the methods and conditions allow, in their order."""
+    return _ORDER.keys()
+
+
 def counts(cell: Cell, best: Choice | None) -> bool:
     """Return True for a run of the best weights and, on other data seeds than the first, of the best rate."""
     return best is not None and cell.weight == best.weight and (cell.seed == SEEDS[0] or cell.rate == best.rate)

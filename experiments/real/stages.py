@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -63,6 +63,26 @@ def runs(
     Raises:
         MissingSourceError: A model or text has not been made.
     """
+    prepare(state, planned)
+    for cell in planned:
+        own = state / "models" / METHODS[cell.method].teacher
+        if not own.is_dir():
+            raise MissingSourceError(f"there is no {own}: run the stage `controls` first")
+        write_sample(state / "texts", cell)
+    jobs = [job(cell, device=device, steps=steps, patience=patience) for cell in planned]
+    return run_all(state, jobs, side_by_side=side_by_side, until=until, gpus=gpus, least_s=least_s)
+
+
+def prepare(state: Path, planned: Sequence[Cell]) -> None:
+    """Make the files that several of the planned runs read: projections, chain tables, tasks.
+
+    Args:
+        state: Directory of models, texts and runs.
+        planned: The runs.
+
+    Raises:
+        MissingSourceError: A model has not been made.
+    """
     for name in dict.fromkeys(cell.condition for cell in planned):
         condition = CONDITIONS[name]
         for file in (state / "models" / condition.student, state / "models" / condition.teacher):
@@ -74,13 +94,6 @@ def runs(
             _build_tables(state, condition)
     if any(CONDITIONS[cell.condition].tasks for cell in planned):
         write_tasks(state / "texts")
-    for cell in planned:
-        own = state / "models" / METHODS[cell.method].teacher
-        if not own.is_dir():
-            raise MissingSourceError(f"there is no {own}: run the stage `controls` first")
-        write_sample(state / "texts", cell)
-    jobs = [job(cell, device=device, steps=steps, patience=patience) for cell in planned]
-    return run_all(state, jobs, side_by_side=side_by_side, until=until, gpus=gpus, least_s=least_s)
 
 
 def make_controls(state: Path, planned: Sequence[Cell], *, until: float, device: str) -> bool:
@@ -121,7 +134,7 @@ def best_weights(state: Path, planned: Sequence[Cell], known: Path) -> list[Cell
         MissingSourceError: A method's runs of the first data seed are not finished.
     """
     first = dict.fromkeys(replace(cell, seed=SEEDS[0]) for cell in planned)
-    rows = {cell_of(row): row for row in [*read_result(known)["runs"], *_rows(state, list(first))]}
+    rows = {cell_of(row): row for row in [*read_result(known)["runs"], *finished_rows(state, list(first))]}
     best = choices(outcomes({"runs": [rows[cell] for cell in first if cell in rows]}))
     for cell in planned:
         if (cell.condition, cell.method) not in best:
@@ -196,7 +209,7 @@ def collect(state: Path, planned: Sequence[Cell], out: Path) -> dict[str, Any]:
     """
     names = list(dict.fromkeys(cell.condition for cell in planned))
     measured = {key: state / f"teacher-{key}.json" for name in names for key in (name, f"{name}-same")}
-    rows = _rows(state, planned)
+    rows = finished_rows(state, planned)
     found = {
         "machine": machine() if rows else {},
         "conditions": dict.fromkeys(names),
@@ -209,7 +222,13 @@ def collect(state: Path, planned: Sequence[Cell], out: Path) -> dict[str, Any]:
     return result
 
 
-def _rows(state: Path, planned: Sequence[Cell]) -> list[dict[str, Any]]:
+def finished_rows(state: Path, planned: Iterable[Cell]) -> list[dict[str, Any]]:
+    """Return the rows of the planned runs that have finished in this directory.
+
+    Args:
+        state: Directory of the runs.
+        planned: The runs.
+    """
     return [{**vars(cell), **_run_record(state / "runs" / cell.name)} for cell in planned if finished(state, cell.name)]
 
 
