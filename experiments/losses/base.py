@@ -24,17 +24,21 @@ LOWEST = -80.0
 class ReferenceLoss(ChunkLoss):
     """A loss over chunks that reads both vocabularies as bytes.
 
-    Chunks are evaluated in groups, and once more for the gradient: memory is that of a group's distributions.
+    Chunks are evaluated in groups. For the gradient their graphs are kept, or with many logits they are evaluated once
+    more: memory is then that of a group's distributions.
 
     Attributes:
         student_bytes: By id, the bytes of the student's tokens; empty for one that spells nothing.
         teacher_bytes: Likewise.
         elements: Largest number of one side's probabilities in a group of several chunks.
+        kept: Largest number of the student's logits in a micro-batch with which the graphs are kept: several float32
+            values each.
     """
 
     mode = "custom"
     reads_teacher_targets = True
     elements: ClassVar[int] = 1 << 26
+    kept: ClassVar[int] = 1 << 28
 
     def __init__(
         self, config: LossConfig, teacher: LossTeacher, *, index: int, student_vocab_size: int, device: torch.device
@@ -80,7 +84,8 @@ class ReferenceLoss(ChunkLoss):
         result = torch.zeros(B * P, dtype=dtype, device=student_logits.device)
         if len(chunk):
             groups = make_groups(*positions, limits=[self.elements // width for width in widths])
-            values_of = InGroups.apply(*whole, self, groups)  # type: ignore[no-untyped-call]  # torch leaves it bare
+            keep = student_logits.numel() <= self.kept
+            values_of = InGroups.apply(*whole, self, groups, keep)  # type: ignore[no-untyped-call]  # torch leaves it bare
             result = result.index_add(0, chunk, values_of.to(dtype))
         return Divergence((result.view(B, P),))
 

@@ -1,4 +1,7 @@
-"""Groups of chunks whose distributions are in memory together; for the gradient each group is evaluated once more."""
+"""Groups of chunks whose distributions are in memory together.
+
+For the gradient a group's graph is kept, or with many logits the group is evaluated once more.
+"""
 
 from __future__ import annotations
 
@@ -148,7 +151,7 @@ class InGroups(torch.autograd.Function):
     """Values of all chunks, group by group."""
 
     @staticmethod
-    def forward(ctx: Any, student: Tensor, teacher: Tensor, loss: Any, groups: list[Group]) -> Tensor:
+    def forward(ctx: Any, student: Tensor, teacher: Tensor, loss: Any, groups: list[Group], keep: bool) -> Tensor:
         """Return `[C]` values.
 
         Args:
@@ -157,23 +160,33 @@ class InGroups(torch.autograd.Function):
             teacher: `[M, V_t]` logits; no gradient.
             loss: A `ReferenceLoss`.
             groups: Of all chunks.
+            keep: Keep each group's graph for the gradient instead of evaluating it once more.
         """
+        ctx.loss, ctx.groups, ctx.graphs = loss, groups, []
+        keep = keep and ctx.needs_input_grad[0]
         ctx.save_for_backward(student, teacher)
-        ctx.loss, ctx.groups = loss, groups
-        return torch.cat([_values(loss, group, student[group.rows[0]], teacher) for group in groups])
+        if not keep:
+            return torch.cat([_values(loss, group, student[group.rows[0]], teacher) for group in groups])
+        ctx.graphs = [_graph(loss, group, student, teacher) for group in groups]
+        return torch.cat([values.detach() for _, values in ctx.graphs])
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None, None, None]:
         """Return the gradient of the student's logits."""
         student, teacher = ctx.saved_tensors
         gradient = torch.zeros_like(student)
         for group in ctx.groups:
-            leaf = student[group.rows[0]].detach().requires_grad_()
-            with torch.enable_grad():
-                values = _values(ctx.loss, group, leaf, teacher)
+            leaf, values = ctx.graphs.pop(0) if ctx.graphs else _graph(ctx.loss, group, student, teacher)
             gradient[group.rows[0]] += torch.autograd.grad(values, leaf, upstream[group.chunks])[0]
-        return gradient, None, None, None
+        return gradient, None, None, None, None
+
+
+def _graph(loss: Any, group: Group, student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the group's logits of the student as a leaf, and its values."""
+    leaf = student[group.rows[0]].detach().requires_grad_()
+    with torch.enable_grad():
+        return leaf, _values(loss, group, leaf, teacher)
 
 
 def _values(loss: Any, group: Group, student: Tensor, teacher: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -207,9 +208,9 @@ def test_infinite_logits_and_no_chunk(cls):
 @pytest.mark.parametrize("cls", CASES, ids=lambda cls: cls.__name__)
 def test_groups_of_chunks_give_the_same_values_and_gradients(cls, dtype):
     found = []
-    for elements in (cls.elements, 4 * len(TEACHER.vocab), 1):
+    for elements, kept in product((cls.elements, 4 * len(TEACHER.vocab), 1), (cls.kept, 0)):
         loss = make(cls)
-        loss.elements = elements
+        loss.elements, loss.kept = elements, kept
         logits = [x.to(dtype) for x in random_rows(0)]
         logits[0].requires_grad_()
         (values,) = loss.evaluate(pairing(), *logits, None, EvalOptions()).parts
