@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+_ROOT = Path(__file__).parents[1]
 _POLL_S = 0.5
 _MPS_PRIORITY = "CUDA_MPS_CLIENT_PRIORITY"
 _STOP_S = 40.0
@@ -136,6 +137,8 @@ def _start(state: Path, job: Job, device: int | None) -> subprocess.Popen[bytes]
     # Few threads and none that spin: the processes of all runs share the cores.
     threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS"), "1")
     environment = {**os.environ, **threads, "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
+    # The losses of the field are imported by a run's processes, and this package is not installed.
+    environment["PYTHONPATH"] = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     if device is not None:
         environment["CUDA_VISIBLE_DEVICES"] = str(device)
     if not job.urgent:
@@ -146,7 +149,7 @@ def _start(state: Path, job: Job, device: int | None) -> subprocess.Popen[bytes]
             stdout=log,
             stderr=subprocess.STDOUT,
             env=environment,
-            cwd=Path(__file__).parents[1],
+            cwd=_ROOT,
         )
 
 

@@ -139,6 +139,17 @@ def test_runs_on_one_gpu_keep_within_its_memory(state: Path, log: Path) -> None:
     assert {name for _, name in lines} == {"large", "other", "huge"}
 
 
+def test_runs_can_import_the_losses_of_the_field(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/elsewhere")
+    runner = state / "runner"
+    body = f"import sys, experiments.losses\nassert '/elsewhere' in sys.path\nopen('{state}/runs/a/summary.json', 'w')"
+    runner.write_text(f"#!{jobs.sys.executable}\n{body}\n")
+    runner.chmod(0o755)
+    monkeypatch.setattr(jobs.sys, "executable", str(runner))
+    (state / "runs" / "a").mkdir()
+    assert jobs.run_all(state, [jobs.Job("a", "")], side_by_side=1, until=time.monotonic() + 100, least_s=0.0)
+
+
 def test_runs_that_become_known_while_others_finish_are_made(state: Path, log: Path) -> None:
     def offered() -> list[jobs.Job]:
         done = [name for name in "abc" if jobs.finished(state, name)]
