@@ -13,6 +13,7 @@ from xtoken.parts import CrossTokenizerCollator, CrossTokenizerDistillationLoss,
 from xtoken_core.chain.build import build_tables
 from xtoken_core.chain.tables import ChainTables
 from xtoken_core.config.loss import PROJECTING_MODES, TABLE_MODES
+from xtoken_core.errors import ConfigError
 from xtoken_core.projection.build import build_projection
 
 
@@ -48,6 +49,10 @@ class TokenizerPair:
         **loss: Any,
     ) -> None:
         config = LossConfig(**loss)
+        if config.kl_loss_weight_end is not None:
+            raise ConfigError(
+                "kl_loss_weight_end needs the steps of a run: give loss_fn the kl_loss_weight of each step instead"
+            )
         self.aligner = TokenAligner(student, teacher, special_tokens)
         self.collator = CrossTokenizerCollator(
             student_tokenizer=student, teacher_tokenizer=teacher, aligner=self.aligner,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from experiments.jobs import Job
@@ -106,6 +106,7 @@ METHODS = {
     "alm1": _alm("ALM, tau 1", 1.0),
     "alm100": _alm("ALM, tau 100", 100.0),
     "chain": _chain("chain"),
+    "chain_fading": replace(_chain("chain, fading to cross-entropy", kl_loss_weight_end=0.0), weights=_named("even")),
     "chain_alm1": Method(
         "chain and ALM, tau 1",
         CHAIN | {"teacher_modes": ["chain", "alm"], "alm_temperature": 1.0},

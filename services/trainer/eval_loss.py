@@ -108,25 +108,28 @@ class EvalLoss:
         self._selected: float | None = None
 
     @torch.no_grad()
-    def measure(self, student: Student, *, progress: Callable[[], None] = lambda: None) -> dict[str, float]:
+    def measure(
+        self, student: Student, *, step: int = 0, progress: Callable[[], None] = lambda: None
+    ) -> dict[str, float]:  # fmt: skip
         """Return the loss and its parts, means over all documents, named as in `steps.jsonl` with a prefix `held_out_`.
 
         All teachers are on the student's device meanwhile, each in its dtype, one with `fp8` or `nf4` too.
 
         Args:
             student: The student.
+            step: Optimiser steps that it was trained for; the divergence weighs as at the next one, or the last.
             progress: Called after every teacher that was loaded, and after every batch; it may raise to stop.
 
         Raises:
             InputError: A teacher cannot be loaded.
         """
         try:
-            return self._measured(student, progress)
+            return self._measured(student, step, progress)
         finally:
             if student.device.type == "cuda":
                 torch.cuda.empty_cache()  # a teacher's process on this GPU cannot use what this one only caches
 
-    def _measured(self, student: Student, progress: Callable[[], None]) -> dict[str, float]:
+    def _measured(self, student: Student, step: int, progress: Callable[[], None]) -> dict[str, float]:
         """Compute `measure`; the teachers are freed with this frame."""
         teachers = self.load_teachers(student.device, progress)
         if self.loss.selects_teacher and self._selected is None:
@@ -143,6 +146,7 @@ class EvalLoss:
                 global_valid_chunks=self.chunks,
                 global_selected_chunks=self._selected,
                 blocks=self.loss.token_blocks(batch.data, [s.shape[1] for s in signals]) if student.blockwise else None,
+                kl_loss_weight=self.spec.loss.kl_weight_at(step, self.run.steps),
             )
             parts.append(metrics)
             progress()

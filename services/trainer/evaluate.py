@@ -106,7 +106,7 @@ class Evaluator:
                         self._eval_loss = EvalLoss(
                             self.worker.run, self.loss, self.tokenizer, index.documents(), progress=self._heartbeat
                         )
-                    row |= self._eval_loss.measure(student, progress=self._heartbeat)
+                    row |= self._eval_loss.measure(student, step=step, progress=self._heartbeat)
         finally:
             student.train()
             self.worker.activity("")

@@ -232,6 +232,7 @@ class StepRunner:
             global_selected_chunks=choices.chunks if choices else None,
             selection=choices.of_batch[index] if choices else None,
             blocks=self.loss.token_blocks(tensors, micro_batch.batch.widths[1:]) if blockwise else None,
+            kl_loss_weight=self.run.spec.loss.kl_weight_at(step.step, self.run.steps),
         )
         self.timer.lap("loss")
         del outputs  # only the graph holds them now, so that backward frees most of their memory early

@@ -88,9 +88,10 @@ def workers(crew: Crew) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 def test_killed_student_resumes_bit_for_bit(assets: TinyAssets, tmp_path: Path, start: Start) -> None:
-    whole = tiny_spec(assets, tmp_path / "whole")
+    loss = {"kl_loss_weight_end": 0.0}
+    whole = tiny_spec(assets, tmp_path / "whole", loss=loss)
     assert start(whole).join().state == RunState.COMPLETED
-    broken = tiny_spec(assets, tmp_path / "broken")
+    broken = tiny_spec(assets, tmp_path / "broken", loss=loss)
     crew = start(broken)
     crew.wait_for_steps(7)
     crew.kill("trainer-0")
@@ -99,6 +100,7 @@ def test_killed_student_resumes_bit_for_bit(assets: TinyAssets, tmp_path: Path, 
     expected, found = steps_of(whole.output), steps_of(broken.output)
     assert [line["ids"] for line in found] == [line["ids"] for line in expected]
     assert [line["loss"] for line in found] == [line["loss"] for line in expected]
+    assert [line["kl_loss_scale"] for line in found] == pytest.approx([1 - step / 11 for step in range(12)])
     weights = [load_file(spec.output / "model" / "model.safetensors") for spec in (whole, broken)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     assert len(list((broken.output / "logs").glob("trainer-0.*.log"))) == 2

@@ -225,7 +225,8 @@ def test_two_ranks_share_a_student_that_learns_from_hidden_states(
     assets: TinyAssets, tmp_path: Path, start: Start, device: str
 ) -> None:
     signal = "shared_memory_hidden" if device == "cpu" else "cuda_ipc_hidden"
-    changes: dict[str, Any] = {"records": 96, "loss": {"vocab_topk": None}, "student": {"blockwise_head": True}}
+    loss = {"vocab_topk": None, "kl_loss_weight_end": 0.0}
+    changes: dict[str, Any] = {"records": 96, "loss": loss, "student": {"blockwise_head": True}}
     losses = []
     for ranks in (1, 2):
         workers = {"ranks": ranks, "device": device, "signal": signal}
@@ -234,6 +235,8 @@ def test_two_ranks_share_a_student_that_learns_from_hidden_states(
         assert ending.state == RunState.COMPLETED, ending.error
         assert [i for line in steps_of(spec.output) for i in line["ids"]] == list(range(96))
         losses.append(torch.tensor([line["loss"] for line in steps_of(spec.output)]))
+        scales = [line["kl_loss_scale"] for line in steps_of(spec.output)]
+        assert scales == pytest.approx([1 - step / 11 for step in range(12)]), "every rank has the step's weight"
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-3, atol=1e-4)
 
 

@@ -41,16 +41,17 @@ def test_the_gradient_takes_the_memory_of_the_logits_and_is_the_same(device):
 
 
 @every_device
-def test_the_loss_trains_what_gave_the_logits_as_without_the_option(device, monkeypatch):
+@pytest.mark.parametrize("weight", [None, 0.25, 0.0])
+def test_the_loss_trains_what_gave_the_logits_as_without_the_option(device, weight, monkeypatch):
     monkeypatch.setenv("XTOKEN_OPS", "p_kl_cross_entropy=triton")
     case = make_case(dtype=torch.float32)
     batch = {name: column.to(device) for name, column in case.batch.items()}
     gradients = []
     for in_place in (False, True):
-        config = LossConfig(vocab_topk=6, gradient_in_place=in_place)
+        config = LossConfig(vocab_topk=6, gradient_in_place=in_place, kl_loss_weight_end=0.0)
         loss = CrossTokenizerDistillationLoss(config, student_vocab_size=V_S, teachers=case.teachers, device=device)
         leaf = case.student_logits.to(device).requires_grad_()
-        loss(batch, 2 * leaf, [case.teacher_logits[0].to(device)])[0].backward()
+        loss(batch, 2 * leaf, [case.teacher_logits[0].to(device)], kl_loss_weight=weight)[0].backward()
         gradients.append(leaf.grad)
     assert torch.equal(*gradients)
 

@@ -115,6 +115,9 @@ class LossConfig(Part):
     that sampled give to the completion before it, this at most. Left out, stale completions count as they are."""
     kl_loss_weight: NonNegative = 1.0
     """Weight of the KD term."""
+    kl_loss_weight_end: Annotated[NonNegative | None, NoneWord] = None
+    """Weight of the KD term at the run's last step, which it reaches in equal parts from `kl_loss_weight` at the first
+    one: with 0 a run ends with the cross-entropy alone; "none": the weight is the same at every step."""
     ce_loss_scale: NonNegative = 1.0
     """Weight of the cross-entropy. In modes other than chain the default is 0.1, as published."""
     dynamic_loss_scaling: bool = False
@@ -155,6 +158,24 @@ class LossConfig(Part):
         """Return the mode of one teacher, by its number."""
         own = self.teacher_modes[teacher] if teacher < len(self.teacher_modes) else None
         return own or self.mode
+
+    @property
+    def weighs_kd(self) -> bool:
+        """True if the KD term counts at some step, so that a run needs a teacher."""
+        return self.dynamic_loss_scaling or max(self.kl_loss_weight, self.kl_loss_weight_end or 0.0) > 0
+
+    def kl_weight_at(self, step: int, steps: int) -> float:
+        """Return the weight of the KD term, a function of the step alone as the learning rate is.
+
+        Args:
+            step: Number of the step, from 0; a later one than the last has the last one's weight.
+            steps: Optimiser steps of the whole run; the only step of a run has the first weight.
+        """
+        first, last = self.kl_loss_weight, self.kl_loss_weight_end
+        if last is None or steps < 2:
+            return first
+        done = min(step / (steps - 1), 1.0)
+        return (1.0 - done) * first + done * last
 
     @property
     def modes(self) -> frozenset[LossMode]:
@@ -281,11 +302,13 @@ class LossConfig(Part):
         if self.dynamic_loss_scale_cap is not None and not self.dynamic_loss_scaling:
             return "dynamic_loss_scale_cap needs dynamic_loss_scaling = true"
         defaults = _with_ce_loss_scale({"mode": self.mode})
-        for name in ("kl_loss_weight", "ce_loss_scale"):
+        for name in ("kl_loss_weight", "kl_loss_weight_end", "ce_loss_scale"):
             default = defaults.get(name, type(self).model_fields[name].default)
             if self.dynamic_loss_scaling and getattr(self, name) != default:
                 return f"{name} is not used with dynamic_loss_scaling, which scales by itself: unset one of them"
-        if self.gradient_in_place and self.kl_loss_weight == 0 and not self.dynamic_loss_scaling:
+        if self.kl_loss_weight_end is not None and self.ce_loss_scale == 0:
+            return "kl_loss_weight_end weighs the KD term against the cross-entropy, whose weight is 0: unset it"
+        if self.gradient_in_place and not self.weighs_kd:
             return "gradient_in_place belongs to P-KL, whose weight is 0: unset it"
         return None
 

@@ -110,6 +110,8 @@ def _obstacle(run: RunSpec, *, only_prompts: bool) -> str:
         return "completions have no cross-entropy to scale by: set loss.dynamic_loss_scaling to false"
     if only_prompts and run.loss.kl_loss_weight == 0:
         return "completions are trained on by the divergence alone: set loss.kl_loss_weight above 0"
+    if only_prompts and run.loss.kl_loss_weight_end is not None:
+        return "completions are trained on by the divergence alone, beside no text: unset loss.kl_loss_weight_end"
     if run.workers.nodes > 1 or run.workers.launcher == "ray":
         return 'completions are generated in a single node group: set workers.nodes = 1 and launcher = "local"'
     if run.train.lora is not None:

@@ -58,6 +58,8 @@ RATIOS = ("kl_loss_scale", "weight_")
 class CrossTokenizerDistillationLoss:
     """`kl_loss_weight * KD + ce_loss_scale * CE`, or with dynamic scaling `stop_grad(|CE|/|KD|) * KD + CE`.
 
+    `kl_loss_weight` is the step's, which a call is given where it is not the same at every step (`kl_loss_weight_end`).
+
     Every term is this micro-batch's part of the *step's* mean, given the step's denominators: the sum of the losses
     (and gradients) over all micro-batches and ranks of a step is the step's. Top-k K, dynamic scaling, dynamic
     teacher weights and the choice of a teacher are decided per micro-batch.
@@ -107,8 +109,9 @@ class CrossTokenizerDistillationLoss:
         Raises:
             ConfigError: These settings are impossible with these teachers.
         """
-        if not teachers and (config.kl_loss_weight or config.dynamic_loss_scaling):
-            raise ConfigError("loss.kl_loss_weight weighs the divergence from a teacher: name one, or set it to 0")
+        if not teachers and config.weighs_kd:
+            name = "kl_loss_weight" if config.kl_loss_weight or not config.kl_loss_weight_end else "kl_loss_weight_end"
+            raise ConfigError(f"loss.{name} weighs the divergence from a teacher: name one, or set it to 0")
         try:
             config.check_teachers([t.weight for t in teachers], [t.same_tokenizer for t in teachers])
         except ValueError as error:
@@ -145,6 +148,7 @@ class CrossTokenizerDistillationLoss:
         global_selected_chunks: Scalar | None = None,
         selection: Selection | None = None,
         blocks: TokenBlocks | None = None,
+        kl_loss_weight: float | None = None,
     ) -> tuple[Float[Tensor, ""], Metrics]:
         """Compute the loss of one padded or packed micro-batch.
 
@@ -168,6 +172,7 @@ class CrossTokenizerDistillationLoss:
             selection: `select_teacher` only: the result of `select` for this micro-batch; None: it is computed again.
             blocks: For a `HeadProjection`: the result of `token_blocks` for this batch. None: it is computed for a
                 batch on the CPU; on a GPU blocks are whole samples.
+            kl_loss_weight: The step's, `LossConfig.kl_weight_at`; None: the first step's. Unused with dynamic scaling.
 
         Returns:
             The loss, float32 (float64 for float64 logits), and the metrics.
@@ -182,14 +187,15 @@ class CrossTokenizerDistillationLoss:
         with torch.no_grad():
             weights = self._weights(batch, frozen, selection, global_selected_chunks)
             settings = self.config, self.losses, batch, denominators, weights, self.token_kinds
-            objective = Objective(*settings, self.observer)
+            objective = Objective(*settings, self.observer, kl_loss_weight)
             compared = self._compared(batch, frozen)
+        trains_on_kd = self.trains_on_kd or bool(kl_loss_weight)
         if isinstance(student_logits, HeadProjection):
             given = blocks.to(student_logits.device) if blocks is not None else self._blocks(batch, frozen)
-            head = ChunkedHead(batch, student_logits, compared, given, trains_on_kd=self.trains_on_kd)
+            head = ChunkedHead(batch, student_logits, compared, given, trains_on_kd=trains_on_kd)
             linear = not self.config.dynamic_loss_scaling and self.config.importance_cap is None
             return head.loss(objective, linear=linear)
-        return objective(evaluate_whole(batch, student_logits, compared, trains_on_kd=self.trains_on_kd))
+        return objective(evaluate_whole(batch, student_logits, compared, trains_on_kd=trains_on_kd))
 
     def values(self, batch: Mapping[str, Tensor], student_logits: Tensor, teacher_logits: Sequence[Logits]) -> Values:
         """Return the divergences and the cross-entropy before any mean, differentiable by the student's logits.
@@ -209,8 +215,8 @@ class CrossTokenizerDistillationLoss:
 
     @property
     def trains_on_kd(self) -> bool:
-        """True if the divergence has a gradient; it is reported in any case."""
-        return self.config.dynamic_loss_scaling or self.config.kl_loss_weight > 0
+        """True if the divergence has a gradient at some step; it is reported in any case."""
+        return self.config.weighs_kd
 
     def token_blocks(
         self, batch: Mapping[str, Tensor], teacher_widths: Sequence[int], *, rows: int | None = None

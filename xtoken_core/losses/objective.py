@@ -184,6 +184,7 @@ class Objective:
         weights: TeacherWeights,
         token_kinds: Int[Tensor, " V"] | None = None,
         observer: Callable[[Values], None] | None = None,
+        kl_loss_weight: float | None = None,
     ) -> None:
         """Keep what the reduction needs.
 
@@ -195,8 +196,10 @@ class Objective:
             weights: The teachers' on this micro-batch.
             token_kinds: The kinds of the student's tokens, for metrics by class of chunk; None: none are reported.
             observer: Called with everything that is reduced.
+            kl_loss_weight: Weight of the divergence at this step; None: the setting. Dynamic scaling has its own.
         """
         self.token_kinds, self.observer = token_kinds, observer
+        self.kl_loss_weight = config.kl_loss_weight if kl_loss_weight is None else kl_loss_weight
         self.config, self.losses, self.batch = config, losses, batch
         self.denominators, self.weights = denominators, weights
 
@@ -285,7 +288,7 @@ class Objective:
 
     def _kl_scale(self, kd: Tensor, ce: Tensor) -> Scalar:
         if not self.config.dynamic_loss_scaling:
-            return self.config.kl_loss_weight
+            return self.kl_loss_weight
         kd, ce = kd.detach().abs(), ce.detach().abs()
         # Both branches of a where are computed: the inner one keeps 0 / 0 out of it.
         scale = torch.where(kd == 0, 1.0, ce / torch.where(kd == 0, 1.0, kd))

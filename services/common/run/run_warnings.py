@@ -21,7 +21,7 @@ def warnings_of(status: Mapping[str, Any]) -> dict[str, str]:
         status: The fields of `GET /v1/runs/{id}`.
     """
     last = status.get("last") or {}
-    return unreachable_warnings(last) | _without_effect(last) | _worse(status)
+    return unreachable_warnings(last) | _without_effect(status) | _worse(status)
 
 
 def change_since_start(status: Mapping[str, Any]) -> float | None:
@@ -47,8 +47,12 @@ def unreachable_warnings(last: Mapping[str, Any]) -> dict[str, str]:
     return lines
 
 
-def _without_effect(last: Mapping[str, Any]) -> dict[str, str]:
+def _without_effect(status: Mapping[str, Any]) -> dict[str, str]:
+    last = status.get("last") or {}
     fraction = last.get("kl_fraction")
+    loss = (status.get("spec") or {}).get("loss") or {}
+    if loss.get("kl_loss_weight_end") is not None:  # it may be close to cross-entropy alone, as was asked for
+        return {}
     if not is_finite(fraction) or fraction >= LEAST_FRACTION or last.get("kl_loss_scale") == 0:
         return {}
     text = (

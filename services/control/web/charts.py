@@ -6,7 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from services.control.web.loss_terms import CROSS_ENTROPY, ce_weight, divergence_name, names_by_teacher, weighted
+from services.control.web.loss_terms import (
+    CROSS_ENTROPY,
+    ce_weight,
+    divergence_name,
+    kd_weights,
+    names_by_teacher,
+    weighted,
+)
 
 GIB = float(1 << 30)
 MIB = float(1 << 20)
@@ -201,20 +208,19 @@ def _terms(spec: Mapping[str, Any], same_tokenizer: Sequence[bool], prefix: str)
     if not names:
         return (Line(f"{prefix}loss", CROSS_ENTROPY),)
     loss = spec.get("loss") or {}
-    scaled = bool(loss.get("dynamic_loss_scaling"))
-    times = 1.0 if scaled else float(loss.get("kl_loss_weight", 1.0))
+    times = kd_weights(spec)
     scale = (f"{prefix}kl_loss_scale",)
     added = loss.get("teacher_aggregation", "sum") == "sum" and not loss.get("normalize_teacher_by_vocab")
     if len(names) > 1 and added and not (prefix and loss.get("dynamic_teacher_weights")):
         weights = [1.0 if not prefix else float(t.get("weight", 1.0)) for t in spec["teacher"]]
         divergences = [
             Line(
-                f"{prefix}kl_loss_t{i}", f"{weighted(name, times)}, teacher {i}", factor=own,
+                f"{prefix}kl_loss_t{i}", f"{weighted(name, *times)}, teacher {i}", factor=own,
                 factor_keys=scale if prefix else (*scale, f"weight_t{i}"),
             )
             for i, (name, own) in enumerate(zip(names, weights, strict=True))
         ]  # fmt: skip
     else:
-        name = weighted(divergence_name(spec, same_tokenizer), times)
+        name = weighted(divergence_name(spec, same_tokenizer), *times)
         divergences = [Line(f"{prefix}kl_loss", name, factor_keys=scale)]
     return (Line(f"{prefix}loss", "total"), *divergences, entropy)

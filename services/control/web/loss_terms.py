@@ -73,6 +73,8 @@ def loss_in_words(spec: Mapping[str, Any], same_tokenizer: Sequence[bool] = ()) 
 
     >>> loss_in_words({"teacher": [{}], "loss": {"mode": "chain", "kl_loss_weight": 1.0, "ce_loss_scale": 0.1}})
     'chain + 0.1 × cross-entropy'
+    >>> loss_in_words({"teacher": [{}], "loss": {"mode": "chain", "kl_loss_weight_end": 0.0}})
+    '(1 to 0) × chain + cross-entropy'
     """
     loss = spec.get("loss") or {}
     divergence = divergence_name(spec, same_tokenizer)
@@ -80,8 +82,20 @@ def loss_in_words(spec: Mapping[str, Any], same_tokenizer: Sequence[bool] = ()) 
         return CROSS_ENTROPY
     if loss.get("dynamic_loss_scaling"):
         return f"{divergence} scaled to {CROSS_ENTROPY}"
-    terms = (loss.get("kl_loss_weight", 1.0), divergence), (loss.get("ce_loss_scale", 1.0), CROSS_ENTROPY)
-    return " + ".join(weighted(name, weight) for weight, name in terms if weight) or "0"
+    first, last = kd_weights(spec)
+    weight = ce_weight(spec)
+    terms = [weighted(divergence, first, last)] if first or last else []
+    terms += [weighted(CROSS_ENTROPY, weight)] if weight else []
+    return " + ".join(terms) or "0"
+
+
+def kd_weights(spec: Mapping[str, Any]) -> tuple[float, float]:
+    """Return the weights of the divergence at the first and at the last step; 1 where it is scaled dynamically."""
+    loss = spec.get("loss") or {}
+    if loss.get("dynamic_loss_scaling"):
+        return 1.0, 1.0
+    first, last = loss.get("kl_loss_weight", 1.0), loss.get("kl_loss_weight_end")
+    return float(first), float(first if last is None else last)
 
 
 def ce_weight(spec: Mapping[str, Any]) -> float:
@@ -90,8 +104,16 @@ def ce_weight(spec: Mapping[str, Any]) -> float:
     return 1.0 if loss.get("dynamic_loss_scaling") else float(loss.get("ce_loss_scale", 1.0))
 
 
-def weighted(name: str, weight: float) -> str:
-    """Return a term with its weight, which is left out if it is 1."""
-    if weight == 1:
+def weighted(name: str, weight: float, last: float | None = None) -> str:
+    """Return a term with its weight, which is left out if it is 1.
+
+    Args:
+        name: The term.
+        weight: Its weight.
+        last: Its weight at the last step, if that is another one.
+    """
+    constant = last is None or last == weight
+    if constant and weight == 1:
         return name
-    return f"({name}) × {number(weight)}" if " + " in name else f"{number(weight)} × {name}"
+    times = number(weight) if constant else f"({number(weight)} to {number(last)})"
+    return f"({name}) × {times}" if " + " in name else f"{times} × {name}"

@@ -46,6 +46,12 @@ def test_every_mode_gives_a_gradient_through_a_pair(assets: TinyAssets, mode: st
     assert logits.grad is not None and logits.grad.abs().sum() > 0
 
 
+def test_a_pair_knows_no_last_step(assets: TinyAssets) -> None:
+    student, teacher = (AutoTokenizer.from_pretrained(path) for path in (assets.student, assets.teacher))
+    with pytest.raises(xtoken.XtokenError, match="give loss_fn the kl_loss_weight of each step"):
+        xtoken.TokenizerPair(student, teacher, mode="alm", kl_loss_weight_end=0.0)
+
+
 def test_the_parts_for_ones_own_loop_load_no_service() -> None:
     code = """
 import json, sys, xtoken

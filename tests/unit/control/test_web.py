@@ -244,6 +244,10 @@ def test_losses_have_their_names_and_weights() -> None:
     assert list(two["loss"]) == ["total", "gold, teacher 0", "ALM, teacher 1", "0.1 × cross-entropy"]
     assert two["loss"]["ALM, teacher 1"] == 6.0
     assert "weights" in two and "weights" not in drawn("steps", ONE_TEACHER, ONE)
+    fading = drawn(
+        "steps", ONE_TEACHER | {"kl_loss_scale": 0.5}, ONE | {"loss": ONE["loss"] | {"kl_loss_weight_end": 0.0}}
+    )
+    assert fading["loss"]["(1 to 0) × chain"] == 1.125, "as the step weighed it"
     alone = {"teacher": [], "loss": {"kl_loss_weight": 0.0, "ce_loss_scale": 1.0}}
     assert drawn("steps", {"step": 1, "loss": 1.5, "ce_loss": 1.5}, alone)["loss"] == {"cross-entropy": 1.5}
     measured = {f"held_out_{name}": value for name, value in TWO_TEACHERS.items()} | BITS

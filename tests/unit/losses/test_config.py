@@ -21,6 +21,17 @@ REFUSED = {
         {"dynamic_loss_scaling": True, "kl_loss_weight": 0.5},
         "kl_loss_weight is not used with",
     ),
+    "kl_weight_end_with_scaling": (
+        {"dynamic_loss_scaling": True, "kl_loss_weight_end": 0.0},
+        "kl_loss_weight_end is not used with",
+    ),
+    "kl_weight_end_alone": ({"kl_loss_weight_end": 0.5, "ce_loss_scale": 0.0}, "whose weight is 0: unset it"),
+    "kl_weight_end_below_0": ({"kl_loss_weight_end": -0.5}, "kl_loss_weight_end"),
+    "kl_weight_end_in_words": ({"kl_loss_weight_end": "zero"}, "kl_loss_weight_end"),
+    "in_place_without_kd": (
+        {"gradient_in_place": True, "kl_loss_weight": 0.0, "kl_loss_weight_end": 0.0},
+        "whose weight is 0",
+    ),
     "ce_scale_with_scaling": ({"dynamic_loss_scaling": True, "ce_loss_scale": 0.5}, "ce_loss_scale is not used with"),
     "exact_only_gold": ({"gold_loss": True, "exact_token_match_only": True}, "belongs to P-KL, the mode is gold"),
     "prob_gold": ({"gold_loss": True, "teacher_chunk_average": "prob"}, "belongs to P-KL, the mode is gold"),

@@ -30,13 +30,14 @@ def spec(rollout: dict[str, Any], **parts: Any) -> RunSpec:
         ({}, {"loss": {"dynamic_loss_scaling": True}}, "no cross-entropy to scale by"),
         ({"url": "http://a:1"}, {"loss": {"importance_cap": 2.0}}, "servers do not send the log-probabilities"),
         ({}, {"loss": {"kl_loss_weight": 0.0}}, "by the divergence alone"),
+        ({}, {"loss": {"kl_loss_weight_end": 0.5}}, "unset loss.kl_loss_weight_end"),
         ({}, {"workers": {"nodes": 2}}, "single node group"),
         ({}, {"train": {**TRAIN, "lora": {}}}, "adapters are not published"),
         ({}, {"train": {**TRAIN, "parallel": "fsdp"}, "workers": {"ranks": 2}}, "sharded over ranks"),
     ],
     ids=[
         "publish", "no-prompt", "no-text", "block", "length", "teacher", "store", "scaling", "cap", "weight",
-        "nodes", "lora", "fsdp",
+        "weight-end", "nodes", "lora", "fsdp",
     ],
 )  # fmt: skip
 def test_impossible_settings_are_refused(rollout: dict[str, Any], parts: dict[str, Any], reason: str) -> None:
@@ -48,6 +49,10 @@ def test_impossible_settings_are_refused(rollout: dict[str, Any], parts: dict[st
 def test_prompts_are_whole_blocks_of_a_step(fraction: float, prompts: int, block: int) -> None:
     run = spec({"fraction": fraction})
     assert (run.prompts_per_step, run.block_size) == (prompts, block)
+
+
+def test_the_weight_of_the_divergence_may_change_beside_text() -> None:
+    assert spec({"fraction": 0.5}, loss={"kl_loss_weight_end": 0.0}).loss.kl_loss_weight_end == 0
 
 
 def test_publishing_as_rarely_as_staleness_allows_is_taken() -> None:

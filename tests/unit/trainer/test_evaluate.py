@@ -207,6 +207,16 @@ def test_the_held_out_loss_of_the_teachers_that_are_followed_is_a_mean_over_all_
     assert found[1]["held_out_kl_loss"] == pytest.approx(found[0]["held_out_kl_loss"], rel=1e-5)
 
 
+def test_the_held_out_loss_weighs_the_divergence_as_the_step_does(tmp_path: Path) -> None:
+    spec = held_out_spec(tmp_path, loss={"mode": "p_kl", "kl_loss_weight": 2.0, "kl_loss_weight_end": 0.0})
+    held_out, student = held_out_loss(spec), Student(llama(320), spec).eval()
+    held_out.run = held_out.run.model_copy(update={"positions": 3 * spec.train.samples_per_step})
+    for step, weight in ((0, 2.0), (1, 1.0), (3, 0.0)):
+        row = held_out.measure(student, step=step)
+        expected = weight * row["held_out_kl_loss"] + spec.loss.ce_loss_scale * row["held_out_ce_loss"]
+        assert row["held_out_kl_loss_scale"] == weight and row["held_out_loss"] == pytest.approx(expected, rel=1e-5)
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_the_teachers_are_gone_when_the_held_out_loss_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str

@@ -70,6 +70,13 @@ def test_a_mode_of_ones_own_is_told(tmp_path: Path) -> None:
     assert "- loss: gold, KL token by token at temperature 1" in text
 
 
+def test_a_weight_that_changes_is_stated_at_both_ends(tmp_path: Path) -> None:
+    text = card(tmp_path, [OWN], loss={"kl_loss_weight": 2.0, "kl_loss_weight_end": 0.5})
+    assert (
+        "- loss: chain at temperature 1 times 2 at the first step to 0.5 at the last, and cross-entropy times 1" in text
+    )
+
+
 @pytest.mark.parametrize(("name", "bits"), [("fp8", 8), ("nf4", 4)])
 def test_quantized_weights_are_stated(tmp_path: Path, name: str, bits: int) -> None:
     teacher = {"dtype": "bfloat16"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,10 @@ import torch
 from services.trainer.distributed import RankGroup
 from services.trainer.step import Received, StepRunner
 from tests.support.runs import resolved_run
+from tests.unit.losses.loss_cases import V_S, Case, make_case
+from xtoken_core.config.loss import LossConfig
+from xtoken_core.config.resolved import ResolvedRun
+from xtoken_core.losses import CrossTokenizerDistillationLoss
 from xtoken_core.losses.objective import Selection
 from xtoken_core.plan import MicroBatch
 
@@ -42,6 +47,36 @@ def test_the_teachers_of_a_step_are_chosen_and_their_chunks_added_up(runner: Ste
 def test_a_step_without_a_micro_batch_has_nothing_to_choose(runner: StepRunner) -> None:
     choices = runner._choose([])
     assert (choices.of_batch, float(choices.chunks)) == ([], 0)
+
+
+def gradient(run: ResolvedRun, case: Case, step: int) -> torch.Tensor:
+    """The gradient of the student's logits in a step of a run, by a trainer that begins with this step."""
+    logits = case.student_logits.clone().requires_grad_()
+    student: Any = SimpleNamespace(device=torch.device("cpu"), blockwise=False, outputs=lambda *_: logits * 1.0)
+    loss = CrossTokenizerDistillationLoss(run.spec.loss, student_vocab_size=V_S, teachers=case.teachers)
+    worker: Any = SimpleNamespace(queue=None, run=run)
+    absent: Any = None
+    runner = StepRunner(worker, student, loss, absent, absent, RankGroup(0, 1), rank=0, pad_id=0)
+    runner._teacher_logits = lambda _: list(case.teacher_logits)  # type: ignore[method-assign]
+    plan: Any = SimpleNamespace(step=step, ce_tokens=20, kd_chunks=(12,))
+    metrics = runner._backward(plan, replace(RECEIVED, data=case.batch), 0, None)
+    assert logits.grad is not None
+    assert metrics["kl_loss_scale"].item() == pytest.approx(run.spec.loss.kl_weight_at(step, run.steps))
+    return logits.grad
+
+
+def test_the_divergence_has_its_weight_at_the_step_in_the_gradient(tmp_path: Path) -> None:
+    def run(**loss: Any) -> ResolvedRun:
+        made = resolved_run(tmp_path, positions=40)
+        config = LossConfig(mode="p_kl", vocab_topk=6, ce_loss_scale=1.0, **loss)
+        return made.model_copy(update={"spec": made.spec.model_copy(update={"loss": config})})
+
+    case, fading = make_case(), run(kl_loss_weight=2.0, kl_loss_weight_end=0.0)
+    assert fading.steps == 5
+    with_kd, alone = (gradient(run(kl_loss_weight=weight), case, 0) for weight in (1.0, 0.0))
+    for step, weight in [(3, 0.5), (0, 2.0), (4, 0.0), (2, 1.0), (3, 0.5)]:  # in no order: no step depends on another
+        expected = alone + weight * (with_kd - alone)
+        torch.testing.assert_close(gradient(fading, case, step), expected)
 
 
 def test_choosing_is_progress(runner: StepRunner) -> None:

@@ -38,6 +38,7 @@ def test_a_run_without_teachers_is_trained_by_cross_entropy() -> None:
     [
         ({"loss": {"mode": "gold"}}, "loss.mode"),
         ({"loss": {"kl_loss_weight": 1.0}}, "loss.kl_loss_weight"),
+        ({"loss": {"kl_loss_weight": 0.0, "kl_loss_weight_end": 0.0}}, "loss.kl_loss_weight_end"),
         ({"loss": {"dynamic_loss_scaling": True, "ce_loss_scale": 1.0, "kl_loss_weight": 1.0}}, "loss.kl_loss_weight"),
         ({"eval": {"path": "/heldout.jsonl", "teacher_kl": True}}, "eval.teacher_kl"),
     ],
@@ -49,10 +50,12 @@ def test_settings_of_a_teacher_are_refused_without_one(changes: dict[str, Any], 
 
 def test_a_baseline_is_the_run_without_its_teachers() -> None:
     held_out = {"path": "/heldout.jsonl", "teacher_kl": True, "every": 7}
-    spec = RunSpec.model_validate(RAW | {"teacher": TEACHER, "loss": {"mode": "gold"}, "eval": held_out, "seed": 3})
+    spec = RunSpec.model_validate(
+        RAW | {"teacher": TEACHER, "loss": {"mode": "gold", "kl_loss_weight_end": 0.0}, "eval": held_out, "seed": 3}
+    )
     baseline = baseline_of(spec)
     assert (baseline.output, baseline.name) == (Path("/out-baseline"), "run-baseline")
-    assert baseline.teacher == () and baseline.loss.kl_loss_weight == 0.0
+    assert baseline.teacher == () and not baseline.loss.weighs_kd
     assert (baseline.train, baseline.data, baseline.seed) == (spec.train, spec.data, 3)
     assert baseline.eval is not None and baseline.eval.every == 7
 

@@ -40,6 +40,9 @@ def test_harmless_metrics_are_not() -> None:
     assert warnings_of(status(last=harmless, evaluation=unchanged)) == {}
     assert "(since step 0: no difference that counts (+0.0001;" in final_line(status(evaluation=unchanged))
     assert warnings_of(status(last={"kl_fraction": 0.0, "kl_loss_scale": 0.0}, evaluation=better)) == {}
+    faint = status(last={"kl_fraction": 0.01, "kl_loss_scale": 0.1}, evaluation=better)
+    assert warnings_of(faint).keys() == {"kl_fraction"}
+    assert warnings_of(faint | {"spec": {"loss": {"kl_loss_weight_end": 0.0}}}) == {}
 
 
 def test_the_console_prints_a_warning_once_and_the_end_the_change() -> None:
