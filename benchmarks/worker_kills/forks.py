@@ -1,7 +1,7 @@
 """Workers that start at once: forked from a process that has imported everything and touched no device.
 
-A killed rollout worker, teacher or trainer is back within a second or two instead of ten. Queue and collators are
-started as always. `python -m benchmarks.worker_kills.forks` is that process: it takes a JSON object a line and answers
+A killed collator, rollout worker, teacher or trainer is back within a second or two instead of ten. The queue is started
+as always. `python -m benchmarks.worker_kills.forks` is that process: it takes a JSON object a line and answers
 with a process id.
 """
 
@@ -25,9 +25,10 @@ from services.supervisor.launchers.local import AttachedHandle, LocalLauncher
 from services.supervisor.os_process import MARK
 
 ROOT = Path(__file__).parents[2]
-FORKED = ("rollout", "teacher", "trainer")
+FORKED = ("collator", "rollout", "teacher", "trainer")
 PRELOADED = (
     "services.cli",
+    "services.collator.main",
     "services.rollout.main",
     "services.teacher.main",
     "services.trainer.main",
@@ -37,7 +38,7 @@ PR_SET_PDEATHSIG = 1
 
 
 class ForkLauncher(LocalLauncher):
-    """A launcher whose rollout workers, teachers and trainers are forked; everything it has started dies with it."""
+    """A launcher whose workers but the queue are forked; everything it has started dies with it."""
 
     def __init__(self) -> None:
         super().__init__(tied=True)
