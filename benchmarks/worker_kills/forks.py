@@ -1,7 +1,7 @@
 """Workers that start at once: forked from a process that has imported everything and touched no device.
 
-A killed collator, rollout worker, teacher or trainer is back within a second or two instead of ten. The queue is started
-as always. `python -m benchmarks.worker_kills.forks` is that process: it takes a JSON object a line and answers
+A killed collator, rollout worker, teacher or trainer is back within a second or two instead of ten. The queue is
+started as always. `python -m benchmarks.worker_kills.forks` is that process: it takes a JSON object a line and answers
 with a process id.
 """
 
