@@ -25,9 +25,9 @@ from xtoken_core.data_plane.address import Address
 
 Victim = Literal["teacher-0-0", "trainer-0"]
 VICTIMS: tuple[Victim, ...] = ("teacher-0-0", "trainer-0")
-OPEN = "of teacher 0 is open"
+OPEN = "of the teacher is open"
 GONE: dict[Victim, tuple[str, ...]] = {
-    "teacher-0-0": ("teacher 0 has ended: ring",),
+    "teacher-0-0": ("the teacher has ended: ring",),
     "trainer-0": ("waiting for the next trainer",),
 }
 """What the other one logs of a victim's end."""
