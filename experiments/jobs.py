@@ -32,7 +32,7 @@ class Job:
         discards: Directories of the run that are removed once it has finished: a checkpoint has three values in float32
             for each weight.
         gib: GPU memory that its processes take together, in GiB, as far as it is known.
-        urgent: Its kernels go before those of other runs on a GPU that MPS shares: for a run much longer than they are.
+        low_priority: Its kernels come after those of other runs on a GPU that MPS shares.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Job:
     options: tuple[str, ...] = ()
     discards: tuple[str, ...] = ()
     gib: float = 0.0
-    urgent: bool = True
+    low_priority: bool = False
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ def _start(state: Path, job: Job, device: int | None) -> subprocess.Popen[bytes]
     environment["PYTHONPATH"] = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     if device is not None:
         environment["CUDA_VISIBLE_DEVICES"] = str(device)
-    if not job.urgent:
+    if job.low_priority:
         environment[_MPS_PRIORITY] = "1"  # below normal; without MPS nobody reads it
     with file.with_suffix(".log").open("ab") as log:
         return subprocess.Popen(

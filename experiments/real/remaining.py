@@ -16,13 +16,13 @@ from experiments.real.methods import CHAT, CONDITIONS, METHODS, SEEDS, Cell, job
 from experiments.real.results import all_cells, cell_of, missing, read_result
 from experiments.real.stages import finished_rows, prepare, write_sample
 
-URGENT_STEPS = 600
+LONG_STEPS = 600
 """A run of so many steps goes before shorter ones on a GPU that MPS shares: it would be the last to end."""
 UNKNOWN_GIB = 12.0
 """Taken for a method none of whose runs has told its memory."""
 TEACHER_GIB, RESERVED = 4.0, 1.2
-"""GPU memory of a teacher with its ring, and what an allocator keeps beside what a trainer has in use at most: eight
-runs together took 116 GiB where their trainers' peaks were 64."""
+"""GPU memory of a teacher with its ring, and what a trainer takes for each GiB that it has in use at most. Estimates on
+the safe side: by them eight runs that were seen to take 116 GiB together take 136."""
 
 
 def remaining(state: Path, known: Path, again: Sequence[str] = ()) -> list[Cell]:
@@ -38,8 +38,7 @@ def remaining(state: Path, known: Path, again: Sequence[str] = ()) -> list[Cell]
     content = read_result(known)
     planned = [cell_of(row) for row in (*content["runs"], *content["not_run"])]
     rows = {cell_of(row): row for row in content["runs"] if row["method"] not in again}
-    here = (cell for cell in all_cells() if finished(state, cell.name))
-    rows |= {cell_of(row): row for row in finished_rows(state, here)}
+    rows |= {cell_of(row): row for row in finished_rows(state, all_cells())}
     needed = missing(list(rows.values()), planned)
     begun = {(cell.condition, cell.method) for cell in needed if _is_first(cell)}
     chosen = {(cell.condition, cell.method) for cell in needed if cell.seed == SEEDS[0]}
@@ -99,7 +98,7 @@ def run_remaining(
             replace(
                 job(cell, device=device, patience=patience),
                 gib=memory.get((cell.method, CONDITIONS[cell.condition].student), UNKNOWN_GIB),
-                urgent=CONDITIONS[cell.condition].steps >= URGENT_STEPS,
+                low_priority=CONDITIONS[cell.condition].steps < LONG_STEPS,
             )
             for cell in cells
         ]

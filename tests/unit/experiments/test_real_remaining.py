@@ -153,7 +153,7 @@ def test_runs_can_import_the_losses_of_the_field(state: Path, monkeypatch: pytes
 def test_runs_that_become_known_while_others_finish_are_made(state: Path, log: Path) -> None:
     def offered() -> list[jobs.Job]:
         done = [name for name in "abc" if jobs.finished(state, name)]
-        return [jobs.Job(name, "", urgent=name == "a") for name in "abc"[len(done) : len(done) + 1]]
+        return [jobs.Job(name, "", low_priority=name != "a") for name in "abc"[len(done) : len(done) + 1]]
 
     assert jobs.run_all(state, offered, side_by_side=2, until=time.monotonic() + 60, least_s=0.0)
     lines = [line.split() for line in log.read_text().splitlines()]
