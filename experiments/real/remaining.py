@@ -18,7 +18,7 @@ from experiments.real.stages import finished_rows, prepare, write_sample
 
 LONG_STEPS = 600
 """A run of so many steps goes before shorter ones on a GPU that MPS shares: it would be the last to end."""
-UNKNOWN_GIB = 12.0
+UNKNOWN_GIB = 20.0
 """Taken for a method none of whose runs has told its memory."""
 TEACHER_GIB, RESERVED = 4.0, 1.2
 """GPU memory of a teacher with its ring, and what a trainer takes for each GiB that it has in use at most. Estimates on
@@ -28,7 +28,8 @@ the safe side: by them eight runs that were seen to take 116 GiB together take 1
 def remaining(state: Path, known: Path, again: Sequence[str] = ()) -> list[Cell]:
     """Return the runs that can start now, in the order in which they should.
 
-    Long ones are first. Then first weights, whose learning rates are all known, and the rest method by method.
+    Long ones are first, conditions that repeat another one with a change of settings last. In between come first
+    weights, whose learning rates are all known, and the rest method by method.
 
     Args:
         state: Directory of models, texts and runs; finished runs in it count.
@@ -48,7 +49,12 @@ def remaining(state: Path, known: Path, again: Sequence[str] = ()) -> list[Cell]
         if _is_first(cell) or (cell.condition, cell.method) not in (begun if cell.seed == SEEDS[0] else chosen)
     ]
     order = {name: number for number, name in enumerate(METHODS)}
-    ready.sort(key=lambda cell: (-CONDITIONS[cell.condition].steps, not _is_first(cell), order[cell.method], cell.seed))
+
+    def place(cell: Cell) -> tuple[bool, int, bool, int, int]:
+        condition = CONDITIONS[cell.condition]
+        return bool(condition.note), -condition.steps, not _is_first(cell), order[cell.method], cell.seed
+
+    ready.sort(key=place)
     return [cell for cell in ready if _has_materials(state, cell)]
 
 
@@ -84,10 +90,11 @@ def run_remaining(
     Raises:
         MissingSourceError: A model or text has not been made.
     """
-    memory = memory_of(read_result(known)["runs"])
+    before = read_result(known)["runs"]
     prepared: set[str] = set()
 
     def offered() -> list[Job]:
+        memory = memory_of([*before, *finished_rows(state, all_cells())])
         cells = [cell for cell in remaining(state, known, again) if wanted(cell)]
         if fresh := [cell for cell in cells if cell.name not in prepared]:
             prepare(state, fresh)

@@ -19,6 +19,7 @@ from tests.unit.experiments.test_real_runs import write_run
 
 START = 1.9
 PEAK = 10 * 2**30
+REPEATED = "chat-500k-small-rates"
 
 
 def row(cell: Cell, bits: float) -> dict[str, Any]:
@@ -64,16 +65,16 @@ def test_weights_wait_for_rates_and_seeds_for_weights(state: Path) -> None:
     assert remaining.remaining(state, known) == [gold(others[0].weight, RATES[1], 1)]
 
 
-def test_long_runs_are_first_and_then_rates(state: Path) -> None:
+def test_long_runs_are_first_then_rates_and_repeated_conditions_last(state: Path) -> None:
     long = gold("even", CONDITIONS["de-6m"].rates[0], condition="de-6m")
     rate = gold("even", RATES[0])
     done = [(Cell("de-500k", "p_kl", "even", rate, 0), 1.5) for rate in RATES]
     weight = Cell("de-500k", "p_kl", "kd", RATES[0], 0)
-    known = write_known(state / "known.json", done, [weight, rate, long])
+    (state / "texts" / f"{CHAT}.test.jsonl").touch()
+    smaller = [gold("even", rate, condition=REPEATED) for rate in CONDITIONS[REPEATED].rates]
+    known = write_known(state / "known.json", done, [smaller[0], weight, rate, long])
     found = remaining.remaining(state, known)
-    assert found[0] == long
-    assert found[1:-1] == [gold("even", rate) for rate in RATES]
-    assert found[-1] == weight
+    assert found == [long, *(gold("even", rate) for rate in RATES), weight, *smaller]
 
 
 def test_what_needs_controls_waits_for_them(state: Path) -> None:
