@@ -56,6 +56,8 @@ METHODS = {
     "chain": Method("chain", CHAIN, seeds=3),
     "chain_ce1": Method("chain, CE weight 1", CHAIN, seeds=3, ce=1.0),
     "chain_ce0": Method("chain, CE weight 0", CHAIN, seeds=3, ce=0.0),
+    "chain_fading": Method("chain, fading to cross-entropy", CHAIN | {"kl_loss_weight_end": 0.0}, seeds=3),
+    "chain_ce1_fading": Method("chain, CE weight 1, fading", CHAIN | {"kl_loss_weight_end": 0.0}, seeds=3, ce=1.0),
     "chain_alm1": Method(
         "chain and ALM, tau 1",
         CHAIN | {"teacher_modes": ["chain", "alm"], "alm_temperature": 1.0},
