@@ -48,7 +48,7 @@ class TokenizerPair:
         special_tokens: Mapping[str, str] | None = None,
         **loss: Any,
     ) -> None:
-        config = LossConfig(**loss)
+        config = LossConfig(**{"kl_loss_weight_end": None, **loss})
         if config.kl_loss_weight_end is not None:
             raise ConfigError(
                 "kl_loss_weight_end needs the steps of a run: give loss_fn the kl_loss_weight of each step instead"

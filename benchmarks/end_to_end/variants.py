@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.lengths import DISTRIBUTIONS
+from xtoken_core.config.document import document_of
 from xtoken_core.config.loss import LossConfig
 
 LOSSES = {
@@ -134,7 +135,7 @@ def run_spec(variant: Variant, arguments: argparse.Namespace) -> dict[str, Any]:
 
     Weights, gradients and AdamW's moments are bfloat16, as in the serial loop.
     """
-    loss = LOSSES[variant.loss].model_dump(mode="json", exclude_defaults=True)
+    loss = document_of(LOSSES[variant.loss], exclude_defaults=True)
     samples, context = variant.samples or arguments.samples, context_of(variant, arguments)
     base: dict[str, dict[str, Any]] = {
         "student": {

@@ -37,8 +37,8 @@ class Method:
     custom: str = ""
 
 
-CHAIN = {"mode": "chain", "chain_bare_space": False}
-"""Without the nodes at a single space, as all of these runs were planned; the library's default has them."""
+CHAIN = {"mode": "chain", "chain_bare_space": False, "kl_loss_weight_end": "none"}
+"""Without the nodes at a single space and with one weight to the end, as these runs were planned: no defaults."""
 
 _CUSTOM = {"mode": "custom"}
 

@@ -40,6 +40,8 @@ COLUMNS = (
     ("right numeral", "numerals.right", ".3f"),
     ("misled", "numerals.misled", ".3f"),
 )
+FADING = (("chain_fading", "chain"), ("chain_ce1_fading", "chain_ce1"))
+"""Pairs of methods of which the first fades to cross-entropy: with its weight .1 and 1."""
 KINDS = {
     "answer": "answers of several digits",
     "operand": "operands of several digits",
@@ -79,6 +81,8 @@ def page(full: Summary) -> str:
         worse=overview.worse(real),
         smaller_rates="smaller rates" in overview.table(real),
         papers=papers(reduced),
+        past=overview.past_the_best(real),
+        fading=[points(reduced, *pair) for pair in FADING],
         problems=sum(map(len, held_out_problems(scale).values())) if scale else 0,
     )  # fmt: skip
 
@@ -153,6 +157,12 @@ def papers(results: Summary) -> str:
         if found[key]
     ]
     return "; ".join(parts)
+
+
+def points(results: Summary, name: str, other: str) -> str:
+    """Return the right answers of a method less those of another one, in percentage points; "not run" without both."""
+    values = results.difference(name, other, "exact_match.all") if results else []
+    return f"{100 * statistics.fmean(values):+.1f}" if values else "not run"
 
 
 def masses(results: Summary, name: str) -> str:

@@ -78,8 +78,8 @@ class Method:
         return "chain" in (self.loss.get("mode"), *self.loss.get("teacher_modes", ()))
 
 
-CHAIN = {"mode": "chain", "chain_bare_space": False}
-"""Without the nodes at a single space, as all of these runs were planned; the library's default has them."""
+CHAIN = {"mode": "chain", "chain_bare_space": False, "kl_loss_weight_end": "none"}
+"""Without the nodes at a single space and with one weight to the end, as these runs were planned: no defaults."""
 
 _LIGHT = _named("even", "light", "strong")
 """For losses that lost to cross-entropy, or hardly gained, with `even`: less of the KD term, not less of the other."""
@@ -105,8 +105,8 @@ METHODS = {
     "uld": Method("ULD", {"mode": "uld"}, _LIGHT, projects=True, hidden=True),
     "alm1": _alm("ALM, tau 1", 1.0),
     "alm100": _alm("ALM, tau 100", 100.0),
-    "chain": _chain("chain"),
-    "chain_fading": replace(_chain("chain, fading to cross-entropy", kl_loss_weight_end=0.0), weights=_named("even")),
+    "chain": _chain("chain, one weight to the end"),
+    "chain_fading": replace(_chain("chain, fading (default)", kl_loss_weight_end=0.0), weights=_named("even")),
     "chain_alm1": Method(
         "chain and ALM, tau 1",
         CHAIN | {"teacher_modes": ["chain", "alm"], "alm_temperature": 1.0},

@@ -12,11 +12,14 @@ CONDITION = "de-500k"
 """The condition of which every method is shown."""
 NOT_SHOWN = (summary.BASELINE, "chain_unconditioned", "chain_no_end", "chain_uncorrected", "chain_bare_space")
 """Zero by definition, and forms of chain within noise of it."""
-OTHERS = ("alm1", "p_kl", "uld")
-"""Beside chain in the table; ULD is the best of the published losses on the text that all are tried on."""
+OTHERS = (summary.CHAIN, "alm1", "p_kl", "uld")
+"""Beside the default in the table; ULD is the best of the published losses on the text that all are tried on."""
+ON_EVERY_TEXT = {summary.DEFAULT: "default", summary.CHAIN: "one weight"}
+"""Shown for every text in the picture."""
 NOISE = 0.01
 """Bits per byte: three standard deviations of a method over data seeds."""
 LEAST, MOST, STEP = -0.25, 0.20, 0.05
+NOT_RUN = "not run"
 
 
 def picture(result: Mapping[str, Any]) -> str:
@@ -38,48 +41,112 @@ def picture(result: Mapping[str, Any]) -> str:
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """Return the table of chain against cross-entropy in Markdown, the texts on which it loses first.
+    """Return the table of the default against cross-entropy in Markdown, the texts on which it gains least first.
 
     Args:
         result: Content of the result file.
     """
     titles = " | ".join(methods.METHODS[name].title for name in OTHERS)
     lines = [
-        f"| text | teacher alone | cross-entropy | chain | chain's gain | {titles} |",
+        f"| text | teacher alone | cross-entropy | default: chain, fading | its gain | {titles} |",
         f"|---|---|---|---|---|{'---|' * len(OTHERS)}",
     ]
-    for name in sorted(_compared(result), key=lambda name: _rows(result, name)["chain"].gain or 0.0):
+    for name in sorted(_compared(result), key=lambda name: _least_gain(result, name)):
         rows, condition = _rows(result, name), result["conditions"][name]
-        teacher = result["teachers"].get(name, {}).get(f"{summary.VALIDATION}_{condition['source']}.test")
-        chain = rows["chain"]
-        gain = f"{chain.gain:+.3f} ± {chain.gain_deviation:.3f}" if chain.seeds > 1 else f"{chain.gain:+.3f}"
-        others = [f"{rows[other].gain:+.3f}" if other in rows else "not run" for other in OTHERS]
+        teacher = _teacher(result, name)
         untrained = summary.BASELINE in summary.untrained(summary.outcomes(result), name)
-        ce = f"{rows['ce'].test:.3f}{' (before training)' if untrained else ''}"
-        cells = [_text(condition), f"{teacher:.3f}" if teacher else "", ce, f"{chain.test:.3f}"]
-        lines.append(f"| {' | '.join([*cells, f'**{gain}**', *others])} |")
+        ce = f"{rows[summary.BASELINE].test:.3f}{' (before training)' if untrained else ''}"
+        default = rows.get(summary.DEFAULT)
+        reached = f"{default.test:.3f}" if default else NOT_RUN
+        gains = [f"**{_gain(default)}**", *(_gain(rows.get(other)) for other in OTHERS)]
+        cells = [_text(condition), f"{teacher:.3f}" if teacher else "", ce, reached, *gains]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def worse(result: Mapping[str, Any]) -> str:
-    """Return in a sentence where chain is worse than cross-entropy by more than the noise of a data seed.
+    """Return in sentences where the default is worse than cross-entropy, and where chain with one weight is.
 
     Args:
         result: Content of the result file.
     """
+    default, constant = (_losses(result, method) for method in (summary.DEFAULT, summary.CHAIN))
+    if default:
+        lines = [f"**The default loss, chain that fades, is worse than cross-entropy** by {' and by '.join(default)}."]
+    else:
+        lines = [
+            "On no measured text is the default loss, chain that fades to cross-entropy, worse than cross-entropy."
+        ]
+    unknown = [name for name in _compared(result) if summary.DEFAULT not in _rows(result, name)]
+    if unknown:
+        lines.append(f"It has not run on {', '.join(_text(result['conditions'][name]) for name in unknown)}.")
+    if constant:
+        lines.append(f"**With one weight to the end chain is worse** by {' and by '.join(constant)}.")
+    return "\n".join(lines)
+
+
+def past_the_best(result: Mapping[str, Any]) -> str:
+    """Return a table of what cross-entropy and both forms of chain have at their best step and long after it.
+
+    Of the first data seed, on validation, each at its best learning rate. "Later" is the last step at which all of them
+    were evaluated; a text on which it is the best step of all of them is left out.
+
+    Args:
+        result: Content of the result file.
+    """
+    names = (summary.BASELINE, summary.CHAIN, summary.DEFAULT)
+    titles = [methods.METHODS[name].title for name in names]
+    lines = [
+        f"| text | later: step | {' | '.join(f'{title}: best | later' for title in titles)} |",
+        f"|---|---|{'---|' * 2 * len(names)}",
+    ]
+    best = summary.choices(summary.outcomes(result))
+    for condition in _compared(result):
+        curves = [_curve(result, condition, name, best.get((condition, name))) for name in names]
+        later = max(set.intersection(*map(set, curves)), default=0)
+        if later and any(curve[later] > min(curve.values()) for curve in curves):
+            cells = [f"{min(curve.values()):.3f} | {curve[later]:.3f}" for curve in curves]
+            lines.append(f"| {_text(result['conditions'][condition])} | {later} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _curve(result: Mapping[str, Any], condition: str, method: str, choice: summary.Choice | None) -> dict[int, float]:
+    """Return bits per byte on validation by step, of the first data seed."""
+    wanted = choice and (condition, method, choice.weight, choice.rate, summary.FIRST_SEED)
+    keys = ("condition", "method", "weight", "rate", "seed")
+    runs = [run for run in result["runs"] if tuple(run[key] for key in keys) == wanted]
+    return {row["step"]: row[summary.VALIDATION] for run in runs for row in run["curve"]}
+
+
+def _losses(result: Mapping[str, Any], method: str) -> list[str]:
+    """Return by how much and where a method is worse than cross-entropy by more than the noise of a data seed."""
     found = []
     for name in _compared(result):
-        chain, ce = (_rows(result, name)[method] for method in ("chain", "ce"))
-        gain = chain.gain or 0.0
+        rows = _rows(result, name)
+        gain = (rows[method].gain if method in rows else None) or 0.0
         if gain < -NOISE:
-            condition = result["conditions"][name]
-            teacher = result["teachers"].get(name, {}).get(f"{summary.VALIDATION}_{condition['source']}.test")
-            passed = teacher is not None and ce.test < teacher
-            why = f", where cross-entropy alone passes the teacher ({ce.test:.3f} and {teacher:.3f})" if passed else ""
-            found.append(f"{-gain:.3f} bits per byte on {_text(condition)}{why}")
-    if not found:
-        return "On no measured text is the default worse than cross-entropy."
-    return f"**The default loss, chain, is worse than cross-entropy** by {' and by '.join(found)}."
+            teacher, ce = _teacher(result, name), rows[summary.BASELINE].test
+            passed = teacher is not None and ce < teacher
+            why = f", where cross-entropy alone passes the teacher ({ce:.3f} and {teacher:.3f})" if passed else ""
+            found.append(f"{-gain:.3f} bits per byte on {_text(result['conditions'][name])}{why}")
+    return found
+
+
+def _teacher(result: Mapping[str, Any], condition: str) -> float | None:
+    source = result["conditions"][condition]["source"]
+    found: float | None = result["teachers"].get(condition, {}).get(f"{summary.VALIDATION}_{source}.test")
+    return found
+
+
+def _gain(row: summary.Row | None) -> str:
+    if row is None or row.gain is None:
+        return NOT_RUN
+    return f"{row.gain:+.3f}" + f" ± {row.gain_deviation:.3f}" * (row.seeds > 1)
+
+
+def _least_gain(result: Mapping[str, Any], condition: str) -> float:
+    rows = _rows(result, condition)
+    return min(rows[name].gain or 0.0 for name in ON_EVERY_TEXT if name in rows)
 
 
 def _text(condition: Mapping[str, Any]) -> str:
@@ -101,7 +168,7 @@ def _compared(result: Mapping[str, Any]) -> list[str]:
     return [
         name
         for name, condition in result["conditions"].items()
-        if not condition.get("tasks") and {"chain", "ce"} <= _rows(result, name).keys()
+        if not condition.get("tasks") and {summary.CHAIN, summary.BASELINE} <= _rows(result, name).keys()
     ]
 
 
@@ -120,10 +187,14 @@ def _by_method(result: Mapping[str, Any]) -> list[tuple[str, float, str]]:
 
 
 def _by_text(result: Mapping[str, Any]) -> Sequence[tuple[str, float, str]]:
-    gains = [(name, _rows(result, name)["chain"].gain or 0.0) for name in _compared(result) if name != CONDITION]
-    ranked = sorted(gains, key=lambda row: -row[1])
-    texts = [(_text(result["conditions"][name]), gain) for name, gain in ranked]
-    return [(f"chain, {text}", gain, "a" if gain > 0 else "b") for text, gain in texts]
+    names = sorted(_compared(result), key=lambda name: -_least_gain(result, name))
+    return [
+        (f"{title}, {_text(result['conditions'][name])}", gain, "a" if gain > 0 else "b")
+        for name in names
+        if name != CONDITION
+        for method, title in ON_EVERY_TEXT.items()
+        if (row := _rows(result, name).get(method)) is not None and (gain := row.gain) is not None
+    ]
 
 
 def _at(value: float) -> float:

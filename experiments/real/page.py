@@ -73,7 +73,9 @@ def page(result: dict[str, Any]) -> str:
         machine=result["machine"],
         conditions=conditions,
         compared=compared,
-        passed=[(entry["source"], entry["size"], entry["chosen"]["chain"].gain) for entry in passed],
+        overview=overview.table(result),
+        past=overview.past_the_best(result),
+        passed=[(entry["source"], entry["size"], *_gains(entry["chosen"])) for entry in passed],
         transfers=sum(_transfers(entry["chosen"], f"{entry['others'][0]}.test") for entry in compared),
         predictions="\n".join(predictions.compare(result)),
         waiting=dict(waiting),
@@ -88,6 +90,12 @@ def page(result: dict[str, Any]) -> str:
         weights=methods.WEIGHTS,
         samples=methods.SAMPLES_PER_STEP,
     )
+
+
+def _gains(chosen: dict[str, summary.Row]) -> list[float | None]:
+    """Return the gains of chain with one weight and of the default; None for one that has not run."""
+    rows = [chosen.get(name) for name in (summary.CHAIN, summary.DEFAULT)]
+    return [row.gain if row else None for row in rows]
 
 
 def _transfers(chosen: dict[str, summary.Row], text: str) -> bool:

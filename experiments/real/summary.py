@@ -11,7 +11,8 @@ from typing import Any
 from experiments.real.methods import METHODS, MICRO_BATCH_TOKENS
 
 VALIDATION = "bits_per_byte"
-BASELINE, CHAIN = "ce", "chain"
+BASELINE, CHAIN, DEFAULT = "ce", "chain", "chain_fading"
+"""Cross-entropy alone, chain with one weight to the end, and the product's default: chain that fades."""
 FIRST_SEED = 0
 TASK = "task_accuracy_"
 _GROUP = ("condition", "method", "weight", "seed")
@@ -281,14 +282,15 @@ def markdown(result: Mapping[str, Any], condition: str, titles: Mapping[str, str
     ]
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
     for row in rows:
-        gain = "" if row.gain is None else f"{row.gain:+.3f} ± {row.gain_deviation:.3f}"
+        several = row.seeds > 1
+        gain = "" if row.gain is None else f"{row.gain:+.3f}" + f" ± {row.gain_deviation:.3f}" * several
         first = "" if row.first_gain is None else f"{row.first_gain:+.3f}"
         closed = "" if row.closed is None else f"{row.closed:.0%}"
         cells = [
             titles.get(row.method, row.method),
             f"{row.weight} of {row.tried}" if row.tried > 1 else row.weight,
             str(row.seeds),
-            f"{row.test:.3f} ± {row.deviation:.3f}",
+            f"{row.test:.3f}" + f" ± {row.deviation:.3f}" * several,
         ]
         memory = _memory(row.memory)
         others = [f"{row.others[name]:.3f}" for name in names]

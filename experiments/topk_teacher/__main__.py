@@ -42,7 +42,7 @@ SIZES = (16, 64, 256)
 MODES: dict[str, dict[str, Any]] = {
     "p_kl": {"mode": "p_kl", "vocab_topk": None},
     "alm": {"mode": "alm"},
-    "chain": {"mode": "chain"},
+    "chain": {"mode": "chain", "kl_loss_weight_end": "none"},
 }
 LEAST_MASSES = (0.0, 0.5)
 """Values of `chain_least_mass` that are tried."""

@@ -61,6 +61,8 @@ def job(name: str, steps: int, seed: int, device: str) -> Job:
     variant = VARIANTS[name]
     dtype = "float32" if device == "cpu" else "bfloat16"
     loss: dict[str, Any] = {"kl_loss_weight": variant.kl, "ce_loss_scale": variant.ce}
+    if variant.kl:
+        loss["kl_loss_weight_end"] = "none"  # as these runs were made
     tables: dict[str, dict[str, Any]] = {
         "student": {"model": f"models/{SMOLLM2}", "context_length": CONTEXT, "dtype": dtype},
         "data": {"path": "texts/python-code.train.jsonl", "epochs": 100},

@@ -79,6 +79,7 @@ data = {json.dumps(inputs.data, ensure_ascii=False)}   # .jsonl (field `text`), 
 # [loss]
 # mode = "chain"                # chain, p_kl, gold, h_kl, uld, alm
 # kl_loss_weight = 1.0
+# kl_loss_weight_end = 0.0      # weight at the last step; "none": the same to the end
 # ce_loss_scale = 1.0
 
 # [train]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -15,12 +15,18 @@ class Part(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 
 
-def _none_word(value: Any) -> Any:
-    return None if value == "none" else value
+NONE = "none"
+"""None in a run file: TOML has no other way to say it."""
+T = TypeVar("T")
 
 
-NoneWord = BeforeValidator(_none_word)
-"""Makes the word "none" mean None: TOML has no other way to say it."""
+def _read_none(value: Any) -> Any:
+    return None if value == NONE else value
+
+
+NoneWord = BeforeValidator(_read_none)
+OrNone = Annotated[T | None, NoneWord]
+"""A setting that takes the word "none", because None is not its default everywhere."""
 
 
 def teacher_name(number: int, count: int) -> str:

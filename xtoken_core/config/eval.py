@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from xtoken_core.config.base import Count, NoneWord, Part
+from xtoken_core.config.base import Count, OrNone, Part
 
 Match = Literal["exact", "number", "choice", "contains"]
 """How a completion is compared with the answer."""
@@ -79,7 +79,7 @@ class EvalSpec(Part):
     keep_best: bool = False
     """Keep the checkpoint of the evaluation with the fewest bits per byte of `path`, as `checkpoints/best`, and export
     its weights as `model/` when the run ends. The student of step 0 does not take part."""
-    patience: Annotated[Count | None, NoneWord] = None
+    patience: OrNone[Count] = None
     """End the run after so many evaluations in a row that were no better than the best one; "none": never."""
     also: Path | tuple[Path, ...] = ()
     """More held-out texts, such as a test set or another language. Each is read as `path` is and reported by itself,

@@ -93,11 +93,16 @@ class RunIdentity(Part):
 
     @field_validator("loss", mode="before")
     @classmethod
-    def _without_unread_temperature(cls, loss: Any) -> Any:
-        """Drop the temperature of ALM that checkpoints of other modes have stored from an earlier default."""
-        if isinstance(loss, dict) and not {loss.get("mode"), *loss.get("teacher_modes", ())} & {"alm", "custom"}:
-            return {name: value for name, value in loss.items() if name != "alm_temperature"}
-        return loss
+    def _of_an_earlier_default(cls, loss: Any) -> Any:
+        """Read what checkpoints stored, or left out, before a default changed.
+
+        Those of other modes than ALM have a temperature of ALM, and those without a weight at the end a constant one.
+        """
+        if not isinstance(loss, dict):
+            return loss
+        unread = not {loss.get("mode"), *loss.get("teacher_modes", ())} & {"alm", "custom"}
+        stored = {name: value for name, value in loss.items() if not unread or name != "alm_temperature"}
+        return {"kl_loss_weight_end": None, **stored}
 
     def differences(self, other: RunIdentity) -> list[str]:
         """Return the paths of the values that differ, such as `teacher.0.weight`."""

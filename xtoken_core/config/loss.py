@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
-from xtoken_core.config.base import NoneWord, Part, teacher_name
+from xtoken_core.config.base import OrNone, Part, teacher_name
 
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
@@ -48,6 +48,8 @@ PUBLIC_NAMES = (
 the file means that method."""
 PUBLIC_CE_LOSS_SCALE = 0.1
 """Weight of the cross-entropy that is not set, as published, for every mode but chain."""
+FADED = 0.0
+"""Weight of the KD term at the last step that is not set, for chain beside a cross-entropy."""
 IN_PLACE = "gradient_in_place needs a single teacher with another tokenizer: others read the logits"
 READ_BY: dict[str, tuple[LossMode, ...]] = {
     "vocab_topk": ("p_kl",),
@@ -81,7 +83,7 @@ class LossConfig(Part):
     it may read every setting of this section."""
     temperature: Positive = 1.0
     """Divides both sides' logits; the KD term is multiplied by its square."""
-    vocab_topk: Annotated[Annotated[int, Field(ge=1)] | None, NoneWord] = 8192
+    vocab_topk: OrNone[Annotated[int, Field(ge=1)]] = 8192
     """P-KL, and teachers with the student's tokenizer: number of compared tokens; all of them if "none" or if the
     vocabulary has fewer."""
     uncommon_topk: Annotated[int, Field(ge=1)] = 8192
@@ -115,9 +117,10 @@ class LossConfig(Part):
     that sampled give to the completion before it, this at most. Left out, stale completions count as they are."""
     kl_loss_weight: NonNegative = 1.0
     """Weight of the KD term."""
-    kl_loss_weight_end: Annotated[NonNegative | None, NoneWord] = None
+    kl_loss_weight_end: OrNone[NonNegative] = FADED
     """Weight of the KD term at the run's last step, which it reaches in equal parts from `kl_loss_weight` at the first
-    one: with 0 a run ends with the cross-entropy alone; "none": the weight is the same at every step."""
+    one: with 0 a run ends with the cross-entropy alone; "none": the weight is the same at every step. In modes other
+    than chain, with `ce_loss_scale = 0`, `dynamic_loss_scaling` or `[rollout]` the default is "none"."""
     ce_loss_scale: NonNegative = 1.0
     """Weight of the cross-entropy. In modes other than chain the default is 0.1, as published."""
     dynamic_loss_scaling: bool = False
@@ -130,7 +133,7 @@ class LossConfig(Part):
     teacher_aggregation: Literal["sum", "averaged_logits", "select_teacher"] = "sum"
     """Several teachers: add their losses, average their logits, or follow on each micro-batch the one with the lowest
     next-token loss. For the last a run holds all signals of a step at once: its rings have slots for that."""
-    teacher_modes: tuple[Annotated[LossMode | None, NoneWord], ...] = ()
+    teacher_modes: tuple[OrNone[LossMode], ...] = ()
     """`sum`: each teacher's own mode, in the teachers' order; "none" or an empty list: the mode set above."""
     dynamic_teacher_weights: Literal["ce", "entropy", "max_prob"] | None = None
     """`sum`: weigh teachers by a softmax of this score of theirs on the micro-batch, not by static weights."""
@@ -146,13 +149,13 @@ class LossConfig(Part):
             return value
         if not (given := [flag for flag in FLAGS if flag in value]):
             named = any(name in value for name in PUBLIC_NAMES)
-            return _with_ce_loss_scale({"mode": "p_kl", **value} if named else value)
+            return _with_weights({"mode": "p_kl", **value} if named else value)
         is_set = {flag: _flag(flag, value[flag]) for flag in given}
         own = {name: item for name, item in value.items() if name not in FLAGS}
         if "mode" in own:
             _check_flags(own["mode"], is_set)
-            return _with_ce_loss_scale(own)
-        return _with_ce_loss_scale(own | {"mode": _mode_by_flags({flag for flag in given if is_set[flag]})})
+            return _with_weights(own)
+        return _with_weights(own | {"mode": _mode_by_flags({flag for flag in given if is_set[flag]})})
 
     def mode_of(self, teacher: int) -> LossMode:
         """Return the mode of one teacher, by its number."""
@@ -301,7 +304,7 @@ class LossConfig(Part):
     def _conflict_of_weights(self) -> str | None:
         if self.dynamic_loss_scale_cap is not None and not self.dynamic_loss_scaling:
             return "dynamic_loss_scale_cap needs dynamic_loss_scaling = true"
-        defaults = _with_ce_loss_scale({"mode": self.mode})
+        defaults = _with_weights({"mode": self.mode, "dynamic_loss_scaling": self.dynamic_loss_scaling})
         for name in ("kl_loss_weight", "kl_loss_weight_end", "ce_loss_scale"):
             default = defaults.get(name, type(self).model_fields[name].default)
             if self.dynamic_loss_scaling and getattr(self, name) != default:
@@ -347,9 +350,13 @@ class LossConfig(Part):
         return None
 
 
-def _with_ce_loss_scale(value: dict[str, Any]) -> dict[str, Any]:
-    """Return settings with the weight of the cross-entropy that their mode has by default."""
-    return value if value.get("mode", "chain") == "chain" else {"ce_loss_scale": PUBLIC_CE_LOSS_SCALE, **value}
+def _with_weights(value: dict[str, Any]) -> dict[str, Any]:
+    """Return settings with the weights that they have by default."""
+    is_chain = value.get("mode", "chain") == "chain"
+    defaults: dict[str, Any] = {} if is_chain else {"ce_loss_scale": PUBLIC_CE_LOSS_SCALE}
+    if not is_chain or value.get("ce_loss_scale") == 0 or value.get("dynamic_loss_scaling"):
+        defaults["kl_loss_weight_end"] = None
+    return defaults | value
 
 
 def _flag(name: str, value: Any) -> bool:

@@ -12,6 +12,9 @@ from xtoken_core.config.served import ServedSpec
 if TYPE_CHECKING:
     from xtoken_core.config.spec import RunSpec
 
+BESIDE_COMPLETIONS = {"kl_loss_weight_end": None}
+"""Defaults of the loss in a run with completions, for which a weight that changes was not measured."""
+
 
 class RolloutSpec(ServedSpec):
     """On-policy distillation: the student completes prompts of the training text and learns from its completions.

@@ -9,11 +9,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
-from xtoken_core.config.base import Part, teacher_name
+from xtoken_core.config.base import NONE, Part, teacher_name
 from xtoken_core.config.data import DataSpec
 from xtoken_core.config.eval import EvalSpec
 from xtoken_core.config.loss import LossConfig, Positive
-from xtoken_core.config.rollout import RolloutSpec, check_rollout
+from xtoken_core.config.rollout import BESIDE_COMPLETIONS, RolloutSpec, check_rollout
 from xtoken_core.config.served import ServedSpec, check_served
 from xtoken_core.config.text_only import CROSS_ENTROPY_ONLY, check_without_teachers
 from xtoken_core.config.train import ReportSpec, TrainSpec
@@ -219,16 +219,16 @@ class RunSpec(Part):
 
     @model_validator(mode="before")
     @classmethod
-    def _loss_without_teachers(cls, value: Any) -> Any:
-        if not isinstance(value, dict) or value.get("teacher"):
+    def _defaults_of_loss(cls, value: Any) -> Any:
+        if not isinstance(value, dict) or not isinstance(given := value.get("loss", {}), dict):
             return value
-        given = value.get("loss", {})
-        return {**value, "loss": {**CROSS_ENTROPY_ONLY, **given} if isinstance(given, dict) else given}
+        with_teachers = {} if value.get("rollout") is None else BESIDE_COMPLETIONS
+        return {**value, "loss": {**(with_teachers if value.get("teacher") else CROSS_ENTROPY_ONLY), **given}}
 
     @model_validator(mode="before")
     @classmethod
     def _no_evaluation(cls, value: Any) -> Any:
-        return {**value, "eval": None} if isinstance(value, dict) and value.get("eval") == "none" else value
+        return {**value, "eval": None} if isinstance(value, dict) and value.get("eval") == NONE else value
 
     @model_validator(mode="after")
     def _consistent(self) -> RunSpec:

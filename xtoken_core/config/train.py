@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from xtoken_core.config.base import Count, NoneWord, Part
+from xtoken_core.config.base import Count, OrNone, Part
 from xtoken_core.config.loss import NonNegative, Positive
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
@@ -60,7 +60,7 @@ class TrainSpec(Part):
     """Decoupled weight decay; vectors (biases, norms) are excluded."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     """AdamW's decay rates of the two moments."""
-    grad_clip: Annotated[Positive | None, NoneWord] = 1.0
+    grad_clip: OrNone[Positive] = 1.0
     """Maximum norm of the gradient; "none": no clipping."""
     master_weights: bool = True
     """For a student in bfloat16: keep its weights, their gradients and AdamW's moments in float32, and

@@ -50,10 +50,11 @@ def unreachable_warnings(last: Mapping[str, Any]) -> dict[str, str]:
 def _without_effect(status: Mapping[str, Any]) -> dict[str, str]:
     last = status.get("last") or {}
     fraction = last.get("kl_fraction")
-    loss = (status.get("spec") or {}).get("loss") or {}
-    if loss.get("kl_loss_weight_end") is not None:  # it may be close to cross-entropy alone, as was asked for
-        return {}
-    if not is_finite(fraction) or fraction >= LEAST_FRACTION or last.get("kl_loss_scale") == 0:
+    loss, scale = (status.get("spec") or {}).get("loss") or {}, last.get("kl_loss_scale")
+    is_lowered = loss.get("kl_loss_weight_end") is not None and is_finite(scale)
+    if scale == 0 or (is_lowered and scale < max(loss.get("kl_loss_weight", 1.0), loss["kl_loss_weight_end"]) / 2):
+        return {}  # close to cross-entropy alone, as was asked for
+    if not is_finite(fraction) or fraction >= LEAST_FRACTION:
         return {}
     text = (
         f"the divergence from the teacher is {fraction:.1%} of the loss (kl_fraction), which is close to cross-entropy "

@@ -27,6 +27,8 @@ EXCLUDED = ("push_to", "queue.address", "ray.address")
 TEXTS = ("eval.samples.prompts",)
 """Lists of texts that may hold commas."""
 MODEL = "The model's directory: `config.json` and `.safetensors` weights."
+AUTOMATIC = (*FILLED, "loss.kl_loss_weight_end")
+"""Settings whose default is not one value: models, text and machine decide it, or other settings."""
 HELP = {
     "output": (
         "The directory the run writes: checkpoints, logs, curves, the exported model. Pushing the model to the Hub "
@@ -60,10 +62,10 @@ class Field:
     Attributes:
         name: Dotted name of the setting; a teacher's begins with `teacher.`, without an index.
         kind: `text`, `path`, `paths`, `integer`, `number`, `choice`, `switch`, `list`, or `json` for tables.
-        default: Default as text; empty if there is none, or if models, text and machine decide it.
+        default: Default as text; empty if there is none, or if it is `automatic`.
         help: Description from the configuration model.
         required: True if the setting has no default.
-        automatic: True if models, text and machine decide what is left empty.
+        automatic: True if models, text, machine or other settings decide what is left empty.
         choices: Values of a `choice`.
         modes: Modes of the loss that read the setting; empty if all do.
     """
@@ -144,7 +146,7 @@ def _collect(model: type[Part], name: str, optional: bool, collected: dict[str, 
 def _field(name: str, info: FieldInfo, doc: str) -> Field:
     kind, choices = _kind(info.annotation)
     kind = "json" if name in TEXTS else kind
-    automatic = name in FILLED
+    automatic = name in AUTOMATIC
     default = "" if info.default is PydanticUndefined or automatic else format_value(info.default, kind)
     if name == "loss.mode":
         choices = tuple(choice for choice in choices if choice not in REFUSED_MODES)

@@ -11,16 +11,20 @@ from urllib.parse import parse_qsl
 import tomli_w
 from pydantic_core import ErrorDetails
 
-from services.common.run.defaults import FILLED, NONE
+from services.common.run.defaults import FILLED
 from services.control.api.short_specs import read_document
 from services.control.isolated.toml_text import parse_toml
 from services.control.web.fields import TEACHER, Field, field_names, format_value, sections
+from xtoken_core.config import document as run_file
+from xtoken_core.config.base import NONE
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import ConfigError
 
 MAX_FIELDS = 2000
 MAX_TEACHERS = 16
 EVAL = "eval"
+BY_OTHERS = ("mode", "kl_loss_weight_end", "ce_loss_scale")
+"""Settings of the loss whose defaults depend on its other settings."""
 WITH_EVAL = ("eval.tasks", "eval.samples")
 NUMBERED = re.compile(rf"{TEACHER}\.([0-9]{{1,4}})(?![0-9])")
 NAMED = re.compile(r"[a-z_]+(?:\.[a-z_0-9]+)*")
@@ -69,25 +73,24 @@ def document_of(values: Mapping[str, str]) -> dict[str, Any]:
     return document
 
 
-def without_defaults(spec: RunSpec, *, exclude_none: bool = False) -> dict[str, Any]:
+def without_defaults(spec: RunSpec) -> dict[str, Any]:
     """Return a run's settings without defaults, as plain values that mean the same run, also to `xtoken run`.
 
-    What models, text and machine would decide is kept, and so is that there is no evaluation. Mode and weight of the
-    cross-entropy are kept beside other settings of the loss, because these decide what the two are where they are left
-    out.
+    What models, text and machine would decide is kept, and so is that there is no evaluation. Mode and weights are kept
+    beside other settings of the loss, because these decide what they are where they are left out. None is the word that
+    a run file has for it, where it has one.
 
     Args:
         spec: The run.
-        exclude_none: Leave out settings that are None, too, as a run file in TOML does.
     """
-    document = spec.model_dump(mode="json", exclude_defaults=True, exclude_none=exclude_none)
-    complete = spec.model_dump(mode="json")
+    document = run_file.document_of(spec, exclude_defaults=True)
+    complete = run_file.document_of(spec)
     for name in FILLED:
         _keep(document, complete, name.split("."))
     if spec.eval is None:
         document[EVAL] = NONE
     if document.get("loss"):
-        document["loss"] |= {"mode": spec.loss.mode, "ce_loss_scale": spec.loss.ce_loss_scale}
+        document["loss"] |= {name: complete["loss"][name] for name in BY_OTHERS}
     return document
 
 
@@ -239,7 +242,7 @@ def _values(part: Any, fields: tuple[Field, ...], prefix: str) -> dict[str, str]
 
     def text(field: Field, key: str) -> str:
         if values.get(key, "") is None:
-            return "none" if field.default else ""
+            return NONE if field.default else ""
         return format_value(values[key], field.kind) if key in values else field.default
 
     return {f"{prefix}.{key}" if prefix else key: text(field, key) for field, key in names}

@@ -23,6 +23,7 @@ from services.control.web.render import HEADERS, PageRoute, page
 from services.control.web.rendered import RenderedPages
 from services.control.web.run_view import RunView, run_views
 from services.supervisor.run_record import SUMMARY, RunState
+from xtoken_core.config.document import document_of
 from xtoken_core.config.spec import RunSpec
 
 PAGE_SIZE = 50
@@ -136,15 +137,13 @@ def show_log(
 def show_configuration(request: Request, run_id: RunId, context: Context) -> Response:
     """Show the specification of a run as a run file."""
     variables = _variables(context, run_id)
-    complete = variables["run"].spec
-    spec = RunSpec.model_validate(complete)
-    short = without_defaults(spec, exclude_none=True)
+    spec = RunSpec.model_validate(variables["run"].spec)
     return page(
         request,
         "run_configuration.html",
         tab="configuration",
-        short=to_toml(short),
-        complete=to_toml(complete),
+        short=to_toml(without_defaults(spec)),
+        complete=to_toml(document_of(spec)),
         **variables,
     )
 

@@ -6,9 +6,15 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from services.cli.options import resolved_text
 from tests.unit.supervisor.scripted_run import resolved_run
+from xtoken_core.config.spec import RunSpec
 
 WEB_AND_DATABASE = {"services.control", "fastapi", "uvicorn", "starlette", "sqlalchemy", "alembic", "httpx"}
 HEAVY = {"torch", "transformers", "tensordict", "numpy", "pyarrow", "tokenizers", "safetensors"}
@@ -16,6 +22,9 @@ HEAVY = {"torch", "transformers", "tensordict", "numpy", "pyarrow", "tokenizers"
 RUN_AND_LIST_MODULES = """
 import json, sys
 from pathlib import Path
+from typing import Any
+
+import pytest
 from services.cli.app import app
 if sys.argv[2] == "scripted":
     from tests.unit.supervisor.scripted_run import use_scripted_workers
@@ -87,3 +96,15 @@ def test_missing_field_loads_no_supervisor(tmp_path: Path) -> None:
     status, modules, _ = run_and_list_modules(file, tmp_path, scripted=False)
     assert "data: field required" in str(status)
     assert not below(modules, WEB_AND_DATABASE | HEAVY | {"services.supervisor"})
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"loss": {"kl_loss_weight_end": "none"}}, {"loss": {"mode": "p_kl", "vocab_topk": "none"}, "seed": 3}],
+    ids=["defaults", "constant-weight", "whole-vocabulary"],
+)
+def test_the_printed_settings_are_a_run_file_of_the_same_run(tmp_path: Path, settings: dict[str, Any]) -> None:
+    document = tomllib.loads(run_file(tmp_path).read_text(encoding="utf-8"))
+    spec = RunSpec.model_validate(document | settings)
+    again = RunSpec.model_validate(tomllib.loads(resolved_text(spec, ["a note"], as_json=False)))
+    assert again == spec

@@ -159,7 +159,9 @@ def test_slots_of_largest_logits(tmp_path: Path, k: int, listed: int) -> None:
 
 
 def test_a_checkpoint_without_newer_settings_is_one_of_whole_logits_and_constant_weights(tmp_path: Path) -> None:
-    identity = resolved_run(tmp_path).identity()
+    run = resolved_run(tmp_path)
+    constant = run.spec.model_copy(update={"loss": run.spec.loss.model_copy(update={"kl_loss_weight_end": None})})
+    identity = run.model_copy(update={"spec": constant}).identity()
     stored = identity.model_dump(mode="json")
     for name in ("topk", "topk_mass"):
         del stored["teacher"][0][name]
@@ -170,6 +172,6 @@ def test_a_checkpoint_without_newer_settings_is_one_of_whole_logits_and_constant
 
 def test_another_weight_at_the_end_is_another_run(tmp_path: Path) -> None:
     run = resolved_run(tmp_path)
-    fading = run.spec.model_copy(update={"loss": run.spec.loss.model_copy(update={"kl_loss_weight_end": 0.0})})
+    fading = run.spec.model_copy(update={"loss": run.spec.loss.model_copy(update={"kl_loss_weight_end": 0.5})})
     changed = run.model_copy(update={"spec": fading})
     assert run.identity().differences(changed.identity()) == ["loss.kl_loss_weight_end"]

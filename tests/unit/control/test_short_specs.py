@@ -112,8 +112,18 @@ def test_push_to_stays_in_a_run_file(client: TestClient, tmp_path: Path) -> None
     assert "A control plane pushes nothing" in page and 'name="toml"' in page
 
 
-def test_settings_without_defaults_are_a_run_file_of_the_same_run(tmp_path: Path) -> None:
-    original = RunSpec.model_validate(spec(tmp_path, output=str(tmp_path / "out")))
-    text = form.to_toml(form.without_defaults(original, exclude_none=True))
+SETTINGS_OF_NONE: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "a constant weight": {"loss": {"kl_loss_weight_end": "none"}},
+    "whole vocabularies": {"loss": {"vocab_topk": "none", "teacher_modes": ["none"]}, "train": {"grad_clip": "none"}},
+    "the divergence alone": {"loss": {"ce_loss_scale": 0.0}},
+    "completions": {"rollout": {"max_new_tokens": 4}},
+}
+
+
+@pytest.mark.parametrize("settings", SETTINGS_OF_NONE.values(), ids=SETTINGS_OF_NONE)
+def test_settings_without_defaults_are_a_run_file_of_the_same_run(tmp_path: Path, settings: dict[str, Any]) -> None:
+    original = RunSpec.model_validate(spec(tmp_path, output=str(tmp_path / "out"), **settings))
+    text = form.to_toml(form.without_defaults(original))
     again, notes = complete_run(tomllib.loads(text), tmp_path, source="a file", machine=Machine(8, gpu_bytes=80 << 30))
     assert again == original and notes == []

@@ -56,6 +56,27 @@ def test_the_weight_goes_linearly_from_the_first_step_to_the_last(first, last, e
     assert config.kl_weight_at(5, 5) == expected[-1], "an evaluation after the last step"
 
 
+DEFAULTS = {
+    "chain": ({}, 0.0),
+    "chain by name": ({"mode": "chain", "ce_loss_scale": 0.1}, 0.0),
+    "chain and ALM": ({"teacher_modes": ("chain", "alm")}, 0.0),
+    "the divergence alone": ({"ce_loss_scale": 0.0}, None),
+    "scaled": ({"dynamic_loss_scaling": True}, None),
+    "P-KL": ({"mode": "p_kl"}, None),
+    "P-KL by a public name": ({"vocab_topk": 6}, None),
+    "gold by its flag": ({"gold_loss": True}, None),
+    "a constant weight": ({"kl_loss_weight_end": "none"}, None),
+    "a set weight": ({"mode": "alm", "kl_loss_weight_end": 0.5}, 0.5),
+}
+
+
+@pytest.mark.parametrize(("settings", "last"), DEFAULTS.values(), ids=DEFAULTS)
+def test_chain_beside_a_cross_entropy_fades_by_default(settings, last):
+    config = LossConfig(**settings)
+    assert config.kl_loss_weight_end == last
+    assert LossConfig.model_validate(config.model_dump()) == config
+
+
 def test_the_only_step_of_a_run_has_the_first_weight():
     assert LossConfig(kl_loss_weight_end=0.0).kl_weight_at(0, 1) == 1.0
 

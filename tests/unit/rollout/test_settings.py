@@ -51,6 +51,11 @@ def test_prompts_are_whole_blocks_of_a_step(fraction: float, prompts: int, block
     assert (run.prompts_per_step, run.block_size) == (prompts, block)
 
 
+def test_completions_have_one_weight_by_default() -> None:
+    assert spec({}).loss.kl_loss_weight_end is None
+    assert spec({"fraction": 0.5}).loss.kl_loss_weight_end is None
+
+
 def test_the_weight_of_the_divergence_may_change_beside_text() -> None:
     assert spec({"fraction": 0.5}, loss={"kl_loss_weight_end": 0.0}).loss.kl_loss_weight_end == 0
 

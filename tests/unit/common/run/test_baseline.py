@@ -38,7 +38,7 @@ def test_a_run_without_teachers_is_trained_by_cross_entropy() -> None:
     [
         ({"loss": {"mode": "gold"}}, "loss.mode"),
         ({"loss": {"kl_loss_weight": 1.0}}, "loss.kl_loss_weight"),
-        ({"loss": {"kl_loss_weight": 0.0, "kl_loss_weight_end": 0.0}}, "loss.kl_loss_weight_end"),
+        ({"loss": {"kl_loss_weight": 0.0, "kl_loss_weight_end": 0.5}}, "loss.kl_loss_weight_end"),
         ({"loss": {"dynamic_loss_scaling": True, "ce_loss_scale": 1.0, "kl_loss_weight": 1.0}}, "loss.kl_loss_weight"),
         ({"eval": {"path": "/heldout.jsonl", "teacher_kl": True}}, "eval.teacher_kl"),
     ],

@@ -89,7 +89,8 @@ def test_each_gpu_holds_its_ranks_and_the_teachers_that_are_put_there(tmp_path: 
 
 
 def test_a_rollout_worker_has_the_students_weights(tmp_path: Path) -> None:
-    run = with_models(tmp_path, rollout={"workers": 3, "max_new_tokens": 2, "weights": "cuda_ipc"})
+    settings = {"workers": 3, "max_new_tokens": 2, "weights": "cuda_ipc"}
+    run = with_models(tmp_path, rollout=settings, loss={"kl_loss_weight_end": None})
     alone = {need.what for need in needs_of(with_models(tmp_path), 0, 2, rings=False)}
     added = [need for need in needs_of(run, 0, 2, rings=False) if need.what not in alone]
     weights = weight_bytes(run.spec.student.model, run.spec.student.dtype)

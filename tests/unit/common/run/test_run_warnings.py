@@ -42,7 +42,10 @@ def test_harmless_metrics_are_not() -> None:
     assert warnings_of(status(last={"kl_fraction": 0.0, "kl_loss_scale": 0.0}, evaluation=better)) == {}
     faint = status(last={"kl_fraction": 0.01, "kl_loss_scale": 0.1}, evaluation=better)
     assert warnings_of(faint).keys() == {"kl_fraction"}
-    assert warnings_of(faint | {"spec": {"loss": {"kl_loss_weight_end": 0.0}}}) == {}
+    fading = {"spec": {"loss": {"kl_loss_weight": 1.0, "kl_loss_weight_end": 0.0}}}
+    assert warnings_of(faint | fading) == {}, "the weight has been lowered to a tenth"
+    begun = status(last={"kl_fraction": 0.01, "kl_loss_scale": 0.9}, evaluation=better)
+    assert warnings_of(begun | fading).keys() == {"kl_fraction"}
 
 
 def test_the_console_prints_a_warning_once_and_the_end_the_change() -> None:
