@@ -223,7 +223,7 @@ def test_pages_show_conditions_whose_teacher_was_not_measured() -> None:
             if row["condition"] == "chat-500k"]  # fmt: skip
     grown = results.merged(known, known | {"runs": rows, "not_run": []})
     text = page.page(json.loads(json.dumps(grown)))
-    assert "| chat-en, 500,000 bytes, smaller rates |  | 1.288 |" in text
+    assert "| chat-en, 0.5 MB, exchanged, smaller rates |  | 1.288" in text
     assert "## chat-en, 500,000 bytes, smaller rates" in text
 
 

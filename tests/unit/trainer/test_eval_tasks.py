@@ -88,6 +88,7 @@ def with_rollouts(tmp_path: Path, *, batch_tokens: int = 96) -> dict[str, Any]:
     raw = settings({"dtype": "float32"}).model_dump()
     raw["rollout"] = {"max_new_tokens": 8, "top_k": 20, "stop": ["e"]}
     raw["train"]["micro_batch_tokens"] = batch_tokens
+    raw["loss"]["kl_loss_weight_end"] = None
     return raw | {"eval": {"path": path, "tasks": {"path": path, "max_new_tokens": 6, "match": "contains"}}}
 
 
