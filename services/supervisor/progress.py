@@ -118,7 +118,8 @@ class LiveView:
     def end(self, status: dict[str, Any]) -> None:
         """Replace it by the summary."""
         self._live.update(Text(""))
-        self._live.console.print(final_line(status), markup=False, highlight=False)
+        for line in [*_warning_lines(status), final_line(status)]:
+            self._live.console.print(line, markup=False, highlight=False)
 
 
 class ChangeDetector:
@@ -175,18 +176,22 @@ class LineView:
         """Print a line if the status has changed, and every warning once."""
         if self._changes.changed(status):
             self._print(status_line(status))
-        warnings = warnings_of(status)
-        for name in warnings.keys() - self._warned:
-            self._print(f"warning: {warnings[name]}")
-        self._warned |= warnings.keys()
+        self._warn(status)
 
     def stopping(self, *, now: bool) -> None:
         """Print that the run is being stopped."""
         self._print(STOPPING_NOW if now else STOPPING)
 
     def end(self, status: dict[str, Any]) -> None:
-        """Print how the run ended."""
+        """Print how the run ended, after what only its end shows to be wrong."""
+        self._warn(status)
         self._print(final_line(status))
+
+    def _warn(self, status: dict[str, Any]) -> None:
+        warnings = warnings_of(status)
+        for name in [name for name in warnings if name not in self._warned]:
+            self._print(f"warning: {warnings[name]}")
+        self._warned |= warnings.keys()
 
     def _print(self, line: str) -> None:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -308,8 +313,12 @@ def render_status(status: dict[str, Any], note: str) -> RenderableType:
     bar = ProgressBar(total=steps or 1, completed=completed, width=BAR_WIDTH)
     head.add_row(Text(status["name"], style="bold", overflow="fold"), status["state"], bar, _progress(status))
     parts = [head, _metrics(status), _workers(status)]
-    notes = [f"warning: {line}" for line in warnings_of(status).values()] + ([note] if note else [])
+    notes = [*_warning_lines(status), note] if note else _warning_lines(status)
     return Group(*parts, *(Text(line, style="yellow") for line in notes))
+
+
+def _warning_lines(status: dict[str, Any]) -> list[str]:
+    return [f"warning: {line}" for line in warnings_of(status).values()]
 
 
 def _metrics(status: dict[str, Any]) -> RenderableType:

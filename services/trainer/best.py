@@ -120,7 +120,7 @@ class BestFollower:
 
     def summary(self, cursor: Cursor) -> dict[str, Any]:
         """Return the fields of `summary.json`: the best evaluation, and the reason of an early end."""
-        if not self.is_on:
+        if self.spec is None:
             return {}
         best = best_evaluation(lines_below(self.run.spec.output / "eval.jsonl", cursor.step + 1))
         early = {"stopped_early": f"{best.evaluations_since} evaluations in a row were no better than that of step "

@@ -12,6 +12,7 @@ MOST_UNREACHABLE = 0.1
 LEAST_FRACTION = 0.05
 UNREACHABLE = "unreachable_mass"
 BITS = "bits_per_byte"
+PAST_BEST = "best"
 
 
 def warnings_of(status: Mapping[str, Any]) -> dict[str, str]:
@@ -21,7 +22,7 @@ def warnings_of(status: Mapping[str, Any]) -> dict[str, str]:
         status: The fields of `GET /v1/runs/{id}`.
     """
     last = status.get("last") or {}
-    return unreachable_warnings(last) | _without_effect(status) | _worse(status)
+    return unreachable_warnings(last) | _without_effect(status) | _worse(status) | _past_best(status)
 
 
 def change_since_start(status: Mapping[str, Any]) -> float | None:
@@ -73,6 +74,22 @@ def _worse(status: Mapping[str, Any]) -> dict[str, str]:
         f"{first[BITS]:.4f} before"
     )
     return {BITS: text}
+
+
+def _past_best(status: Mapping[str, Any]) -> dict[str, str]:
+    """Return a warning if a completed run exports weights that are worse than earlier ones were."""
+    held_out = (status.get("spec") or {}).get("eval") or {}
+    best, last = (status.get("summary") or {}).get("best") or {}, status.get("evaluation") or {}
+    before, after = best.get(BITS), last.get(BITS)
+    if held_out.get("keep_best") or not (is_finite(before) and is_finite(after)):
+        return {}
+    if judge(after - before) is not Verdict.WORSE:
+        return {}
+    text = (
+        f"the exported student is past its best step: {after:.4f} bits per byte on held-out text after {last['step']} "
+        f"steps, {before:.4f} after {best['step']}; eval.keep_best = true exports the best one, eval.patience ends a run"
+    )
+    return {PAST_BEST: text}
 
 
 def is_finite(value: Any) -> TypeGuard[float]:

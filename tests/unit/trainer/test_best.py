@@ -74,3 +74,13 @@ def test_export_of_the_best_is_refused_beside_a_step_and_without_one(tmp_path: P
         step_of_best(tmp_path, 3)
     with pytest.raises(InputError, match=r"eval\.keep_best"):
         step_of_best(tmp_path, None)
+
+
+def test_a_summary_names_the_best_evaluation_without_either_setting(tmp_path: Path) -> None:
+    run = with_evaluation(resolved_run(tmp_path))
+    follower = BestFollower(run, RankGroup(0, 1), Checkpoints(run.spec.output / CHECKPOINTS, run))
+    lines = JsonLines(run.spec.output / "eval.jsonl")
+    for row in rows(2.0, 1.5, 1.7):
+        lines.append(row)
+    assert not follower.is_on
+    assert follower.summary(Cursor(step=2)) == {"best": {"step": 1, "bits_per_byte": 1.5, "evaluations_since": 1}}

@@ -55,3 +55,20 @@ def test_the_console_prints_a_warning_once_and_the_end_the_change() -> None:
         view.show(status(state="running"))
     assert file.getvalue().count("worse than at step 0") == 1
     assert "2.3800 bits per byte on held-out text (since step 0: worse by 0.0510)" in final_line(status())
+
+
+def test_an_exported_student_past_its_best_step_is_told_at_the_end() -> None:
+    last = {"step": 100, "bits_per_byte": 2.3}
+    best = {"step": 40, "bits_per_byte": 2.1, "evaluations_since": 3}
+    over = status(evaluation=last, last=None, summary={"trained": 8, "best": best})
+    line = warnings_of(over)["best"]
+    assert "2.3000 bits per byte on held-out text after 100 steps, 2.1000 after 40" in line
+    assert "eval.keep_best = true" in line
+    file = io.StringIO()
+    view = LineView(Console(file=file, width=400))
+    view.end(over)
+    assert line in file.getvalue().splitlines()[0]
+    kept = over | {"spec": {"eval": {"keep_best": True}}}
+    as_good = over | {"summary": {"best": best | {"bits_per_byte": 2.295}}}
+    for harmless in (kept, as_good, over | {"summary": {"trained": 8}}, over | {"summary": None}):
+        assert "best" not in warnings_of(harmless)
