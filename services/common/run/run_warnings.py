@@ -87,7 +87,7 @@ def _past_best(status: Mapping[str, Any]) -> dict[str, str]:
         return {}
     text = (
         f"the exported student is past its best step: {after:.4f} bits per byte on held-out text after {last['step']} "
-        f"steps, {before:.4f} after {best['step']}; eval.keep_best = true exports the best one, eval.patience ends a run"
+        f"steps, {before:.4f} after {best['step']}; eval.keep_best = true exports that one, eval.patience ends a run"
     )
     return {PAST_BEST: text}
 
