@@ -162,7 +162,7 @@ def papers(results: Summary) -> str:
 def points(results: Summary, name: str, other: str) -> str:
     """Return the right answers of a method less those of another one, in percentage points; "not run" without both."""
     values = results.difference(name, other, "exact_match.all") if results else []
-    return f"{100 * statistics.fmean(values):+.1f}" if values else "not run"
+    return spread([100 * value for value in values], "+.1f") or "not run"
 
 
 def masses(results: Summary, name: str) -> str:

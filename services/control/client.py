@@ -16,6 +16,7 @@ from services.supervisor.interrupts import Interrupts
 from services.supervisor.progress import FailsafeView, ProgressView, open_view
 from services.supervisor.run_record import RunResult, RunState
 from xtoken_core.atomic import atomic_path
+from xtoken_core.config.document import read_stored
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import XtokenError
 
@@ -199,7 +200,7 @@ def start_or_resume(client: ControlClient, spec: RunSpec) -> dict[str, Any]:
         existing = client.show(error.run)
         requested, original = (
             spec.model_dump(mode="json"),
-            RunSpec.model_validate(existing["spec"]).model_dump(mode="json"),
+            read_stored(existing["spec"]).model_dump(mode="json"),
         )
         if not RunState(existing["state"]).over or existing["output"] != str(spec.output.resolve()):
             raise

@@ -17,8 +17,8 @@ from services.supervisor.process_group import status_path
 from services.supervisor.run_directory import QueueDirectory
 from services.supervisor.run_record import RunResult
 from services.supervisor.supervised_run import LauncherFactory, SupervisedRun
+from xtoken_core.config.document import read_stored
 from xtoken_core.config.resolved import ResolvedRun, parse_resolved_run
-from xtoken_core.config.spec import RunSpec
 from xtoken_core.regular_files import JSON_LIMIT, read_below
 
 log = logging.getLogger("xtoken.control")
@@ -40,7 +40,7 @@ class Run(SupervisedRun):
     ) -> None:  # fmt: skip
         events = DatabaseEvents(store, row.id, row.launch)
         environment = roots.environment if roots is not None else {}
-        spec = RunSpec.model_validate(row.spec)
+        spec = read_stored(row.spec)
         super().__init__(spec, row.id, launchers, events=events, environment=environment)
         self._row, self._store, self._recovered = row, store, recovered
         self._confined = roots is not None

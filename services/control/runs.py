@@ -21,6 +21,7 @@ from services.supervisor.json_files import read_json
 from services.supervisor.run_directory import OccupiedError
 from services.supervisor.run_record import SPEC, SUMMARY, RunState, read_record
 from services.supervisor.supervised_run import LauncherFactory, launcher_factory
+from xtoken_core.config.document import read_stored
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import ConfigError, XtokenError
 
@@ -171,7 +172,7 @@ class Runs:
         if summary is None or document is None:
             raise ConflictError(f"{output} has no complete run")
         try:
-            spec = RunSpec.model_validate(document)
+            spec = read_stored(document)
         except ValueError as error:
             raise ConflictError(f"{output / SPEC} is no specification of this version") from error
         with self._lock:
@@ -209,7 +210,7 @@ class Runs:
             row = self._ended(run_id, "resumed")
             if row.state == RunState.COMPLETED:
                 raise ConflictError(f"the run {run_id!r} is complete")
-            spec = self.validator.validate(RunSpec.model_validate(row.spec))
+            spec = self.validator.validate(read_stored(row.spec))
             if str(spec.output) != row.output:
                 raise ConflictError(f"{row.output} is now a link to {spec.output}")
             check_launch(spec)

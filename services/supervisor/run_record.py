@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from services.supervisor.json_files import read_json
 from xtoken_core.atomic import atomic_write
+from xtoken_core.config.document import read_stored
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import InputError
 
@@ -94,7 +95,7 @@ def is_finished(spec: RunSpec) -> bool:
         return False
     try:
         # Compared by value, so that a setting that did not exist yet counts as its default.
-        return RunSpec.model_validate(read_json(output / SPEC) or {}) == spec
+        return read_stored(read_json(output / SPEC) or {}) == spec
     except ValidationError:
         return False
 

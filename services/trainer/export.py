@@ -271,7 +271,7 @@ def _loss_in_words(run: ResolvedRun) -> str:
     modes = [SAME_TOKENIZER if same else loss.mode_of(teacher) for teacher, same in enumerate(run.same_tokenizer)]
     compared = modes[0] if len(set(modes)) == 1 else ", ".join(modes)
     scaled = "scaled to the cross-entropy" if loss.dynamic_loss_scaling else f"times {loss.kl_loss_weight:g}"
-    if loss.kl_loss_weight_end is not None:
+    if loss.kl_loss_weight_end not in (None, loss.kl_loss_weight):
         scaled += f" at the first step to {loss.kl_loss_weight_end:g} at the last"
     ce = "" if loss.dynamic_loss_scaling else f" times {loss.ce_loss_scale:g}"
     return f"{compared} at temperature {loss.temperature:g} {scaled}, and cross-entropy{ce}"

@@ -154,12 +154,16 @@ def wandb_id(run: ResolvedRun) -> str:
         OutputError: It cannot be stored.
     """
     path = run.spec.output / WANDB_ID
-    values = run.identity().model_dump(mode="json", exclude_defaults=True)  # a new field at its default changes nothing
-    identity = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]
+    identity = run.identity()
+    values = identity.model_dump(mode="json", exclude_defaults=True)  # a new field at its default changes nothing
+    values["loss"].pop("kl_loss_weight_end", None)
+    if (last := identity.loss.kl_loss_weight_end) is not None:  # None, the default once, still changes nothing
+        values["loss"]["kl_loss_weight_end"] = last
+    digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]
     stored = path.read_bytes().decode("ascii", "replace").strip() if path.exists() else ""
-    if re.fullmatch(identity + "-[0-9a-f]{8}", stored):
+    if re.fullmatch(digest + "-[0-9a-f]{8}", stored):
         return stored
-    new = f"{identity}-{secrets.token_hex(4)}"
+    new = f"{digest}-{secrets.token_hex(4)}"
     replace_file(path, new + "\n")
     return new
 

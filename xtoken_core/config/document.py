@@ -1,10 +1,12 @@
-"""Settings as the document of a run file."""
+"""Settings as the document of a run file, and as a run has stored them."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from xtoken_core.config.base import NONE, NoneWord, Part
+from xtoken_core.config.spec import RunSpec
 
 
 def document_of(part: Part, *, exclude_defaults: bool = False) -> dict[str, Any]:
@@ -26,6 +28,23 @@ def document_of(part: Part, *, exclude_defaults: bool = False) -> dict[str, Any]
         if document[name] is None and NoneWord in type(part).model_fields[name].metadata:
             document[name] = NONE
     return document
+
+
+def read_stored(document: Mapping[str, Any]) -> RunSpec:
+    """Return the specification that a run has stored, with every setting that there was.
+
+    A missing weight at the end is that of an earlier version, in which it was constant.
+
+    Args:
+        document: The specification as plain values.
+
+    Raises:
+        ValidationError: It is no specification of this version.
+    """
+    loss = document.get("loss")
+    if isinstance(loss, Mapping):
+        document = {**document, "loss": {"kl_loss_weight_end": None, **loss}}
+    return RunSpec.model_validate(document)
 
 
 def _written(value: Any, plain: Any, exclude_defaults: bool) -> Any:

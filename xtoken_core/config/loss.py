@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
-from xtoken_core.config.base import OrNone, Part, teacher_name
+from xtoken_core.config.base import NONE, OrNone, Part, teacher_name
 
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
@@ -119,8 +119,8 @@ class LossConfig(Part):
     """Weight of the KD term."""
     kl_loss_weight_end: OrNone[NonNegative] = FADED
     """Weight of the KD term at the run's last step, which it reaches in equal parts from `kl_loss_weight` at the first
-    one: with 0 a run ends with the cross-entropy alone; "none": the weight is the same at every step. In modes other
-    than chain, with `ce_loss_scale = 0`, `dynamic_loss_scaling` or `[rollout]` the default is "none"."""
+    one: with 0 a run ends with the cross-entropy alone; "none": the weight is the same at every step. The default is
+    "none" where no teacher's mode is chain, and with `ce_loss_scale = 0`, `dynamic_loss_scaling` or `[rollout]`."""
     ce_loss_scale: NonNegative = 1.0
     """Weight of the cross-entropy. In modes other than chain the default is 0.1, as published."""
     dynamic_loss_scaling: bool = False
@@ -304,7 +304,8 @@ class LossConfig(Part):
     def _conflict_of_weights(self) -> str | None:
         if self.dynamic_loss_scale_cap is not None and not self.dynamic_loss_scaling:
             return "dynamic_loss_scale_cap needs dynamic_loss_scaling = true"
-        defaults = _with_weights({"mode": self.mode, "dynamic_loss_scaling": self.dynamic_loss_scaling})
+        known = {name: getattr(self, name) for name in ("mode", "teacher_modes", "dynamic_loss_scaling")}
+        defaults = _with_weights(known)
         for name in ("kl_loss_weight", "kl_loss_weight_end", "ce_loss_scale"):
             default = defaults.get(name, type(self).model_fields[name].default)
             if self.dynamic_loss_scaling and getattr(self, name) != default:
@@ -352,11 +353,21 @@ class LossConfig(Part):
 
 def _with_weights(value: dict[str, Any]) -> dict[str, Any]:
     """Return settings with the weights that they have by default."""
-    is_chain = value.get("mode", "chain") == "chain"
-    defaults: dict[str, Any] = {} if is_chain else {"ce_loss_scale": PUBLIC_CE_LOSS_SCALE}
-    if not is_chain or value.get("ce_loss_scale") == 0 or value.get("dynamic_loss_scaling"):
+    mode, own = value.get("mode", "chain"), value.get("teacher_modes") or (None,)
+    defaults: dict[str, Any] = {} if mode == "chain" else {"ce_loss_scale": PUBLIC_CE_LOSS_SCALE}
+    modes = {mode if each in (None, NONE) else each for each in own} if isinstance(own, (list, tuple)) else {mode}
+    has_no_end = _parsed(float, value.get("ce_loss_scale")) == 0 or _parsed(bool, value.get("dynamic_loss_scaling"))
+    if "chain" not in modes or has_no_end:
         defaults["kl_loss_weight_end"] = None
     return defaults | value
+
+
+def _parsed(kind: type, value: Any) -> Any:
+    """Return a value as the model reads it; None if it cannot, which the model reports."""
+    try:
+        return TypeAdapter(kind).validate_python(value)
+    except ValidationError:
+        return None
 
 
 def _flag(name: str, value: Any) -> bool:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
-from xtoken_core.config.base import NONE, Part, teacher_name
+from xtoken_core.config.base import OrNone, Part, teacher_name
 from xtoken_core.config.data import DataSpec
 from xtoken_core.config.eval import EvalSpec
 from xtoken_core.config.loss import LossConfig, Positive
@@ -198,7 +198,7 @@ class RunSpec(Part):
     teacher: tuple[TeacherSpec, ...] = ()
     """One or several teachers; without any, the student is trained on the text by cross-entropy alone."""
     data: DataSpec
-    eval: EvalSpec | None = None
+    eval: OrNone[EvalSpec] = None
     rollout: RolloutSpec | None = None
     loss: LossConfig = LossConfig()
     train: TrainSpec = TrainSpec()
@@ -224,11 +224,6 @@ class RunSpec(Part):
             return value
         with_teachers = {} if value.get("rollout") is None else BESIDE_COMPLETIONS
         return {**value, "loss": {**(with_teachers if value.get("teacher") else CROSS_ENTROPY_ONLY), **given}}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _no_evaluation(cls, value: Any) -> Any:
-        return {**value, "eval": None} if isinstance(value, dict) and value.get("eval") == NONE else value
 
     @model_validator(mode="after")
     def _consistent(self) -> RunSpec:

@@ -14,7 +14,7 @@ from services.control.api.dependencies import AppContext, Context
 from services.control.web.charts import COMPARED
 from services.control.web.render import PageRoute, page
 from services.control.web.run_view import RunView, run_views
-from xtoken_core.config.spec import RunSpec
+from xtoken_core.config.document import read_stored
 
 MAX_RUNS = 6
 MAX_CHOICES = 50
@@ -104,7 +104,7 @@ def _without_unread(spec: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _without_defaults(spec: Mapping[str, Any]) -> dict[str, Any]:
-    return RunSpec.model_validate(spec).model_dump(mode="json", exclude_defaults=True) if spec else {}
+    return read_stored(spec).model_dump(mode="json", exclude_defaults=True) if spec else {}
 
 
 def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, str]]:

@@ -17,7 +17,7 @@ from services.control.api.files import MAX_FILES
 from services.control.artifacts import list_files, open_file
 from services.control.web.form import to_toml, without_defaults
 from services.control.web.render import PageRoute
-from xtoken_core.config.spec import RunSpec
+from xtoken_core.config.document import read_stored
 
 MODEL = "model/"
 PART = 1 << 20
@@ -44,7 +44,7 @@ def download_model(run_id: RunId, context: Context) -> Response:
 @router.get("/runs/{run_id}/download/run-file")
 def download_run_file(run_id: RunId, context: Context) -> Response:
     """Return the run's settings, without defaults, as a run file."""
-    spec = RunSpec.model_validate(context.status(run_id)["spec"])
+    spec = read_stored(context.status(run_id)["spec"])
     text = to_toml(without_defaults(spec))
     return Response(text, media_type="application/toml", headers=_as_file(f"{run_id}.toml"))
 

@@ -17,13 +17,15 @@ from services.control.isolated.toml_text import parse_toml
 from services.control.web.fields import TEACHER, Field, field_names, format_value, sections
 from xtoken_core.config import document as run_file
 from xtoken_core.config.base import NONE
+from xtoken_core.config.loss import LossConfig
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import ConfigError
 
 MAX_FIELDS = 2000
 MAX_TEACHERS = 16
 EVAL = "eval"
-BY_OTHERS = ("mode", "kl_loss_weight_end", "ce_loss_scale")
+WEIGHT_END = "kl_loss_weight_end"
+BY_OTHERS = ("mode", WEIGHT_END, "ce_loss_scale")
 """Settings of the loss whose defaults depend on its other settings."""
 WITH_EVAL = ("eval.tasks", "eval.samples")
 NUMBERED = re.compile(rf"{TEACHER}\.([0-9]{{1,4}})(?![0-9])")
@@ -77,7 +79,8 @@ def without_defaults(spec: RunSpec) -> dict[str, Any]:
     """Return a run's settings without defaults, as plain values that mean the same run, also to `xtoken run`.
 
     What models, text and machine would decide is kept, and so is that there is no evaluation. Mode and weights are kept
-    beside other settings of the loss, because these decide what they are where they are left out. None is the word that
+    beside other settings of the loss, because these decide what they are where they are left out; a weight at the end
+    that they decide in the same way is left out. None is the word that
     a run file has for it, where it has one.
 
     Args:
@@ -91,6 +94,9 @@ def without_defaults(spec: RunSpec) -> dict[str, Any]:
         document[EVAL] = NONE
     if document.get("loss"):
         document["loss"] |= {name: complete["loss"][name] for name in BY_OTHERS}
+        left_out = {name: value for name, value in document["loss"].items() if name != WEIGHT_END}
+        if LossConfig.model_validate(left_out).kl_loss_weight_end == spec.loss.kl_loss_weight_end:
+            document["loss"] = left_out
     return document
 
 

@@ -23,7 +23,7 @@ from services.control.web.fields import TEACHER, Field, sections
 from services.control.web.form_defaults import defaults_taken, first_defaults
 from services.control.web.loss_terms import MODE_NAMES, OF_SEVERAL_TEACHERS
 from services.control.web.render import PageRoute, page
-from xtoken_core.config.spec import RunSpec
+from xtoken_core.config.document import read_stored
 from xtoken_core.errors import XtokenError
 
 MAIN_FIELDS = {
@@ -77,7 +77,7 @@ def show_form(
     """Show an empty form, or one with the settings of another run but no output."""
     document: dict[str, Any] = {TEACHER: [{}]}
     if like:
-        document = form.without_defaults(RunSpec.model_validate(context.status(like)["spec"]))
+        document = form.without_defaults(read_stored(context.status(like)["spec"]))
         document.pop("output")
     return _render(request, context, form.values_of(document))
 

@@ -23,8 +23,7 @@ from services.control.web.render import HEADERS, PageRoute, page
 from services.control.web.rendered import RenderedPages
 from services.control.web.run_view import RunView, run_views
 from services.supervisor.run_record import SUMMARY, RunState
-from xtoken_core.config.document import document_of
-from xtoken_core.config.spec import RunSpec
+from xtoken_core.config.document import document_of, read_stored
 
 PAGE_SIZE = 50
 LOG_LINES = 400
@@ -137,7 +136,7 @@ def show_log(
 def show_configuration(request: Request, run_id: RunId, context: Context) -> Response:
     """Show the specification of a run as a run file."""
     variables = _variables(context, run_id)
-    spec = RunSpec.model_validate(variables["run"].spec)
+    spec = read_stored(variables["run"].spec)
     return page(
         request,
         "run_configuration.html",
@@ -193,7 +192,7 @@ def start_baseline(run_id: RunId, context: Context) -> Response:
 
     One that `xtoken run --baseline` has finished is listed, and nothing is trained.
     """
-    spec = baseline_of(RunSpec.model_validate(context.status(run_id)["spec"]))
+    spec = baseline_of(read_stored(context.status(run_id)["spec"]))
     if (spec.output / SUMMARY).is_file():
         return RedirectResponse(f"/compare?run={run_id}&run={context.runs.add_finished(spec.output).id}", 303)
     run, row = context.runs.start(spec)

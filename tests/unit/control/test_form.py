@@ -160,11 +160,28 @@ def test_hostile_form(client: TestClient, values: dict[str, str], action: str) -
 
 @pytest.mark.parametrize(
     "loss",
-    [{"mode": "chain", "vocab_topk": 64}, {"mode": "p_kl", "ce_loss_scale": 1.0}, {"vocab_topk": 64}, {}],
-    ids=["chain-with-a-public-name", "p_kl-weighed-as-chain", "p_kl-by-its-name", "default"],
+    [
+        {"mode": "chain", "vocab_topk": 64},
+        {"mode": "p_kl", "ce_loss_scale": 1.0},
+        {"vocab_topk": 64},
+        {"mode": "p_kl", "kl_loss_weight_end": 0.0},
+        {"kl_loss_weight_end": "none"},
+        {},
+    ],
+    ids=["chain-with-a-public-name", "p_kl-weighed-as-chain", "p_kl-by-its-name", "p_kl-fading", "constant", "default"],
 )
 def test_a_run_that_is_copied_has_the_same_loss(tmp_path: Path, loss: dict[str, Any]) -> None:
     original = RunSpec.model_validate(spec(tmp_path, loss=loss))
     copied = form.without_defaults(original)
     assert RunSpec.model_validate(copied).loss == original.loss
     assert RunSpec.model_validate(form.document_of(form.values_of(copied))).loss == original.loss
+
+
+def test_a_copied_run_leaves_the_weight_at_the_end_to_what_decides_it(tmp_path: Path) -> None:
+    for loss, pinned in (
+        ({"temperature": 2.0}, None),
+        ({"mode": "p_kl"}, None),
+        ({"mode": "gold", "kl_loss_weight_end": 0.5}, 0.5),
+    ):
+        copied = form.without_defaults(RunSpec.model_validate(spec(tmp_path, loss=loss)))
+        assert copied["loss"].get("kl_loss_weight_end") == pinned

@@ -77,6 +77,11 @@ def test_a_weight_that_changes_is_stated_at_both_ends(tmp_path: Path) -> None:
     )
 
 
+def test_a_weight_that_ends_as_it_begins_is_stated_once(tmp_path: Path) -> None:
+    text = card(tmp_path, [OWN], loss={"kl_loss_weight": 0.0, "kl_loss_weight_end": 0.0})
+    assert "- loss: chain at temperature 1 times 0, and cross-entropy times 1" in text
+
+
 @pytest.mark.parametrize(("name", "bits"), [("fp8", 8), ("nf4", 4)])
 def test_quantized_weights_are_stated(tmp_path: Path, name: str, bits: int) -> None:
     teacher = {"dtype": "bfloat16"}

@@ -48,6 +48,11 @@ def test_settings_of_a_teacher_are_refused_without_one(changes: dict[str, Any], 
         RunSpec.model_validate(RAW | changes)
 
 
+@pytest.mark.parametrize("last", [None, "none", 0.0])
+def test_a_run_without_a_teacher_takes_a_weight_at_the_end_that_means_nothing(last: Any) -> None:
+    assert not RunSpec.model_validate(RAW | {"teacher": [], "loss": {"kl_loss_weight_end": last}}).teacher
+
+
 def test_a_baseline_is_the_run_without_its_teachers() -> None:
     held_out = {"path": "/heldout.jsonl", "teacher_kl": True, "every": 7}
     spec = RunSpec.model_validate(
