@@ -78,8 +78,9 @@ def _add_choice(parser: argparse.ArgumentParser) -> None:
         "--remaining", action="store_true", help="all runs that the result file lacks, weights and seeds as they come"
     )
     parser.add_argument(
-        "--again", nargs="*", choices=METHODS, default=[],
-        help="with --remaining: methods whose known rows do not count, say because their text was generated again",
+        "--again", nargs="*", choices=[*METHODS, *CONDITIONS], default=[],
+        help="with --remaining: methods and conditions whose known rows do not count, say because their text was "
+        "generated again; collect drops these rows",
     )  # fmt: skip
     parser.add_argument(
         "--gib", type=float, default=math.inf, help="with --remaining: memory of a GPU that runs may take together"
@@ -130,6 +131,8 @@ def _run(arguments: argparse.Namespace) -> int:
         planned = _planned(arguments)
         names = list(dict.fromkeys(cell.condition for cell in planned))
         stages.teachers(arguments.state, names, arguments.device, arguments.out)
+        if arguments.again:
+            results.write_result(arguments.out, results.without(results.read_result(arguments.out), arguments.again))
         _print_tables(stages.collect(arguments.state, planned, arguments.out), names)
     elif arguments.stage == "merge":
         result = results.read_result(arguments.out)

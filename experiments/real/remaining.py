@@ -13,7 +13,7 @@ from typing import Any
 
 from experiments.jobs import Job, finished, run_all
 from experiments.real.methods import CHAT, CONDITIONS, METHODS, SEEDS, Cell, job
-from experiments.real.results import all_cells, cell_of, missing, read_result
+from experiments.real.results import all_cells, cell_of, missing, read_result, without
 from experiments.real.stages import finished_rows, prepare, write_sample
 
 LONG_STEPS = 600
@@ -34,11 +34,12 @@ def remaining(state: Path, known: Path, again: Sequence[str] = ()) -> list[Cell]
     Args:
         state: Directory of models, texts and runs; finished runs in it count.
         known: The result file, which says what was planned.
-        again: Methods whose rows in the result file do not count, say because their text was generated again.
+        again: Methods and conditions whose rows in the result file do not count, say because their text was generated
+            again.
     """
-    content = read_result(known)
+    content = without(read_result(known), again)
     planned = [cell_of(row) for row in (*content["runs"], *content["not_run"])]
-    rows = {cell_of(row): row for row in content["runs"] if row["method"] not in again}
+    rows = {cell_of(row): row for row in content["runs"]}
     rows |= {cell_of(row): row for row in finished_rows(state, all_cells())}
     needed = missing(list(rows.values()), planned)
     begun = {(cell.condition, cell.method) for cell in needed if _is_first(cell)}
@@ -85,7 +86,7 @@ def run_remaining(
         gpus: Number of GPUs that the runs are spread over.
         least_s: Seconds before `until` in which no run is started any more.
         patience: Evaluations in a row without a better one after which a run ends; 0: it goes on to its last step.
-        again: Methods whose rows in the result file do not count.
+        again: Methods and conditions whose rows in the result file do not count.
 
     Raises:
         MissingSourceError: A model or text has not been made.

@@ -63,6 +63,19 @@ def merged(known: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]
     }
 
 
+def without(result: Mapping[str, Any], again: Sequence[str]) -> dict[str, Any]:
+    """Return a result without the runs of some methods and conditions, which are then planned again.
+
+    Args:
+        result: A result file's content.
+        again: Names of methods and conditions.
+    """
+    rows = [run for run in result["runs"] if run["method"] not in again and run["condition"] not in again]
+    done = [cell_of(row) for row in rows]
+    dropped = [vars(cell) for cell in map(cell_of, result["runs"]) if cell not in done]
+    return {**result, "runs": rows, "not_run": [*result["not_run"], *dropped]}
+
+
 def missing(rows: Sequence[Mapping[str, Any]], planned: Iterable[Cell]) -> list[Cell]:
     """Return the planned runs that have no row.
 

@@ -12,6 +12,7 @@ import pytest
 
 from experiments import jobs
 from experiments.real import remaining
+from experiments.real.__main__ import main
 from experiments.real.methods import CHAT, CONDITIONS, CONTINUED, METHODS, RATES, Cell
 from experiments.real.page import RESULT
 from experiments.real.results import cell_of, rates_of, read_result
@@ -98,6 +99,28 @@ def test_rows_of_methods_that_are_run_again_do_not_count(state: Path) -> None:
     known = write_known(state / "known.json", done, [])
     assert remaining.remaining(state, known) == []
     assert remaining.remaining(state, known, again=["gold"]) == [cell for cell, _ in done]
+    assert remaining.remaining(state, known, again=["de-500k"]) == [cell for cell, _ in done]
+    assert remaining.remaining(state, known, again=["de-100k", "alm1"]) == []
+
+
+def test_rows_that_are_collected_again_leave_the_result_file(
+    state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rows of a text that was generated again begin elsewhere, and replace those of the earlier one."""
+    first, second = (gold("even", rate, condition=REPEATED) for rate in CONDITIONS[REPEATED].rates)
+    kept = gold("even", RATES[0])
+    known = write_known(tmp_path / "known.json", [(first, 1.5), (second, 1.6), (kept, 1.5)], [])
+    write_run(state, first, 1.4, start=1.8)
+    choice = ["--remaining", "--device", "cpu", "--out", str(known)]
+    monkeypatch.setattr("experiments.real.stages.teachers", lambda *_: None)
+    monkeypatch.setattr("experiments.real.__main__._print_tables", lambda *_: None)
+    monkeypatch.setattr("sys.argv", ["real", "--state", str(state), "collect", *choice])
+    assert main() == 2, "other texts"
+    monkeypatch.setattr("sys.argv", ["real", "--state", str(state), "collect", *choice, "--again", REPEATED])
+    assert main() == 0
+    result = read_result(known)
+    assert {cell_of(row) for row in result["runs"]} == {first, kept}
+    assert second in [cell_of(row) for row in result["not_run"]]
 
 
 def test_the_result_file_leaves_only_runs_that_can_be_chosen(state: Path) -> None:

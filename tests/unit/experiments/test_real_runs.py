@@ -162,11 +162,11 @@ def test_best_weights_are_known_without_run_directories(tmp_path: Path) -> None:
     assert {cell.rate for cell in chosen if cell.seed == 0} == set(RATES)
 
 
-def write_run(state: Path, cell: Cell, bits: float) -> None:
+def write_run(state: Path, cell: Cell, bits: float, *, start: float = 1.9) -> None:
     run = state / "runs" / cell.name
     run.mkdir(parents=True)
     write_jsonl_rows(run / "steps.jsonl", [{"step": 1, "tokens": 9}])
-    write_jsonl_rows(run / "eval.jsonl", [{"step": 0, "bits_per_byte": 1.9}, {"step": 1, "bits_per_byte": bits}])
+    write_jsonl_rows(run / "eval.jsonl", [{"step": 0, "bits_per_byte": start}, {"step": 1, "bits_per_byte": bits}])
     (run / "summary.json").write_text("{}")
 
 
