@@ -80,7 +80,7 @@ def worse(result: Mapping[str, Any]) -> str:
         ]
     unknown = [name for name in _compared(result) if summary.DEFAULT not in _rows(result, name)]
     if unknown:
-        lines.append(f"It has not run on {', '.join(_text(result['conditions'][name]) for name in unknown)}.")
+        lines.append(f"It has not run on {'; '.join(_text(result['conditions'][name]) for name in unknown)}.")
     if constant:
         lines.append(f"**With one weight to the end chain is worse** by {' and by '.join(constant)}.")
     return "\n".join(lines)
