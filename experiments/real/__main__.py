@@ -131,9 +131,7 @@ def _run(arguments: argparse.Namespace) -> int:
         planned = _planned(arguments)
         names = list(dict.fromkeys(cell.condition for cell in planned))
         stages.teachers(arguments.state, names, arguments.device, arguments.out)
-        if arguments.again:
-            results.write_result(arguments.out, results.without(results.read_result(arguments.out), arguments.again))
-        _print_tables(stages.collect(arguments.state, planned, arguments.out), names)
+        _print_tables(stages.collect(arguments.state, planned, arguments.out, arguments.again), names)
     elif arguments.stage == "merge":
         result = results.read_result(arguments.out)
         for file in arguments.files:

@@ -36,30 +36,7 @@ def page(result: dict[str, Any]) -> str:
     """
     titles = {name: method.title for name, method in methods.METHODS.items()}
     found = summary.outcomes(result)
-    best = summary.chosen(found, methods.SEEDS[0])
-    conditions = []
-    for name, condition in result["conditions"].items():
-        rows = summary.table(result, name)
-        if rows:
-            chosen = [row for row in rows if best.get((name, row.method)) == row.weight]
-            conditions.append(
-                {
-                    "name": name,
-                    **condition,
-                    "table": summary.markdown(result, name, titles),
-                    "accuracies": summary.accuracies(result, name, titles),
-                    "untrained": [titles[method] for method in summary.untrained(found, name)],
-                    "partial": [(titles[row.method], row) for row in summary.partial_sweeps(result, name)],
-                    "chosen": {row.method: row for row in chosen},
-                    "steps_best": {row.method: _best(found, name, row.method, row.weight) for row in chosen},
-                    "swept": methods.CONDITIONS[name].rates,
-                    "own": f"{condition['source']}.test",
-                    "teacher_name": condition["teacher"],
-                    "teacher": result["teachers"].get(name, {}),
-                    "same": result["teachers"].get(f"{name}-same", {}),
-                    "rates": sorted({outcome.rate for outcome in found if outcome.condition == name}),
-                }
-            )
+    conditions = [_entry(result, name, found) for name in result["conditions"] if summary.table(result, name)]
     compared = [entry for entry in conditions if {"chain", "ce"} <= set(entry["chosen"]) and not entry.get("tasks")]
     passed = [
         entry
@@ -90,6 +67,29 @@ def page(result: dict[str, Any]) -> str:
         weights=methods.WEIGHTS,
         samples=methods.SAMPLES_PER_STEP,
     )
+
+
+def _entry(result: dict[str, Any], name: str, found: list[summary.Outcome]) -> dict[str, Any]:
+    """Return what the template shows of a condition."""
+    titles = {method: each.title for method, each in methods.METHODS.items()}
+    condition, best = result["conditions"][name], summary.chosen(found, methods.SEEDS[0])
+    chosen = [row for row in summary.table(result, name) if best.get((name, row.method)) == row.weight]
+    return {
+        "name": name,
+        **condition,
+        "table": summary.markdown(result, name, titles),
+        "accuracies": summary.accuracies(result, name, titles),
+        "untrained": [titles[method] for method in summary.untrained(found, name)],
+        "partial": [(titles[row.method], row) for row in summary.partial_sweeps(result, name)],
+        "chosen": {row.method: row for row in chosen},
+        "steps_best": {row.method: _best(found, name, row.method, row.weight) for row in chosen},
+        "swept": methods.CONDITIONS[name].rates,
+        "own": f"{condition['source']}.test",
+        "teacher_name": condition["teacher"],
+        "teacher": result["teachers"].get(name, {}),
+        "same": result["teachers"].get(f"{name}-same", {}),
+        "rates": sorted({outcome.rate for outcome in found if outcome.condition == name}),
+    }
 
 
 def _gains(chosen: dict[str, summary.Row]) -> list[float | None]:

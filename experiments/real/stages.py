@@ -27,7 +27,7 @@ from experiments.real.methods import (
     projection_file,
 )
 from experiments.real.models import MissingSourceError
-from experiments.real.results import cell_of, counts, merged, missing, read_result, write_result
+from experiments.real.results import cell_of, counts, merged, missing, read_result, without, write_result
 from experiments.real.summary import BASELINE, choices, outcomes
 from experiments.real.tasks import write_tasks
 from xtoken_core.atomic import atomic_write
@@ -195,7 +195,7 @@ def teachers(state: Path, names: Sequence[str], device: str, known: Path) -> Non
                 atomic_write(file, json.dumps(measured, indent=1) + "\n")
 
 
-def collect(state: Path, planned: Sequence[Cell], out: Path) -> dict[str, Any]:
+def collect(state: Path, planned: Sequence[Cell], out: Path, again: Sequence[str] = ()) -> dict[str, Any]:
     """Add the finished runs to the result file; return its content.
 
     Args:
@@ -203,6 +203,7 @@ def collect(state: Path, planned: Sequence[Cell], out: Path) -> dict[str, Any]:
         planned: The runs; those that are not finished are listed as not run, of other data seeds than the first those
             with the weights and the rate that were best on it.
         out: The result file. Its runs and teachers that are not in `state` stay.
+        again: Methods and conditions of which the result file's runs do not stay.
 
     Raises:
         OtherTextError: Its runs of a condition were made with other texts or models.
@@ -217,7 +218,7 @@ def collect(state: Path, planned: Sequence[Cell], out: Path) -> dict[str, Any]:
         "runs": rows,
         "not_run": [vars(cell) for cell in missing(rows, planned)],
     }
-    result = merged(read_result(out), found)
+    result = merged(without(read_result(out), again), found)
     write_result(out, result)
     return result
 

@@ -22,11 +22,7 @@ def document_of(part: Part, *, exclude_defaults: bool = False) -> dict[str, Any]
         part: A whole configuration or a part of it.
         exclude_defaults: Leave out settings at their default.
     """
-    document = part.model_dump(mode="json", exclude_defaults=exclude_defaults)
-    for name in document:
-        document[name] = _written(getattr(part, name), document[name], exclude_defaults)
-        if document[name] is None and NoneWord in type(part).model_fields[name].metadata:
-            document[name] = NONE
+    document: dict[str, Any] = _written(part, part.model_dump(mode="json", exclude_defaults=exclude_defaults))
     return document
 
 
@@ -47,11 +43,15 @@ def read_stored(document: Mapping[str, Any]) -> RunSpec:
     return RunSpec.model_validate(document)
 
 
-def _written(value: Any, plain: Any, exclude_defaults: bool) -> Any:
+def _written(value: Any, plain: Any) -> Any:
+    """Return plain values with the word where the value that they were made from has a None that takes it."""
     if isinstance(value, Part):
-        return document_of(value, exclude_defaults=exclude_defaults)
+        fields = type(value).model_fields
+        return {
+            name: NONE if item is None and NoneWord in fields[name].metadata else _written(getattr(value, name), item)
+            for name, item in plain.items()
+        }
     if isinstance(value, tuple):
         # An item that is None takes the word: a run file could not leave it out.
-        items = (_written(*pair, exclude_defaults) for pair in zip(value, plain, strict=True))
-        return [NONE if item is None else item for item in items]
+        return [NONE if each is None else _written(each, item) for each, item in zip(value, plain, strict=True)]
     return plain

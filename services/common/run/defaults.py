@@ -14,6 +14,7 @@ from services.common.models.hub import fetch_inputs
 from services.common.run.machine import Machine
 from services.common.run.memory_fit import fit_memory
 from services.common.text.held_out import split_text
+from xtoken_core.config.base import NONE
 from xtoken_core.config.eval import NOT_IN_A_NAME
 from xtoken_core.config.spec import RunSpec, padded_length, parse_run_spec, read_run_file
 from xtoken_core.errors import ConfigError
@@ -23,7 +24,7 @@ MOST_CONTEXT = 1024
 TEACHER_CONTEXT = 1.25
 """Tokens of the teacher's context per token of the student's: its tokenizer may need more for the same text."""
 SPEC = "spec.json"
-NONE, AUTO = "none", "auto"
+AUTO = "auto"
 FLOPS_PER_CORE = 1e10
 EVALUATION_S = 30.0
 BYTES_PER_TOKEN = 4
