@@ -6,6 +6,7 @@ the best of all. So most runs are known only while others finish: `run_remaining
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -28,8 +29,8 @@ the safe side: by them eight runs that were seen to take 116 GiB together take 1
 def remaining(state: Path, known: Path, again: Sequence[str] = ()) -> list[Cell]:
     """Return the runs that can start now, in the order in which they should.
 
-    Long ones are first, conditions that repeat another one with a change of settings last. In between come first
-    weights, whose learning rates are all known, and the rest method by method.
+    Long ones are first, conditions that repeat another one with a change of settings last. In between come those that
+    the most other runs wait for, then first weights, whose learning rates are all known, and the rest method by method.
 
     Args:
         state: Directory of models, texts and runs; finished runs in it count.
@@ -50,10 +51,11 @@ def remaining(state: Path, known: Path, again: Sequence[str] = ()) -> list[Cell]
         if _is_first(cell) or (cell.condition, cell.method) not in (begun if cell.seed == SEEDS[0] else chosen)
     ]
     order = {name: number for number, name in enumerate(METHODS)}
+    waiting = Counter((cell.condition, cell.method) for cell in set(needed) - set(ready))
 
-    def place(cell: Cell) -> tuple[bool, int, bool, int, int]:
-        condition = CONDITIONS[cell.condition]
-        return bool(condition.note), -condition.steps, not _is_first(cell), order[cell.method], cell.seed
+    def place(cell: Cell) -> tuple[bool, int, int, bool, int, int]:
+        condition, waits = CONDITIONS[cell.condition], waiting[cell.condition, cell.method]
+        return bool(condition.note), -condition.steps, -waits, not _is_first(cell), order[cell.method], cell.seed
 
     ready.sort(key=place)
     return [cell for cell in ready if _has_materials(state, cell)]

@@ -78,6 +78,18 @@ def test_long_runs_are_first_then_rates_and_repeated_conditions_last(state: Path
     assert found == [long, *(gold("even", rate) for rate in RATES), weight, *smaller]
 
 
+def test_runs_that_others_wait_for_are_before_those_that_nothing_follows(state: Path) -> None:
+    """Two weights of BPM wait for its first ones; nothing waits for gold, whose place is before it otherwise."""
+    done = [(Cell("de-500k", "bpm", "even", rate, 0), 1.5) for rate in RATES[1:]]
+    first = Cell("de-500k", "bpm", "even", RATES[0], 0)
+    waiting = [Cell("de-500k", "bpm", weight, RATES[1], 0) for weight in METHODS["bpm"].weights if weight != "even"]
+    alone = gold("even", RATES[0], condition="de-100k")
+    known = write_known(state / "known.json", done, [alone, first, *waiting])
+    assert len(waiting) == 2
+    assert [cell for cell in remaining.remaining(state, known) if cell.method == "bpm"] == [first]
+    assert remaining.remaining(state, known)[0] == first
+
+
 def test_what_needs_controls_waits_for_them(state: Path) -> None:
     same = Cell("de-500k", "same", "even", RATES[0], 0)
     samples = Cell("de-500k", "samples", "ce", RATES[0], 0)
