@@ -79,7 +79,8 @@ def page(full: Summary) -> str:
         choice=summary("choice"), chosen=list(briefly(summary("choice"))),
         real=overview.table(real),
         worse=overview.worse(real),
-        smaller_rates="smaller rates" in overview.table(real),
+        fitted=overview.fitted_rates(real),
+        lacking=lacking(full, reduced),
         papers=papers(reduced),
         past=overview.past_the_best(real),
         fading=[points(reduced, *pair) for pair in FADING],
@@ -88,13 +89,31 @@ def page(full: Summary) -> str:
 
 
 def rows(results: Summary) -> list[tuple[str, list[Measured]]]:
-    """Return everything measured by title; methods that have not run have no measurements."""
+    """Return everything measured by title."""
     models = [
         ("teacher, digits", results.teacher(CROSS)),
         ("teacher, student's tokenizer", results.teacher(SAME)),
         ("first students", results.students()),
+        *((method.title, results.runs(name)) for name, method in METHODS.items()),
     ]
-    return [row for row in models if row[1]] + [(m.title, results.runs(name)) for name, m in METHODS.items()]
+    return [row for row in models if row[1]]
+
+
+def lacking(full: Summary, reduced: Summary) -> str:
+    """Return in sentences which methods the full size lacks, and which of them the reduced size has.
+
+    Args:
+        full: Measurements of the full size.
+        reduced: Measurements of the reduced size.
+    """
+    without = [name for name in METHODS if full and not full.runs(name)]
+    groups = {
+        "Not run at this size, but at the [reduced one](#the-reduced-version)": [
+            METHODS[name].title for name in without if reduced and reduced.runs(name)
+        ],
+        "Not run at all": [METHODS[name].title for name in without if not (reduced and reduced.runs(name))],
+    }
+    return " ".join(f"{words}: {'; '.join(titles)}." for words, titles in groups.items() if titles)
 
 
 def briefly(results: Summary, *, without: Summary | None = None) -> Iterator[tuple[str, str, str, str, str]]:
@@ -116,14 +135,12 @@ def briefly(results: Summary, *, without: Summary | None = None) -> Iterator[tup
 
 def cells(runs: list[Measured]) -> list[str]:
     """Return a row's cells, one per column."""
-    row = [spread([number(run, path) for run in runs], form) for _, path, form in COLUMNS]
-    return row if runs else ["not run", *row[1:]]
+    return [spread([number(run, path) for run in runs], form) for _, path, form in COLUMNS]
 
 
 def by_digits(runs: list[Measured], digits: list[int]) -> list[str]:
     """Return the right answers of a row by the number of digits."""
-    row = [spread([number(run, f"exact_match.{d}") for run in runs], "%") for d in digits]
-    return row if runs else ["not run", *row[1:]]
+    return [spread([number(run, f"exact_match.{d}") for run in runs], "%") for d in digits]
 
 
 def gain(results: Summary, title: str) -> str:

@@ -130,7 +130,7 @@ def _run(arguments: argparse.Namespace) -> int:
     elif arguments.stage == "collect":
         planned = _planned(arguments)
         names = list(dict.fromkeys(cell.condition for cell in planned))
-        stages.teachers(arguments.state, names, arguments.device, arguments.out)
+        stages.teachers(arguments.state, names, arguments.device, arguments.out, arguments.again)
         _print_tables(stages.collect(arguments.state, planned, arguments.out, arguments.again), names)
     elif arguments.stage == "merge":
         result = results.read_result(arguments.out)

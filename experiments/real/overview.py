@@ -19,6 +19,8 @@ ON_EVERY_TEXT = {summary.DEFAULT: "default", summary.CHAIN: "one weight"}
 """Shown for every text in the picture."""
 NOISE = 0.01
 """Bits per byte: three standard deviations of a method over data seeds."""
+SWEPT = ("chat-500k", "chat-500k-small-rates")
+"""A text at the usual learning rate, and the same with a sweep of smaller ones."""
 LEAST, MOST, STEP = -0.25, 0.20, 0.05
 NOT_RUN = "not run"
 
@@ -60,7 +62,7 @@ def table(result: Mapping[str, Any]) -> str:
         default = rows.get(summary.DEFAULT)
         reached = f"{default.test:.3f}" if default else NOT_RUN
         gains = [f"**{_gain(default)}**", *(_gain(rows.get(other)) for other in OTHERS)]
-        cells = [_text(condition), f"{teacher:.3f}" if teacher else "", ce, reached, *gains]
+        cells = [name_of(condition), f"{teacher:.3f}" if teacher else "", ce, reached, *gains]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -77,13 +79,35 @@ def worse(result: Mapping[str, Any]) -> str:
     else:
         lines = [
             "On no measured text is the default loss, chain that fades to cross-entropy, worse than cross-entropy."
+            f"{_within_noise(result)}"
         ]
     unknown = [name for name in _compared(result) if summary.DEFAULT not in _rows(result, name)]
     if unknown:
-        lines.append(f"It has not run on {'; '.join(_text(result['conditions'][name]) for name in unknown)}.")
+        lines.append(f"It has not run on {'; '.join(name_of(result['conditions'][name]) for name in unknown)}.")
     if constant:
         lines.append(f"**With one weight to the end chain is worse** by {' and by '.join(constant)}.")
     return "\n".join(lines)
+
+
+def fitted_rates(result: Mapping[str, Any]) -> str:
+    """Return in sentences what a sweep of the learning rate leaves of the default's gain; empty where it has not run.
+
+    Args:
+        result: Content of the result file.
+    """
+    usual, fitted = (_rows(result, name) for name in SWEPT)
+    if not all({summary.BASELINE, summary.DEFAULT} <= rows.keys() for rows in (usual, fitted)):
+        return ""
+    ce = [rows[summary.BASELINE].test for rows in (usual, fitted)]
+    gains = [_gain(rows[summary.DEFAULT]) for rows in (usual, fitted)]
+    text = name_of(result["conditions"][SWEPT[0]])
+    rate = result["conditions"][SWEPT[0]]["rates"][0]
+    return (
+        f"**A learning rate that fits takes most of the gain on {text}:** {rate:g} is too large for that student, with "
+        f"smaller ones cross-entropy reaches {ce[1]:.3f} instead of {ce[0]:.3f}, and the default's gain falls from "
+        f"{gains[0]} to {gains[1]}. handbook-de, 0.5 MB, has a sweep too, and {rate:g} is the best of its rates for "
+        "cross-entropy; the other texts have this rate alone, so a sweep of their own may leave less of their gains."
+    )
 
 
 def past_the_best(result: Mapping[str, Any]) -> str:
@@ -107,7 +131,7 @@ def past_the_best(result: Mapping[str, Any]) -> str:
         later = max(set.intersection(*map(set, curves)), default=0)
         if later and any(curve[later] > min(curve.values()) for curve in curves):
             cells = [f"{min(curve.values()):.3f} | {curve[later]:.3f}" for curve in curves]
-            lines.append(f"| {_text(result['conditions'][condition])} | {later} | {' | '.join(cells)} |")
+            lines.append(f"| {name_of(result['conditions'][condition])} | {later} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -117,6 +141,14 @@ def _curve(result: Mapping[str, Any], condition: str, method: str, choice: summa
     keys = ("condition", "method", "weight", "rate", "seed")
     runs = [run for run in result["runs"] if tuple(run[key] for key in keys) == wanted]
     return {row["step"]: row[summary.VALIDATION] for run in runs for row in run["curve"]}
+
+
+def _within_noise(result: Mapping[str, Any]) -> str:
+    """Return in a sentence where the default's gain is less than the noise of a data seed; empty if nowhere."""
+    gains = {name: _rows(result, name).get(summary.DEFAULT) for name in _compared(result)}
+    small = [name for name, row in gains.items() if row and row.gain is not None and abs(row.gain) < NOISE]
+    texts = "; ".join(name_of(result["conditions"][name]) for name in small)
+    return f" Its gain is within the noise of {NOISE:g} bits per byte on {texts}." if small else ""
 
 
 def _losses(result: Mapping[str, Any], method: str) -> list[str]:
@@ -129,7 +161,7 @@ def _losses(result: Mapping[str, Any], method: str) -> list[str]:
             teacher, ce = _teacher(result, name), rows[summary.BASELINE].test
             passed = teacher is not None and ce < teacher
             why = f", where cross-entropy alone passes the teacher ({ce:.3f} and {teacher:.3f})" if passed else ""
-            found.append(f"{-gain:.3f} bits per byte on {_text(result['conditions'][name])}{why}")
+            found.append(f"{-gain:.3f} bits per byte on {name_of(result['conditions'][name])}{why}")
     return found
 
 
@@ -150,7 +182,8 @@ def _least_gain(result: Mapping[str, Any], condition: str) -> float:
     return min(rows[name].gain or 0.0 for name in ON_EVERY_TEXT if name in rows)
 
 
-def _text(condition: Mapping[str, Any]) -> str:
+def name_of(condition: Mapping[str, Any]) -> str:
+    """Return how a condition is called: its text and its size, and how it differs from the usual ones."""
     name = f"{condition['source']}, {condition['size'] / 1e6:g} MB"
     usual = (condition["student"], condition["teacher"]) == (methods.SMOLLM2, methods.GEMMA3)
     notes = ["" if usual else "exchanged", condition.get("note", "")]
@@ -190,7 +223,7 @@ def _by_method(result: Mapping[str, Any]) -> list[tuple[str, float, str]]:
 def _by_text(result: Mapping[str, Any]) -> Sequence[tuple[str, float, str]]:
     names = sorted(_compared(result), key=lambda name: -_least_gain(result, name))
     return [
-        (f"{title}, {_text(result['conditions'][name])}", gain, "a" if gain > 0 else "b")
+        (f"{title}, {name_of(result['conditions'][name])}", gain, "a" if gain > 0 else "b")
         for name in names
         if name != CONDITION
         for method, title in ON_EVERY_TEXT.items()

@@ -66,6 +66,8 @@ def merged(known: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]
 def without(result: Mapping[str, Any], again: Sequence[str]) -> dict[str, Any]:
     """Return a result without the runs of some methods and conditions, which are then planned again.
 
+    The figures of such a condition's teachers go too: its text may be another one.
+
     Args:
         result: A result file's content.
         again: Names of methods and conditions.
@@ -73,7 +75,8 @@ def without(result: Mapping[str, Any], again: Sequence[str]) -> dict[str, Any]:
     rows = [run for run in result["runs"] if run["method"] not in again and run["condition"] not in again]
     done = [cell_of(row) for row in rows]
     dropped = [vars(cell) for cell in map(cell_of, result["runs"]) if cell not in done]
-    return {**result, "runs": rows, "not_run": [*result["not_run"], *dropped]}
+    teachers = {name: row for name, row in result["teachers"].items() if name.removesuffix("-same") not in again}
+    return {**result, "teachers": teachers, "runs": rows, "not_run": [*result["not_run"], *dropped]}
 
 
 def missing(rows: Sequence[Mapping[str, Any]], planned: Iterable[Cell]) -> list[Cell]:

@@ -172,7 +172,7 @@ def write_sample(texts: Path, cell: Cell) -> None:
     atomic_write(target, "".join(f"{line}\n" for line in kept))
 
 
-def teachers(state: Path, names: Sequence[str], device: str, known: Path) -> None:
+def teachers(state: Path, names: Sequence[str], device: str, known: Path, again: Sequence[str] = ()) -> None:
     """Measure each condition's teacher on the texts that its students are measured on, in bits per byte.
 
     Of the teacher with the student's tokenizer the same, where it has been made and the condition's text is its own.
@@ -182,8 +182,9 @@ def teachers(state: Path, names: Sequence[str], device: str, known: Path) -> Non
         names: The conditions.
         device: Where the teachers run.
         known: A result file; a condition's own teacher that it has is not measured again.
+        again: Conditions whose teacher is.
     """
-    measured_before = read_result(known)["teachers"]
+    measured_before = without(read_result(known), again)["teachers"]
     for name in names:
         condition = CONDITIONS[name]
         models = {} if name in measured_before else {state / f"teacher-{name}.json": condition.teacher}
@@ -203,7 +204,7 @@ def collect(state: Path, planned: Sequence[Cell], out: Path, again: Sequence[str
         planned: The runs; those that are not finished are listed as not run, of other data seeds than the first those
             with the weights and the rate that were best on it.
         out: The result file. Its runs and teachers that are not in `state` stay.
-        again: Methods and conditions of which the result file's runs do not stay.
+        again: Methods and conditions of which the result file's runs and teachers do not stay.
 
     Raises:
         OtherTextError: Its runs of a condition were made with other texts or models.

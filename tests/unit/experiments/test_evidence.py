@@ -149,12 +149,14 @@ def test_measurements_from_other_first_students_are_refused(tmp_path: Path) -> N
     assert (tmp_path / "reduced.json").read_text() == kept
 
 
-def test_a_method_that_has_not_run_stands_in_the_table_as_not_run() -> None:
+def test_a_method_that_has_not_run_is_named_below_the_table() -> None:
     result = json.loads((page.RESULTS / "full.json").read_text(encoding="utf-8"))
     result["runs"] = [run for run in result["runs"] if run["method"] != "gold"]
-    outcome = page.page(Summary(result)).partition("## Outcome")[2]
-    row = next(line for line in outcome.splitlines() if line.startswith("| gold |"))
-    assert row.startswith("| gold | 0 |  | not run |")
+    outcome = page.page(Summary(result)).partition("### Outcome")[2].partition("## The teacher's mass")[0]
+    assert "| gold | 3 |" not in outcome and "| H-KL | 3 |" in outcome
+    assert "Not run at this size, but at the [reduced one](#the-reduced-version): gold; " in outcome
+    assert page.lacking(Summary(result), Summary({})).startswith("Not run at all: gold; ")
+    assert page.lacking(Summary({}), Summary({})) == ""
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from experiments.real.__main__ import main
 from experiments.real.methods import CHAT, CONDITIONS, CONTINUED, METHODS, RATES, Cell
 from experiments.real.page import RESULT
 from experiments.real.results import cell_of, rates_of, read_result
+from experiments.real.stages import teachers
 from tests.unit.experiments.test_real_runs import write_run
 
 START = 1.9
@@ -122,6 +123,8 @@ def test_rows_that_are_collected_again_leave_the_result_file(
     first, second = (gold("even", rate, condition=REPEATED) for rate in CONDITIONS[REPEATED].rates)
     kept = gold("even", RATES[0])
     known = write_known(tmp_path / "known.json", [(first, 1.5), (second, 1.6), (kept, 1.5)], [])
+    measured: dict[str, Any] = {REPEATED: {}, f"{REPEATED}-same": {}, "de-500k": {}}
+    known.write_text(json.dumps(read_result(known) | {"teachers": measured}))
     write_run(state, first, 1.4, start=1.8)
     choice = ["--remaining", "--device", "cpu", "--out", str(known)]
     monkeypatch.setattr("experiments.real.stages.teachers", lambda *_: None)
@@ -133,6 +136,19 @@ def test_rows_that_are_collected_again_leave_the_result_file(
     result = read_result(known)
     assert {cell_of(row) for row in result["runs"]} == {first, kept}
     assert second in [cell_of(row) for row in result["not_run"]]
+    assert list(result["teachers"]) == ["de-500k"]
+
+
+def test_the_teacher_of_a_text_that_is_run_again_is_measured_again(
+    state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = tmp_path / "known.json"
+    known.write_text(json.dumps(read_result(known) | {"teachers": {REPEATED: {"bits_per_byte": 1.0}}}))
+    monkeypatch.setattr("experiments.real.stages._measure_teacher", lambda *_: {"bits_per_byte": 2.0})
+    teachers(state, [REPEATED], "cpu", known)
+    assert not (state / f"teacher-{REPEATED}.json").exists()
+    teachers(state, [REPEATED], "cpu", known, [REPEATED])
+    assert json.loads((state / f"teacher-{REPEATED}.json").read_text()) == {"bits_per_byte": 2.0}
 
 
 def test_the_result_file_leaves_only_runs_that_can_be_chosen(state: Path) -> None:
