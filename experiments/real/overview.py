@@ -26,13 +26,14 @@ NOT_RUN = "not run"
 
 
 def picture(result: Mapping[str, Any]) -> str:
-    """Return the picture: every method on one text, and chain on every text.
+    """Return the picture: every method on one text, and chain on every text, where it was swept at the rates that fit.
 
     Args:
         result: Content of the result file.
     """
     rows = [*_by_method(result), *_by_text(result)]
-    legend = "bits per byte below cross-entropy alone, held-out text; *: some learning rates only"
+    starred = any("*" in name for name, _, _ in rows)
+    legend = f"bits per byte below cross-entropy alone, held-out text{'; *: some learning rates only' * starred}"
     words = "; ".join(f"{name}: {value:+.3f}" for name, value, _ in rows)
     lines = head("What a teacher with another tokenizer adds", f"{legend}. {words}.", len(rows), legend)
     bottom = TOP + ROW * len(rows)
@@ -221,11 +222,13 @@ def _by_method(result: Mapping[str, Any]) -> list[tuple[str, float, str]]:
 
 
 def _by_text(result: Mapping[str, Any]) -> Sequence[tuple[str, float, str]]:
+    """Return title, gain and kind of bar of each text; of one with a sweep of its own, at the rates that fit."""
     names = sorted(_compared(result), key=lambda name: -_least_gain(result, name))
+    left_out = {CONDITION, SWEPT[0] if SWEPT[1] in names else ""}
+    shown = {name: name_of({**result["conditions"][name], "note": ""}) for name in names if name not in left_out}
     return [
-        (f"{title}, {name_of(result['conditions'][name])}", gain, "a" if gain > 0 else "b")
-        for name in names
-        if name != CONDITION
+        (f"{title}, {text}", gain, "a" if gain > 0 else "b")
+        for name, text in shown.items()
         for method, title in ON_EVERY_TEXT.items()
         if (row := _rows(result, name).get(method)) is not None and (gain := row.gain) is not None
     ]

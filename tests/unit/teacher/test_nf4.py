@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from services.common.models.loading import load_model
+from services.common.models.loading import load_model, pick_device
 from services.supervisor.launch_check import check_launch
 from services.teacher.model import TeacherModel
 from services.teacher.prepare import prepared_model
@@ -61,7 +61,7 @@ def test_a_layer_in_4_bits_is_close_to_the_layer(device: str, dtype: str, rows: 
 def test_a_teacher_in_4_bits_is_close_to_itself(tmp_path: Path, device: str) -> None:
     pytest.importorskip("bitsandbytes")
     run = divided_run(tmp_path, "qwen3", gpus=1, nf4=True, **SIZES)
-    teacher = prepared_model(run, 0, torch.device(device))
+    teacher = prepared_model(run, 0, pick_device(device, 0))
     exact = TeacherModel(load_model(run.spec.teacher[0], "teacher", teacher.device), longest=32)
     assert type(teacher.model.get_output_embeddings()) is nn.Linear
     assert teacher.nbytes < exact.nbytes
