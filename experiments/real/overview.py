@@ -173,9 +173,7 @@ def _teacher(result: Mapping[str, Any], condition: str) -> float | None:
 
 
 def _gain(row: summary.Row | None) -> str:
-    if row is None or row.gain is None:
-        return NOT_RUN
-    return f"{row.gain:+.3f}" + f" ± {row.gain_deviation:.3f}" * (row.seeds > 1)
+    return (summary.gain_cell(row) if row else "") or NOT_RUN
 
 
 def _least_gain(result: Mapping[str, Any], condition: str) -> float:

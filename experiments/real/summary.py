@@ -283,7 +283,6 @@ def markdown(result: Mapping[str, Any], condition: str, titles: Mapping[str, str
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
     for row in rows:
         several = row.seeds > 1
-        gain = "" if row.gain is None else f"{row.gain:+.3f}" + f" ± {row.gain_deviation:.3f}" * several
         first = "" if row.first_gain is None else f"{row.first_gain:+.3f}"
         closed = "" if row.closed is None else f"{row.closed:.0%}"
         cells = [
@@ -294,8 +293,15 @@ def markdown(result: Mapping[str, Any], condition: str, titles: Mapping[str, str
         ]
         memory = _memory(row.memory)
         others = [f"{row.others[name]:.3f}" for name in names]
-        lines.append(f"| {' | '.join([*cells, gain, first, closed, *others, memory])} |")
+        lines.append(f"| {' | '.join([*cells, gain_cell(row), first, closed, *others, memory])} |")
     return "\n".join(lines) + "\n"
+
+
+def gain_cell(row: Row) -> str:
+    """Return a row's gain over cross-entropy, with its deviation where there are several seeds; empty without one."""
+    if row.gain is None:
+        return ""
+    return f"{row.gain:+.3f}" + f" ± {row.gain_deviation:.3f}" * (row.seeds > 1)
 
 
 def _memory(by_tokens: Mapping[int, float]) -> str:

@@ -171,12 +171,7 @@ def resolved_text(spec: RunSpec, notes: Sequence[str], *, as_json: bool) -> str:
         return json.dumps({"spec": spec.model_dump(mode="json"), "defaults": list(notes)}, indent=2)
     import tomli_w
 
-    from xtoken_core.config.document import document_of
-
-    def without_none(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: without_none(item) for key, item in value.items() if item is not None}
-        return [without_none(item) for item in value] if isinstance(value, list) else value
+    from xtoken_core.config.document import document_of, without_none
 
     comments = "".join(f"# default: {note}\n" for note in notes)
     return comments + tomli_w.dumps(without_none(document_of(spec))).rstrip("\n")

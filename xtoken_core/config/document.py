@@ -26,6 +26,22 @@ def document_of(part: Part, *, exclude_defaults: bool = False) -> dict[str, Any]
     return document
 
 
+def without_none(document: Any) -> Any:
+    """Return plain values without those that are None, which TOML lacks.
+
+    >>> without_none({"name": "a", "output": None, "teacher": [{"gpu": None, "gpus": 1}]})
+    {'name': 'a', 'teacher': [{'gpus': 1}]}
+
+    Args:
+        document: Settings, or a part of them, as plain values.
+    """
+    if isinstance(document, Mapping):
+        return {key: without_none(item) for key, item in document.items() if item is not None}
+    if isinstance(document, (list, tuple)):
+        return [without_none(item) for item in document if item is not None]
+    return document
+
+
 def read_stored(document: Mapping[str, Any]) -> RunSpec:
     """Return the specification that a run has stored, with every setting that there was.
 

@@ -220,7 +220,10 @@ class RunSpec(Part):
     @model_validator(mode="before")
     @classmethod
     def _defaults_of_loss(cls, value: Any) -> Any:
-        if not isinstance(value, dict) or not isinstance(given := value.get("loss", {}), dict):
+        given = value.get("loss", {}) if isinstance(value, dict) else None
+        if isinstance(given, LossConfig):  # one made in Python means what a run file with its settings does
+            given = {name: getattr(given, name) for name in given.model_fields_set}
+        if not isinstance(given, dict):
             return value
         with_teachers = {} if value.get("rollout") is None else BESIDE_COMPLETIONS
         return {**value, "loss": {**(with_teachers if value.get("teacher") else CROSS_ENTROPY_ONLY), **given}}

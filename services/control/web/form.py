@@ -147,15 +147,7 @@ def to_toml(document: Mapping[str, Any]) -> str:
     [train]
     seed = 1
     """
-    return tomli_w.dumps(_without_none(document))
-
-
-def _without_none(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _without_none(item) for key, item in value.items() if item is not None}
-    if isinstance(value, (list, tuple)):
-        return [_without_none(item) for item in value if item is not None]
-    return value
+    return tomli_w.dumps(run_file.without_none(document))
 
 
 def validated(document: Mapping[str, Any]) -> tuple[RunSpec | None, Errors]:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from xtoken_core.config.loss import LossConfig
 from xtoken_core.config.spec import RunSpec
 
 TRAIN = {"samples_per_step": 24}
@@ -54,6 +55,14 @@ def test_prompts_are_whole_blocks_of_a_step(fraction: float, prompts: int, block
 def test_completions_have_one_weight_by_default() -> None:
     assert spec({}).loss.kl_loss_weight_end is None
     assert spec({"fraction": 0.5}).loss.kl_loss_weight_end is None
+
+
+def test_settings_made_in_python_have_the_defaults_of_a_run_file() -> None:
+    assert spec({"fraction": 0.5}, loss=LossConfig()).loss == spec({"fraction": 0.5}).loss
+    assert spec({"fraction": 0.5}, loss=LossConfig(kl_loss_weight_end=0.0)).loss.kl_loss_weight_end == 0
+    whole = spec({}).model_copy(update={"rollout": None})
+    text_only = {name: getattr(whole, name) for name in ("output", "student", "data", "train")}
+    assert RunSpec(**text_only, loss=LossConfig()) == RunSpec(**text_only)
 
 
 def test_the_weight_of_the_divergence_may_change_beside_text() -> None:
