@@ -1,7 +1,8 @@
 """The experiment, stage by stage: `python -m experiments.digits STAGE [--scale reduced]`.
 
     scratch   text, tokenizers, both teachers, the first students, the projection
-    runs      the compared runs, each an `xtoken run`; `--seeds` and `--methods` choose some
+    runs      the compared runs, each an `xtoken run`; `--seeds` and `--methods` choose some, `--remaining` those that
+              the result file lacks
     measure   answers, bits per byte, divergences of every model that there is; adds them to the result file
     all       the three of them
 
@@ -42,6 +43,7 @@ def main() -> int:
             only=tuple(arguments.methods),
             seeds=tuple(arguments.seeds),
             gpus=arguments.gpus,
+            without=stages.recorded(scale, arguments.out) if arguments.remaining else frozenset(),
         )
     if arguments.stage in ("measure", "all"):
         try:
@@ -60,6 +62,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=RESULTS, help="where the result file goes")
     parser.add_argument("--methods", nargs="*", choices=METHODS, default=[])
     parser.add_argument("--seeds", nargs="*", type=int, default=[])
+    parser.add_argument("--remaining", action="store_true", help="only runs that the result file lacks")
     parser.add_argument("--side-by-side", type=int, default=0, help="runs at a time; 0: what the scale says")
     parser.add_argument("--gpus", type=int, default=1, help="GPUs that the runs are spread over")
     parser.add_argument("--seconds", type=float, default=500.0, help="when runs are stopped, to resume later")

@@ -81,11 +81,20 @@ def runs(
     only: tuple[str, ...],
     seeds: tuple[int, ...],
     gpus: int = 1,
+    without: frozenset[tuple[str, int]] = frozenset(),
 ) -> bool:
-    """The compared runs; returns whether all are finished."""
-    wanted = [(n, seed) for n, seed in planned(scale) if (not only or n in only) and (not seeds or seed in seeds)]
+    """The compared runs but those `without`, each a method and a seed; returns whether all are finished."""
+    wanted = [(n, s) for n, s in planned(scale) if (not only or n in only) and (not seeds or s in seeds)]
+    wanted = [run for run in wanted if run not in without]
     jobs = [Job(run_name(*run), run_file(scale, *run), custom_options(run[0])) for run in wanted]
     return run_all(state, jobs, side_by_side=side_by_side, until=until, gpus=gpus)
+
+
+def recorded(scale: Scale, out: Path) -> frozenset[tuple[str, int]]:
+    """Return method and seed of every run that the result file in `out` has."""
+    file = out / f"{scale.name}.json"
+    known = json.loads(file.read_text(encoding="utf-8"))["runs"] if file.is_file() else []
+    return frozenset((run["method"], run["seed"]) for run in known)
 
 
 def measure(state: Path, scale: Scale, out: Path, *, side_by_side: int = 1) -> None:

@@ -38,6 +38,22 @@ def test_every_planned_run_is_in_the_results_or_told_as_not_run(name: str) -> No
     assert result["settings"] == json.loads(json.dumps(SCALES[name].plain()))
 
 
+def test_remaining_runs_are_those_that_the_result_file_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert stages.recorded(SMALL, tmp_path) == frozenset()
+    known = [{"method": name, "seed": seed} for name, seed in planned(SMALL)[1:-1]]
+    (tmp_path / f"{SMALL.name}.json").write_text(json.dumps({"runs": known}), encoding="utf-8")
+    made: list[str] = []
+
+    def make(state: Path, jobs: list[Job], **options: object) -> bool:
+        made.extend(job.name for job in jobs)
+        return True
+
+    monkeypatch.setattr(stages, "run_all", make)
+    without = stages.recorded(SMALL, tmp_path)
+    assert stages.runs(tmp_path, SMALL, side_by_side=1, until=0.0, only=(), seeds=(), without=without)
+    assert made == [stages.run_name(*run) for run in (planned(SMALL)[0], planned(SMALL)[-1])]
+
+
 def test_every_prediction_is_about_something_that_is_measured() -> None:
     found = tomllib.loads(predictions.FILE.read_text(encoding="utf-8"))["prediction"]
     assert found
