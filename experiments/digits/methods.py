@@ -19,7 +19,6 @@ class Method:
     Attributes:
         title: What tables call it.
         loss: Its `[loss]` table beside the weights below.
-        seeds: How many first students it is run from.
         teachers: Their directories.
         ce: `ce_loss_scale`; None scales dynamically.
         kl: `kl_loss_weight`.
@@ -29,7 +28,6 @@ class Method:
 
     title: str
     loss: dict[str, Any] = field(default_factory=dict)
-    seeds: int = 1
     teachers: tuple[str, ...] = (CROSS,)
     ce: float | None = 0.1
     kl: float = 1.0
@@ -43,59 +41,55 @@ CHAIN = {"mode": "chain", "chain_bare_space": False, "kl_loss_weight_end": "none
 _CUSTOM = {"mode": "custom"}
 
 METHODS = {
-    "ce": Method("cross-entropy only", seeds=3, ce=1.0, kl=0.0),
-    "gold": Method("gold", {"mode": "gold"}, seeds=3),
-    "h_kl": Method("H-KL", {"mode": "h_kl"}, seeds=3),
-    "p_kl": Method("P-KL, `log_prob` average", seeds=3),
-    "p_kl_prob": Method("P-KL, `prob` average", {"teacher_chunk_average": "prob"}, seeds=3),
+    "ce": Method("cross-entropy only", ce=1.0, kl=0.0),
+    "gold": Method("gold", {"mode": "gold"}),
+    "h_kl": Method("H-KL", {"mode": "h_kl"}),
+    "p_kl": Method("P-KL, `log_prob` average"),
+    "p_kl_prob": Method("P-KL, `prob` average", {"teacher_chunk_average": "prob"}),
     "p_kl_full": Method("P-KL over the full vocabulary", full=True),
     "uld": Method("ULD", {"mode": "uld"}),
     "alm": Method("ALM", {"mode": "alm", "alm_temperature": 100.0}),
-    "alm1": Method("ALM, tau 1", {"mode": "alm", "alm_temperature": 1.0}, seeds=3),
-    "alm1_ce1": Method("ALM, tau 1, CE weight 1", {"mode": "alm", "alm_temperature": 1.0}, seeds=3, ce=1.0),
-    "chain": Method("chain", CHAIN, seeds=3),
-    "chain_ce1": Method("chain, CE weight 1", CHAIN, seeds=3, ce=1.0),
-    "chain_ce0": Method("chain, CE weight 0", CHAIN, seeds=3, ce=0.0),
-    "chain_fading": Method("chain, fading to cross-entropy", CHAIN | {"kl_loss_weight_end": 0.0}, seeds=3),
-    "chain_ce1_fading": Method("chain, CE weight 1, fading", CHAIN | {"kl_loss_weight_end": 0.0}, seeds=3, ce=1.0),
+    "alm1": Method("ALM, tau 1", {"mode": "alm", "alm_temperature": 1.0}),
+    "alm1_ce1": Method("ALM, tau 1, CE weight 1", {"mode": "alm", "alm_temperature": 1.0}, ce=1.0),
+    "chain": Method("chain", CHAIN),
+    "chain_ce1": Method("chain, CE weight 1", CHAIN, ce=1.0),
+    "chain_ce0": Method("chain, CE weight 0", CHAIN, ce=0.0),
+    "chain_fading": Method("chain, fading to cross-entropy", CHAIN | {"kl_loss_weight_end": 0.0}),
+    "chain_ce1_fading": Method("chain, CE weight 1, fading", CHAIN | {"kl_loss_weight_end": 0.0}, ce=1.0),
     "chain_alm1": Method(
         "chain and ALM, tau 1",
         CHAIN | {"teacher_modes": ["chain", "alm"], "alm_temperature": 1.0},
-        seeds=3,
         teachers=(CROSS, CROSS),
     ),
     "chain_uncorrected": Method(
         "chain without corrections",
         CHAIN | {"chain_conditioning": False, "chain_end_terms": False, "chain_bare_space": True},
-        seeds=3,
     ),
-    "chain_unconditioned": Method("chain, not conditioned", CHAIN | {"chain_conditioning": False}, seeds=3),
-    "chain_no_end": Method("chain without end terms", CHAIN | {"chain_end_terms": False}, seeds=3),
-    "chain_bare_space": Method("chain with the bare space", CHAIN | {"chain_bare_space": True}, seeds=3),
-    "same": Method("teacher with the student's tokenizer", seeds=3, teachers=(SAME,), full=True),
+    "chain_unconditioned": Method("chain, not conditioned", CHAIN | {"chain_conditioning": False}),
+    "chain_no_end": Method("chain without end terms", CHAIN | {"chain_end_terms": False}),
+    "chain_bare_space": Method("chain with the bare space", CHAIN | {"chain_bare_space": True}),
+    "same": Method("teacher with the student's tokenizer", teachers=(SAME,), full=True),
     "both": Method("both teachers, P-KL over full vocabularies", teachers=(CROSS, SAME), full=True),
     "p_kl_ce0": Method("P-KL, CE weight 0", ce=0.0),
     "p_kl_dynamic": Method("P-KL, dynamic scale", ce=None),
-    "bpm": Method("BPM", _CUSTOM, seeds=3, custom="experiments.losses.bpm:BPMLoss"),
-    "escd": Method("ESCD", _CUSTOM, seeds=3, custom="experiments.losses.escd:ESCDLoss"),
-    "simct": Method("SimCT", _CUSTOM, seeds=3, custom="experiments.losses.simct:SimCTLoss"),
+    "bpm": Method("BPM", _CUSTOM, custom="experiments.losses.bpm:BPMLoss"),
+    "escd": Method("ESCD", _CUSTOM, custom="experiments.losses.escd:ESCDLoss"),
+    "simct": Method("SimCT", _CUSTOM, custom="experiments.losses.simct:SimCTLoss"),
     "x_token_v6": Method(
         "X-Token v6",
         _CUSTOM,
-        seeds=3,
         custom="experiments.losses.x_token_v6:XTokenV6Loss",
     ),
     "gold_bayesian": Method(
-        "GOLD, bayesian merge", _CUSTOM, seeds=3, custom="experiments.losses.gold_bayesian:GoldBayesianLoss"
+        "GOLD, bayesian merge", _CUSTOM, custom="experiments.losses.gold_bayesian:GoldBayesianLoss"
     ),
-    "strict_top": Method("strict 1:1, top 16", _CUSTOM, seeds=3, custom="experiments.losses.strict_top:StrictTopLoss"),
+    "strict_top": Method("strict 1:1, top 16", _CUSTOM, custom="experiments.losses.strict_top:StrictTopLoss"),
 }
 
 
 def planned(scale: Scale) -> list[tuple[str, int]]:
-    """Every run as method and seed; those with several seeds first, seed by seed."""
-    runs = [(name, seed) for name, method in METHODS.items() for seed in range(min(method.seeds, scale.seeds))]
-    return sorted(runs, key=lambda run: (METHODS[run[0]].seeds == 1, run[1]))
+    """Return every run as method and seed, seed by seed."""
+    return [(name, seed) for seed in range(scale.seeds) for name in METHODS]
 
 
 def run_name(name: str, seed: int) -> str:

@@ -40,8 +40,6 @@ COLUMNS = (
     ("right numeral", "numerals.right", ".3f"),
     ("misled", "numerals.misled", ".3f"),
 )
-FADING = (("chain_fading", "chain"), ("chain_ce1_fading", "chain_ce1"))
-"""Pairs of methods of which the first fades to cross-entropy: with its weight .1 and 1."""
 KINDS = {
     "answer": "answers of several digits",
     "operand": "operands of several digits",
@@ -69,7 +67,7 @@ def page(full: Summary) -> str:
     return render(
         TEMPLATE,
         full=full, first=summary("first"), reduced=reduced,
-        rows=rows, cells=cells, gain=gain, by_digits=by_digits, masses=masses, number=number,
+        rows=rows, cells=cells, gain=gain, less=less, by_digits=by_digits, masses=masses, number=number,
         methods=METHODS, columns=COLUMNS, kinds=KINDS, CROSS=CROSS, shown=SHOWN,
         numerals=sum(10**width for width in range(2, full.result["settings"]["digits"] + 1)) if full else 0,
         theory=theory(), outcomes=list(outcomes(full)) if full else [],
@@ -81,9 +79,8 @@ def page(full: Summary) -> str:
         worse=overview.worse(real),
         fitted=overview.fitted_rates(real),
         lacking=lacking(full, reduced),
-        papers=papers(reduced),
+        papers=papers(full),
         past=overview.past_the_best(real),
-        fading=[points(reduced, *pair) for pair in FADING],
         problems=sum(map(len, held_out_problems(scale).values())) if scale else 0,
     )  # fmt: skip
 
@@ -157,7 +154,7 @@ def gain(results: Summary, title: str) -> str:
 
 
 def papers(results: Summary) -> str:
-    """Return in a sentence which losses of papers give more and fewer right answers than chain; empty if none has run.
+    """Return in words which losses of papers give more and fewer right answers than chain; empty if none has run.
 
     Args:
         results: The measurements.
@@ -169,17 +166,28 @@ def papers(results: Summary) -> str:
             mean = statistics.fmean(values)
             found[mean > 0].append(f"{method.title} {100 * mean:+.1f} ({len(values)})")
     parts = [
-        f"{word} chain are {', '.join(found[key])}"
-        for key, word in ((True, "**ahead of**"), (False, "behind"))
+        f"{word} {', '.join(found[key])}"
+        for key, word in ((True, "**more**:"), (False, "fewer:"))
         if found[key]
     ]
     return "; ".join(parts)
 
 
-def points(results: Summary, name: str, other: str) -> str:
-    """Return the right answers of a method less those of another one, in percentage points; "not run" without both."""
-    values = results.difference(name, other, "exact_match.all") if results else []
-    return spread([100 * value for value in values], "+.1f") or "not run"
+def less(
+    results: Summary, name: str, other: str, measure: str = "exact_match.all", scale: float = 100, form: str = "+.1f"
+) -> str:
+    """Return a measure of one method less that of another from the same first students; "not run" without both.
+
+    Args:
+        results: The measurements.
+        name: The method.
+        other: The one that is subtracted.
+        measure: Path of the measure; by default right answers, in percentage points.
+        scale: Factor of the difference.
+        form: Format of the mean.
+    """
+    values = results.difference(name, other, measure) if results else []
+    return spread([scale * value for value in values], form) or "not run"
 
 
 def masses(results: Summary, name: str) -> str:
