@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -12,6 +13,8 @@ import zmq
 import zmq.utils.z85
 
 from xtoken_core.data_plane.keys import allowed_keys
+
+log = logging.getLogger("xtoken.queue")
 
 VERSION = b"1.0"
 WELCOME, LATER, REFUSED = b"200", b"300", b"400"
@@ -40,9 +43,17 @@ class Authenticator:
     def _answer(self) -> None:
         with suppress(zmq.ContextTerminated), self._socket:
             while True:
-                _version, request, _domain, address, _identity, mechanism, *credentials = self._socket.recv_multipart()
-                status, text = self._status(address.decode("utf-8", "replace"), mechanism, credentials)
-                self._socket.send_multipart([VERSION, request, status, text, b"", b""])
+                self._socket.send_multipart(self._reply(self._socket.recv_multipart()))
+
+    def _reply(self, question: Sequence[bytes]) -> list[bytes]:
+        """Return the answer to one question; a failure refuses the peer: without an answer libzmq admits every key."""
+        try:
+            _version, _request, _domain, address, _identity, mechanism, *credentials = question
+            status, text = self._status(address.decode("utf-8", "replace"), mechanism, credentials)
+        except Exception:
+            log.exception("cannot check a connecting peer, which is refused")
+            status, text = REFUSED, b"the check has failed"
+        return [VERSION, question[1] if len(question) > 1 else b"", status, text, b"", b""]
 
     def _status(self, address: str, mechanism: bytes, credentials: Sequence[bytes]) -> tuple[bytes, bytes]:
         if self._is_full(address):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import urllib.error
 import urllib.request
@@ -15,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from typer.testing import CliRunner
 
 from services.cli.queue import queue_app
+from services.queue.authenticator import REFUSED, WELCOME, Authenticator
 from services.queue.waiting import MAX_WAITING_OF_SESSION
 from tests.contract import reference_client
 from tests.contract.peers import Place, ints
@@ -66,6 +68,42 @@ def test_allow_list_of_client_keys(keys: tuple[Path, Path]) -> None:
             plain.close()
 
 
+def test_odd_files_among_the_keys_admit_nobody(keys: tuple[Path, Path]) -> None:
+    queue, client = keys
+    clients = queue / "clients"
+    (clients / "half.key").write_text("curve\n    public-key")
+    (clients / "binary.key").write_bytes(b"\xff\xfepublic-key\xff")
+    (clients / "folder.key").mkdir()
+    os.mkfifo(clients / "pipe.key")
+    url = f"tcp://127.0.0.1:{free_port()}"
+    with queue_thread(Address.parse(url, keys=queue), memory_limit=MEMORY):
+        stranger = TaskClient(ZmqTransport(Address.parse(url, keys=client), patience_s=10.0))
+        for _ in range(2):
+            with pytest.raises(QueueUnreachableError, match="refuses this client"):
+                stranger.hello("w", "r", incarnation=1)
+        stranger.close()
+        (clients / "node-1.key").write_bytes((client / "client.key").read_bytes())
+        with TaskClient(ZmqTransport(Address.parse(url, keys=client))) as friend:
+            assert friend.hello("w", "r", incarnation=1)
+
+
+def test_a_failing_check_refuses_the_peer(caplog: pytest.LogCaptureFixture) -> None:
+    answers = iter([True])
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    Authenticator(context, lambda _mechanism, _credentials: next(answers), lambda _address: False)
+    asking = context.socket(zmq.REQ)
+    asking.connect("inproc://zeromq.zap.01")
+    whole = [b"1.0", b"7", b"", b"127.0.0.1", b"", b"CURVE", bytes(32)]
+    statuses = []
+    for question in ([b"1.0"], whole, whole, whole[:5]):
+        asking.send_multipart(question)
+        statuses.append(asking.recv_multipart()[2])
+    asking.close(linger=0)
+    context.term()
+    assert statuses == [REFUSED, WELCOME, REFUSED, REFUSED]
+    assert "cannot check a connecting peer" in caplog.text
+
+
 def test_a_token_in_clear_is_refused_beyond_loopback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for url in ("tcp://0.0.0.0:5555", "tcp://10.0.0.7:5555", "tcp://node-1:5555"):
         with pytest.raises(ConfigError, match="in clear"):
@@ -88,9 +126,10 @@ def test_keys_that_are_missing_or_open_are_named(keys: tuple[Path, Path], tmp_pa
     (client / "client.key_secret").chmod(0o644)
     with pytest.raises(InputError, match="chmod 600"):
         client_keys(client)
-    (client / "queue.key").write_text("nonsense")
-    with pytest.raises(InputError, match=r"queue\.key is not a key file"):
-        client_keys(client)
+    for text in ("nonsense", "public-key"):
+        (client / "queue.key").write_text(text)
+        with pytest.raises(InputError, match=r"queue\.key is not a key file"):
+            client_keys(client)
 
 
 def test_a_peer_that_does_not_read_is_disconnected(short_tmp: Path) -> None:

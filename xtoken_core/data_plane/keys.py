@@ -60,6 +60,8 @@ def allowed_keys(directory: Path) -> set[bytes]:
     """Return the public keys in a queue's `clients/`; files that are not keys are ignored."""
     keys = set()
     for file in (directory / CLIENTS).glob("*.key"):
+        if not file.is_file():  # a named pipe would block the handshakes of all peers
+            continue
         try:
             keys.add(_load(file)[0])
         except InputError:
@@ -94,5 +96,5 @@ def _load(path: Path) -> tuple[bytes, bytes | None]:
         return load_certificate(path)
     except OSError as error:
         raise InputError(f"cannot read the key file {path}: {error.strerror or 'it is missing'}") from error
-    except ValueError as error:
+    except (ValueError, IndexError) as error:  # pyzmq indexes what follows the "=" of a line, which may have none
         raise InputError(f"{path} is not a key file: {error}") from error
