@@ -165,11 +165,7 @@ def papers(results: Summary) -> str:
         if values:
             mean = statistics.fmean(values)
             found[mean > 0].append(f"{method.title} {100 * mean:+.1f} ({len(values)})")
-    parts = [
-        f"{word} {', '.join(found[key])}"
-        for key, word in ((True, "**more**:"), (False, "fewer:"))
-        if found[key]
-    ]
+    parts = [f"{word} {', '.join(found[key])}" for key, word in ((True, "**more**:"), (False, "fewer:")) if found[key]]
     return "; ".join(parts)
 
 

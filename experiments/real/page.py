@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.pages import render, write
-from experiments.real import methods, overview, predictions, summary
+from experiments.real import methods, overview, predictions, speed, summary
 
 ROOT = Path(__file__).parents[2]
 RESULT = Path(__file__).parent / "results" / "real.json"
@@ -67,7 +67,16 @@ def page(result: dict[str, Any]) -> str:
         micro_batch=methods.MICRO_BATCH_TOKENS,
         weights=methods.WEIGHTS,
         samples=methods.SAMPLES_PER_STEP,
+        speed=_speed(),
     )
+
+
+def _speed() -> dict[str, Any]:
+    """Return the measured steps and their rows as the template shows them; empty if none was measured."""
+    if not speed.RESULT.is_file():
+        return {}
+    result = json.loads(speed.RESULT.read_text(encoding="utf-8"))
+    return {**result, "rows": speed.shown(result)}
 
 
 def _entry(result: dict[str, Any], name: str, found: list[summary.Outcome]) -> dict[str, Any]:

@@ -1,0 +1,230 @@
+"""Measure a student's training step by loss, each alone on its GPU: `python -m experiments.real.speed`.
+
+For every method with its first weights, on the same German documents and with the same models as its runs: time of the
+student's forward pass, of the loss and of the backward pass, and the memory that they take above the weights and the
+teacher's logits. The teacher's logits are computed before; its own time is measured apart. Nothing is trained.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+import torch
+
+from experiments.digits.stages import machine
+from experiments.real.methods import CONDITIONS, METHODS, SEEDS, Cell, job
+from experiments.real.models import MissingSourceError
+from experiments.real.stages import prepare, write_sample
+from xtoken_core.atomic import atomic_write
+from xtoken_core.errors import XtokenError
+
+RESULT = Path(__file__).parent / "results" / "speed.json"
+CONDITION, RATE = "de-500k", 2e-4
+DOCUMENTS, REPEATS, WARM_UP = 24, 7, 3
+PARTS = ("forward", "loss", "backward")
+LEFT_OUT = ("samples",)
+"""Cross-entropy on another text, so that its step is that of `ce`."""
+
+
+def main() -> int:
+    """Measure, and write the result file after every method."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--state", type=Path, default=Path("runs/real"), help="models and texts")
+    parser.add_argument("--methods", nargs="*", choices=METHODS, default=[])
+    parser.add_argument("--device", choices=["auto", "cuda", "cpu"], default="auto")
+    parser.add_argument("--documents", type=int, default=DOCUMENTS, help="documents of a step")
+    parser.add_argument("--repeats", type=int, default=REPEATS)
+    parser.add_argument("--out", type=Path, default=RESULT)
+    arguments = parser.parse_args()
+    names = arguments.methods or [name for name in METHODS if name not in LEFT_OUT]
+    rows: list[dict[str, Any]] = []
+    failed = False
+    for name in names:
+        try:
+            row = measure(
+                arguments.state.absolute(),
+                name,
+                device=arguments.device,
+                documents=arguments.documents,
+                repeats=arguments.repeats,
+            )
+        except (MissingSourceError, XtokenError, torch.cuda.OutOfMemoryError) as error:
+            print(f"{name}: {error}", file=sys.stderr, flush=True)
+            failed = True
+            continue
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+        result = {"machine": machine(), "condition": CONDITION, "repeats": arguments.repeats, "rows": rows}
+        atomic_write(arguments.out, json.dumps(result, indent=1) + "\n")
+    return 1 if failed else 0
+
+
+def measure(state: Path, name: str, *, device: str, documents: int, repeats: int) -> dict[str, Any]:
+    """Return the medians of a method's step over several repetitions.
+
+    Args:
+        state: Directory of models and texts.
+        name: The method.
+        device: As `workers.device` of a run file.
+        documents: Number of documents of the step.
+        repeats: Number of repetitions that are timed.
+
+    Returns:
+        `tokens` of the student and its `micro_batches`; milliseconds of a step's `forward_ms`, `loss_ms`,
+        `backward_ms`, and `teacher_ms` for the teacher's forward pass; `tokens_per_second` of the three without the
+        teacher; `peak_bytes` above weights and teacher's logits, None without a GPU.
+
+    Raises:
+        MissingSourceError: A model or text has not been made.
+    """
+    step = _Step(state, name, device, documents)
+    for _ in range(WARM_UP):
+        step.run()
+    step.start_memory()
+    times = [step.run() for _ in range(repeats)]
+    median = {part: statistics.median(each[part] for each in times) for part in PARTS}
+    row = {
+        "method": name,
+        "weight": METHODS[name].first_weight,
+        "tokens": step.tokens,
+        "micro_batches": len(step.batches),
+        **{f"{part}_ms": 1e3 * seconds for part, seconds in median.items()},
+        "teacher_ms": 1e3 * step.teacher_seconds,
+        "tokens_per_second": step.tokens / sum(median.values()),
+        "peak_bytes": step.peak_memory(),
+    }
+    del step
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return row
+
+
+class _Step:
+    """One step of a method: student, loss, batches on the device, and the teacher's logits of each.
+
+    Attributes:
+        batches: The micro-batches with their layouts.
+        tokens: Tokens of the student in all of them.
+        teacher_seconds: Time of the teacher's forward passes.
+    """
+
+    def __init__(self, state: Path, name: str, device: str, documents: int) -> None:
+        from services.common.models.loading import pick_device
+        from services.common.run.defaults import load_run
+        from services.common.run.resolve import resolve_run
+        from services.common.text.training_text import open_index
+        from services.common.tokenizers.loading import tokenizer_of
+        from services.trainer.eval_loss import EvalLoss, on_device
+        from services.trainer.main import make_loss
+        from services.trainer.student import load_student
+        from services.trainer.timing import DeviceTimer
+        from xtoken_core import schema
+
+        file = _run_file(state, name, device, documents)
+        spec, _ = load_run(file)
+        run, where = resolve_run(spec), pick_device(spec.workers.device, 0)
+        assert spec.eval is not None
+        tokenizer = tokenizer_of(spec.student, "student")
+        self.student = load_student(spec, where, ranks=1, packed=run.packed)
+        self.loss = make_loss(run, where, METHODS[name].custom or None, tokenizer)
+        texts = open_index(spec, spec.eval.paths, spec.eval.field).documents()
+        self.held_out = EvalLoss(run, self.loss, tokenizer, texts)
+        self.weight = spec.loss.kl_weight_at(0, run.steps)
+        self.batches = [(on_device(batch.data, where), batch) for batch in self.held_out.batches]
+        self.tokens = sum(int(tensors[schema.INPUT_LENGTHS.name].sum()) for tensors, _ in self.batches)
+        self.timer, self._ids = DeviceTimer(where), schema.INPUT_IDS.name
+        teachers = self.held_out.load_teachers(where)
+        with torch.no_grad():
+            for _ in range(2):  # the first pass warms up
+                self.timer.start()
+                self.signals = [self.held_out.signals(teachers, tensors, each.rows) for tensors, each in self.batches]
+                self.timer.lap("teacher")
+                self.teacher_seconds = self.timer.collect()["teacher"]
+
+    def run(self) -> dict[str, float]:
+        """Run forward, loss and backward of all micro-batches; return the seconds of each part."""
+        for (tensors, batch), signals in zip(self.batches, self.signals, strict=True):
+            self.timer.start()
+            outputs = self.student.outputs(tensors[self._ids], batch.rows[0] if batch.rows else None)
+            self.timer.lap("forward")
+            blocks = None
+            if self.student.blockwise:
+                blocks = self.loss.token_blocks(batch.data, [signal.shape[1] for signal in signals])
+            loss, _ = self.loss(
+                tensors,
+                outputs,
+                signals,
+                global_valid_toks=self.held_out.tokens,
+                global_valid_chunks=self.held_out.chunks,
+                blocks=blocks,
+                kl_loss_weight=self.weight,
+            )
+            self.timer.lap("loss")
+            del outputs
+            loss.backward()  # type: ignore[no-untyped-call]
+            self.timer.lap("backward")
+        self.student.zero_grad(set_to_none=False)
+        return self.timer.collect()
+
+    def start_memory(self) -> None:
+        """Start to record the peak of the allocated memory above what is allocated now."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            self._before = torch.cuda.memory_allocated()
+
+    def peak_memory(self) -> int | None:
+        """Return the peak since `start_memory`, in bytes; None without a GPU."""
+        if self.student.device.type != "cuda":
+            return None
+        return torch.cuda.max_memory_allocated() - self._before
+
+
+def _run_file(state: Path, name: str, device: str, documents: int) -> Path:
+    """Write the run file of the measured step: that of the experiment, its layers not compiled."""
+    method, cell = METHODS[name], Cell(CONDITION, name, METHODS[name].first_weight, RATE, SEEDS[0])
+    prepare(state, [cell])
+    if not (state / "models" / method.teacher).is_dir():
+        raise MissingSourceError(f"there is no {state / 'models' / method.teacher}: run the stage `controls` first")
+    write_sample(state / "texts", cell)
+    document = tomllib.loads(job(cell, device=device, steps=1).file)
+    document["name"], document["output"] = f"speed-{name}", f"runs/speed-{name}"
+    document["eval"] = {"path": f"texts/{CONDITIONS[CONDITION].source}.validation.jsonl", "kl_documents": documents}
+    for table in (document["student"], *document.get("teacher", ())):
+        table.pop("compile", None)
+        table.pop("content", None)
+    file = state / f"speed-{name}.toml"
+    atomic_write(file, tomli_w.dumps(document))
+    return file
+
+
+def shown(result: dict[str, Any]) -> Sequence[dict[str, Any]]:
+    """Return the rows of a result file with their title and their step's time over cross-entropy's, the fastest first.
+
+    Args:
+        result: Content of the result file.
+    """
+    rows = sorted(result["rows"], key=lambda row: -row["tokens_per_second"])
+    base = next((row["tokens_per_second"] for row in rows if row["method"] == "ce"), None)
+    return [
+        {
+            **row,
+            "title": METHODS[row["method"]].title,
+            "ratio": base / row["tokens_per_second"] if base else None,
+        }
+        for row in rows
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,82 @@
+"""The time of a step by loss: measured with tiny models, and shown on the page."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from experiments.real import page, speed
+from experiments.real.methods import GEMMA3, METHODS, SMOLLM2
+from experiments.real.models import MissingSourceError
+from services.demo.vocabularies import train_student_tokenizer, train_teacher_tokenizer
+from tests.support.tiny_run import documents, make_model, write_jsonl
+
+PARTS = ("forward_ms", "loss_ms", "backward_ms")
+
+
+@pytest.fixture(scope="module")
+def state(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("real")
+    for train, name in ((train_student_tokenizer, SMOLLM2), (train_teacher_tokenizer, GEMMA3)):
+        train(documents(40, seed=1), directory / "models" / name, vocabulary=420)
+        make_model(directory / "models" / name, seed=0, extra_rows=0)
+    (directory / "texts").mkdir()
+    for split in ("train", "validation"):
+        write_jsonl(directory / "texts" / f"handbook-de.{split}.jsonl", documents(20, seed=len(split)))
+    return directory
+
+
+def test_every_part_of_a_step_is_measured(state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "speed.json"
+    options = ["--device", "cpu", "--documents", "4", "--repeats", "2", "--state", str(state), "--out", str(out)]
+    monkeypatch.setattr("sys.argv", ["speed", *options, "--methods", "ce", "chain_fading", "bpm"])
+    assert speed.main() == 0
+    result = json.loads(out.read_text(encoding="utf-8"))
+    rows = {row["method"]: row for row in result["rows"]}
+    assert rows.keys() == {"ce", "chain_fading", "bpm"}
+    assert len({(row["tokens"], row["micro_batches"]) for row in rows.values()}) == 1
+    for row in rows.values():
+        assert all(row[part] > 0 for part in PARTS)
+        seconds = sum(row[part] for part in PARTS) / 1e3
+        assert row["tokens_per_second"] == pytest.approx(row["tokens"] / seconds)
+        assert row["peak_bytes"] is None  # a CPU has no such figure
+    assert rows["ce"]["teacher_ms"] < rows["chain_fading"]["teacher_ms"]
+
+
+def test_a_method_whose_teacher_is_missing_is_named_and_the_rest_is_measured(
+    state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "speed.json"
+    options = ["--device", "cpu", "--documents", "2", "--repeats", "1", "--state", str(state), "--out", str(out)]
+    monkeypatch.setattr("sys.argv", ["speed", *options, "--methods", "same", "ce"])
+    assert speed.main() == 1
+    assert "same: there is no" in capsys.readouterr().err
+    assert [row["method"] for row in json.loads(out.read_text(encoding="utf-8"))["rows"]] == ["ce"]
+
+
+def test_models_that_are_missing_are_named(tmp_path: Path) -> None:
+    with pytest.raises(MissingSourceError, match="run the stage `models` first"):
+        speed.measure(tmp_path, "ce", device="cpu", documents=1, repeats=1)
+
+
+def test_rows_are_ordered_by_speed_and_compared_with_cross_entropy() -> None:
+    rows = [
+        {"method": name, "tokens_per_second": rate} for name, rate in (("ce", 100.0), ("uld", 25.0), ("chain", 50.0))
+    ]
+    found = speed.shown({"rows": rows})
+    assert [(row["title"], row["ratio"]) for row in found] == [
+        (METHODS[name].title, ratio) for name, ratio in (("ce", 1.0), ("chain", 2.0), ("uld", 4.0))
+    ]
+
+
+def test_the_page_shows_what_was_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    known = json.loads(page.RESULT.read_text(encoding="utf-8"))
+    row = {"method": "chain", "weight": "even", "tokens": 900, "micro_batches": 3, "teacher_ms": 7.0}
+    row |= {"forward_ms": 1.0, "loss_ms": 2.5, "backward_ms": 3.0, "tokens_per_second": 123456.0, "peak_bytes": 2 << 30}
+    file = tmp_path / "speed.json"
+    machine = {"gpus": ["A GPU"], "cpus": 4, "python": "3", "torch": "2", "transformers": "5"}
+    file.write_text(json.dumps({"machine": machine, "condition": "de-500k", "repeats": 7, "rows": [row]}))
+    monkeypatch.setattr(speed, "RESULT", file)
+    assert "| chain, one weight to the end | 123,456 |" in page.page(known)
