@@ -268,6 +268,8 @@ def _run_records(part: RunPartition) -> Iterator[Entry]:
     skipped = {p: reason for p, reason in run.skipped.items() if p < start}
     dead = {p: reason for p, reason in run.samples.dead.items() if p < start}
     yield AtStep(partition=name, step=run.cursor, skipped=skipped, dead=dead), ()
+    if run.failed:  # before any record that would let the run fail for another reason
+        yield GivenUp(partition=name, reason=run.failed), ()
     for first, stop in run.blocks.done.intervals():
         for block in range(max(first, start // run.blocks.block_size), stop):
             yield from _block_records(part, block)
@@ -275,8 +277,6 @@ def _run_records(part: RunPartition) -> Iterator[Entry]:
         if block not in run.blocks.done:
             yield BlockRefused(partition=name, block=block, reason="", times=times), ()
     yield from _refusals(part, [s for s in run.samples.samples.values() if s.id >= start])
-    if run.failed:
-        yield GivenUp(partition=name, reason=run.failed), ()
 
 
 def _block_records(part: RunPartition, block: int) -> Iterator[Entry]:

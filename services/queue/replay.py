@@ -24,7 +24,6 @@ from services.queue.log_records import (
 from xtoken_core.errors import InputError
 from xtoken_core.queue.engine import Engine, new_partition
 from xtoken_core.queue.partition import Partition
-from xtoken_core.queue.run.blocks import BlockLease
 from xtoken_core.queue.run.names import TRAINER, teacher_task
 from xtoken_core.queue.run.partition import RunPartition
 from xtoken_core.queue.run.protocol import RunProtocol
@@ -139,8 +138,8 @@ def _apply_to_tasks(part: TaskPartition, head: Record, buffers: Sequence[Buffer]
                 samples.finished.add(start, stop)
 
 
-def _leased(run: RunProtocol, block: int) -> BlockLease:
-    """Lease a block to the journal.
+def _check_block(run: RunProtocol, block: int) -> int:
+    """Return a block's number.
 
     Raises:
         ValueError: The run has no such block. A later snapshot of one could not be read again.
@@ -148,7 +147,7 @@ def _leased(run: RunProtocol, block: int) -> BlockLease:
     first, stop = run.blocks.bounds(block)
     if not 0 <= first < stop:
         raise ValueError(f"the run has no block {block}")
-    return run.blocks.lease(run.samples.next_lease_id(), OWNER, block)
+    return block
 
 
 def _apply_to_run(part: RunPartition, head: Record, buffers: Sequence[Buffer]) -> None:
@@ -156,12 +155,12 @@ def _apply_to_run(part: RunPartition, head: Record, buffers: Sequence[Buffer]) -
     match head:
         case BlockRows():
             columns = _columns_of(part, head, buffers)
-            lease = _leased(run, min([*head.ids, *head.tombstones], default=-1) // run.blocks.block_size)
-            put = m.Put(**to, ids=head.ids, columns=[], lease=lease.id, tombstones=head.tombstones)
-            part.keep(head.ids, columns, run.put_block(put, columns))
+            block = _check_block(run, min([*head.ids, *head.tombstones], default=-1) // run.blocks.block_size)
+            part.keep(head.ids, columns, run.fill_block(block, head.ids, columns, head.tombstones))
         case BlockRefused():
+            block = _check_block(run, head.block)
             for _ in range(min(head.times, run.samples.max_attempts)):
-                lease = _leased(run, head.block)
+                lease = run.blocks.lease(run.samples.next_lease_id(), OWNER, block)
                 run.nack(m.Nack(**to, lease=lease.id, ids=[], reason=head.reason))
         case Refused():
             for sample_id in head.ids * min(head.times, run.samples.max_attempts):

@@ -202,6 +202,54 @@ def test_a_run_comes_back(kept: Kept) -> None:
         kept.worker("collator").call("lease_block", partition="r")
 
 
+class KeptRun:
+    """A run with a journal: steps and blocks of 2 positions, one attempt each."""
+
+    def __init__(self, kept: Kept, **changes: Any) -> None:
+        self.kept, self.collator = kept, kept.worker("collator")
+        sizes = {"positions": 8, "samples_per_step": 2, "block_size": 2, "span": 6, "teachers": 1, "ranks": 1}
+        run = {**sizes, "slots": 2, "max_dead": 1, "document": b"{}", **changes}
+        self.collator.call("open", partition="r", tasks=[], run=run, max_attempts=1)
+
+    def lease(self) -> dict[str, Any]:
+        block: dict[str, Any] = self.collator.call("lease_block", partition="r")
+        return block
+
+    def put(self, block: dict[str, Any], **tombstones: str) -> None:
+        """Put a leased block; positions named `p3="why"` become tombstones."""
+        skipped = {int(name[1:]): reason for name, reason in tombstones.items()}
+        ids = [p for p in range(block["first"], block["first"] + block["count"]) if p not in skipped]
+        rows = {"input_ids": ints(*([p] for p in ids))}
+        self.collator.call("put", partition="r", ids=ids, columns=rows, lease=block["lease"], tombstones=skipped)
+
+    def trainer(self, step: int = 0) -> LibraryPeer:
+        """A new trainer that has rewound the run."""
+        peer = self.kept.worker("trainer")
+        peer.call("rewind", partition="r", step=step)
+        self.rewinds = peer.call("await_trainer", partition="r", rank=0)["rewinds"]
+        return peer
+
+    def state(self) -> dict[str, Any]:
+        """What a restart must not change."""
+        run = self.kept.queue.engine.partitions["r"].run
+        return {
+            "step": run.cursor, "skipped": dict(run.skipped), "dead": dict(run.samples.dead), "failed": run.failed,
+            "rows": sorted(run.samples.samples), "done": list(run.blocks.done.intervals()),
+        }  # fmt: skip
+
+
+def test_a_failed_run_comes_back_with_the_blocks_after_the_one_that_failed_it(kept: Kept) -> None:
+    run = KeptRun(kept, max_dead=0)
+    first, second = run.lease(), run.lease()
+    run.put(second)
+    run.collator.call("nack", partition="r", lease=first["lease"], ids=[], reason="unreadable")
+    before = run.state()
+    assert (before["rows"], before["failed"][:14]) == ([2, 3], "2 dead letters")
+    for _ in range(3):
+        kept.restart()
+        assert run.state() == before
+
+
 def test_what_is_done_does_not_pile_up(kept: Kept) -> None:
     peer = kept.worker()
     peer.call("open", partition="p", tasks=[{"name": "a", "requires": ["x"]}])

@@ -116,6 +116,26 @@ def test_a_misfit_record_is_one_line(tmp_path: Path, name: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_a_block_after_the_record_that_failed_its_run_is_read(tmp_path: Path) -> None:
+    """Snapshots of older queues are in the order of the blocks."""
+    sizes = {"positions": 8, "samples_per_step": 2, "block_size": 2, "span": 6, "teachers": 1, "ranks": 1, "slots": 2}
+    run = m.OpenPartition(id="a", session="s", partition="r", tasks=[], run=m.RunDef(**sizes, document=b""))
+    records = [
+        r.Opened(partition="r", definition=run),
+        r.AtStep(partition="r", step=0),
+        r.BlockRefused(partition="r", block=0, reason="unreadable", times=3),
+        r.BlockRows(partition="r", ids=[], tombstones={2: "empty", 3: "empty"}),
+        r.GivenUp(partition="r", reason="2 dead letters"),
+    ]
+    body = written(tmp_path, *records)
+    (tmp_path / "j" / "00000007.journal").write_bytes(body)
+    kept = Kept(tmp_path / "j")
+    kept.journal.close()
+    part = kept.queue.engine.partitions["r"]
+    assert (part.run.skipped, sorted(part.samples.dead)) == ({2: "empty", 3: "empty"}, [0, 1])
+    assert part.run.failed.startswith("2 dead letters")
+
+
 def test_a_segment_that_is_no_file_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "00000007.journal")
     with pytest.raises(InputError, match="not a regular file"):

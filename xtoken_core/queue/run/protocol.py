@@ -6,7 +6,7 @@ A method that returns None means "not yet": the caller waits and asks again afte
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 from xtoken_core import schema
 from xtoken_core.queue.run.names import COLLATOR, ROLLOUT, TEACHER, TRAIN, TRAINER
@@ -75,16 +75,29 @@ class RunProtocol(RunState):
             raise QueueError("forbidden", "rows of a run are put with the lease of their block")
         self._check_alive()
         lease = self.blocks.held(request.lease, request.session)
-        if sorted([*request.ids, *request.tombstones]) != list(range(*self.blocks.bounds(lease.block))):
-            raise QueueError("bad_request", f"a row or a tombstone for each position of block {lease.block} is needed")
-        if request.ids and schema.INPUT_IDS.name not in set(fields):
+        new = self.fill_block(lease.block, request.ids, fields, request.tombstones)
+        del self.blocks.leases[lease.id]
+        return new
+
+    def fill_block(
+        self, block: int, ids: Sequence[int], fields: Iterable[str], tombstones: Mapping[int, str]
+    ) -> list[int]:
+        """Finish a block with its rows and tombstones; return the new rows.
+
+        The replay of a journal calls it too, where the run may have failed by a record before this one.
+
+        Raises:
+            QueueError: `bad_request`, as for `put_block`.
+        """
+        if sorted([*ids, *tombstones]) != list(range(*self.blocks.bounds(block))):
+            raise QueueError("bad_request", f"a row or a tombstone for each position of block {block} is needed")
+        if ids and schema.INPUT_IDS.name not in set(fields):
             raise QueueError("bad_request", f"the rows of a block need the column {schema.INPUT_IDS.name!r}")
-        new = self.samples.produce(request.ids, fields)
-        for position, reason in request.tombstones.items():
+        new = self.samples.produce(ids, fields)
+        for position, reason in tombstones.items():
             self.skipped[position] = reason
             self.finished.add(position)
-        del self.blocks.leases[lease.id]
-        self.blocks.done.add(lease.block)
+        self.blocks.done.add(block)
         return new
 
     # Collators, teachers and trainers
