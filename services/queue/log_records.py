@@ -64,10 +64,19 @@ class Rows(Record, tag="rows", kw_only=True):
 
 
 class BlockRows(Record, tag="block_rows", kw_only=True):
-    """A block of a run was put."""
+    """A block of a run was put.
+
+    Attributes:
+        ids: Positions with a row.
+        tombstones: Reasons of positions that were put without one.
+        dead: Reasons of positions whose row has died and is gone, in a snapshot.
+        columns: Heads of the columns.
+        sizes: Bytes of each buffer.
+    """
 
     ids: list[int]
     tombstones: dict[int, str] = {}
+    dead: dict[int, str] = {}
     columns: list[ColumnHead] = []
     sizes: list[int] = []
 
@@ -284,12 +293,15 @@ def _block_records(part: RunPartition, block: int) -> Iterator[Entry]:
     positions = range(*run.blocks.bounds(block))
     ids = [p for p in positions if p in run.samples.samples]
     tombstones = {p: run.skipped[p] for p in positions if p in run.skipped and p not in run.samples.samples}
-    if len(ids) + len(tombstones) < len(positions):
-        reason = next((run.samples.dead[p] for p in positions if p in run.samples.dead), "")
-        yield BlockRefused(partition=part.name, block=block, reason=reason, times=run.samples.max_attempts), ()
+    dead = {p: run.samples.dead[p] for p in positions if p in run.samples.dead and p not in run.samples.samples}
+    times = run.blocks.refused.get(block, 0)
+    if times >= run.samples.max_attempts and len(dead) == len(positions) and not tombstones:
+        yield BlockRefused(partition=part.name, block=block, reason=dead[positions[0]], times=times), ()
         return
     held = [run.samples.samples[p].fields for p in ids]
     fields = sorted(frozenset.intersection(*held) - set(run.slots.fields)) if held else []
     heads, buffers = pack_columns(part.store.read(ids, fields))
     sizes = [buffer.nbytes for buffer in buffers]
-    yield BlockRows(partition=part.name, ids=ids, tombstones=tombstones, columns=heads, sizes=sizes), buffers
+    yield BlockRows(
+        partition=part.name, ids=ids, tombstones=tombstones, dead=dead, columns=heads, sizes=sizes
+    ), buffers  # fmt: skip

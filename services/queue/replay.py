@@ -155,8 +155,9 @@ def _apply_to_run(part: RunPartition, head: Record, buffers: Sequence[Buffer]) -
     match head:
         case BlockRows():
             columns = _columns_of(part, head, buffers)
-            block = _check_block(run, min([*head.ids, *head.tombstones], default=-1) // run.blocks.block_size)
-            part.keep(head.ids, columns, run.fill_block(block, head.ids, columns, head.tombstones))
+            first = min([*head.ids, *head.tombstones, *head.dead], default=-1)
+            block = _check_block(run, first // run.blocks.block_size)
+            part.keep(head.ids, columns, run.fill_block(block, head.ids, columns, head.tombstones, head.dead))
         case BlockRefused():
             block = _check_block(run, head.block)
             for _ in range(min(head.times, run.samples.max_attempts)):

@@ -250,6 +250,25 @@ def test_a_failed_run_comes_back_with_the_blocks_after_the_one_that_failed_it(ke
         assert run.state() == before
 
 
+def test_a_tombstone_beside_a_dead_row_that_is_gone_stays_one(kept: Kept) -> None:
+    run = KeptRun(kept)
+    trainer, teacher = run.trainer(), kept.worker("teacher")
+    run.put(run.lease(), p0="bad record")
+    named = teacher.call("await_trainer", partition="r", rank=0)["trainer"]
+    ring = teacher.call("announce_ring", partition="r", teacher=0, rank=0, trainer=named, handle=b"")["ring"]
+    trainer.call("opened_ring", partition="r", teacher=0, ring=ring)
+    claim = teacher.call("claim_slot", partition="r", ring=ring, rewinds=run.rewinds, ids=[1])
+    teacher.call("nack", partition="r", lease=claim["lease"], ids=[1], reason="refused")
+    trainer.call("ack_window", partition="r", step=0, rewinds=run.rewinds)
+    run.trainer(step=0)
+    before = run.state()
+    assert (before["skipped"], before["dead"]) == ({0: "bad record"}, {1: "refused"})
+    assert (before["rows"], before["done"], before["failed"]) == ([], [(0, 1)], "")
+    for _ in range(3):
+        kept.restart()
+        assert run.state() == before
+
+
 def test_what_is_done_does_not_pile_up(kept: Kept) -> None:
     peer = kept.worker()
     peer.call("open", partition="p", tasks=[{"name": "a", "requires": ["x"]}])

@@ -7,6 +7,7 @@ A method that returns None means "not yet": the caller waits and asks again afte
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 from xtoken_core import schema
 from xtoken_core.queue.run.names import COLLATOR, ROLLOUT, TEACHER, TRAIN, TRAINER
@@ -80,22 +81,27 @@ class RunProtocol(RunState):
         return new
 
     def fill_block(
-        self, block: int, ids: Sequence[int], fields: Iterable[str], tombstones: Mapping[int, str]
-    ) -> list[int]:
+        self, block: int, ids: Sequence[int], fields: Iterable[str], tombstones: Mapping[int, str],
+        dead: Mapping[int, str] = MappingProxyType({}),
+    ) -> list[int]:  # fmt: skip
         """Finish a block with its rows and tombstones; return the new rows.
 
-        The replay of a journal calls it too, where the run may have failed by a record before this one.
+        The replay of a journal calls it too, where the run may have failed by a record before this one, and positions
+        may be `dead` without a row.
 
         Raises:
             QueueError: `bad_request`, as for `put_block`.
         """
-        if sorted([*ids, *tombstones]) != list(range(*self.blocks.bounds(block))):
+        if sorted([*ids, *tombstones, *(dead.keys() - tombstones.keys())]) != list(range(*self.blocks.bounds(block))):
             raise QueueError("bad_request", f"a row or a tombstone for each position of block {block} is needed")
         if ids and schema.INPUT_IDS.name not in set(fields):
             raise QueueError("bad_request", f"the rows of a block need the column {schema.INPUT_IDS.name!r}")
         new = self.samples.produce(ids, fields)
         for position, reason in tombstones.items():
             self.skipped[position] = reason
+            self.finished.add(position)
+        for position, reason in dead.items():
+            self.samples.mark_dead(position, reason)
             self.finished.add(position)
         self.blocks.done.add(block)
         return new
