@@ -24,7 +24,7 @@ from services.queue.log_records import (
 from xtoken_core.errors import InputError
 from xtoken_core.queue.engine import Engine, new_partition
 from xtoken_core.queue.partition import Partition
-from xtoken_core.queue.run.names import TRAINER, teacher_task
+from xtoken_core.queue.run.names import TRAINER
 from xtoken_core.queue.run.partition import RunPartition
 from xtoken_core.queue.run.protocol import RunProtocol
 from xtoken_core.queue.sessions import Session
@@ -164,9 +164,10 @@ def _apply_to_run(part: RunPartition, head: Record, buffers: Sequence[Buffer]) -
                 lease = run.blocks.lease(run.samples.next_lease_id(), OWNER, block)
                 run.nack(m.Nack(**to, lease=lease.id, ids=[], reason=head.reason))
         case Refused():
+            task = next(iter(run.samples.tasks))  # the first teacher's; without teachers, the trainer's
             for sample_id in head.ids * min(head.times, run.samples.max_attempts):
                 if sample_id in run.samples.samples and sample_id not in run.samples.dead:
-                    claim = run.samples.claim_ids(OWNER, teacher_task(0), [sample_id])
+                    claim = run.samples.claim_ids(OWNER, task, [sample_id])
                     if claim is not None:
                         run.nack(m.Nack(**to, lease=claim.id, ids=[sample_id], reason=head.reason))
         case AtStep(acked=True):

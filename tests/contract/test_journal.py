@@ -269,6 +269,19 @@ def test_a_tombstone_beside_a_dead_row_that_is_gone_stays_one(kept: Kept) -> Non
         assert run.state() == before
 
 
+def test_a_refusal_in_a_run_without_teachers_comes_back(kept: Kept) -> None:
+    run = KeptRun(kept, teachers=0)
+    trainer = run.trainer()
+    run.put(run.lease())
+    claim = trainer.call("claim_batch", partition="r", rewinds=run.rewinds, ids=[0, 1])
+    trainer.call("nack", partition="r", lease=claim["lease"], ids=[0], reason="the loss is not finite")
+    before = run.state()
+    assert before["dead"] == {0: "the loss is not finite"}
+    for _ in range(2):
+        kept.restart()
+        assert run.state() == before
+
+
 def test_what_is_done_does_not_pile_up(kept: Kept) -> None:
     peer = kept.worker()
     peer.call("open", partition="p", tasks=[{"name": "a", "requires": ["x"]}])
