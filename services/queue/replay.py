@@ -22,6 +22,7 @@ from services.queue.log_records import (
     Sealed,
 )
 from xtoken_core.errors import InputError
+from xtoken_core.queue.budget import cost_of_definition
 from xtoken_core.queue.engine import Engine, new_partition
 from xtoken_core.queue.partition import Partition
 from xtoken_core.queue.run.names import TRAINER
@@ -99,7 +100,9 @@ def _apply(engine: Engine, head: Record, buffers: Sequence[Buffer]) -> None:
     if isinstance(head, Opened):
         if head.partition != head.definition.partition:
             raise ValueError(f"partition {head.partition!r} is opened as {head.definition.partition!r}")
-        engine.partitions.setdefault(head.partition, new_partition(head.definition, engine.sessions))
+        if head.partition not in engine.partitions:
+            engine.partitions[head.partition] = new_partition(head.definition, engine.sessions)
+            engine.budget.add("partitions", cost_of_definition(head.definition))
         return
     part = engine.partitions.get(head.partition)
     if isinstance(part, RunPartition):

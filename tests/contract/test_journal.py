@@ -120,6 +120,17 @@ def test_what_every_task_has_done_stays_done(kept: Kept) -> None:
         assert (states(peer, "p", "a"), states(peer, "p", "b")) == ({}, {})
 
 
+def test_a_restart_charges_partitions_as_before(kept: Kept) -> None:
+    peer = kept.worker()
+    for name in ("p", "q", "p"):
+        peer.call("open", partition=name, tasks=TASKS)
+    charged = kept.queue.engine.budget.bytes["partitions"]
+    assert charged > 0
+    for _ in range(2):
+        kept.restart()
+        assert kept.queue.engine.budget.bytes["partitions"] == charged
+
+
 def test_restart_orders_all_tasks_by_puts(kept: Kept) -> None:
     peer = kept.worker()
     peer.call("open", partition="p", tasks=[{"name": "a", "requires": ["x", "y"], "order": "arrival"}])
