@@ -365,9 +365,11 @@ class RunPart:
             self.give_back(number)
         for row in self.rows.values():
             row.update(teach="ready", signal=False, train=False)
-        self.done = {*range(first), *self.skipped, *self.dead}
-        known = {*self.rows, *self.done}
+        known = {*range(first), *self.rows, *self.skipped, *self.dead}
         self.filled = {b for b in range(self.run["positions"]) if self.block(b) and known.issuperset(self.block(b))}
+        kept = {*range(first)}.union(*map(self.block, self.filled))
+        self.skipped = {p: r for p, r in self.skipped.items() if p in kept}
+        self.done = {*range(first), *self.skipped, *self.dead}
         self.blocks.clear()
         return {"type": "rewound", "rewinds": self.rewinds}
 

@@ -166,6 +166,21 @@ def test_rewind_reopens_done_blocks() -> None:
     assert lease_block(run) is None
 
 
+def test_a_tombstone_of_a_reopened_block_gives_way_to_a_row() -> None:
+    run = make_run(teachers=0)
+    put_block(run, leased(run).lease, [0], {1: "the store lacks it"})
+    put_block(run, leased(run).lease, [3], {2: "empty"})
+    claim_batch(run, [0])
+    ack_window(run)
+    rewind(run)
+    assert (run.skipped, run.finished.first_gap(1)) == ({2: "empty"}, 1)
+    put_block(run, leased(run).lease, [0, 1])
+    assert rows(run, 0) == [0, 1]
+    claim_batch(run, [0, 1])
+    ack_window(run)
+    assert run.skipped == {2: "empty"}
+
+
 def test_calls_beyond_the_end_are_exhausted() -> None:
     run = make_run()
     rewind(run, step=2)

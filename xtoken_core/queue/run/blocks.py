@@ -53,6 +53,10 @@ class Blocks:
         """Return True for a block of prompts."""
         return block % self.per_step >= self.per_step - self.prompts
 
+    def is_done(self, position: int) -> bool:
+        """Return whether the block of a position is done."""
+        return position // self.block_size in self.done
+
     def lowest_free(self, floor: int, limit: int | None = None) -> int | None:
         """Return the lowest free block of text that ends inside `[floor, floor + span)`.
 

@@ -130,22 +130,26 @@ class RunState:
     def _recount(self, start: int, keep: range) -> None:
         """Recompute finished positions and free blocks after the cursor was set.
 
-        A tombstone of a prompt is dropped with the rows around it: its completion is generated anew.
+        A tombstone of a prompt is dropped with the rows around it: its completion is generated anew. So is every other
+        tombstone of a block that is free again, which may be put with a row in its place.
         """
         for position in [p for p in self.skipped if p >= start and self.is_prompt(p)]:
             del self.skipped[position]
         for reasons in (self.skipped, self.samples.dead):
             for position in [p for p in reasons if p >= keep.stop]:
                 del reasons[position]
-        self.finished = IntervalSet()
-        self.finished.add(0, start)
         filled = IntervalSet()
         for position in sorted({*self.skipped, *self.samples.dead, *self.samples.samples}):
             if position >= start:
                 filled.add(position)
-                if position not in self.samples.samples or position in self.samples.dead:
-                    self.finished.add(position)
         self.blocks.restart(start, filled)
+        for position in [p for p in self.skipped if p >= start and not self.blocks.is_done(p)]:
+            del self.skipped[position]
+        self.finished = IntervalSet()
+        self.finished.add(0, start)
+        for position in sorted({*self.skipped, *self.samples.dead}):
+            if position >= start:
+                self.finished.add(position)
 
     def _mark_dead(self, positions: Iterable[int], reason: str) -> None:
         for position in positions:
