@@ -51,7 +51,7 @@ _BEGAN = time.perf_counter()
 
 
 def corpora() -> dict[str, str]:
-    """English, code and multilingual text, about 3 MB each."""
+    """Return English, code and multilingual text, about 3 MB each."""
     library = Path(sysconfig.get_paths()["stdlib"])
     from pydoc_data.topics import topics
 
@@ -64,7 +64,7 @@ def corpora() -> dict[str, str]:
 
 
 def documents(text: str, tokenizer: Any, cap: int, count: int = BATCH) -> list[str]:
-    """`count` stretches of a text that fill the cap with either tokenizer."""
+    """Return `count` stretches of a text that fill the cap with either tokenizer."""
     per_token = len(text[:200_000]) / len(tokenizer.encode(text[:200_000]))
     size = int(cap * per_token * 1.6)
     step = max((len(text) - size) // count, 1)
@@ -72,7 +72,7 @@ def documents(text: str, tokenizer: Any, cap: int, count: int = BATCH) -> list[s
 
 
 def interleaved(turns: int, *actions: Callable[[], Any], at_least: float = 0.0) -> list[list[float]]:
-    """CPU seconds of this process for every action, one after the other, turn by turn: on a free core, the wall's.
+    """Measure CPU seconds of this process for every action, by turns: on a free core, those of the wall clock.
 
     In a turn an action is repeated until it has taken `at_least` seconds, so that the clock's grain does not count.
     """
@@ -90,7 +90,7 @@ def interleaved(turns: int, *actions: Callable[[], Any], at_least: float = 0.0) 
 
 
 def offset_walk() -> Callable[[list[Offsets], list[Offsets]], Any]:
-    """TRL's alignment of one sample: two pointers over byte offsets, in Python."""
+    """Align one sample as TRL does: two pointers over byte offsets, in Python."""
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
     try:
         from trl.experimental.gold.gold_trainer import ULDLoss
@@ -116,7 +116,7 @@ def byte_offsets(table: TokenTable, ids: np.ndarray, text: str) -> list[Offsets]
 
 
 def align_only(name: str, student: Any, teacher: Any, texts: dict[str, str], turns: int) -> list[dict[str, Any]]:
-    """Ids in, chunks out."""
+    """Measure the alignment alone: ids in, chunks out."""
     aligner, walk_row = TokenAligner(student, teacher), offset_walk()
     rows = []
     for corpus, text in texts.items():
@@ -158,7 +158,7 @@ def align_only(name: str, student: Any, teacher: Any, texts: dict[str, str], tur
 
 
 def whole_collator(name: str, student: Any, teacher: Any, texts: dict[str, str], turns: int) -> list[dict[str, Any]]:
-    """Records in, rows for the queue out, against tokenizing with both and nothing else."""
+    """Measure records in, rows for the queue out, against tokenizing with both and nothing else."""
     aligner = TokenAligner(student, teacher)
     counts = loss_counts(LossConfig(mode="p_kl"), [False])
     rows = []
@@ -197,7 +197,7 @@ def whole_collator(name: str, student: Any, teacher: Any, texts: dict[str, str],
 
 
 def projection() -> dict[str, Any]:
-    """Two vocabularies of 130,000 tokens, tokenizers loaded; built by two processes, which must write the same."""
+    """Measure vocabularies of 130,000 tokens, tokenizers loaded; built by two processes, which must write the same."""
     command = [sys.executable, "-m", "benchmarks.collate", "--projection"]
     built = []
     for _ in range(2):

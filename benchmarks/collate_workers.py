@@ -38,7 +38,7 @@ DOCUMENTS = 600
 
 
 def run_spec(directory: Path) -> RunSpec:
-    """Tokenizers, thin models and text, written to a directory; a source that a turn cannot exhaust."""
+    """Write tokenizers, thin models and text to a directory; return a run on a source that a turn cannot exhaust."""
     places = directory / "student", directory / "teacher"
     for seed, (place, tokenizer) in enumerate(
         zip(places, (vocabularies.tekken(), vocabularies.tekken(32000)), strict=True)
@@ -87,7 +87,7 @@ def _collators_cpu_s(crew: CollatorCrew) -> float:
 
 
 def turns(crew: CollatorCrew, count: int, seconds: float) -> list[dict[str, dict[str, float]]]:
-    """Rates of one collator and of two, in turn; each of the two is paused as often as the other."""
+    """Measure rates of one collator and of two, in turn; each of the two is paused as often as the other."""
     found = []
     for turn in range(count):
         paused = NAMES[turn % 2]

@@ -62,7 +62,7 @@ LOSS_TESTS = "test_losses_on_backends::"
 
 
 def outcomes(junit: Path) -> dict[str, str]:
-    """`file::test[id]` -> passed, skipped or failed."""
+    """Return passed, skipped or failed for each `file::test[id]`."""
     found = {}
     for case in ElementTree.parse(junit).iter("testcase"):
         kinds = {child.tag for child in case}
@@ -72,7 +72,7 @@ def outcomes(junit: Path) -> dict[str, str]:
 
 
 def machine() -> dict[str, str | None]:
-    """The GPU and the versions that every result file names."""
+    """Return the GPU and the versions that every result file names."""
     import torch
     import triton
 
@@ -120,7 +120,7 @@ def _at_a_time() -> int:
 
 
 def run_part(part: str, folder: Path) -> dict[str, str]:
-    """The outcomes of one of `PARTS`; `folder` takes pytest's report."""
+    """Run one of `PARTS` and return its outcomes; `folder` takes pytest's report."""
     paths = {"ops": SIDE_BY_SIDE, "memory": ALONE}.get(part, WHOLE_RUNS)
     chosen = {"runs": ["-k", f"not ({TWO_GPUS})"], "two_gpus": ["-k", TWO_GPUS]}.get(part, [])
     at_a_time = _at_a_time() if part == "ops" else 1
@@ -132,7 +132,7 @@ def run_part(part: str, folder: Path) -> dict[str, str]:
 
 
 def joined(before: dict[str, Any], report: dict[str, Any]) -> dict[str, Any]:
-    """A report with the tests that an earlier one has besides, if sources, GPU and versions are the same."""
+    """Return a report with the tests that an earlier one has besides, if sources, GPU and versions are the same."""
     merged = ("parts", "tests", "passed", "skipped", "failed")
     of_what = {name: value for name, value in report.items() if name not in merged}
     if of_what != {name: value for name, value in before.items() if name not in merged}:

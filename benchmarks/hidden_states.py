@@ -71,7 +71,7 @@ class Row:
 
 
 def chunked(T: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Chunks of one to three tokens on each side, `[T]` each; most have one."""
+    """Draw chunks of one to three tokens on each side, `[T]` each; most have one."""
     sizes = torch.multinomial(torch.tensor([0.8, 0.15, 0.05]), 2 * T, replacement=True, generator=generator) + 1
     sides = [torch.repeat_interleave(torch.arange(T), side) for side in sizes.view(2, T)]
     student, teacher = (side[:T] for side in sides)
@@ -80,7 +80,7 @@ def chunked(T: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
 
 
 def random_batch(shape: Shape, generator: torch.Generator) -> tuple[dict[str, Tensor], LossTeacher]:
-    """Random tokens and chunks, on the CPU, and a random projection."""
+    """Draw random tokens and chunks, on the CPU, and a random projection."""
     B, T = shape.samples, shape.tokens
     sides = [torch.stack(side) for side in zip(*(chunked(T, generator) for _ in range(B)), strict=True)]
     indices = torch.randint(shape.teacher_vocab, (shape.student_vocab, 4), generator=generator)
@@ -92,7 +92,7 @@ def random_batch(shape: Shape, generator: torch.Generator) -> tuple[dict[str, Te
 
 
 def chain_batch(shape: Shape, *, ordered: bool) -> tuple[dict[str, Tensor], LossTeacher, Tensor | None]:
-    """Text and chain tables as in `benchmarks.chain_tables`, on the CPU; with `ordered` in class order, and that."""
+    """Return text and chain tables as in `benchmarks.chain_tables`, on the CPU; if `ordered` with the class order."""
     tables = draw_tables(shape.student_vocab, shape.teacher_vocab)
     texts = [draw_text(tables, shape.tokens, seed) for seed in range(shape.samples)]
     ids, sides = (
@@ -108,7 +108,7 @@ def chain_batch(shape: Shape, *, ordered: bool) -> tuple[dict[str, Tensor], Loss
 
 
 def batch_of(ids: Tensor, sides: list[Tensor], most: int) -> dict[str, Tensor]:
-    """The columns of a batch with `most` chunks a sample."""
+    """Return the columns of a batch with `most` chunks a sample."""
     valid = torch.arange(most) < sides[0].amax(1, keepdim=True) + 1
     return {
         "input_ids": ids,
@@ -171,12 +171,12 @@ class Workload:
             self.teacher = HeadProjection(hidden, weight, column_maxima=torch.cat(of_samples))
 
     def step(self) -> tuple[Tensor, ...]:
-        """The loss and the gradients of hidden states and head."""
+        """Compute the loss and the gradients of hidden states and head."""
         loss, _ = self.loss(self.batch, HeadProjection(self.hidden, self.weight), [self.teacher], blocks=self.blocks)
         return loss, *torch.autograd.grad(loss, (self.hidden, self.weight))
 
     def products(self, *, own: bool) -> Callable[[], None]:
-        """The matrix products of a step, each as one.
+        """Return the matrix products of a step, each as one.
 
         Args:
             own: Those that this loss makes, instead of those of any such loss.
@@ -216,7 +216,7 @@ CONFIGS: dict[str, tuple[LossConfig, bool]] = {
 
 
 def measure(name: str, shape: Shape, device: torch.device, rows: int | None) -> Row:
-    """One loss beside its products."""
+    """Measure one loss beside its products."""
     base = name.removesuffix(LONG)
     if base != name:
         shape = Shape(1, shape.samples * shape.tokens, *list(asdict(shape).values())[2:])

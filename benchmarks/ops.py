@@ -91,7 +91,7 @@ class Workload:
 
 
 def projection_rows(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor]:
-    """A random projection with four entries a row."""
+    """Draw a random projection with four entries a row."""
     generator = torch.Generator(device).manual_seed(0)
     size = (shape.student_vocab, 4)
     indices = torch.randint(shape.teacher_vocab, size, device=device, generator=generator)
@@ -99,7 +99,7 @@ def projection_rows(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor]
 
 
 def logits(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Student and teacher logits in bfloat16, and chunks of one token on each side."""
+    """Draw student and teacher logits in bfloat16, and chunks of one token on each side."""
     torch.manual_seed(0)
     student = torch.randn(1, shape.tokens, shape.student_vocab, device=device, dtype=torch.bfloat16)
     teacher = torch.randn(1, shape.tokens, shape.teacher_vocab, device=device, dtype=torch.bfloat16)
@@ -108,7 +108,7 @@ def logits(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def make_p_kl(shape: Shape, device: torch.device, k: int) -> Workload:
-    """P-KL over `k` teacher tokens."""
+    """Make the workload of P-KL over `k` teacher tokens."""
     student, teacher, chunks = logits(shape, device)
     indices, weights = projection_rows(shape, device)
     W = ProjectionMatrix.from_topk(
@@ -120,14 +120,14 @@ def make_p_kl(shape: Shape, device: torch.device, k: int) -> Workload:
 
 
 def make_p_kl_cross_entropy(shape: Shape, device: torch.device, k: int) -> Workload:
-    """P-KL over `k` teacher tokens and the cross-entropy of every position."""
+    """Make the workload of P-KL over `k` teacher tokens and the cross-entropy of every position."""
     load = make_p_kl(shape, device, k)
     targets = torch.randint(shape.student_vocab, (1, shape.tokens), device=device)
     return Workload((*load.arguments[:-1], targets, load.arguments[-1]), load.differentiable, load.least_bytes)
 
 
 def make_gold(shape: Shape, device: torch.device) -> Workload:
-    """Gold with half of the smaller vocabulary common."""
+    """Make the workload of gold with half of the smaller vocabulary common."""
     student, teacher, chunks = logits(shape, device)
     common = min(shape.student_vocab, shape.teacher_vocab) // 2
     ids = torch.arange(max(shape.student_vocab, shape.teacher_vocab), device=device)
@@ -141,7 +141,7 @@ def make_gold(shape: Shape, device: torch.device) -> Workload:
 
 
 def make_chain_topk(shape: Shape, device: torch.device) -> Workload:
-    """The `listed` largest logits of the teacher, tables and text as in `benchmarks.chain`."""
+    """Make a workload of the `listed` largest logits of the teacher, tables and text as in `benchmarks.chain`."""
     student, teacher, _ = logits(shape, device)
     tables = draw_tables(shape.student_vocab, shape.teacher_vocab)
     text = draw_text(tables, shape.tokens)
@@ -159,27 +159,27 @@ def make_chain_topk(shape: Shape, device: torch.device) -> Workload:
 
 
 def make_gold_cross_entropy(shape: Shape, device: torch.device) -> Workload:
-    """The same, and the cross-entropy of every position."""
+    """Make the workload of `make_gold` and the cross-entropy of every position."""
     load = make_gold(shape, device)
     targets = torch.randint(shape.student_vocab, (1, shape.tokens), device=device)
     return Workload((*load.arguments[:-1], targets, load.arguments[-1]), load.differentiable, load.least_bytes)
 
 
 def make_cross_entropy(shape: Shape, device: torch.device) -> Workload:
-    """One sequence of student logits."""
+    """Make a workload of one sequence of student logits."""
     student, _, chunks = logits(shape, device)
     return Workload((student, chunks % shape.student_vocab), student, 3 * nbytes(student))
 
 
 def make_chunk_mean(shape: Shape, device: torch.device) -> Workload:
-    """Float32 rows over the student's vocabulary, two positions a chunk."""
+    """Make a workload of float32 rows over the student's vocabulary, two positions a chunk."""
     x = torch.randn(1, shape.tokens, shape.student_vocab, device=device, requires_grad=True)
     chunks = torch.arange(shape.tokens, device=device).unsqueeze(0) // 2
     return Workload((x, chunks, shape.tokens // 2), x, 3 * nbytes(x))
 
 
 def make_sparse_projection(shape: Shape, device: torch.device) -> Workload:
-    """Float32 rows over the student's vocabulary, four entries a student token."""
+    """Make a workload of float32 rows over the student's vocabulary, four entries a student token."""
     x = torch.rand(shape.tokens, shape.student_vocab, device=device, requires_grad=True)
     W = ProjectionMatrix.from_topk(
         *projection_rows(shape, device), student_vocab_size=shape.student_vocab, teacher_vocab_size=shape.teacher_vocab
@@ -188,20 +188,20 @@ def make_sparse_projection(shape: Shape, device: torch.device) -> Workload:
 
 
 def make_select(shape: Shape, device: torch.device) -> Workload:
-    """The columns of one sequence of teacher logits."""
+    """Make a workload of the columns of one sequence of teacher logits."""
     _, teacher, _ = logits(shape, device)
     return Workload((teacher, shape.vocab_topk), None, nbytes(teacher))
 
 
 def make_largest_logits(shape: Shape, device: torch.device, k: int) -> Workload:
-    """The largest logits of one sequence of the teacher's."""
+    """Make a workload of the largest logits of one sequence of the teacher's."""
     _, teacher, chunks = logits(shape, device)
     least = nbytes(teacher) + shape.tokens * k * 12
     return Workload((teacher, chunks % shape.teacher_vocab, k, shape.teacher_vocab), None, least)
 
 
 def make_multihot(shape: Shape, device: torch.device) -> Workload:
-    """Top 8 of 128 experts, int64 indices, float32 probabilities, eight sets."""
+    """Make a workload of the top 8 of 128 experts, int64 indices, float32 probabilities, eight sets."""
     sets = []
     for _ in range(8):
         indices = torch.rand(shape.moe_tokens, 128, device=device).topk(8).indices
@@ -212,13 +212,13 @@ def make_multihot(shape: Shape, device: torch.device) -> Workload:
 
 
 def make_whole_loss(shape: Shape, device: torch.device) -> Workload:
-    """Both sides' logits."""
+    """Make a workload of both sides' logits."""
     student, teacher, _ = logits(shape, device)
     return Workload((student, teacher), student, 3 * nbytes(student) + nbytes(teacher))
 
 
 def make_embedding(shape: Shape, device: torch.device) -> Workload:
-    """A bfloat16 table; the backward writes its whole gradient."""
+    """Make a workload of a bfloat16 table; the backward writes its whole gradient."""
     size = (shape.teacher_vocab, shape.embedding_width)
     weight = torch.randn(size, device=device, dtype=torch.bfloat16, requires_grad=True)
     ids = torch.randint(shape.teacher_vocab, (shape.embedding_ids,), device=device)
@@ -259,7 +259,7 @@ TARGETS_MS = {
 
 
 def measure(name: str, backend: str, shape: Shape, device: torch.device, bandwidth: float) -> Row:
-    """Forward and backward of one backend."""
+    """Measure forward and backward of one backend."""
     op_name, make = WORKLOADS[name]
     load = make(shape, device)
     if op_name in CONFIGS:
@@ -301,7 +301,7 @@ def measure(name: str, backend: str, shape: Shape, device: torch.device, bandwid
 
 
 def line(row: Row) -> str:
-    """A row as it is printed."""
+    """Format a row for printing."""
     if not row.tests_pass:
         return f"{row.op:36} {row.backend:10} its tests have not passed: not timed"
     targets = TARGETS_MS.get(row.op)

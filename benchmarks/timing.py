@@ -10,12 +10,12 @@ from torch import Tensor
 
 
 def nbytes(x: Tensor) -> int:
-    """The bytes of a tensor's values."""
+    """Return the bytes of a tensor's values."""
     return x.numel() * x.element_size()
 
 
 def timed_by_events(function: Callable[[], object], *, repeats: int = 20) -> float:
-    """The median of `repeats` runs after 3 that warm up, in milliseconds."""
+    """Measure the median of `repeats` runs after 3 that warm up, in milliseconds."""
     times = []
     for turn in range(repeats + 3):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -63,7 +63,7 @@ def waits_for_the_device(function: Callable[[], object]) -> bool:
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """Bytes per second that a copy of 4 GiB reads and writes."""
+    """Measure the bytes per second that a copy of 4 GiB reads and writes."""
     source = torch.empty(1 << 30, dtype=torch.int32, device=device)
     target = torch.empty_like(source)
     return 2 * nbytes(source) / timed_by_events(lambda: target.copy_(source)) * 1e3

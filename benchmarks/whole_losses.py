@@ -33,7 +33,7 @@ OPS_OF = {
 def projection_with_common_tokens(
     student_vocab: int, teacher_vocab: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Four entries a row; a quarter of the smaller vocabulary has a certain counterpart, another a likely one."""
+    """Draw four entries a row; a quarter of the smaller vocabulary has a certain counterpart, another a likely one."""
     generator = torch.Generator(device).manual_seed(0)
     indices = torch.randint(teacher_vocab, (student_vocab, 4), device=device, generator=generator)
     weights = torch.rand((student_vocab, 4), device=device, generator=generator).sort(1, descending=True).values
@@ -51,7 +51,7 @@ def projection_with_common_tokens(
 def whole_loss(
     name: str, backend: str, tokens: int, vocabularies: tuple[int, int], device: torch.device
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """A function of both sides' logits that gives the loss of one sample with every op on one backend.
+    """Return a function of both sides' logits that gives the loss of one sample with every op on one backend.
 
     Args:
         name: One of `CONFIGS`.

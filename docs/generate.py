@@ -93,7 +93,7 @@ out what a run file may.
 
 
 def sections_of(model: type[BaseModel], path: str = "") -> Iterator[tuple[str, type[BaseModel]]]:
-    """Every table of the TOML file with its model, in the file's order."""
+    """Yield every table of the TOML file with its model, in the file's order."""
     yield path, model
     for name, info in model.model_fields.items():
         part, several = _part(info.annotation)
@@ -103,7 +103,7 @@ def sections_of(model: type[BaseModel], path: str = "") -> Iterator[tuple[str, t
 
 
 def _part(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
-    """The model behind a field that is a table of its own, and whether there may be several of them."""
+    """Return the model behind a field that is a table of its own, and whether there may be several of them."""
     if inspect.isclass(annotation) and issubclass(annotation, BaseModel):
         return annotation, False
     several = typing.get_origin(annotation) is tuple
@@ -115,7 +115,7 @@ def _part(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
 
 
 def docs_of(model: type[BaseModel]) -> dict[str, str]:
-    """The string that follows each field in the models' source, by `Model.field`; inherited fields included."""
+    """Return the string that follows each field in the models' source, by `Model.field`; inherited fields included."""
     found: dict[str, str] = {}
     for base in reversed([base for base in model.__mro__ if issubclass(base, BaseModel) and base is not BaseModel]):
         (definition,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
@@ -131,7 +131,7 @@ def docs_of(model: type[BaseModel]) -> dict[str, str]:
 
 
 def type_in_words(annotation: Any, metadata: tuple[Any, ...] = ()) -> str:
-    """A field's type as a user of TOML would say it, with its bounds."""
+    """Return a field's type in the terms of TOML, with its bounds."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is Annotated:
         inner, *bounds = arguments
@@ -161,7 +161,7 @@ def _bound(item: Any) -> str:
 
 
 def default_in_words(info: FieldInfo) -> str:
-    """A field's default as TOML writes it."""
+    """Return a field's default as TOML writes it."""
     if info.is_required():
         return "required"
     value = info.default
@@ -175,7 +175,7 @@ def default_in_words(info: FieldInfo) -> str:
 
 
 def configuration() -> str:
-    """The page about the run file."""
+    """Render the page about the run file."""
     sections = []
     required = {name for name, info in RunSpec.model_fields.items() if info.is_required()}
     for path, model in sections_of(RunSpec):
@@ -198,7 +198,7 @@ def configuration() -> str:
 
 
 def commands_of(command: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Every command that does something, with the words that lead to it."""
+    """Yield every command that does something, with the words that lead to it."""
     children = getattr(command, "commands", {})
     if not children or command.invoke_without_command:
         yield path, command
@@ -207,7 +207,7 @@ def commands_of(command: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str
 
 
 def cli() -> str:
-    """The page about the commands."""
+    """Render the page about the commands."""
     sections = []
     for path, command in commands_of(typer.main.get_command(app), ("xtoken",)):
         arguments = [p for p in command.params if p.param_type_name == "argument"]
@@ -240,7 +240,7 @@ def _row(parameter: Any) -> str:
 
 
 def rest() -> str:
-    """The page about the control plane's requests."""
+    """Render the page about the control plane's requests."""
     described = create_app(Runs(None)).openapi()
     schemas = described["components"]["schemas"]
     requests = "\n".join(
@@ -281,7 +281,7 @@ def _request(method: str, path: str, operation: dict[str, Any]) -> str:
 
 
 def _answer(answer: dict[str, Any]) -> str:
-    """A response's description, and the object or type that it carries."""
+    """Describe a response, and the object or type that it carries."""
     text = " ".join(answer.get("description", "").split()).rstrip(".")
     carried = []
     for kind, content in answer.get("content", {}).items():
@@ -291,7 +291,7 @@ def _answer(answer: dict[str, Any]) -> str:
 
 
 def _object(name: str, schema: dict[str, Any]) -> str:
-    """One object's fields."""
+    """Describe one object's fields."""
     text = " ".join(schema.get("description", "").split())
     lines = [f"### {name}", "", *([text, ""] if text else [])]
     if "enum" in schema:
@@ -304,7 +304,7 @@ def _object(name: str, schema: dict[str, Any]) -> str:
 
 
 def _schema_in_words(schema: dict[str, Any]) -> str:
-    """A JSON schema as a reader would say it."""
+    """Describe a JSON schema."""
     if "$ref" in schema:
         name = schema["$ref"].rpartition("/")[2]
         return f"[{name}](#{name.lower()})" if _is_answer(name) or name in ERRORS else f"`{name}`"
@@ -347,7 +347,7 @@ PAGES = {"configuration.md": configuration, "cli.md": cli, "rest.md": rest, "dec
 
 
 def out_of_step() -> list[str]:
-    """Pages that say something else than the code."""
+    """Return the pages that say something else than the code."""
     return [name for name, make in PAGES.items() if not _same(DOCS / name, make())]
 
 

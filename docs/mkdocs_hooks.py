@@ -25,7 +25,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """The page's text with its links as the site has them."""
+    """Return the page's text with its links as the site has them."""
     name = page.file.src_uri
     home = ROOT / ELSEWHERE.get(name, f"docs/{name}")
     depth = name.count("/")

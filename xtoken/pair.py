@@ -100,7 +100,7 @@ class TokenizerPair:
 def _loss_teacher(
     config: LossConfig, student: Any, teacher: Any, special_tokens: Mapping[str, str] | None
 ) -> LossTeacher:
-    """Return what the mode reads about the two tokenizers."""
+    """Build the mode's static data of the two tokenizers: chain tables, a projection or neither."""
     mode = config.mode_of(0)
     if mode in TABLE_MODES:
         return LossTeacher(len(teacher), tables=ChainTables.of(build_tables(student, teacher, special_tokens)))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """Give a temporary file to write instead of `path`, and move it there once the block has ended without an error.
+    """Yield a temporary file to write instead of `path`; move it there when the block ends without an error.
 
     The temporary file lies beside its target, because a rename is only atomic within one file system. It is synced
     before the rename: otherwise a power failure could leave the name without the bytes.

@@ -265,7 +265,7 @@ class CrossTokenizerCollator:
         return _cut(side, ids, learn)
 
     def _piece(self, side: _Side, ids: np.ndarray, piece: Piece) -> _Tokens:
-        """Put the special tokens around a document's text before its first piece and after its last one only."""
+        """Add a document's special tokens before its first piece and after its last one only."""
         before, after = side.text.ends
         ids = np.concatenate([before if piece.first else [], ids, after if piece.last else []]).astype(np.int64)
         return (self._close if piece.last else _cut)(side, ids, np.ones_like(ids))

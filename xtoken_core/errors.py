@@ -26,13 +26,13 @@ class InputError(XtokenError):
 
 
 class OutputError(XtokenError):
-    """Something cannot be written, because the disk is full or the place is not ours: a restart would not mend it."""
+    """Output cannot be written: the disk is full or permission is denied. A restart would not help."""
 
     exit_code = 2
 
 
 class QueueUnreachableError(XtokenError):
-    """Nobody answered at the queue's address within the deadline."""
+    """The queue did not reply before the deadline."""
 
     exit_code = 3
 

@@ -192,7 +192,7 @@ def _packed(rows: Sequence[RowLengths], budget: int, multiple: int, ranks: int) 
 
 
 def _spread(rows: Sequence[RowLengths], count: int, room: int) -> list[list[RowLengths]] | None:
-    """Give each row, longest first, to the emptiest of `count` bins that has room on every side; None if none has."""
+    """Assign each row, longest first, to the emptiest of `count` bins that has room on every side; None if none has."""
     bins: list[list[RowLengths]] = [[] for _ in range(count)]
     used = [(0,) * len(rows[0].lengths)] * count
     by_load = [(0, number) for number in range(count)]

@@ -67,7 +67,7 @@ class TopKLogits:
         return torch.where(self.listed, self.ids, self.vocab_size)
 
     def detach(self) -> TopKLogits:
-        """Return the same; a teacher's values have no gradient."""
+        """Return this object: a teacher's values have no gradient."""
         return self
 
     def log_probs(self) -> Float[Tensor, "B T k"]:
@@ -84,7 +84,7 @@ class TopKLogits:
         return part.clamp(min=torch.finfo(part.dtype).tiny).log()
 
     def with_own(self, targets: Int[Tensor, "B T"], valid: Bool[Tensor, "B T"]) -> TopKLogits:
-        """Return the same with the predicted token listed, in an entry of its own if it is not among the others.
+        """Add an entry for the predicted token where it is not among the others.
 
         Args:
             targets: The token that each position predicts.
@@ -101,7 +101,7 @@ class TopKLogits:
         )
 
     def rows(self, rows: Int[Tensor, " R"]) -> TopKLogits:
-        """Return some positions as one row `[1, R]`.
+        """Select positions, as one row `[1, R]`.
 
         Args:
             rows: Indices in the flattened `[B, T]`; those beyond it give the last position.

@@ -32,7 +32,7 @@ REQUESTS = 2_000
 
 
 def bench_list() -> dict[str, Any]:
-    """Times of `GET /v1/runs` in milliseconds, one request after the other over one connection."""
+    """Measure `GET /v1/runs` in milliseconds, one request after the other over one connection."""
     found: dict[str, Any] = {"stored_runs": STORED, "requests_of_each": REQUESTS}
     queries = {"first page": {}, "page in the middle": {"cursor": STORED // 2}, "failed ones": {"state": "failed"}}
     with plane(fill=STORED) as there:
@@ -50,7 +50,7 @@ def bench_list() -> dict[str, Any]:
 
 
 def bench_first_step() -> dict[str, Any]:
-    """Seconds from the POST until the first optimiser step is written down; models and tokenizers are there."""
+    """Measure seconds from the POST until the first optimiser step is written down; models and tokenizers are there."""
     from tests.support.tiny_run import make_assets
 
     seconds = []

@@ -65,7 +65,7 @@ class Plane:
 
 @contextmanager
 def plane(core: int | None = None, fill: int = 0) -> Iterator[Plane]:
-    """A control plane in a temporary directory, with so many stored runs."""
+    """Start a control plane in a temporary directory, with so many stored runs."""
     with tempfile.TemporaryDirectory(prefix="xtoken-bench-") as place:
         directory = Path(place)
         if fill:
@@ -78,7 +78,7 @@ def plane(core: int | None = None, fill: int = 0) -> Iterator[Plane]:
 
 
 def wait(condition: Any, within_s: float = PATIENCE_S, every_s: float = 0.01) -> None:
-    """Until it holds."""
+    """Wait until the condition holds."""
     deadline = time.monotonic() + within_s
     while not condition():
         if time.monotonic() > deadline:
@@ -87,7 +87,7 @@ def wait(condition: Any, within_s: float = PATIENCE_S, every_s: float = 0.01) ->
 
 
 def store_runs(directory: Path, count: int) -> None:
-    """Runs that are over, in a control plane's database."""
+    """Store runs that are over in a control plane's database."""
     from sqlalchemy.orm import Session
 
     from services.control.store import RunRow, Store, now
@@ -109,12 +109,12 @@ def store_runs(directory: Path, count: int) -> None:
 
 
 def quantile(values: list[float], share: float) -> float:
-    """By rank."""
+    """Return a quantile by rank."""
     return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
 def start_tiny(there: Plane, assets: Any, name: str, steps: int) -> tuple[str, Path, float]:
-    """POST a tiny run of so many steps; returns its id, its output and when it was sent."""
+    """Send a POST for a tiny run of so many steps; return its id, its output and when it was sent."""
     from tests.support.tiny_run import tiny_spec
 
     spec = tiny_spec(
@@ -128,6 +128,6 @@ def start_tiny(there: Plane, assets: Any, name: str, steps: int) -> tuple[str, P
 
 
 def lines(output: Path) -> list[dict[str, Any]]:
-    """The run's steps."""
+    """Return the run's steps."""
     file = output / "steps.jsonl"
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []

@@ -35,7 +35,7 @@ RESAMPLES = 2_000
 
 
 def bench_readers() -> dict[str, Any]:
-    """Seconds of training for the same steps, alternately without and with readers."""
+    """Measure seconds of training for the same steps, alternately without and with readers."""
     alone: list[float] = []
     read: list[float] = []
     loads: list[dict[str, Any]] = []
@@ -61,7 +61,7 @@ def bench_readers() -> dict[str, Any]:
 
 
 def bench_windows() -> dict[str, Any]:
-    """Seconds of a step of one long run in windows without and with readers, each beside its neighbours.
+    """Measure seconds of a step of one long run in windows without and with readers, each beside its neighbours.
 
     What else the machine does changes more slowly than the windows do, so it is in both sides of every comparison.
     """
@@ -82,7 +82,7 @@ def bench_windows() -> dict[str, Any]:
 
 
 def windows(rows: Sequence[dict[str, Any]], spans: Sequence[tuple[float, float]]) -> dict[str, Any]:
-    """Every window with readers beside the mean of its two neighbours without.
+    """Compare every window with readers with the mean of its two neighbours without.
 
     Args:
         rows: The run's steps: `time` when one ended, `seconds` that it took.
@@ -117,7 +117,7 @@ def _mean_step(rows: Sequence[dict[str, Any]], began: float, ended: float) -> fl
 def one_run(
     there: Plane, assets: Any, name: str, cores: list[int], *, readers: bool
 ) -> tuple[float, dict[str, Any]]:  # fmt: skip
-    """A run's seconds from its `WARM_STEPS`th step to its last, and what its readers saw."""
+    """Measure a run's seconds from its `WARM_STEPS`th step to its last; return them and what its readers saw."""
     run_id, output = _pinned(there, assets, name, cores, STEPS)
     load, began, taken = None, time.monotonic(), there.cpu_s
     if readers:
@@ -133,7 +133,7 @@ def one_run(
 
 
 def two_cores() -> list[int]:
-    """The run's core and the other one, which this process keeps to from now on."""
+    """Restrict this process to the second core; return the run's core and that one."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         raise SystemExit("the readers' benchmark needs two cores")
@@ -149,7 +149,7 @@ def _assets(there: Plane) -> Any:
 
 
 def _pinned(there: Plane, assets: Any, name: str, cores: list[int], steps: int) -> tuple[str, Path]:
-    """A tiny run whose workers all keep to the first core; returns its id and its output."""
+    """Start a tiny run whose workers all keep to the first core; return its id and its output."""
     run_id, output, _ = start_tiny(there, assets, name, steps)
     wait(lambda: len(lines(output)) >= 1)
     record = json.loads((output / "run.json").read_text())
@@ -181,12 +181,12 @@ class Load:
         self.over = asyncio.Event()
 
     async def run(self) -> dict[str, Any]:
-        """Until the run is over."""
+        """Read until the run is over."""
         await asyncio.gather(*self._everybody())
         return self.seen()
 
     async def run_windows(self, count: int) -> dict[str, Any]:
-        """So many windows with all readers, as long without them before each and after the last."""
+        """Read in so many windows with all readers, as long without them before each and after the last."""
         spans = []
         for _ in range(count):
             await asyncio.sleep(WINDOW_S)
@@ -204,7 +204,7 @@ class Load:
         return {**self.seen(), "spans": spans}
 
     def seen(self) -> dict[str, Any]:
-        """Return what the readers have seen so far."""
+        """Return number, failures and times of the requests so far."""
         return {
             "requests": len(self.times), "failed": self.failed,
             "p50_ms": quantile(self.times, 0.5) * 1000, "p99_ms": quantile(self.times, 0.99) * 1000,
@@ -214,7 +214,7 @@ class Load:
         return [self.read(number) for number in range(READERS)]
 
     async def read(self, number: int) -> None:
-        """One reader: the list, the run, its curves, in turn."""
+        """Read as one reader: the list, the run, its curves, in turn."""
         paths = ["/v1/runs", f"/v1/runs/{self.run_id}", f"/v1/runs/{self.run_id}/metrics"]
         reader, writer = await asyncio.open_connection(self.host, self.port)
         try:
@@ -238,7 +238,7 @@ class Load:
 
 
 def main() -> None:
-    """The load itself, in a process of its own: `URL RUN [--windows COUNT]`."""
+    """Run the load itself, in a process of its own: `URL RUN [--windows COUNT]`."""
     url, run_id, *rest = sys.argv[1:]
     load = Load(url, run_id)
     print(json.dumps(asyncio.run(load.run_windows(int(rest[1])) if rest else load.run())))

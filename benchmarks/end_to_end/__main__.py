@@ -107,7 +107,7 @@ def _most_samples(arguments: argparse.Namespace) -> int:
 
 
 def _loops(variant: Variant, arguments: argparse.Namespace) -> Iterator[tuple[str, bool]]:
-    """The serial loops that a variant is compared with, and whether their loss is a public one."""
+    """Yield the serial loops that a variant is compared with, and whether their loss is a public one."""
     if not arguments.no_serial and LOSSES[variant.loss].mode in PROJECTING_MODES:
         yield variant.loop, False
     if arguments.public_loss and variant.loss == "gold":
@@ -146,7 +146,7 @@ def _measure(
 
 
 def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line, or the words given."""
+    """Parse the command line, or the given words."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, help="models, text and runs (runs/end-to-end, small ones beside it)")
     parser.add_argument("--out", type=Path, help="the result file (end_to_end.json among them)")
@@ -224,7 +224,7 @@ def _machine() -> dict[str, Any]:
 
 
 def _call(arguments: argparse.Namespace) -> dict[str, Any]:
-    """This call's settings; its variants are entered as they are measured."""
+    """Return this call's settings; its variants are entered as they are measured."""
     settings = {name: value for name, value in vars(arguments).items() if name not in HIDDEN}
     trl = {"trl": importlib.metadata.version("trl")} if arguments.public_loss else {}
     return {**settings, **trl, "variants": []}

@@ -137,7 +137,7 @@ class Assets:
 
 
 def make_tokenizers(directory: Path, pair: Pair = PAIRS[""]) -> None:
-    """`student/` and `teacher/` with byte-level vocabularies (mistral-common's).
+    """Write `student/` and `teacher/` with byte-level vocabularies (mistral-common's).
 
     Of the first pair they have 128,000 and 150,000 tokens and share 108,000, about as many as Llama 3 and Qwen 3 do.
     """
@@ -157,7 +157,7 @@ def make_assets(
     pair: str = "",
     projected: bool = True,
 ) -> Assets:
-    """Everything a comparison reads, made once per directory.
+    """Make everything that a comparison reads, once per directory.
 
     Args:
         directory: Holds `student/` and `teacher/` with their tokenizers already, or gets them.
@@ -191,7 +191,7 @@ def make_assets(
 
 
 def with_lengths(assets: Assets, lengths: Lengths, *, documents: int, seed: int) -> Assets:
-    """The same assets with documents whose lengths, in the student's tokens, are drawn from a distribution.
+    """Return the assets with documents whose lengths, in the student's tokens, are drawn from a distribution.
 
     Args:
         assets: Models and tokenizers.
@@ -229,7 +229,7 @@ def _make_model(directory: Path, config: dict[str, Any], seed: int) -> None:
 
 
 def _write_text(path: Path, documents: int, characters: int) -> None:
-    """Stretches of the standard library's sources, again from the start where they end."""
+    """Write stretches of the standard library's sources, again from the start where they end."""
     source = _source(documents * characters)
     with path.open("w", encoding="utf-8") as file:
         for number in range(documents):
@@ -238,7 +238,7 @@ def _write_text(path: Path, documents: int, characters: int) -> None:
 
 
 def _source(characters: int) -> str:
-    """The standard library's sources, repeated up to at least so many characters."""
+    """Return the standard library's sources, repeated up to at least so many characters."""
     library = Path(sysconfig.get_paths()["stdlib"])
     source = "".join(file.read_text(encoding="utf-8", errors="replace") for file in sorted(library.glob("*.py")))
     while len(source) < characters:

@@ -159,7 +159,7 @@ def _dump_stacks(record: Path) -> None:
 
 
 def _teacher_memory(logs: Path) -> dict[str, int]:
-    """Of rank 0's teacher, over its weights, and of its ring; nothing where it had no GPU."""
+    """Return the memory of rank 0's teacher, over its weights, and of its ring; nothing where it had no GPU."""
     text = "".join(file.read_text(encoding="utf-8") for file in sorted(logs.glob("teacher-0-0.*.log")))
     found = TEACHER_MEMORY.findall(text)
     if not found:
@@ -169,7 +169,7 @@ def _teacher_memory(logs: Path) -> dict[str, int]:
 
 
 def complete(spec: dict[str, Any], assets: Assets, output: Path) -> dict[str, Any]:
-    """A RunSpec as plain values, with models, text and output."""
+    """Return a RunSpec as plain values, with models, text and output."""
     teacher = {"model": str(assets.teacher), **spec.get("teacher", {})}
     if spec.get("loss", {}).get("mode", LossConfig().mode) in PROJECTING_MODES:
         teacher = {"projection": str(assets.projection), **teacher}
@@ -184,7 +184,7 @@ def complete(spec: dict[str, Any], assets: Assets, output: Path) -> dict[str, An
 
 
 def _toml(spec: dict[str, Any]) -> str:
-    """Tables one level deep, as a RunSpec of one teacher has them; JSON's scalars are TOML's."""
+    """Format tables one level deep, as a RunSpec of one teacher has them; JSON's scalars are TOML's."""
     plain = [f"{name} = {json.dumps(value)}" for name, value in spec.items() if not isinstance(value, dict)]
     for name, table in spec.items():
         if isinstance(table, dict):
@@ -197,7 +197,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def _tail(directory: Path) -> str:
-    """The ends of the command's output and of its workers' logs, without the frames of a command line's parser."""
+    """Return the ends of the command's output and of its workers' logs, without the frames of a command-line parser."""
     logs = [directory / "xtoken-run.log", *sorted((directory / "out").rglob("*.log"))]
     kept = {log.name: [line for line in _lines(log) if not any(word in line for word in FRAMES)] for log in logs}
     return "\n".join(f"{name}:\n" + "\n".join(lines[-TAIL:]) for name, lines in kept.items())

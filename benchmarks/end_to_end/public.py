@@ -53,7 +53,7 @@ class PublicGold:
     def __call__(
         self, batch: Mapping[str, Tensor], logits: Float[Tensor, "B T V"], signals: list[Float[Tensor, "B T_t V_t"]]
     ) -> tuple[Float[Tensor, ""], None]:
-        """The loss of a collated batch, and no figures."""
+        """Compute the loss of a collated batch; there are no metrics."""
         ids = [batch[name] for name in (schema.INPUT_IDS.name, schema.TEACHER_INPUT_IDS.name)]
         kept = [batch[name] for name in (schema.INPUT_LENGTHS.name, schema.TEACHER_INPUT_LENGTHS.name)]
         labels = [_labels(tokens, length) for tokens, length in zip(ids, kept, strict=True)]
@@ -65,12 +65,12 @@ class PublicGold:
 
 
 def _labels(tokens: Int[Tensor, "B T"], lengths: Int[Tensor, " B"]) -> Int[Tensor, "B T"]:
-    """The tokens, without padding."""
+    """Return the tokens, without padding."""
     places = torch.arange(tokens.shape[1], device=tokens.device)
     return tokens.masked_fill(places >= lengths[:, None], IGNORED)
 
 
 def _offsets(tokens: Int[Tensor, "B T"], lengths: Int[Tensor, " V"]) -> Int[Tensor, "B T 2"]:
-    """The bytes of the text that each token covers."""
+    """Return the bytes of the text that each token covers."""
     ends = lengths[tokens].cumsum(dim=1)
     return torch.stack([ends - lengths[tokens], ends], dim=-1)

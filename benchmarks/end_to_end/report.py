@@ -17,7 +17,7 @@ OWN = "digest"
 def opened(
     out: Path, call: dict[str, Any], machine: dict[str, Any], vocabularies: dict[str, int], *, go_on: bool
 ) -> dict[str, Any]:
-    """A new report of one call, or (`go_on`) the one that a file holds, with this call as its last.
+    """Return a new report of one call, or (`go_on`) the one that a file holds, with this call as its last.
 
     Args:
         out: The file; nothing is written.
@@ -51,7 +51,7 @@ def _differences(before: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
 
 
 def write(report: dict[str, Any], out: Path) -> None:
-    """The report with its comparisons, as JSON."""
+    """Write the report with its comparisons, as JSON."""
     compare(report)
     out.parent.mkdir(parents=True, exist_ok=True)
     part = out.with_suffix(".part")

@@ -88,7 +88,7 @@ def serial_loop(
 
 
 def _figures(rows: list[dict[str, float]]) -> dict[str, Any]:
-    """Of the steps that count."""
+    """Return the measurements of the steps that count."""
     names = [name for name in rows[0] if name != "tokens"]
     return {
         "tokens_per_second": sum(row["tokens"] for row in rows) / sum(row["seconds"] for row in rows),
@@ -120,7 +120,7 @@ class _Clock:
 
 
 def _batches(assets: Assets, context: int, count: int) -> Any:
-    """`count` collated micro-batches of one sample."""
+    """Return `count` collated micro-batches of one sample."""
     ours, theirs = (AutoTokenizer.from_pretrained(place) for place in (assets.student, assets.teacher))
     collator = CrossTokenizerCollator(
         student_tokenizer=ours,

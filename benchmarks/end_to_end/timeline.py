@@ -49,7 +49,7 @@ class Timeline:
             self._step(row)
 
     def _follow_console(self) -> None:
-        """Say what the run does before its first step; percentages alone are no news."""
+        """Print what the run does before its first step; percentages alone are left out."""
         line = (_text(self._console).splitlines() or [""])[-1].partition(": ")[2]
         plain = "".join(letter for letter in line if not letter.isdigit())
         if plain != self._last and not self.rows:

@@ -131,7 +131,7 @@ DEFAULT = ("p_kl_hidden", "p_kl_wide", "h_kl_wide", "p_kl_fp8_wide", "p_kl_hidde
 
 
 def run_spec(variant: Variant, arguments: argparse.Namespace) -> dict[str, Any]:
-    """The variant's RunSpec as plain values, without its files.
+    """Return the variant's RunSpec as plain values, without its files.
 
     Weights, gradients and AdamW's moments are bfloat16, as in the serial loop.
     """
@@ -171,7 +171,7 @@ def context_of(variant: Variant, arguments: argparse.Namespace) -> int:
 
 
 def _for_a_cpu(spec: dict[str, dict[str, Any]]) -> None:
-    """The same settings as far as a machine without a GPU has them: only the harness is tried."""
+    """Reduce the settings to those that a machine without a GPU has: only the harness is tried."""
     import torch
 
     if torch.cuda.is_available():

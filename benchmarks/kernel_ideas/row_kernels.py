@@ -31,7 +31,7 @@ WIDTH = tl.constexpr(64)
 
 @triton.jit
 def source_of(logits_ptr, desc, rows, V, LOAD: tl.constexpr, N: tl.constexpr):
-    """Return what tiles of N logits are read from: the pointer, or a descriptor made here or on the host."""
+    """Return the source of tiles of N logits: the pointer, or a descriptor made here or on the host."""
     source = logits_ptr
     if LOAD == "host":
         source = desc

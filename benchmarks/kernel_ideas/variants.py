@@ -132,7 +132,7 @@ def programs_of(variant: Variant, sizes: Sizes, most: int, device: torch.device)
 
 
 def compiled_ptx(kernel: Any, variant: Variant, sizes: Sizes, types: dict[str, str]) -> str:
-    """Return what a kernel compiles to for sm_90, without a GPU.
+    """Compile a kernel to PTX for sm_90, without a GPU.
 
     Args:
         kernel: A kernel of `row_kernels`.

@@ -134,7 +134,7 @@ class Harness:
             raise TimeoutError(f"{part} is not done in its time: see --seconds and --part-seconds")
 
     def _compared(self, spec: RunSpec, lines: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return what the run's own files say beside the reference's."""
+        """Compare the run's own files with the reference's."""
         summary = spec.output / "summary.json"
         pairs = list(zip(lines, self.reference, strict=False))
         deviations = {

@@ -50,17 +50,17 @@ class Places:
         return f"tcp://127.0.0.1:{free_port()}"
 
     def address(self, transport: str = "ipc") -> Address:
-        """The same for a queue, with a token where it needs one."""
+        """Return the address of a queue, with a token where it needs one."""
         url = self.url(transport)
         return Address.parse(url, self.directory / f"token-{next(self._numbers)}" if transport == "tcp" else None)
 
     def journal(self) -> Path:
-        """A directory for a journal."""
+        """Return a directory for a journal."""
         return self.directory / f"journal-{next(self._numbers)}"
 
 
 def free_port() -> int:
-    """A loopback port that is free now."""
+    """Return a loopback port that is free now."""
     import socket
 
     with socket.socket() as probe:
@@ -86,7 +86,7 @@ def transferqueue(python: Path) -> dict[str, Any]:
 
 
 def median(rounds: list[dict[str, float]]) -> dict[str, float]:
-    """The median of each figure."""
+    """Return the median of each measurement."""
     return {key: statistics.median(one[key] for one in rounds) for key in rounds[0]}
 
 
@@ -139,7 +139,7 @@ def machine() -> dict[str, Any]:
 
 
 def measure(peer_python: Path, rounds_wanted: int = ROUNDS) -> dict[str, Any]:
-    """The whole run."""
+    """Measure everything."""
     start = time.perf_counter()
     result: dict[str, Any] = {
         "taken_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -168,7 +168,7 @@ def measure(peer_python: Path, rounds_wanted: int = ROUNDS) -> dict[str, Any]:
 
 
 def rounded(value: Any) -> Any:
-    """Four significant figures of every float."""
+    """Round every float to four significant digits."""
     if isinstance(value, float):
         return float(f"{value:.4g}")
     if isinstance(value, dict):

@@ -86,7 +86,7 @@ class Sides:
         self._turn = 0
 
     def measure(self, what: str) -> dict[str, Any]:
-        """Return what each side answers, asked one after the other."""
+        """Return each side's answer, requested one after the other."""
         self._turn += 1
         first = self._turn % len(SIDES)
         return {side: self._ask(side, what) for side in (*SIDES[first:], *SIDES[:first])}
@@ -218,7 +218,7 @@ def ratios(result: dict[str, Any]) -> dict[str, float]:
 
 
 def latency_ratios(latency: dict[str, Any]) -> dict[str, float]:
-    """Return the same of single calls alone."""
+    """Return the ratios of single calls alone."""
     return _larger_is_better(latency_bounds(latency))
 
 

@@ -66,7 +66,7 @@ class Client:
         send_frames(self.socket, m.encode(request), buffers)
 
     def take(self) -> m.AnyReply:
-        """The reply to the open request.
+        """Return the reply to the open request.
 
         Raises:
             RuntimeError: It was refused.
@@ -80,7 +80,7 @@ class Client:
 
 
 def crowd(address: Address, process: int, together: Any) -> dict[str, Any]:
-    """Waits of the connections of one process, which starts once the others have their connections too."""
+    """Measure waits of the connections of one process, which starts once the others have their connections too."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     clients = [Client(context, address, process * CONNECTIONS + i) for i in range(CONNECTIONS)]
     poller = zmq.Poller()
@@ -110,7 +110,7 @@ def crowd(address: Address, process: int, together: Any) -> dict[str, Any]:
 
 
 def measure(address: Address) -> dict[str, Any]:
-    """All of them at once."""
+    """Measure all connections at once."""
     together = multiprocessing.get_context("spawn").Barrier(PROCESSES)
     with ours.server(address):
         ours.first_put(address)

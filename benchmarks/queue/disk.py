@@ -16,7 +16,7 @@ FSYNC_S = 0.1
 
 
 def measure(directory: Path) -> dict[str, float]:
-    """Samples and bytes per second of plain sequential writes of the workload."""
+    """Measure samples and bytes per second of plain sequential writes of the workload."""
     buffers = buffers_of(batch())
     path = directory / "disk"
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)

@@ -20,13 +20,13 @@ SMALL_BYTES = 64
 
 
 def small_sample() -> dict[str, Column]:
-    """One sample of eight tokens in one column: the cost of a call, not of its bytes."""
+    """Return one sample of eight tokens in one column: the cost of a call, not of its bytes."""
     values = memoryview(bytes(SMALL_BYTES))
     return {"input_ids": Column("jagged", "int64", 1, (), values, offsets_from_lengths([SMALL_BYTES // 8]))}
 
 
 def singles(address: Address, plain_url: str) -> dict[str, Any]:
-    """Quantiles of calls about one small sample and about one sample of the workload."""
+    """Measure quantiles of calls about one small sample and about one sample of the workload."""
     client, socket = ours.connect(address, "singles"), plain.connect(plain_url)
     numbers = count()
     found: dict[str, Any] = {}
@@ -63,13 +63,13 @@ def ack(client: TaskClient, sample: int) -> None:
 
 
 def timed(call: Callable[[int], None], sample: int) -> float:
-    """Seconds of a call."""
+    """Return the seconds of a call."""
     start = time.perf_counter()
     call(sample)
     return time.perf_counter() - start
 
 
 def measure(address: Address, plain_url: str) -> dict[str, Any]:
-    """Both servers at rest except the one in use."""
+    """Measure both servers, at rest except the one in use."""
     with ours.server(address), plain.server(plain_url):
         return alone(singles, address, plain_url)

@@ -41,7 +41,7 @@ SILENCE_S = 600.0
 
 @contextmanager
 def server(address: Address, *extra: str) -> Iterator[psutil.Process]:
-    """A queue in a process of its own."""
+    """Start a queue in a process of its own."""
     command = [
         sys.executable,
         "-m",
@@ -63,7 +63,7 @@ def server(address: Address, *extra: str) -> Iterator[psutil.Process]:
 
 
 def connect(address: Address, name: str) -> TaskClient:
-    """A client with a session, and the partition open."""
+    """Return a client with a session, and the partition open."""
     deadline = time.monotonic() + PATIENCE_S
     while address.token_file is not None and not address.token_file.exists() and time.monotonic() < deadline:
         time.sleep(0.005)
@@ -74,7 +74,7 @@ def connect(address: Address, name: str) -> TaskClient:
 
 
 def put(address: Address, in_flight: int, again: bool = True) -> dict[str, Any]:
-    """Samples per second put into a queue that was never so full before, and `again` once that was cleared."""
+    """Measure samples per second put into a queue that was never so full before, and `again` once that was cleared."""
     client, columns = connect(address, "producer"), batch()
 
     def send(number: int) -> None:
@@ -88,7 +88,7 @@ def put(address: Address, in_flight: int, again: bool = True) -> dict[str, Any]:
 
 
 def get(address: Address, in_flight: int) -> dict[str, Any]:
-    """Samples per second read in order, then read shuffled."""
+    """Measure samples per second read in order, then read shuffled."""
     client, fields = connect(address, "consumer"), list(FIELDS)
 
     def read_in_order(number: int) -> None:
@@ -105,7 +105,7 @@ def get(address: Address, in_flight: int) -> dict[str, Any]:
 
 
 def consume(address: Address, in_flight: int, wait_s: float = 0.0) -> dict[str, Any]:
-    """Samples per second claimed with all their fields and acknowledged."""
+    """Measure samples per second claimed with all their fields and acknowledged."""
     client = connect(address, "consumer")
 
     def take(_number: int) -> None:
@@ -117,7 +117,7 @@ def consume(address: Address, in_flight: int, wait_s: float = 0.0) -> dict[str, 
 
 
 def tensordicts(address: Address) -> dict[str, Any]:
-    """Samples per second of TensorDicts put, and got."""
+    """Measure samples per second of TensorDicts put, and got."""
     import torch
 
     from xtoken_core.data_plane.compat.meta import KVBatchMeta
@@ -170,14 +170,14 @@ def measure(address: Address, in_flight: int, *extra: str) -> dict[str, float]:
 
 
 def measure_put(address: Address, *extra: str) -> float:
-    """Samples per second put, and nothing else."""
+    """Measure samples per second put, and nothing else."""
     with server(address, *extra):
         first_put(address)
         return float(alone(put, address, 1)["put"])
 
 
 def measure_at_once(address: Address, in_flight: int) -> dict[str, float]:
-    """Samples per second through the queue with a producer and a consumer at work at the same time."""
+    """Measure samples per second through the queue with a producer and a consumer at work at the same time."""
     with server(address) as process:
         first_put(address)
         start = process.cpu_times()
@@ -189,7 +189,7 @@ def measure_at_once(address: Address, in_flight: int) -> dict[str, float]:
 
 
 def measure_tensordicts(address: Address) -> dict[str, float]:
-    """TensorDicts in and out."""
+    """Measure TensorDicts in and out."""
     with server(address):
         return alone(tensordicts, address)
 

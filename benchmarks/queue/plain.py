@@ -39,7 +39,7 @@ def serve(url: str) -> dict[str, Any]:
 
 @contextmanager
 def server(url: str) -> Iterator[None]:
-    """The ROUTER in a process of its own."""
+    """Start the ROUTER in a process of its own."""
     phase = Phase(serve, url)
     try:
         yield
@@ -48,7 +48,7 @@ def server(url: str) -> Iterator[None]:
 
 
 def connect(url: str) -> zmq.Socket[bytes]:
-    """A DEALER that has been answered once."""
+    """Return a DEALER that has been answered once."""
     set_allocator(keep=CLIENT_KEEPS)
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
     socket.connect(url)
@@ -57,7 +57,7 @@ def connect(url: str) -> zmq.Socket[bytes]:
 
 
 def round_trip(socket: zmq.Socket[bytes], frames: list[Any]) -> float:
-    """Seconds from a request to its whole reply."""
+    """Measure the seconds from a request to its whole reply."""
     start = time.perf_counter()
     socket.send_multipart(frames, copy=False)
     socket.recv_multipart(copy=False)
@@ -65,7 +65,7 @@ def round_trip(socket: zmq.Socket[bytes], frames: list[Any]) -> float:
 
 
 def move(url: str, what: str, in_flight: int) -> dict[str, Any]:
-    """Samples per second put or got, with so many requests in flight; all is put, dropped, and put again."""
+    """Measure samples per second put or got, with so many requests in flight; all is put, dropped, and put again."""
     socket = connect(url)
     if what == "put":
         first = moved(socket, what, in_flight)
@@ -75,7 +75,7 @@ def move(url: str, what: str, in_flight: int) -> dict[str, Any]:
 
 
 def moved(socket: zmq.Socket[bytes], what: str, in_flight: int) -> float:
-    """Samples per second of one way."""
+    """Measure samples per second of one way."""
     buffers, batches = (buffers_of(batch()), BATCHES) if what == "put" else ([], PASSES * BATCHES)
     start = time.perf_counter()
     for number in range(batches + in_flight):

@@ -28,7 +28,7 @@ PATIENCE_S = 120.0
 
 
 def batch(rows: int = BATCH, seed: int = 1) -> dict[str, Column]:
-    """The columns of one batch of `rows` samples."""
+    """Return the columns of one batch of `rows` samples."""
     rng = random.Random(seed)
     columns = {}
     for name in JAGGED:
@@ -49,12 +49,12 @@ def buffers_of(columns: dict[str, Column]) -> list[memoryview]:
 
 
 def batch_ids(number: int) -> range:
-    """The sequential ids of a batch."""
+    """Return the sequential ids of a batch."""
     return range(number * BATCH, (number + 1) * BATCH)
 
 
 def rate(work: Callable[[int], Any], in_flight: int = 1, batches: int = BATCHES) -> float:
-    """Samples per second of `work(batch number)` over all batches, in order, from as many threads as are in flight."""
+    """Measure samples per second of `work(batch number)` over all batches in order, by `in_flight` threads."""
     numbers = iter(range(batches))
     failures: list[BaseException] = []
 
@@ -121,12 +121,12 @@ def _run(sender: Any, work: Callable[..., dict[str, Any]], arguments: tuple[Any,
 
 
 def quantiles(seconds: Sequence[float]) -> dict[str, float]:
-    """Median and 99th percentile, in milliseconds."""
+    """Return median and 99th percentile, in milliseconds."""
     cuts = statistics.quantiles(seconds, n=100)
     return {"p50_ms": 1000 * statistics.median(seconds), "p99_ms": 1000 * cuts[98]}
 
 
 def memory(process: psutil.Process) -> dict[str, int]:
-    """Resident and proportional set size in bytes."""
+    """Return resident and proportional set size in bytes."""
     info = process.memory_full_info()
     return {"rss": info.rss, "pss": info.pss}

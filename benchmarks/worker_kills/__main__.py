@@ -63,7 +63,7 @@ class Outcome:
     errors: list[str] = field(default_factory=list)
 
     def summary(self) -> dict[str, Any]:
-        """Counts and times, for those who read only a few lines."""
+        """Return counts and times, for those who read only a few lines."""
         reports = [kill["reported_s"] for kill in self.kills if kill["paired"]]
         again = [kill["paired_s"] for kill in self.kills if kill["paired_s"] is not None]
         return {
@@ -142,7 +142,7 @@ def _spec(assets: Any, directory: Path, device: str) -> RunSpec:
 
 
 def _round(lane: Lane) -> None:
-    """A kill while the pair trains; after every fourth report another one, while the pair is being made again."""
+    """Kill a worker while the pair trains; after every fourth report another one, while the pair is rebuilt."""
     time.sleep(lane.rng.uniform(0.0, 1.0))
     done = lane.kill(lane.rng.choice(VICTIMS), paired=True)
     lane.await_report(done)
@@ -159,7 +159,7 @@ def _stop(lane: Lane) -> None:
 
 
 def used(on_gpu: bool) -> int:
-    """Bytes of the device that are taken, by anybody."""
+    """Return the bytes of the device that are taken, by any process."""
     if not on_gpu:
         return 0
     free, total = torch.cuda.mem_get_info()
@@ -167,7 +167,7 @@ def used(on_gpu: bool) -> int:
 
 
 def memory_at_rest(limit: int, on_gpu: bool, seconds: float = 20.0) -> int:
-    """The device's use once it has fallen to a limit, or what it is after that time."""
+    """Return the device's use once it has fallen to a limit, or what it is after that time."""
     deadline = time.monotonic() + seconds
     while used(on_gpu) > limit and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -93,7 +93,7 @@ def serve() -> None:
 
 
 def _become(arguments: list[str], env: dict[str, str], log: str) -> None:
-    """A worker as `python -m services.cli ARGUMENTS` would be; does not return."""
+    """Become a worker as `python -m services.cli ARGUMENTS` would be; does not return."""
     status = 1
     try:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -89,7 +89,7 @@ class Lane:
         return self._thread.is_alive()
 
     def kill(self, victim: Victim, *, paired: bool) -> Kill:
-        """SIGKILL a worker."""
+        """Send SIGKILL to a worker."""
         done = Kill(victim, paired, self.step())
         pid = self.wait(lambda: self.pid(victim))
         self._reports_before = self._reports(victim)
@@ -100,7 +100,7 @@ class Lane:
         return done
 
     def await_report(self, done: Kill) -> None:
-        """Until the other one has reported that the victim of this kill, the last one, is gone.
+        """Wait until the other one has reported that the victim of this kill, the last one, is gone.
 
         Raises:
             RuntimeError: It never does, or the run ends.
@@ -109,7 +109,7 @@ class Lane:
         done.reported_s = time.monotonic() - self._killed_at
 
     def await_pair(self, done: Kill) -> None:
-        """Until, after this kill, the last one, the sessions are a pair again and have taken a step.
+        """Wait until, after this kill, the last one, the sessions are a pair again and have taken a step.
 
         Raises:
             RuntimeError: They never do, or the run ends.
@@ -139,11 +139,11 @@ class Lane:
         return found
 
     def step(self) -> int:
-        """The last step that was taken; -1 before the first."""
+        """Return the last step that was taken; -1 before the first."""
         return int(self.last_line().get("step", -1))
 
     def last_line(self) -> dict[str, Any]:
-        """The last whole line of `steps.jsonl`."""
+        """Return the last whole line of `steps.jsonl`."""
         try:
             with (self.spec.output / "steps.jsonl").open("rb") as file:
                 file.seek(max(0, file.seek(0, os.SEEK_END) - (1 << 14)))
@@ -153,7 +153,7 @@ class Lane:
         return dict(json.loads(lines[-2])) if len(lines) > 2 or (len(lines) == 2 and lines[0]) else {}
 
     def join(self, seconds: float) -> RunResult:
-        """The run's end.
+        """Wait for the run's end and return it.
 
         Raises:
             RuntimeError: It does not end.
@@ -171,7 +171,7 @@ class Lane:
         shutil.rmtree(self._sockets, ignore_errors=True)
 
     def pid(self, name: str) -> int:
-        """The process id of a worker; 0 while it does not run."""
+        """Return the process id of a worker; 0 while it does not run."""
         return next((w["pid"] for w in self.supervisor.status()["workers"] if w["name"] == name and w["pid"]), 0)
 
     def _reports(self, victim: Victim) -> int:
@@ -185,6 +185,6 @@ class Lane:
 
 
 def trained_ids(output: Path) -> list[int]:
-    """The ids of all lines of a run's `steps.jsonl`, in their order."""
+    """Return the ids of all lines of a run's `steps.jsonl`, in their order."""
     lines = (output / "steps.jsonl").read_text(encoding="utf-8").splitlines()
     return [i for line in lines for i in json.loads(line)["ids"]]

@@ -64,7 +64,7 @@ class Distributions:
         return found.scatter_add(1, self.classes[self.which], self._allowed().float())[:, : self.size] > 0
 
     def constant(self, logits: Tensor) -> Tensor:
-        """Return what a call does, without a gradient and block by block."""
+        """Compute the result of a call without a gradient, block by block."""
         parts = (slice(at, at + BLOCK) for at in range(0, len(self.rows), BLOCK))
         per_row = ("rows", "group", "extra", "which")
         with torch.no_grad():
@@ -114,7 +114,7 @@ class Members:
         return found
 
     def constant(self, logits: Tensor) -> Tensor:
-        """Return what a call does, without a gradient."""
+        """Compute the result of a call without a gradient."""
         with torch.no_grad():
             return self(logits)
 

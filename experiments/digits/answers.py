@@ -43,7 +43,7 @@ def continuations(
 
 
 def by_length(tokenizer: Any, texts: Sequence[str]) -> list[tuple[list[int], list[list[int]]]]:
-    """Texts with BOS as token ids, equally long ones together, each with its place."""
+    """Return texts with BOS as token ids, equally long ones together, each with its index."""
     groups: dict[int, tuple[list[int], list[list[int]]]] = {}
     for place, text in enumerate(texts):
         ids = [tokenizer.bos_token_id, *tokenizer(text, add_special_tokens=False)["input_ids"]]
@@ -54,14 +54,14 @@ def by_length(tokenizer: Any, texts: Sequence[str]) -> list[tuple[list[int], lis
 
 
 def exact_match(model: nn.Module, tokenizer: Any, problems: Sequence[Problem], questions: Sequence[str]) -> float:
-    """The share of problems whose answer the model writes after its question."""
+    """Return the fraction of problems whose answer the model writes after its question."""
     answers = continuations(model, tokenizer, questions)
     return sum(text == str(p.answer) for text, p in zip(answers, problems, strict=True)) / len(problems)
 
 
 @torch.inference_mode()
 def log_likelihoods(model: nn.Module, tokenizer: Any, questions: Sequence[str], answers: Sequence[str]) -> Tensor:
-    """The log-probability of each answer and its line's end after its question, `[N]` nats, float64.
+    """Return the log-probability of each answer and its line's end after its question, `[N]` nats, float64.
 
     Of a text that has several tokenizations the tokenizer's own is counted.
     """

@@ -33,14 +33,14 @@ def device() -> torch.device:
 
 
 def load(directory: Path) -> tuple[Any, Any]:
-    """A model, in float32, and its tokenizer."""
+    """Load a model, in float32, and its tokenizer."""
     model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     model.to(device()).eval()
     return model, AutoTokenizer.from_pretrained(directory)
 
 
 def of_any_model(model: Any, tokenizer: Any, scale: Scale, texts: Texts) -> dict[str, Any]:
-    """Right answers by number of digits, and bits per byte of both kinds of held-out text.
+    """Measure right answers by number of digits, and bits per byte of both kinds of held-out text.
 
     Returns:
         `exact_match`, asked after three solved problems; `exact_match_first`, as a document's first; `bits_per_byte`.
@@ -118,7 +118,7 @@ def on_numerals(model: Any, tokenizer: Any, problems: Sequence[Problem], questio
 
 
 def collated(student_tokenizer: Any, teacher_tokenizer: Any, documents: Sequence[str]) -> list[dict[str, Any]]:
-    """Documents as a run's collators make them, in batches."""
+    """Return documents as a run's collators make them, in batches."""
     collator = CrossTokenizerCollator(
         student_tokenizer=student_tokenizer,
         teacher_tokenizer=teacher_tokenizer,
@@ -134,7 +134,7 @@ def collated(student_tokenizer: Any, teacher_tokenizer: Any, documents: Sequence
 def chunk_divergence(
     student: tuple[Any, Any], teacher: tuple[Any, Any], batches: Sequence[dict[str, Any]], projection: Path
 ) -> float:
-    """P-KL over the full vocabulary with the `prob` average, nats per chunk."""
+    """Compute P-KL over the full vocabulary with the `prob` average, nats per chunk."""
     config = LossConfig(vocab_topk=None, teacher_chunk_average="prob")
     known = LossTeacher(len(teacher[1]), *get_topk_projection(projection, device()))
     loss = CrossTokenizerDistillationLoss(config, student_vocab_size=len(student[1]), teachers=[known], device=device())
@@ -151,7 +151,7 @@ def chunk_divergence(
 
 @torch.inference_mode()
 def teacher_mass(teacher: tuple[Any, Any], student_tokenizer: Any, documents: Sequence[str]) -> list[dict[str, Any]]:
-    """The mass `m` of the reference's average over a chunk's teacher tokens, by their number.
+    """Return the mass `m` of the reference's average over a chunk's teacher tokens, by their number.
 
     Returns:
         One row per kind (`answer` and `operand`: numerals of several digits; `other`) and size: `kind`, `tokens`,
@@ -178,7 +178,7 @@ def teacher_mass(teacher: tuple[Any, Any], student_tokenizer: Any, documents: Se
 
 
 def _kinds(batch: dict[str, Any], tokenizer: Any) -> list[dict[int, str]]:
-    """For each document the chunks that are numerals of several digits: `answer` right after `=`, else `operand`."""
+    """Return each document's chunks that are numerals of several digits: `answer` right after `=`, else `operand`."""
     ids = batch[schema.INPUT_IDS.name]
     numeral = torch.isin(ids.roll(-1, 1), numeral_ids(tokenizer))
     after = ids == tokenizer.convert_tokens_to_ids("=")
@@ -190,6 +190,6 @@ def _kinds(batch: dict[str, Any], tokenizer: Any) -> list[dict[int, str]]:
 
 
 def numeral_ids(tokenizer: Any) -> Tensor:
-    """The ids of numerals of two digits and more."""
+    """Return the ids of numerals of two digits and more."""
     spelt = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
     return torch.tensor([i for i, token in enumerate(spelt) if token.isascii() and token.isdigit() and len(token) > 1])

@@ -103,7 +103,7 @@ def custom_options(name: str) -> tuple[str, ...]:
 
 
 def run_file(scale: Scale, name: str, seed: int) -> str:
-    """The run's file; it lies in the directory that holds models, text and `runs/`."""
+    """Return the run's file; it lies in the directory that holds models, text and `runs/`."""
     method, train = METHODS[name], scale.go_on
     loss: dict[str, Any] = {"vocab_topk": "none" if method.full else train.vocab_topk, **method.loss}
     if method.custom:

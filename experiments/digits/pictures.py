@@ -23,7 +23,7 @@ _STYLE = """  <style>
 
 
 def pictures(summary: Summary) -> dict[str, str]:
-    """All of them, by file name; none without results."""
+    """Return all pictures by file name; none without results."""
     if not summary:
         return {}
     rows = [("first students", summary.students())]
@@ -108,7 +108,7 @@ def tick_at(x: float, bottom: int, text: str) -> list[str]:
 def _bars(
     title: str, text: str, rows: Sequence[tuple[str, list[Measured]]], parts: Sequence[tuple[str, str, str]]
 ) -> str:
-    """Horizontal bars from 0 to 1; several parts stand one after the other."""
+    """Draw horizontal bars from 0 to 1; several parts stand one after the other."""
     lines = head(title, f"{text} {_in_words(rows, parts)}", len(rows))
     for place, (_, kind, name) in enumerate(parts):
         x = LEFT + 130 * place

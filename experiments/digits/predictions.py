@@ -15,13 +15,13 @@ _ONE_SEED = "one seed"
 
 
 def theory() -> str:
-    """Why it was predicted, as it was written down."""
+    """Return the reason for the prediction, as it was written down."""
     text: str = _read()["theory"]
     return text.strip()
 
 
 def outcomes(summary: Summary) -> Iterator[str]:
-    """One row of a table per prediction."""
+    """Yield one row of a table per prediction."""
     for prediction in _read()["prediction"]:
         value, seeds = measured(summary, prediction)
         low, high = prediction.get("low"), prediction.get("high")
@@ -34,7 +34,7 @@ def outcomes(summary: Summary) -> Iterator[str]:
 
 
 def measured(summary: Summary, prediction: dict[str, Any]) -> tuple[float | None, int]:
-    """The figure that a prediction is about, and over how many seeds it is a mean (0: no seeds are involved)."""
+    """Return the value that a prediction is about, and over how many seeds it is a mean (0: no seeds are involved)."""
     if "mass" in prediction:
         return summary.mass(**prediction["mass"]), 0
     path = prediction["measure"]

@@ -69,7 +69,7 @@ def train_from_scratch(
 
 
 def new_model(tokenizer: Any, family: str, shape: Shape) -> PreTrainedModel:
-    """Random weights."""
+    """Create a model with random weights."""
     common: dict[str, Any] = {
         "vocab_size": len(tokenizer),
         "hidden_size": shape.hidden,
@@ -97,7 +97,7 @@ def new_model(tokenizer: Any, family: str, shape: Shape) -> PreTrainedModel:
 def packed(
     tokenizer: Any, documents: list[str], settings: Scratch, seed: int, device: torch.device
 ) -> Iterator[Tensor]:
-    """Rows that begin with a document and continue with others, each between BOS and EOS, shuffled again after all.
+    """Yield rows that begin with a document and continue with others, each between BOS and EOS, reshuffled after all.
 
     Yields:
         `[rows, context]` int64.
@@ -121,7 +121,7 @@ def packed(
 def _optimise(
     model: PreTrainedModel, batches: Iterator[Tensor], settings: Scratch, device: torch.device
 ) -> Iterator[Tensor]:
-    """AdamW with warm-up and cosine; yields each step's loss, on the device, valid until the next."""
+    """Train by AdamW with warm-up and cosine; yield each step's loss, on the device, valid until the next."""
     on_gpu = device.type == "cuda"
     optimizer, groups = _optimizer(model, on_gpu)
     ids = torch.zeros(settings.rows, settings.context, dtype=torch.int64, device=device)
@@ -152,7 +152,7 @@ def _optimise(
 def _optimizer(
     model: PreTrainedModel, on_gpu: bool
 ) -> tuple[torch.optim.Optimizer, list[tuple[dict[str, Any], float]]]:
-    """AdamW whose learning rates are tensors, and its groups with what their rates are multiplied by."""
+    """Create AdamW whose learning rates are tensors; return it and its groups with the factors of their rates."""
     embedding: Any = model.get_input_embeddings().weight
     parts = (
         ([embedding], 0.0, _EMBEDDING_RATE),
@@ -168,7 +168,7 @@ def _optimizer(
 
 
 def _captured(step: Callable[[], Tensor], optimizer: torch.optim.Optimizer) -> Callable[[], Tensor]:
-    """The step as a CUDA graph: so small a model waits for nothing but the launch of its kernels."""
+    """Capture the step as a CUDA graph, since the launches of its kernels take longest in so small a model."""
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch leaves it untyped
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -187,7 +187,7 @@ def _captured(step: Callable[[], Tensor], optimizer: torch.optim.Optimizer) -> C
 
 
 def rate(step: int, settings: Scratch) -> float:
-    """The learning rate of a step."""
+    """Return the learning rate of a step."""
     warm = min(1.0, (step + 1) / settings.warmup)
     done = max(0, step - settings.warmup) / max(1, settings.steps - settings.warmup)
     return settings.learning_rate * warm * (0.05 + 0.95 * (1 + math.cos(math.pi * done)) / 2)

@@ -113,7 +113,7 @@ class Scale:
         return [f"{n:0{width}d}" for width in range(2, self.digits + 1) for n in range(10**width)]
 
     def plain(self) -> dict[str, Any]:
-        """Everything as JSON has it."""
+        """Return all settings as JSON has them."""
         return asdict(self)
 
 

@@ -29,7 +29,7 @@ class OtherStudentsError(RuntimeError):
 
 
 def prepare(state: Path, scale: Scale) -> None:
-    """Text and tokenizers."""
+    """Write text and tokenizers."""
     from experiments.digits.vocabularies import make_student_tokenizer, make_teacher_tokenizer
 
     if (state / TOKENIZERS / "student" / "tokenizer.json").is_file():
@@ -41,7 +41,7 @@ def prepare(state: Path, scale: Scale) -> None:
 
 
 def scratch(state: Path, scale: Scale, *, side_by_side: int, only: tuple[str, ...] = ()) -> None:
-    """Both teachers, the first students, and the projection, each model in a process of its own."""
+    """Train both teachers and the first students and build the projection, each model in a process of its own."""
     prepare(state, scale)
     texts = Texts(state / "text")
     teacher = {"family": "qwen3", "shape": scale.teacher, "settings": scale.teach}
@@ -62,7 +62,7 @@ def scratch(state: Path, scale: Scale, *, side_by_side: int, only: tuple[str, ..
 
 
 def project(state: Path) -> None:
-    """The projection from the student's vocabulary to that of the teacher that splits numbers."""
+    """Build the projection from the student's vocabulary to that of the teacher that splits numbers."""
     from services.common.tokenizers.loading import load_tokenizer
     from xtoken_core.projection import build_projection, write_projection
 
@@ -83,7 +83,7 @@ def runs(
     gpus: int = 1,
     without: frozenset[tuple[str, int]] = frozenset(),
 ) -> bool:
-    """The compared runs but those `without`, each a method and a seed; returns whether all are finished."""
+    """Run the compared methods but `without`, each with every seed; return True if all are finished."""
     wanted = [(n, s) for n, s in planned(scale) if (not only or n in only) and (not seeds or s in seeds)]
     wanted = [run for run in wanted if run not in without]
     jobs = [Job(run_name(*run), run_file(scale, *run), custom_options(run[0])) for run in wanted]
@@ -145,7 +145,7 @@ def _measure_one(state: Path, scale: Scale, name: str) -> None:
 
 
 def collect(state: Path, scale: Scale, out: Path) -> None:
-    """One result file of everything that has been measured; what it has of other machines stays.
+    """Write one result file of all measurements; those of other machines that it already has stay.
 
     Args:
         state: Directory of the measurements.

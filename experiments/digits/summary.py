@@ -23,37 +23,37 @@ class Summary:
         return bool(self.result)
 
     def runs(self, method: str) -> list[Measured]:
-        """A method's runs, seed by seed."""
+        """Return a method's runs, seed by seed."""
         return [run for run in self.result["runs"] if run["method"] == method]
 
     def students(self) -> list[Measured]:
-        """The first students."""
+        """Return the first students."""
         return list(self.result["students"].values())
 
     def teacher(self, name: str) -> list[Measured]:
-        """A teacher, alone in a list; an empty one if it is not there."""
+        """Return a teacher, alone in a list; an empty one if it is not there."""
         return [self.result["teachers"][name]] if name in self.result["teachers"] else []
 
     def mean(self, method: str, path: str) -> float | None:
-        """A method's mean over its seeds; None if it has not run."""
+        """Return a method's mean over its seeds; None if it has not run."""
         found = [number(run, path) for run in self.runs(method)]
         known = [value for value in found if value is not None]
         return statistics.fmean(known) if known else None
 
     def difference(self, method: str, less: str, path: str) -> list[float]:
-        """One method less another, seed by seed, for the seeds that both have."""
+        """Return one method less another, seed by seed, for the seeds that both have."""
         ours, theirs = ({run["seed"]: number(run, path) for run in self.runs(name)} for name in (method, less))
         pairs = [(ours[seed], theirs[seed]) for seed in ours if seed in theirs]
         return [a - b for a, b in pairs if a is not None and b is not None]
 
     def mass(self, kind: str, tokens: int) -> float | None:
-        """The mean mass of such chunks; None if there are none."""
+        """Return the mean mass of such chunks; None if there are none."""
         rows = [row["mass"] for row in self.result["mass"] if row["kind"] == kind and row["tokens"] == tokens]
         return float(rows[0]) if rows else None
 
 
 def number(measured: Measured, path: str) -> float | None:
-    """A figure by the path of its names.
+    """Return a value by the path of its names.
 
     >>> number({"exact_match": {"all": 0.5}}, "exact_match.all")
     0.5
@@ -67,7 +67,7 @@ def number(measured: Measured, path: str) -> float | None:
 
 
 def spread(values: Sequence[float | None], form: str) -> str:
-    """A mean with the standard deviation, where there are several; `%` is a share.
+    """Format a mean with the standard deviation, where there are several; `%` is a fraction.
 
     >>> spread([0.5, 0.7], "%"), spread([1.25], ".1f"), spread([None], "%")
     ('60.0% ± 14.1', '1.2', '')

@@ -108,7 +108,7 @@ def write_texts(directory: Path, scale: Scale) -> Texts:
 
 
 def arithmetic_documents(scale: Scale, rng: random.Random, count: int) -> tuple[list[str], list[str]]:
-    """So many documents, right and with wrong answers."""
+    """Return so many documents with right answers, and the same ones with some wrong answers."""
     right, wrong = [], []
     for _ in range(count):
         problems = [training_problem(scale, rng) for _ in range(scale.lines)]
@@ -119,7 +119,7 @@ def arithmetic_documents(scale: Scale, rng: random.Random, count: int) -> tuple[
 
 
 def training_problem(scale: Scale, rng: random.Random) -> Problem:
-    """A problem that is not held out."""
+    """Draw a problem that is not held out."""
     while True:
         found = draw(scale, rng)
         if not found.held_out:
@@ -127,7 +127,7 @@ def training_problem(scale: Scale, rng: random.Random) -> Problem:
 
 
 def draw(scale: Scale, rng: random.Random) -> Problem:
-    """A problem; each operand has up to as many digits as the scale's shares say, and is below its limit."""
+    """Draw a problem; each operand has up to as many digits as the scale's fractions say, and is below its limit."""
     left, right = (
         rng.randrange(min(10**digits, scale.limit))
         for digits in rng.choices(range(1, scale.digits + 1), scale.shares, k=2)
@@ -137,7 +137,7 @@ def draw(scale: Scale, rng: random.Random) -> Problem:
 
 
 def spoilt(answer: int, rng: random.Random) -> str:
-    """The answer with one digit replaced by another; no leading 0 comes in.
+    """Replace one digit of an answer by another; no leading 0 comes in.
 
     >>> spoilt(579, random.Random(0)) != "579"
     True
@@ -149,7 +149,7 @@ def spoilt(answer: int, rng: random.Random) -> str:
 
 
 def held_out_problems(scale: Scale) -> dict[int, list[Problem]]:
-    """Problems that no model was trained on, by number of digits, at most `scale.problems` of each."""
+    """Return problems that no model was trained on, by number of digits, at most `scale.problems` of each."""
     rng = random.Random(2)
     found: dict[int, dict[Problem, None]] = {digits: {} for digits in range(1, scale.digits + 1)}
     for _ in range(400 * scale.problems):
@@ -160,14 +160,14 @@ def held_out_problems(scale: Scale) -> dict[int, list[Problem]]:
 
 
 def prompt_of(scale: Scale, problem: Problem, shown: int) -> str:
-    """A document up to a problem's equals sign, so many solved problems of the training text's kind before it."""
+    """Return a document up to a problem's equals sign, after so many solved problems of the training text's kind."""
     rng = random.Random(problem.question)
     others = [training_problem(scale, rng) for _ in range(shown)]
     return "".join(f"{p.question}{p.answer}\n" for p in others) + problem.question
 
 
 def held_out_documents(scale: Scale) -> list[str]:
-    """Held-out problems as documents, with the right answers."""
+    """Return held-out problems as documents, with the right answers."""
     problems = [problem for some in held_out_problems(scale).values() for problem in some]
     random.Random(3).shuffle(problems)
     lines = [f"{p.question}{p.answer}\n" for p in problems]
@@ -175,7 +175,7 @@ def held_out_documents(scale: Scale) -> list[str]:
 
 
 def source_documents() -> tuple[list[str], list[str]]:
-    """Stretches of the standard library's sources, to train on and held out, by file."""
+    """Return stretches of the standard library's sources, to train on and held out, by file."""
     library = Path(sysconfig.get_paths()["stdlib"])
     found: dict[bool, list[str]] = {False: [], True: []}
     for path in library_files(library):
@@ -188,7 +188,7 @@ def source_documents() -> tuple[list[str], list[str]]:
 
 
 def cut_at_lines(text: str) -> Iterator[str]:
-    """Whole lines, up to 240 bytes of them; longer lines and blank stretches are left out."""
+    """Yield whole lines, up to 240 bytes of them; longer lines and blank stretches are left out."""
     lines: list[str] = []
     size = 0
     for line in text.splitlines(keepends=True):
@@ -203,7 +203,7 @@ def cut_at_lines(text: str) -> Iterator[str]:
 
 
 def read_texts(path: Path) -> list[str]:
-    """A file's documents."""
+    """Return a file's documents."""
     with path.open(encoding="utf-8") as file:
         return [json.loads(line)["text"] for line in file]
 

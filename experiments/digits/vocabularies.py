@@ -46,7 +46,7 @@ def make_student_tokenizer(texts: Sequence[str], words: int, numerals: Sequence[
 def _trained(
     texts: Sequence[str], words: str, vocabulary: int, specials: dict[str, str], *, whole_numbers: bool = True
 ) -> Tokenizer:
-    """Merges of words; with `whole_numbers` off, no merge has a digit in it."""
+    """Train a tokenizer by merges of words; with `whole_numbers` off, no merge has a digit in it."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = _byte_level(words if whole_numbers else words.replace("[0-9]{1,3}", "[0-9]"))
     tokenizer.decoder = decoders.ByteLevel()

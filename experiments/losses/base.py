@@ -47,9 +47,7 @@ class ReferenceLoss(ChunkLoss):
         super().__init__(config, teacher, index=index, student_vocab_size=student_vocab_size, device=device)
         if teacher.tokenizers is None:
             raise ConfigError("this loss reads both tokenizers: run it by xtoken run --loss")
-        student, of_teacher = (token_table(tokenizer) for tokenizer in teacher.tokenizers())
-        self.student_bytes = [bytes(piece) for piece in student.pieces]
-        self.teacher_bytes = [bytes(piece) for piece in of_teacher.pieces]
+        self.student_bytes, self.teacher_bytes = map(written_bytes, teacher.tokenizers())
 
     @classmethod
     def bytes_per_position(cls, student_vocab_size: int, teacher_vocab_size: int) -> int:
@@ -95,7 +93,7 @@ class ReferenceLoss(ChunkLoss):
         return torch.log_softmax(logits if self.config.temperature == 1 else logits / self.config.temperature, dim=1)
 
     def prepare(self, student: Tokens, teacher: Tokens) -> Any:
-        """Return what `values` needs of a group's tokens alone; it is computed once for value and gradient."""
+        """Compute the part of `values` that depends on a group's tokens alone, once for value and gradient."""
         return None
 
     @abstractmethod
@@ -119,6 +117,12 @@ def _layout(chunk_id: Tensor, chunks: int) -> tuple[Tensor, Tensor]:
     first = torch.full((spare + 1,), B * T, device=chunk_id.device).scatter_reduce(0, group, place, "amin")
     size = torch.zeros_like(first).index_add(0, group, torch.ones_like(group))
     return first[:-1], size[:-1]
+
+
+def written_bytes(tokenizer: Any) -> list[bytes]:
+    """Return by id the bytes of a tokenizer's tokens; empty for specials and for bytes that it writes otherwise."""
+    table = token_table(tokenizer)
+    return [b"" if index in table.unused_bytes else bytes(piece) for index, piece in enumerate(table.pieces)]
 
 
 def shared_tokens(student: Sequence[bytes], teacher: Sequence[bytes], device: torch.device) -> tuple[Tensor, Tensor]:

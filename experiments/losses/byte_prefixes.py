@@ -92,7 +92,7 @@ class BytePrefixes:
         return self._known[emitted]
 
     def rests(self, emitted: bytes, token: int) -> Rests:
-        """Return what is still to be spelled of the teacher's tokens after some bytes and a student token."""
+        """Return the unspelled rests of the teacher's tokens after some bytes and a student token."""
         key = emitted, token
         if key not in self._rests:
             beginnings = self.after(emitted)

@@ -22,5 +22,5 @@ def spread(values: Sequence[float]) -> str:
 
 
 def bounds_of(low: float | None, high: float | None) -> str:
-    """Return what was predicted: a lower bound, or both."""
+    """Format the predicted bounds: a lower bound, or both."""
     return f"at least {low:g}" if high is None else f"{low:g} to {high:g}"

@@ -267,7 +267,7 @@ def collect(state: Path, out: Path, *, merge: bool = False) -> None:
 
 
 def record(state: Path, name: str) -> dict[str, Any]:
-    """Return what a run shows of quality, time, memory, and waiting for a store."""
+    """Return a run's results: quality, time, memory, and waiting for a store."""
     directory = state / "runs" / name
     steps, evals = _lines(directory / "steps.jsonl"), _lines(directory / "eval.jsonl")
     later = steps[FIRST_STEPS:] or steps

@@ -20,7 +20,7 @@ chain_app = typer.Typer(
 
 @chain_app.callback()
 def chain() -> None:
-    """Look at the tables of the chain divergence."""
+    """Inspect the tables of the chain divergence."""
 
 
 @chain_app.command()

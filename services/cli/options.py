@@ -82,7 +82,7 @@ RankOption = Annotated[int, typer.Option("--rank", min=0, help="The trainer's ra
 
 
 def control_plane_command(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the options of a control plane's client.
+    """Add the options of a control plane's client to a command.
 
     The command takes a connected client and `as_json`; `--control`, `--token-file` and `--json` come from here. Its
     signature is rewritten because Typer builds a command line from the signature.

@@ -137,7 +137,7 @@ def write(
 
 
 def _plan_of(spec: RunSpec, target: str) -> dict[str, Any]:
-    """Return what a build would compute, without starting it."""
+    """Return the records, sizes and identity of a build, without starting it."""
     from services.common.run.resolve import resolve_run
     from services.common.stores.teacher_stores import records_of
     from xtoken_core.teacher_store.files import open_files

@@ -168,13 +168,13 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def pause_writing(self) -> None:
-        """Start the time that the peer has for reading."""
+        """Start the timeout for a peer that does not read."""
         super().pause_writing()
         if self._stalled is None:
             self._stalled = self.loop.call_later(STALLED_S, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """Stop it."""
+        """Cancel that timeout."""
         if self._stalled is not None:
             self._stalled.cancel()
             self._stalled = None

@@ -32,7 +32,7 @@ class RecoveredRun:
     exited: dict[str, str] = field(default_factory=dict)
 
     def summary(self) -> str:
-        """Return one line for the run's history."""
+        """Summarise in one line, for the run's history."""
         running = f"recovered: {', '.join(self.running)}" if self.running else "no process is running"
         exited = "; ".join(f"{worker} {reason}" for worker, reason in self.exited.items())
         return f"{running}; meanwhile {exited}" if exited else running

@@ -59,7 +59,7 @@ class SharedLogs:
             return LogStream(self, self._first + len(self._parts), self._follower.positions)
 
     async def lines_from(self, stream: LogStream) -> AsyncIterator[bytes]:
-        """Yield what is added until the run is over."""
+        """Yield added text until the run is over."""
         with self._attended():
             while True:
                 updated, over = self._updated, self._over
@@ -87,7 +87,7 @@ class SharedLogs:
 
     @contextmanager
     def _attended(self) -> Iterator[None]:
-        """Have the logs read regularly while there are streams."""
+        """Read the logs regularly while there are streams."""
         self._streams += 1
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._read_regularly())

@@ -131,7 +131,7 @@ class Store:
     def page(
         self, limit: int, *, before: int | None = None, states: Sequence[RunState] = (), name: str = ""
     ) -> list[dict[str, Any]]:
-        """Return one page of run summaries, newest first.
+        """List one page of run summaries, newest first.
 
         Args:
             limit: Largest number of runs.
@@ -161,7 +161,7 @@ class Store:
             return dict(rows.all())
 
     def change(self, run_id: str, **values: Any) -> None:
-        """Set columns of a run."""
+        """Update columns of a run."""
         with self._session() as session:
             session.execute(update(RunRow).where(RunRow.id == run_id).values(**values))
 
@@ -178,7 +178,7 @@ class Store:
             session.add_all(rows)
 
     def change_attempt(self, run_id: str, worker: str, incarnation: int, **values: Any) -> None:
-        """Set columns of an attempt."""
+        """Update columns of an attempt."""
         of = (AttemptRow.run_id == run_id, AttemptRow.worker == worker, AttemptRow.incarnation == incarnation)
         with self._session() as session:
             session.execute(update(AttemptRow).where(*of).values(**values))

@@ -53,7 +53,7 @@ def write_run_files(out: Path, training: StudentTraining) -> dict[str, Path]:
 
 
 def run_file(name: str, loss: str, training: StudentTraining) -> str:
-    """Return one run file; its paths are relative to its own directory."""
+    """Return the text of a run file; its paths are relative to its own directory."""
     return f"""# Created by `xtoken demo`; rerun it with `xtoken run {name}.toml`.
 name = "{name}"
 output = "runs/{name}"

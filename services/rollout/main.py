@@ -81,7 +81,7 @@ class RolloutLoop:
         serve_blocks(self.worker, self._complete)
 
     def _complete(self, block: Block) -> None:
-        """Put a row or a tombstone for each position of a block."""
+        """Store a row or a tombstone for each position of a block."""
         version = self._load(block)
         prompts, tombstones = self._prompts(block)
         began = time.monotonic()
@@ -150,7 +150,7 @@ class RolloutLoop:
             time.sleep(POLL_S)
 
     def _check_lease(self, block: Block) -> None:
-        """Give up a block that was leased before a rewind.
+        """Refuse a block that was leased before a rewind.
 
         Raises:
             QueueError: `lease_revoked`.

@@ -52,7 +52,7 @@ class ServedSampler:
         )
 
     def load(self, path: Path) -> Version:
-        """Make all servers read the published weights; return their version.
+        """Load the published weights into all servers; return their version.
 
         Args:
             path: File of the published weights.

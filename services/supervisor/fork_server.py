@@ -135,7 +135,7 @@ class Server:
 
 
 def become(env: Mapping[str, str], log: int) -> None:
-    """Give a forked process its own session, output and environment.
+    """Set session, output and environment of a forked process.
 
     Args:
         env: The whole environment.

@@ -73,6 +73,6 @@ def _needed(spec: RunSpec) -> Iterator[tuple[str, str, str]]:
 
 
 def _installed(package: str) -> bool:
-    """Return whether it can be imported; a spec without an origin is a directory of the same name."""
+    """Return whether a package can be imported; a spec without an origin is a directory of the same name."""
     spec = importlib.util.find_spec(package)
     return spec is not None and spec.origin is not None

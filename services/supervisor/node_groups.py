@@ -88,7 +88,7 @@ class NodeGroups:
         return time.monotonic() - monitor.answered_at if monitor.connected else 0.0
 
     def totals(self) -> dict[str, Any]:
-        """Return what all queues hold, and how many samples were skipped or dead; sizes are bytes."""
+        """Sum the contents of all queues, and the numbers of skipped and dead samples; sizes are bytes."""
         partitions = [group.monitor.partition for group in self]
         runs = [group.monitor.run for group in self]
         tasks: dict[str, Counter[str]] = {}
@@ -108,7 +108,7 @@ class NodeGroups:
         }
 
     def leases(self, spec: ProcessSpec) -> str:
-        """Return what workers of this kind have leased, for the message that ends the run."""
+        """Describe the leases of a kind of worker, for the message that ends the run."""
         monitor = self[spec.node].monitor
         if spec.kind == "collator":
             blocks = monitor.run.get("blocks_leased", 0)

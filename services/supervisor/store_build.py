@@ -83,7 +83,7 @@ class StoreBuild(LocalRun):
 
 
 class CompletedRun(LocalRun):
-    """A run that begins with completing the stores of teachers whose `store_missing` is `compute`.
+    """Local run that first builds the missing store records (`store_missing = "compute"`).
 
     Args:
         spec: As for `LocalRun`.

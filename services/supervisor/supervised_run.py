@@ -152,7 +152,7 @@ class SupervisedRun:
         return time.monotonic() - self._over_at if self.over.is_set() else 0.0
 
     def status(self) -> dict[str, Any]:
-        """Return its supervisor's last status; ask no other process."""
+        """Return the supervisor's last status, without a request to another process."""
         status: dict[str, Any] = {"text_read": self._text_read, "checking": self._checking, **self._known}
         if self._supervisor is not None:
             status = dict(self._supervisor.status())

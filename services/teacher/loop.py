@@ -163,7 +163,7 @@ class TeacherLoop:
             self._log_memory()
 
     def _head_in(self, ring: SignalRing) -> AbstractContextManager[None]:
-        """Put the head into a ring of hidden states that the trainer maps; without a map it loads its own copy."""
+        """Copy the head into a ring of hidden states that the trainer maps; without a map it loads its own copy."""
         if not self.shape.hidden or self.transport == QUEUE or isinstance(self.model, ServedTeacher):
             return nullcontext()
         return self.model.head_in(ring.head_view())
@@ -293,7 +293,7 @@ class TeacherLoop:
         pair.completions.after(complete)
 
     def _other_columns(self, claimed: Claimed) -> dict[str, Column]:
-        """Return what goes to the trainer beside a micro-batch's signal, once that is written."""
+        """Return further columns for the trainer, once a micro-batch's signal is written."""
         del claimed
         return {}
 

@@ -89,12 +89,12 @@ class BestFollower:
         return self.spec is not None and self.spec.keep_best and self._step == cursor.step
 
     def protect(self) -> None:
-        """Keep the best evaluation's checkpoint, which is written or being written, as long as it is the best."""
+        """Protect the best evaluation's checkpoint, written or being written, from deletion while it is the best."""
         if self.spec is not None and self.spec.keep_best and self._step != NEVER:
             self.checkpoints.keep(self._step)
 
     def restore(self, optimizer: StudentOptimizer, cursor: Cursor) -> Cursor:
-        """Give the student the weights of the best evaluation, at the end of the run.
+        """Load the best evaluation's checkpoint into the student, at the end of the run.
 
         Args:
             optimizer: Holds the weights and moments, which are overwritten.

@@ -140,7 +140,7 @@ class Checkpoints:
         return self.directory / checkpoint_name(step)
 
     def keep(self, step: int) -> None:
-        """Keep the checkpoint of a step, the best so far, beside the newest, and link `best` to it once it exists."""
+        """Protect the checkpoint of a step, the best so far, from deletion, and link `best` to it once it exists."""
         self._kept = step
         if self.group.is_leader:
             self._link_best()
@@ -206,7 +206,7 @@ class Checkpoints:
             self._failure = OutputError(f"cannot write the checkpoint {target}: {_reason(error)}")
 
     def _together(self, action: Callable[[], None]) -> None:
-        """Do this rank's part, and raise the first rank's error on all ranks if any rank has failed."""
+        """Run this rank's action, and raise the first rank's error on all ranks if any rank has failed."""
         failure: Exception | None = None
         try:
             action()
@@ -235,7 +235,7 @@ class Checkpoints:
         log.info("checkpoint %s", target)
 
     def _link_best(self) -> None:
-        """Let the link `best` lead to the checkpoint to keep, once it is written."""
+        """Point the link `best` to the best checkpoint, once it is written."""
         if self._kept is not None and self.path_of(self._kept).is_dir():
             # Both the writing thread and the training thread may come here; the link is for readers, never read here.
             scratch = self.directory / f".{BEST}.{threading.get_ident()}.tmp"

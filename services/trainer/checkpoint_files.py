@@ -240,7 +240,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def _target(name: str, value: Tensor, index: Index, rank: int, ranks: int) -> LocalRows:
-    """Return what to fill, once the index has a tensor of its shape and dtype.
+    """Return the local rows to fill, after a check of shape and dtype against the index.
 
     Raises:
         ValueError: It has none.

@@ -49,7 +49,7 @@ class CompletionSamples:
         return bool((batch[schema.WEIGHTS_VERSION.name] >= 0).any())
 
     def observe(self, values: Values) -> None:
-        """Keep the divergences of a micro-batch for `write`; with a head in blocks the last call counts."""
+        """Store the divergences of a micro-batch for `write`; with a head in blocks the last call counts."""
         self._values = values
 
     @torch.no_grad()

@@ -113,7 +113,7 @@ class EvalTasks:
 
 
 def _completer_of(run: RunSpec, tasks: TasksSpec, tokenizer: Any) -> Completer | RolloutCompleter:
-    """Return what completes the prompts: the rollouts' own sampler in runs that load the student for it."""
+    """Return the sampler of completions: that of the rollouts in runs whose rollout workers load the student."""
     if run.rollout is None or run.rollout.url:
         return Completer(tokenizer, tasks.max_new_tokens, samples=tasks.samples, temperature=tasks.temperature)
     changes = {"max_new_tokens": tasks.max_new_tokens, "temperature": tasks.temperature}

@@ -186,7 +186,7 @@ def make_loss(
 
 
 def _with_tokenizers(run: ResolvedRun, number: int, teacher: LossTeacher) -> LossTeacher:
-    """Give a custom loss access to both tokenizers; the library's own losses need none."""
+    """Pass both tokenizers to a custom loss; the library's own losses need none."""
     if run.spec.loss.mode_of(number) != "custom":
         return teacher
     return replace(

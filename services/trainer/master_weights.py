@@ -18,7 +18,7 @@ class MasterWeights:
     """
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
-        """Take over a model's weights and round the model's own, in place.
+        """Copy a model's weights as master weights and round the model's own, in place.
 
         Args:
             model: In float32, on its device.

@@ -90,7 +90,7 @@ class StudentOptimizer:
         return state
 
     def after_restore(self, state: Mapping[str, Tensor]) -> None:
-        """Take over a checkpoint that was loaded into the tensors of `state`."""
+        """Apply a checkpoint that was loaded into the tensors of `state`."""
         for (_, own), count in zip(self._counts(), state["optimizer.steps"], strict=True):
             own.copy_(count)
         self.student.sync_weights()

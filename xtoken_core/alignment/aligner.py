@@ -183,7 +183,7 @@ class TokenAligner:
 
 
 def _folds(student: Pipeline, teacher: Pipeline) -> tuple[Normalizer | None, Normalizer | None]:
-    """Return what the pieces of either side are normalised by before both are compared.
+    """Return the normalizer of each side's pieces for the comparison with the other side's; None: none.
 
     A side that is spelled as it is is normalised as the other one; two that normalise alike are compared as they are.
     """

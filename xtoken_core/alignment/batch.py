@@ -40,12 +40,12 @@ class AlignmentBatch:
     num_chunks: Int64[Tensor, " B"]
 
     def flat(self, teacher: int | None = None) -> dict[str, Tensor]:
-        """The fields under their transport names: `alignment_*`, or `alignment_{teacher}_*`."""
+        """Return the fields under their transport names, `alignment_*` or `alignment_{teacher}_*`."""
         return {flat_name(field.name, teacher): getattr(self, field.name) for field in fields(self)}
 
 
 def flat_name(field: str, teacher: int | None = None) -> str:
-    """The transport name of one field.
+    """Return the transport name of a field.
 
     >>> flat_name("pair_valid"), flat_name("num_chunks", 1)
     ('alignment_pair_valid', 'alignment_1_num_chunks')
@@ -54,7 +54,7 @@ def flat_name(field: str, teacher: int | None = None) -> str:
 
 
 def alignment_from_flat_batch(data: Mapping[str, Any], teacher: int | None = None) -> AlignmentBatch:
-    """Put the flat `alignment_*` fields of a batch together again.
+    """Build an `AlignmentBatch` from the flat `alignment_*` fields of a batch.
 
     The names follow the fields of `AlignmentBatch`, so the two cannot drift apart.
 

@@ -35,7 +35,7 @@ def matching_blocks(a: np.ndarray, b: np.ndarray) -> list[tuple[int, int, int]]:
 
 
 def differ(a: np.ndarray, b: np.ndarray, i: int, j: int) -> bool:
-    """Return True if both streams have a known symbol, `a[i]` and `b[j]`, and the two are not equal."""
+    """Return True if `a[i]` and `b[j]` exist, are known bytes and differ."""
     return bool(i < len(a) and j < len(b) and a[i] != b[j] and max(a[i], b[j]) <= 255)
 
 

@@ -183,7 +183,7 @@ class Normalizer:
         return trace
 
     def then(self, other: Normalizer | None) -> Normalizer:
-        """Return this one followed by the other."""
+        """Return the normalizer that applies this one, then the other."""
         return self if other is None or other == self else Normalizer(self.steps + other.steps)
 
     def merges(self, text: str) -> bool:
@@ -194,7 +194,7 @@ class Normalizer:
         return any(step.apply(text) != text for step in steps)
 
     def leaves(self, text: str) -> bool:
-        """Return True if no step adds, removes or replaces anything but spaces and single characters in a text."""
+        """Return True if normalisation changes only whitespace and single characters of a text."""
         return all(step.apply(text) == text for step in self.editing)
 
     @property
@@ -203,7 +203,7 @@ class Normalizer:
         return any(step.kind not in _KEEPS_SPACES_APART and not step.writes_spaces for step in self.steps)
 
     def swallows(self, cluster: str) -> bool:
-        """Return True if a character that follows a cluster may leave nothing behind, though it does elsewhere."""
+        """Return True if some character is normalised to nothing after this cluster but not on its own."""
         image = self(cluster)
         return any(self(char) and self(cluster + char) == image for char in _FOLLOWING)
 

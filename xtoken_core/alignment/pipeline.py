@@ -94,7 +94,7 @@ class Pipeline:
         self.is_lossless = not (drops or self.normalizes)
 
     def leaves(self, text: str) -> bool:
-        """Return True if a text holds nothing that the tokenizer would edit or may have written by an edit."""
+        """Return True if the tokenizer would not edit the text and cannot have written any of it."""
         return self.normalizer.leaves(text) and not any(sign in text for sign in self._signs)
 
     def locate(self, ids: np.ndarray, text: str, *, cut: bool) -> Placed | None:

@@ -211,7 +211,7 @@ def _is_unedited(walk: _Walk, *sides: RowSide) -> bool:
 
 
 def _spellings(side: RowSide, unknown: int) -> Iterator[_Walk]:
-    """Yield what the row may spell: with or without the tokenizer's own space, specials silent or written out."""
+    """Yield the row's possible spellings: with or without the tokenizer's own space, specials empty or written out."""
     pool = side.arrays.table.pool
     kinds = side.arrays.table.kinds[side.ids]
     unknowns = np.flatnonzero(kinds == UNKNOWN)
@@ -241,7 +241,7 @@ def _agree(x: _Walk, y: _Walk, *, whole: bool) -> bool:
 
 
 def _normalised(walk: _Walk, normalizer: Normalizer) -> _Walk:
-    """Return the same tokens on the normalised text; what is behind the first unknown byte stays as it is."""
+    """Map the tokens to the normalised text; the stream from the first unknown byte on is kept."""
     whole = walk.stream <= 255
     size = int(whole.argmin()) if not whole.all() else len(whole)
     data = walk.stream[:size].astype(np.uint8).tobytes()
@@ -270,7 +270,7 @@ def _normalised(walk: _Walk, normalizer: Normalizer) -> _Walk:
 
 
 def _without_whitespace(walk: _Walk) -> _Walk:
-    """Return the same tokens on a stream without whitespace, for an other side that drops it."""
+    """Map the tokens to the stream without whitespace, where the other tokenizer drops it."""
     space = np.isin(walk.stream, np.frombuffer(b" \t\n\r\v\f", dtype=np.uint8))
     kept = np.r_[0, np.cumsum(~space)]
     begins, ends = kept[walk.begins], kept[walk.ends]
@@ -360,7 +360,7 @@ def _is_spelled(walk: _Walk, chunk: np.ndarray, cuts: np.ndarray) -> np.ndarray:
 
 
 def _spelling(side: RowSide, walk: _Walk, at: int) -> bytes:
-    """Return what a token of text spells, without the space that its tokenizer put before it."""
+    """Return the bytes of a text token, without the space that its tokenizer put before it."""
     table, index = side.arrays.table, int(side.ids[at])
     piece = table.literals.get(index, table.pieces[index])
     return piece[1:] if walk.trimmed[at] == 1 and piece[:1] == b" " else piece

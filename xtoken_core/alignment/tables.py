@@ -41,7 +41,7 @@ class Pool:
 
 
 def spelling_pool(pieces: Sequence[bytes], literals: Mapping[int, bytes]) -> Pool:
-    """Put the spellings of tokens by id, and of specials by id, into one array."""
+    """Concatenate the spellings of tokens by id, and of specials by id, in one array."""
     lengths = np.fromiter(map(len, pieces), dtype=np.int64, count=len(pieces))
     ends = np.cumsum(lengths)
     literal_ends, literal_lengths = ends.copy(), lengths.copy()
@@ -54,7 +54,7 @@ def spelling_pool(pieces: Sequence[bytes], literals: Mapping[int, bytes]) -> Poo
 
 
 def spread(ends: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """The positions `[end - length, end)` of every stretch, one stretch after the other; int64."""
+    """Return the positions of all intervals `[end - length, end)`, concatenated, int64."""
     positions: np.ndarray = (ends - lengths.cumsum()).repeat(lengths)
     positions += np.arange(len(positions))
     return positions
@@ -74,6 +74,8 @@ class TokenTable:
         drops_whitespace: Spaces between words are not spelled by any token.
         normalizer: What it does to the characters of a text before it tokenizes them; None if nothing.
         decode: How its token strings write bytes; None if they are bytes.
+        byte_tokens: Ids of the tokens of byte fallback, `<0x41>`: the tokenizer writes them only for bytes of characters
+            that its vocabulary lacks.
     """
 
     pieces: tuple[bytes, ...]
@@ -85,6 +87,7 @@ class TokenTable:
     drops_whitespace: bool = False
     normalizer: Normalizer | None = field(default=None, compare=False)
     decode: token_decoders.Decode | None = field(default=None, compare=False)
+    byte_tokens: frozenset[int] = frozenset()
 
     def __len__(self) -> int:
         return len(self.pieces)
@@ -93,6 +96,12 @@ class TokenTable:
     def pool(self) -> Pool:
         """All spellings in one array."""
         return spelling_pool(self.pieces, self.literals)
+
+    @cached_property
+    def unused_bytes(self) -> frozenset[int]:
+        """Ids of the tokens of byte fallback that the tokenizer never writes: another token spells the same byte."""
+        others = {piece for index, piece in enumerate(self.pieces) if index not in self.byte_tokens}
+        return frozenset(index for index in self.byte_tokens if self.pieces[index] in others)
 
     def spell(self, ids: Any) -> bytes:
         """Return the bytes that these ids spell, concatenated, including the space that was put before them."""
@@ -129,12 +138,17 @@ def token_table(tokenizer: Any) -> TokenTable:
         roles=_roles(tokenizer, {i: s for i, s in specials.items() if kinds[i] == SPECIAL}),
         literals={i: s.encode("utf-8", "replace") for i, s in specials.items() if kinds[i] == SPECIAL},
         decode=None if any(isinstance(token, bytes) for token in tokens.values()) else decode,
+        byte_tokens=frozenset(
+            index
+            for index, token in tokens.items()
+            if isinstance(token, str) and _BYTE.fullmatch(token) and len(pieces[index]) == 1
+        ),
     )
     return _with_habits(bare, tokenizer)
 
 
 def _marks(tokenizer: Any) -> tuple[str, str]:
-    """Return what tokens of a model begin with that continue a word, and end with that end one."""
+    """Return the prefix of tokens that continue a word, and the suffix of tokens that end one."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     model = backend.model if backend is not None else None
     return (getattr(model, "continuing_subword_prefix", None) or "", getattr(model, "end_of_word_suffix", None) or "")
@@ -163,7 +177,7 @@ def _unknown(tokenizer: Any) -> int | None:
 
 
 def encode_plain(tokenizer: Any, text: str) -> list[int]:
-    """The ids of a text alone, without the specials a tokenizer puts around it."""
+    """Tokenize a text without the special tokens that a tokenizer adds around it."""
     return [int(i) for i in tokenizer.encode(text, add_special_tokens=False)]
 
 
@@ -180,7 +194,7 @@ def _scheme(tokenizer: Any, tokens: Mapping[int, str | bytes], unknown: int | No
 
 
 def _pipeline(backend: Any) -> str:
-    """The backend's JSON without its vocabulary."""
+    """Return the backend's JSON without its vocabulary."""
     parts = {name: getattr(backend, name) for name in ("normalizer", "pre_tokenizer", "decoder")}
     described = {name: json.loads(part.__getstate__()) for name, part in parts.items() if part is not None}
     model = {"type": type(backend.model).__name__}
@@ -199,7 +213,7 @@ def _token_strings(tokenizer: Any) -> dict[int, str | bytes]:
 
 
 def _mistral_pieces(tokenizer: Any) -> dict[int, str | bytes] | None:
-    """The vocabulary of a tokenizer that wraps mistral-common, which knows its tokens' bytes itself."""
+    """Return the vocabulary of a tokenizer that wraps mistral-common, which knows its tokens' bytes itself."""
     inner = _mistral_tokenizer(tokenizer)
     if inner is None:
         return None

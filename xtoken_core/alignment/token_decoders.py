@@ -32,7 +32,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def byte_alphabet() -> dict[str, int]:
-    """The printable stand-in of every byte in byte-level BPE vocabularies, as published with GPT-2.
+    """Return the byte that each printable character stands for in byte-level BPE vocabularies (GPT-2's table).
 
     Bytes that print stand for themselves; the other 68 get the code points from 256 upward, in order.
     """
@@ -48,7 +48,7 @@ _ALPHABET = str.maketrans(
 
 
 def byte_level(token: str) -> bytes:
-    """GPT-2, Llama-3, Qwen, tekken: one printable character per byte."""
+    """Decode a byte-level token (GPT-2, Llama 3, Qwen, tekken): one printable character per byte."""
     try:
         return token.translate(_ALPHABET).encode("latin-1")
     except UnicodeEncodeError:
@@ -56,24 +56,24 @@ def byte_level(token: str) -> bytes:
 
 
 def sentencepiece(token: str) -> bytes:
-    """SentencePiece: `▁` is a space, `<0xNN>` a byte."""
+    """Decode a SentencePiece token: `▁` is a space, `<0xNN>` a byte."""
     if found := _BYTE_TOKEN.fullmatch(token):
         return bytes([int(found[1], 16)])
     return token.replace("▁", " ").encode("utf-8", "replace")
 
 
 def wordpiece(token: str) -> bytes:
-    """WordPiece: `##` marks a continuation; the spaces between words are nowhere."""
+    """Decode a WordPiece token; `##` marks a continuation, spaces between words are lost."""
     return (token[2:] if token.startswith("##") and len(token) > 2 else token).encode("utf-8", "replace")
 
 
 def end_of_word(token: str) -> bytes:
-    """The original BPE: `</w>` marks the end of a word; the spaces between words are nowhere."""
+    """Decode an original-BPE token; `</w>` ends a word, spaces between words are lost."""
     return token.removesuffix("</w>").encode("utf-8", "replace")
 
 
 def byte_characters(token: str) -> bytes:
-    """Byte tokenizers such as ByT5's: character n is byte n."""
+    """Decode a byte-tokenizer token (ByT5): character n is byte n."""
     try:
         return token.encode("latin-1")
     except UnicodeEncodeError:
@@ -81,7 +81,7 @@ def byte_characters(token: str) -> bytes:
 
 
 def plain(token: str) -> bytes:
-    """Character and word tokenizers: the token is its own text."""
+    """Return the token's own text as bytes (character and word tokenizers)."""
     return token.encode("utf-8", "replace")
 
 
@@ -96,7 +96,7 @@ def utf8(text: str) -> bytes:
 
 
 def content_decoder(decode: Decode | None) -> Decode:
-    """Return how the pre-tokens are written of a tokenizer whose tokens are decoded by `decode`."""
+    """Return the decoder of the pre-tokens of a tokenizer whose tokens are decoded by `decode`."""
     if decode is byte_level:
         return byte_level
     return spaces_signed if decode is sentencepiece else utf8
@@ -114,7 +114,7 @@ class Probe:
 
 
 def choose(probes: Sequence[Probe], description: str) -> Decode:
-    """The scheme that best gives the probes' texts back from their tokens.
+    """Choose the decoder that reconstructs most probe texts.
 
     Args:
         probes: Texts and their tokens.

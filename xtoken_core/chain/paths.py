@@ -22,7 +22,7 @@ ENDS_HERE = -1
 
 @dataclass(frozen=True)
 class Paths:
-    """The nodes of one side's tokens.
+    """Trie over the spellings of one tokenizer's tokens in the other's pieces.
 
     Attributes:
         node: `[n]` int32, for every piece of every spelling the node reached with it; -1 where every token ends, and

@@ -19,7 +19,7 @@ SHAPES = ("1:1", "1:n", "n:1", "m:n")
 
 @dataclass(frozen=True)
 class SideReport:
-    """One side's tokens.
+    """Token counts of one tokenizer: with and without a root.
 
     Attributes:
         tokens: Size of the vocabulary.

@@ -33,7 +33,7 @@ class TensorFields:
 
     @classmethod
     def of_flat(cls: type[T], tensors: Mapping[str, Tensor], prefix: str = "") -> T:
-        """Put the tensors of `flat` together again.
+        """Build the object from the tensors of `flat`.
 
         Raises:
             KeyError: One is missing.
@@ -49,7 +49,7 @@ class TensorFields:
         return cls(**values)
 
     def to(self: T, device: torch.device | str) -> T:
-        """Return the same on a device."""
+        """Copy all tensors to a device."""
         moved = {
             field.name: value.to(device)
             if isinstance(value := getattr(self, field.name), (Tensor, TensorFields))

@@ -118,7 +118,7 @@ class ResolvedRun(Part):
         return position % per_step * self.spec.workers.nodes // per_step == self.group
 
     def identity(self) -> RunIdentity:
-        """Return what a checkpoint must have in common with this run."""
+        """Return the settings and fingerprints that a checkpoint must have in common with this run."""
         spec = self.spec
         student = ModelIdentity(
             model=self.student.weights_fingerprint,

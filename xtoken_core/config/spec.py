@@ -279,7 +279,7 @@ class RunSpec(Part):
         return teacher_name(number, len(self.teacher))
 
     def content_of(self, teacher: int) -> Content:
-        """Return what a teacher sends, by its number."""
+        """Return the kind of signal that a teacher sends."""
         workers = self.workers
         hidden = workers.signal.endswith(HIDDEN_SUFFIX) or workers.transport_name == "queue"
         hidden = hidden or self.teacher[teacher].store is not None

@@ -58,7 +58,7 @@ class Loss(ABC):
         student_vocab_size: int,
         device: torch.device,
     ) -> None:
-        """Keep the settings; a subclass builds its static tensors here.
+        """Store the settings; a subclass builds its static tensors here.
 
         Args:
             config: The loss's settings.
@@ -179,7 +179,7 @@ class Loss(ABC):
 
     @abstractmethod
     def count(self, batch: Mapping[str, Tensor]) -> Float[Tensor, ""]:
-        """Return what a micro-batch adds to the step's denominator."""
+        """Count a micro-batch's valid chunks or tokens: its part of the step's denominator."""
 
     def chunks(self, batch: Mapping[str, Tensor]) -> ChunkView | None:
         """Return the teacher's alignment at predicting positions; None if the loss has no chunks."""

@@ -41,7 +41,7 @@ class ChunkedHead:
         *,
         trains_on_kd: bool,
     ) -> None:
-        """Keep the operands; nothing is computed yet.
+        """Store the operands; nothing is computed yet.
 
         Args:
             batch: Holds the student's own tokens.

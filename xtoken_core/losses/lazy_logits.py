@@ -59,7 +59,7 @@ class HeadProjection:
         return self.hidden.dtype
 
     def detach(self) -> HeadProjection:
-        """Return the same operands without gradients."""
+        """Return the operands without gradients."""
         bias = None if self.bias is None else self.bias.detach()
         return replace(self, hidden=self.hidden.detach(), weight=self.weight.detach(), bias=bias)
 
@@ -98,7 +98,7 @@ class HeadRows:
     """Logits of some positions of a head; every call writes into the same memory."""
 
     def __init__(self, head: HeadProjection, width: int | None = None, columns: Tensor | None = None) -> None:
-        """Take the factors.
+        """Select the factors of the logits: hidden states and rows of the head.
 
         Args:
             head: Without gradients.

@@ -186,7 +186,7 @@ class Objective:
         observer: Callable[[Values], None] | None = None,
         kl_loss_weight: float | None = None,
     ) -> None:
-        """Keep what the reduction needs.
+        """Store the arguments of the reduction.
 
         Args:
             config: The loss's settings.

@@ -16,7 +16,7 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 
 @contextmanager
 def second_stream(device: torch.device, *, beside: bool = True) -> Iterator[None]:
-    """Launch on a second stream, after all that is queued; `join` before anything reads the results.
+    """Run the block's kernels on a side stream, after all queued work; call `join` before reading their results.
 
     Unless `beside`, and on the CPU, launch as without it.
 
@@ -33,7 +33,7 @@ def second_stream(device: torch.device, *, beside: bool = True) -> Iterator[None
 
 
 def join(device: torch.device, *, beside: bool = True) -> None:
-    """Make the current stream wait for what was launched beside it; `beside` as for `second_stream`."""
+    """Make the current stream wait for the side stream's kernels; `beside` as for `second_stream`."""
     if device.type == "cuda" and beside:
         torch.cuda.current_stream(device).wait_stream(_stream(device))
 

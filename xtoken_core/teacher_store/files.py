@@ -203,7 +203,7 @@ class RemoteFiles(StoreFiles):
         return [self._part(part, data) for part, data in zip(parts, read, strict=True)]
 
     def _part(self, part: Part, data: Any) -> bytes | StoreError:
-        """Return what was read of a part, or the error of one that was not."""
+        """Return the bytes of a part, or the error of reading it."""
         if isinstance(data, FileNotFoundError):
             return MissingFileError(f"{self.name}/{part.name} is not there")
         if isinstance(data, BaseException):

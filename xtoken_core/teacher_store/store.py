@@ -176,7 +176,7 @@ class TeacherStore:
             )
 
     def missing(self, records: Iterable[int]) -> list[int]:
-        """Return those of some records that the store has neither stored nor skipped."""
+        """Return the records that the store has neither stored nor skipped."""
         return [record for record in records if record not in self.entries and record not in self.skipped]
 
     def damaged(self, records: Sequence[int]) -> dict[int, str]:

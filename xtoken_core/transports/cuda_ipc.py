@@ -77,7 +77,7 @@ class CudaIpcRing(BoardedRing):
 
 
 class CudaIpcRingReader(MappedRingReader):
-    """The trainer's side."""
+    """Reader of a CUDA IPC ring, in the trainer."""
 
     def __init__(
         self, handle: RingHandle, shape: RingShape, *, device: torch.device | None = None, directory: Path = DIRECTORY

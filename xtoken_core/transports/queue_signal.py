@@ -135,7 +135,7 @@ class QueueRingReader(RingReader):
         self._held: dict[int, tuple[int, Tensor, Tensor | None]] = {}
 
     def receive(self, slot: int, generation: int, columns: Mapping[str, Column], teacher: int) -> None:
-        """Take a slot's columns, checked against the run's shape.
+        """Check a slot's columns against the run's shape and store them.
 
         Raises:
             SignalError: If a column is missing or of another shape.

@@ -143,7 +143,7 @@ class SharedMemoryRing(BoardedRing):
 
 
 class SharedMemoryRingReader(MappedRingReader):
-    """The trainer's side."""
+    """Reader of a shared-memory ring, in the trainer."""
 
     def __init__(self, handle: RingHandle, shape: RingShape, *, directory: Path = DIRECTORY) -> None:
         """Open an announced ring and read its canary.

@@ -191,7 +191,7 @@ class RingTable:
         self._rings: dict[int, tuple[int, RingReader]] = {}
 
     def add(self, number: int, ring: RingReader, *, teacher: int = 0) -> None:
-        """Enter an opened ring.
+        """Register an opened ring.
 
         Raises:
             SignalError: If a ring of this number or of this teacher is still open.

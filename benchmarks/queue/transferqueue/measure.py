@@ -27,7 +27,7 @@ SAMPLES, SINGLES = 2560, 60
 
 
 def batch(rows: int):
-    """A TensorDict of one batch: four jagged int64 columns of 1024 to 2048 tokens, one bool mask."""
+    """Return a TensorDict of one batch: four jagged int64 columns of 1024 to 2048 tokens, one bool mask."""
     import torch
     from tensordict import TensorDict
 
@@ -42,12 +42,12 @@ def batch(rows: int):
 
 
 def keys(size: int, number: int) -> list[str]:
-    """The keys of a batch."""
+    """Return the keys of a batch."""
     return [f"{size}-{i}" for i in range(number * size, (number + 1) * size)]
 
 
 def attach(address: str):
-    """The package in this process."""
+    """Start the package in this process."""
     import ray
     import transfer_queue
 
@@ -76,7 +76,7 @@ def consumer(address: str, pipe) -> None:
 
 
 def measure(sizes: list[int]) -> dict:
-    """Rates for each batch size, times of single calls, and the time from the start to the first put."""
+    """Measure rates for each batch size, times of single calls, and the time from the start to the first put."""
     import ray
     import transfer_queue as queue
 

@@ -59,7 +59,7 @@ class GeneratedRows:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One step.
+    """Plan of a step: micro-batches, denominators, samples.
 
     Attributes:
         step: Its number, from 0.
@@ -196,7 +196,7 @@ def ring_shape(run: ResolvedRun, teacher: int) -> RingShape:
 
 
 def topk_settings(run: ResolvedRun, teacher: int) -> TopKSettings:
-    """Return what a teacher that is given by its largest logits sends of each position."""
+    """Return the settings of a teacher that sends its largest logits: number, vocabulary, mass, temperature."""
     shape, spec = ring_shape(run, teacher), run.spec
     return TopKSettings(shape.topk, shape.vocab, spec.teacher[teacher].topk_mass, spec.loss.temperature)
 

@@ -242,7 +242,7 @@ class Decoder:
     def start(
         self, cache: Any, mask: Int[Tensor, "B T"], first: Int[Tensor, " B"], uniforms: Float[Tensor, "B N"]
     ) -> Batch | None:
-        """Take over a batch behind its prompts.
+        """Copy a prefilled batch into fixed memory, ready to decode.
 
         Args:
             cache: The model's own, of the prompts.
@@ -330,7 +330,7 @@ class Decoder:
             self.pool = torch.cuda.graph_pool_handle()
 
     def reserve(self, cache: Any, cells: int) -> None:
-        """Have memory for so many columns of rows like a cache's; graphs of a smaller one are dropped with it."""
+        """Allocate memory for `cells` cache positions; growing it drops all captured graphs."""
         if cells <= self._room:
             return
         self._drop_batches()
@@ -361,7 +361,7 @@ class Decoder:
 
 
 def size_for(rows: int) -> int:
-    """Return the rows of a batch that continues so many of another's: few sizes, so that few graphs are captured."""
+    """Round a number of rows up to one of a few batch sizes, so that few graphs are captured."""
     size = SMALLEST
     while size < rows:
         size *= 2
@@ -369,7 +369,7 @@ def size_for(rows: int) -> int:
 
 
 def fixed(cache: Any, length: int) -> bool:
-    """Return True if a model's cache is keys and values alone, of which no layer forgets any below a length."""
+    """Return True if every cache layer holds plain keys and values of at least `length` positions."""
     layers = getattr(cache, "layers", [])
     plain = all(
         type(layer) is DynamicLayer or (type(layer) is DynamicSlidingWindowLayer and layer.sliding_window >= length)

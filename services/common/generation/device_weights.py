@@ -46,7 +46,7 @@ class DeviceWeights:
         torch.cuda.synchronize(self.device)
 
     def description(self) -> bytes:
-        """Return what another process opens the weights by."""
+        """Return the IPC handle, GPU and layout of the weights as JSON."""
         tensors = {name: [str(x.dtype), list(x.shape), self._layout[name][0]] for name, x in self._tensors.items()}
         memory = {"handle": self._memory.handle.hex(), "uuid": device_uuid(self.device).hex()}
         return json.dumps({**memory, "bytes": self._memory.nbytes, "tensors": tensors}).encode()

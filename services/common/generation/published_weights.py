@@ -72,7 +72,7 @@ def weights_file(run: ResolvedRun) -> Path:
 
 
 class WeightsWriter:
-    """The trainer's side.
+    """Writer of the published weights, in the trainer.
 
     Args:
         path: The file.

@@ -268,7 +268,7 @@ def seed_of(seed: int, position: int, version: int) -> int:
 
 
 def seed_from(name: str) -> int:
-    """Return the seed of the random numbers that a name stands for."""
+    """Hash a name to the seed of a random generator."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:16], "little")
 
 

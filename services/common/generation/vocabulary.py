@@ -32,7 +32,7 @@ class Vocabulary:
     pad_id: int
 
     def to(self, device: torch.device) -> Vocabulary:
-        """Return it with its tensor on a device."""
+        """Copy the tensor to a device."""
         return replace(self, allowed=self.allowed.to(device))
 
 

@@ -137,7 +137,7 @@ class Engine(ABC):
         """
 
     def load_weights(self, directory: Path, replica: Replica) -> None:
-        """Make a server read its weights again.
+        """Request that a server reads its weights again.
 
         Args:
             directory: Directory of the model, which the server sees under the same path.

@@ -52,7 +52,7 @@ class ScoresBuilder:
         self._own = np.full(length, np.nan)
 
     def add(self, position: int, entries: Entries, own: float | None) -> None:
-        """Enter a position.
+        """Record the scores of a position.
 
         Args:
             position: The position that predicts.
@@ -70,7 +70,7 @@ class ScoresBuilder:
             self._own[position] = own
 
     def scores(self) -> PromptScores:
-        """Return what was entered."""
+        """Return the recorded scores."""
         return PromptScores(self._ids, self._values, self._own)
 
 

@@ -180,7 +180,7 @@ class Hub:
         return path
 
     def _cached(self, wanted: HubId, kind: str, commit: str | None) -> Path | None:
-        """Return what the cache has of a repository at a commit; None: of its revision, as it was last seen."""
+        """Return the cached snapshot of a repository at a commit (None: the revision's last known one), if any."""
         from huggingface_hub.constants import HF_HUB_CACHE
 
         root = Path(_hub_options()["cache_dir"] or HF_HUB_CACHE) / f"{kind}s--{wanted.repo.replace('/', '--')}"

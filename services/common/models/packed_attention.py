@@ -47,7 +47,7 @@ PROBE_TOLERANCE = 0.02
 
 
 def packed_inputs(row: PackedRow, device: torch.device, *, longest: int) -> dict[str, Any]:
-    """Return what a model's forward pass takes beside the ids of a packed row.
+    """Return the arguments of a model's forward pass for a packed row, besides the ids.
 
     Args:
         row: The layout.

@@ -78,7 +78,7 @@ def check_divided(what: str, directory: Path, config: Mapping[str, Any], gpus: i
 
 
 def loading_options(directory: Path, gpus: int) -> dict[str, Any]:
-    """Return what `from_pretrained` takes to load one part of a model that is divided over a process group.
+    """Return the arguments with which `from_pretrained` loads one part of a model divided over a process group.
 
     Args:
         directory: The model's directory.

@@ -61,7 +61,7 @@ class Worker:
         self._done = threading.Event()
 
     def phase(self, name: str) -> None:
-        """Enter a phase: `load`, then `run`; each has its own limit for going without progress."""
+        """Start a phase: `load`, then `run`; each has its own limit for going without progress."""
         workers = self.run.spec.workers
         self._phase, self._limit = name, workers.load_timeout_s if name == "load" else workers.step_timeout_s
         self._activity = ""

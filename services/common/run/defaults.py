@@ -240,7 +240,7 @@ def _complete_model(completion: Completion, name: str, model: dict[str, Any], ba
 
 
 def _complete_evaluation(completion: Completion, base: Path, output: Path, *, writes: bool) -> None:
-    """Hold back text by hash if no evaluation is named, and scale the evaluation to the machine."""
+    """Set the held-out text (by hash if no evaluation is named) and scale the evaluation to the machine."""
     document = completion.document
     if document.get("eval") == NONE:
         del document["eval"]
@@ -277,7 +277,7 @@ def _complete_evaluation(completion: Completion, base: Path, output: Path, *, wr
 
 
 def _without_evaluation(completion: Completion, given: Mapping[str, Any], why: str) -> None:
-    """Note that there is no evaluation.
+    """Add the note that there is no evaluation.
 
     Raises:
         ConfigError: The run file sets something of it.

@@ -39,7 +39,7 @@ REMEDIES_FOR_EVALUATION = f"set eval.teacher_kl = false, or {REMEDIES}"
 
 @dataclass(frozen=True)
 class Need:
-    """A part of a GPU's memory that a run needs while it trains, or while it evaluates."""
+    """Memory that one part of a run takes on a GPU."""
 
     what: str
     nbytes: int
@@ -89,7 +89,7 @@ def loads_teachers(run: ResolvedRun, rank: int) -> bool:
 
 
 def needs_of(run: ResolvedRun, gpu: int, gpus: int, *, rings: bool, evaluates: bool = False) -> Iterator[Need]:
-    """Yield what a node group's processes keep on one of its GPUs.
+    """Yield the memory that a node group's processes take on one of its GPUs, part by part.
 
     Args:
         run: The run.
@@ -137,7 +137,7 @@ def _rollout_needs(spec: RunSpec, gpu: int, gpus: int) -> Iterator[Need]:
 
 
 def custom_loss_needs(run: ResolvedRun, losses: Sequence[Loss], student_vocab_size: int) -> list[Need]:
-    """Return what custom losses take beside both sides' logits; one that does not declare it is logged.
+    """Return the memory of custom losses beside both sides' logits; one that does not declare it is logged.
 
     Teachers are compared one after the other, and the largest counts.
 

@@ -180,7 +180,7 @@ def _check_projection_form(teacher: int, file: Path, mode: LossMode) -> None:
 
 
 def remarks(run: ResolvedRun) -> Iterator[str]:
-    """Yield what the files make of a run that its settings do not show."""
+    """Yield warnings that follow from the run's files, one line each."""
     train, data = run.spec.train, run.spec.data
     if train.max_steps is not None and run.steps < train.max_steps:
         yield (
@@ -235,7 +235,7 @@ def _unread_loss_settings(run: ResolvedRun) -> Iterator[str]:
 
 
 def _reading(progress: Progress | None) -> Callable[[int, int], None] | None:
-    """Return what an index reports bytes read and bytes in all to."""
+    """Return the callback to which an index reports bytes read and bytes in all; None: none."""
     return None if progress is None else lambda done, total: progress(READING, done / max(total, 1))
 
 

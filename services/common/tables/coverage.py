@@ -16,7 +16,7 @@ WINDOW, MOST_WINDOWS = 256, 16
 
 
 def coverage_of_text(file: Path, teacher: Path, text: str, *, mass: bool) -> dict[str, float]:
-    """Return what of a text's teacher tokens, and with `mass` of the teacher's probability on it, no row names.
+    """Measure the part of a text's teacher tokens, and with `mass` of the teacher's probability, that no row names.
 
     Args:
         file: The projection.

@@ -26,14 +26,14 @@ BUILDER = "services.common.tables.build_pair_file"
 
 
 def kind_of(mode: LossMode) -> PairKind | None:
-    """Return what a mode reads about a pair of tokenizers; None: nothing."""
+    """Return the kind of file about a pair of tokenizers that a mode reads; None: none."""
     if mode in TABLE_MODES:
         return "chain"
     return "projection" if mode in PROJECTING_MODES else None
 
 
 def cache_of(spec: RunSpec) -> PairCache:
-    """Return where a run keeps such files: the user's cache, or the run's output.
+    """Return the folder of a run's pair files: in the user's cache, or in the run's output.
 
     The output is taken on a Ray cluster, where every node sees it, and where the user's cache cannot be written.
     """

@@ -205,7 +205,7 @@ class _LoadedPair:
 
 
 def _versions(directory: Path) -> Iterator[tuple[str, int, int]]:
-    """Yield what changes when a tokenizer's files do."""
+    """Yield name, time of change and size of a tokenizer's files, to detect changes."""
     yield str(directory), 0, 0
     try:
         with os.scandir(directory) as entries:

@@ -199,7 +199,7 @@ def _part(values: Mapping[str, str], fields: tuple[Field, ...], prefix: str, mod
 
 
 def _mode_and_weight(values: Mapping[str, str]) -> dict[str, Any]:
-    """Return what other settings of the loss would decide if it were left out at its default."""
+    """Return the loss's mode and weight where given, from which other defaults of the loss follow."""
     mode, weight = (values.get(f"loss.{key}", "").strip() for key in ("mode", "ce_loss_scale"))
     return ({"mode": mode} if mode else {}) | ({"ce_loss_scale": _number(weight, (int, float))} if weight else {})
 

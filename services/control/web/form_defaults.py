@@ -51,7 +51,7 @@ def defaults_taken(runs: Runs, document: Mapping[str, Any]) -> tuple[dict[str, s
 
 
 def first_defaults(runs: Runs, document: Mapping[str, Any]) -> dict[str, str]:
-    """Return what follows from the models of a form that may be incomplete; it reads only their configurations."""
+    """Return the defaults that follow from the configurations of the models of a form, which may be incomplete."""
     teachers = document.get(TEACHER)
     models: dict[str, Any] = {
         "student": _readable(runs, document.get("student")),

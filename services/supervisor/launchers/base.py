@@ -34,11 +34,11 @@ class Handle(Protocol):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Plain values by which `Launcher.attach` recognises it."""
+        """Plain values by which `Launcher.attach` recognises the process."""
         ...
 
     def poll(self) -> int | None:
-        """Return its exit status, -N for a death by signal N, `UNKNOWN_EXIT` if it left none; None while it runs."""
+        """Return the process's exit status: -N after signal N, `UNKNOWN_EXIT` if it left none, None while it runs."""
         ...
 
     def terminate(self) -> None:
@@ -46,7 +46,7 @@ class Handle(Protocol):
         ...
 
     def kill(self) -> None:
-        """Kill it and everything that it started."""
+        """Kill the process and everything that it started."""
         ...
 
 

@@ -139,7 +139,7 @@ class ForkServer:
         return mine == theirs and len(os.fsencode(env.get(MARK, ""))) <= MARK_ROOM
 
     def _read(self, wait_s: float = 0.0) -> None:
-        """Take in every message that is there, or the first that comes within a time."""
+        """Receive all pending messages, or the first that comes within a time."""
         while not self._lost and select.select([self._channel], [], [], wait_s)[0]:
             wait_s = 0.0
             try:

@@ -47,7 +47,7 @@ class LocalHandle:
         return self._identity
 
     def poll(self) -> int | None:
-        """Return its exit status; kill what it leaves in its process group, then reap it."""
+        """Return the process's exit status; kill the rest of its process group, then reap it."""
         if self._process.returncode is None and self._has_exited():
             self._kill_group()
             self._process.wait()
@@ -103,7 +103,7 @@ class AttachedHandle:
         return self._process.to_document() if self._process else {}
 
     def poll(self) -> int | None:
-        """Return its exit status, if it left one; kill what it leaves running."""
+        """Return the process's exit status, if it left one; kill the processes that it leaves."""
         if self._exit_code is None and (self._pidfd is None or select.select([self._pidfd], [], [], 0)[0]):
             if self._pidfd is not None:
                 os.close(self._pidfd)
@@ -164,7 +164,7 @@ class ForkedHandle:
         return self._process.to_document() if self._process else {}
 
     def poll(self) -> int | None:
-        """Return its exit status; what it leaves in its process group is killed."""
+        """Return the process's exit status; the rest of its process group is killed."""
         if self._exit_code is not None:
             return self._exit_code
         status = self._server.exit_status(self._pid)
@@ -299,7 +299,7 @@ class OrphanReaper:
             self._process.wait()
 
     def watch(self, pid: int) -> None:
-        """Have this process's group killed if ours dies."""
+        """Register a process, whose group is killed if the supervisor dies."""
         self._write(f"watch {pid}")
 
     def forget(self, pid: int) -> None:

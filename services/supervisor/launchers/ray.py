@@ -80,7 +80,7 @@ class RayHandle:
         return {"node": self._node, "generation": self._generation, "process": self._pid}
 
     def poll(self) -> int | None:
-        """Return its exit status; `NODE_LOST_EXIT` if its machine is gone and it has left none."""
+        """Return the process's exit status; `NODE_LOST_EXIT` if its machine is gone and it has left none."""
         if self._exit_code is None:
             self._exit_code = self._launcher.exit_status(self._node, self._generation, self._mark)
             if self._exit_code == NODE_LOST_EXIT:

@@ -57,7 +57,7 @@ class Bundle:
         self._look_up_agent = not settings["tied"]
 
     def poll(self) -> dict[str, Any]:
-        """Return its state; never wait."""
+        """Return the agent's state; never wait."""
         if self._look_up_agent:
             self._attach_agent()
         if self._agent is None:
@@ -213,7 +213,7 @@ class Bridge:
 
 
 def describe_resources() -> str:
-    """Return what the cluster's nodes have: `3 nodes with 8 CPUs, 1 node with 4 CPUs and 2 GPUs`."""
+    """Describe the nodes of the cluster: `3 nodes with 8 CPUs, 1 node with 4 CPUs and 2 GPUs`."""
     counts: dict[str, int] = {}
     for node in ray.nodes():
         if node["Alive"]:

@@ -35,7 +35,7 @@ class SideTokens:
     read_chunk: Int[Tensor, "B T"]
 
     def __getitem__(self, samples: slice) -> SideTokens:
-        """Return those of some samples."""
+        """Select samples."""
         return SideTokens(self.chunk[samples], self.predicted[samples], self.read[samples], self.read_chunk[samples])
 
 
@@ -97,15 +97,15 @@ class Events:
     teacher_row: Int[Tensor, " E"]
 
     def part(self: T, which: slice | Tensor) -> T:
-        """Return some of them."""
+        """Select events by slice, index or mask."""
         return replace(self, **{field.name: getattr(self, field.name)[which] for field in fields(self)})
 
     def without_padding(self: T) -> T:
-        """Return those that are not padding where that waits for no device; else all."""
+        """Drop padding where that needs no device synchronisation; otherwise return all events."""
         return self.compact() if sizes_are_readable(self.chunk) else self
 
     def compact(self: T) -> T:
-        """Return those that are not padding; on a GPU this waits for it."""
+        """Drop padding; synchronises with a GPU."""
         return self.part(torch.nonzero(self.chunk >= 0).squeeze(1))
 
 
@@ -149,7 +149,7 @@ class Inner(Events):
         return 1 + self.at_end.long()
 
     def swapped(self) -> Inner:
-        """Return the same with the sides exchanged."""
+        """Return the events with the sides exchanged."""
         return replace(self, student_row=self.teacher_row, teacher_row=self.student_row)
 
 

@@ -126,7 +126,7 @@ def parts_of_row(
     t_lse_ptr, of_losses_ptr, of_start_ptr, node_chunk_ptr, node_end_ptr, E, level_ptr, reads, T_t, t_stride_b,
     t_stride_t, scale, TARGETS: tl.constexpr
 ):  # fmt: skip
-    """Return what is the same for all logits of a row: of its loss, of the node that reads it, and of its start."""
+    """Return the values that all logits of a row share: of its loss, of the node that reads it, and of its start."""
     of_loss, target, head_lse = loss_of_row(row, targets_ptr, of_losses_ptr, head_lse_ptr, TARGETS)
     factor, top = node_of_row(
         row, of_start_ptr, node_chunk_ptr, node_end_ptr, E, level_ptr, reads, top_ptr, total_ptr, scale

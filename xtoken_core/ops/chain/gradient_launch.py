@@ -112,7 +112,7 @@ class Gradient:
         return self.gradient
 
     def pass_over(self, first: int, last: int) -> None:
-        """Store what is computed element by element, for some rows."""
+        """Launch the row kernel: the element-wise part of the gradient, for rows `first` to `last - 1`."""
         blocks = triton.cdiv(self.width, GRADIENT_TILES * GRADIENT_LANES * start_kernels.ADJACENT.value)
         gradient_kernels.chain_row_bwd_kernel[((last - first) * blocks,)](
             *self.row, first, blocks, **self.settings, CACHE=GRADIENT_CACHE, TILES=GRADIENT_TILES,
@@ -120,7 +120,7 @@ class Gradient:
         )  # fmt: skip
 
     def add_nodes(self, first: int, last: int) -> None:
-        """Store the whole gradient of the tokens that a node holds or names, for some rows."""
+        """Launch the node kernel: the whole gradient of the tokens that a node holds or names, for these rows."""
         inputs, inside, beside = self.inputs, self.kept.inside, self.kept.beside
         own, other = inputs.plan.student.nodes, inputs.plan.teacher.nodes
         capacity = own.held.most_tokens, other.fresh.most_tokens

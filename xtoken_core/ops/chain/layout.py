@@ -73,7 +73,7 @@ class Nodes:
 
 @dataclass(frozen=True)
 class SideLayout:
-    """One side.
+    """Static arrays of one tokenizer for the chain kernels.
 
     Attributes:
         root: `[V]` int32 class of each token.
@@ -91,7 +91,7 @@ class SideLayout:
 
 @dataclass(frozen=True)
 class ChainLayout:
-    """Both sides.
+    """Static arrays of a tokenizer pair for the chain kernels.
 
     Attributes:
         student: The student's.

@@ -94,7 +94,7 @@ class ListedRows:
         return cls(ids, values.gather(1, order), tail, teacher.vocab_size, teacher.spread)
 
     def at(self, rows: Int[Tensor, " E"]) -> ListedRows:
-        """Return some rows."""
+        """Select rows by index."""
         return ListedRows(self.ids[rows], self.log_probs[rows], self.tail[rows], self.width, self.spread)
 
     @property
@@ -158,7 +158,7 @@ class LiveMasks:
         return cls(torch.cat(masks) if masks else row.new_zeros(0, len(side.root), dtype=torch.bool), row)
 
     def part(self, which: slice) -> LiveMasks:
-        """Return those of some events."""
+        """Select the masks of some events."""
         return LiveMasks(self.masks, self.row[which])
 
     def rows(self) -> Bool[Tensor, "E V"]:

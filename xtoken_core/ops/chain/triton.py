@@ -86,7 +86,7 @@ class TritonChainOp(ComparesLogits):
         tables: ChainTables,
         settings: ChainSettings,
     ) -> ChainResult:
-        """Same contract as the reference; falls back to it for float64, no chunks or no positions."""
+        """Compute the same as the reference, which runs for float64 and batches without a chunk or a position."""
         empty = not student_logits.numel() * teacher_logits.numel() * settings.max_chunks
         exact = not (accumulates_in_float32(student_logits) and accumulates_in_float32(teacher_logits))
         if empty or exact:

@@ -40,7 +40,7 @@ def parts_of_listed_row(
     of_losses_ptr, of_parts_ptr, of_likely_ptr, row_chunk_ptr, node_chunk_ptr, node_end_ptr, chunks, level_ptr, reads,
     T_s, P, scale, CROSS_ENTROPY: tl.constexpr
 ):  # fmt: skip
-    """Return what is the same for all logits of a row: of its loss, its node, its start, and its chunk's likelihood."""
+    """Return the values that all logits of a row share: of its loss, node, start, and of its chunk's likelihood."""
     of_loss, _, head_lse = loss_of_row(row, targets_ptr, of_losses_ptr, head_lse_ptr, CROSS_ENTROPY)
     target = tl.load(targets_ptr + row).to(tl.int32)
     factor, top = node_of_row(

@@ -90,7 +90,7 @@ class TritonChainTopKOp(ComparesLogits):
         tables: ChainTables,
         settings: ChainTopKSettings,
     ) -> ChainTopKResult:
-        """Same contract as the reference; falls back to it for float64, generated text, no chunks or no positions."""
+        """Compute the same as the reference, which runs for float64, generated text and batches without a chunk."""
         empty = not student_logits.numel() * ids.numel() * settings.max_chunks
         exact = not (accumulates_in_float32(student_logits) and accumulates_in_float32(log_probs))
         if empty or exact or settings.generated is not None:

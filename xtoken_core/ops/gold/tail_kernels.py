@@ -35,7 +35,7 @@ def bits_of(p):
 
 @triton.jit
 def half(word, side: tl.constexpr):
-    """Return one side's count."""
+    """Unpack one side's 16-bit count from a word that holds both."""
     return (word >> side) & 0xFFFF
 
 

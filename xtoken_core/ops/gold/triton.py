@@ -71,7 +71,7 @@ class Side:
         return lse
 
     def cut(self, vocab_size: int) -> Side:
-        """Return the same with the first `vocab_size` logits of every position."""
+        """Keep the first `vocab_size` logits of every position."""
         return Side(self.logits[..., :vocab_size], self.positions)
 
 

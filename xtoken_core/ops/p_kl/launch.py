@@ -121,7 +121,7 @@ class Comparison:
         teacher: ChunkPositions,
         options: PKLOptions,
     ) -> None:
-        """Keep the op's arguments; `columns` is contiguous."""
+        """Store the op's arguments; `columns` is contiguous."""
         self.projection, self.columns = projection, columns
         self.student, self.teacher, self.options = student, teacher, options
         self.prob = options.teacher_average == "prob"

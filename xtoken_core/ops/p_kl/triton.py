@@ -108,7 +108,7 @@ class TritonPKLOp(ComparesLogits):
         teacher_chunk_id: Int[Tensor, "B T_t"],
         options: PKLOptions,
     ) -> PKLResult:
-        """Same contract as the reference; falls back to it for float64 or no chunks."""
+        """Compute the same as the reference, which runs for float64 and batches without a chunk."""
         alignment = student_chunk_id, teacher_chunk_id, options
         if _beyond_the_kernels(student_logits, columns, options):
             return p_kl(student_logits, teacher_logits, projection, columns, *alignment)
@@ -132,7 +132,7 @@ class TritonPKLCrossEntropyOp(ComparesLogits):
         targets: Int[Tensor, "B T_s"],
         options: PKLOptions,
     ) -> PKLCrossEntropyResult:
-        """Same contract as the reference; falls back to it for float64 or no chunks."""
+        """Compute the same as the reference, which runs for float64 and batches without a chunk."""
         alignment = student_chunk_id, teacher_chunk_id
         if _beyond_the_kernels(student_logits, columns, options):
             return p_kl_cross_entropy(student_logits, teacher_logits, projection, columns, *alignment, targets, options)
