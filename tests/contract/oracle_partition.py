@@ -96,7 +96,9 @@ class Part:
                     sample["fields"][name] = (row, buffer)
                     new.add(sample_id)
                     if name in self.volatile:
-                        sample["owners"][name] = (session, task, next(self._numbers))
+                        sample["owners"][name] = (session, [], next(self._numbers))
+                if sample is not None and name in sample["owners"] and task not in sample["owners"][name][1]:
+                    sample["owners"][name][1].append(task)
         self.rows_put += len(new)
         for sample_id in ids:
             if sample_id in self.samples:
@@ -143,15 +145,15 @@ class Part:
         for lease_id in [i for i, lease in self.leases.items() if lease["session"] == session]:
             self.give_back(lease_id)
         mine = [
-            (number, sample_id, name, task)
+            (number, sample_id, name, tasks)
             for sample_id, sample in self.samples.items()
-            for name, (owner, task, number) in sample["owners"].items()
+            for name, (owner, tasks, number) in sample["owners"].items()
             if owner == session
         ]
-        for _, sample_id, name, task in sorted(mine):
+        for _, sample_id, name, tasks in sorted(mine):
             sample = self.samples[sample_id]
             del sample["owners"][name], sample["fields"][name]
-            sample["done"].discard(task)
+            sample["done"].difference_update(tasks)
             self.settle(sample_id)
 
     def restart(self) -> None:

@@ -95,6 +95,21 @@ def test_volatile_result_is_lost_at_restart(kept: Kept) -> None:
         assert peer.call("get", partition="p", ids=[1], fields=["z"])["columns"] == {"z": ints([5])}
 
 
+def test_a_task_completed_by_a_volatile_field_that_was_there_is_not_durable(kept: Kept) -> None:
+    peer = kept.worker()
+    peer.call("open", partition="p", tasks=TASKS, volatile=["v"])
+    peer.call("put", partition="p", ids=[0], columns={"x": ints([0])})
+    lease = peer.call("claim", partition="p", task="a", ids=[0])["lease"]
+    peer.call("put", partition="p", ids=[0], columns={"v": ints([5])})
+    peer.call("complete", partition="p", lease=lease, columns={"v": ints([5])})
+    for i in range(1, 200):  # until the journal begins with a snapshot of this
+        peer.call("put", partition="p", ids=[i], columns={"x": ints([i] * 50)})
+        peer.call("clear", partition="p", ids=[i])
+    assert states(peer, "p", "a") == {"done": [0]}
+    for _ in range(2):
+        assert states(kept.restart(), "p", "a") == {"ready": [0]}
+
+
 def test_acked_volatile_result_is_not_durable(kept: Kept) -> None:
     peer = kept.worker()
     peer.call("open", partition="p", tasks=TASKS, volatile=["v"])

@@ -236,6 +236,25 @@ def test_volatile_fields_go_with_their_session(place: Place) -> None:
     assert peer.call("claim", partition=name, task="train", ids=[1], fields=["y"])["columns"] == {"y": ints([3])}
 
 
+def test_a_task_completed_by_a_volatile_field_that_is_there_goes_with_its_owner(place: Place) -> None:
+    peer, name = opened(place, task("teach", "x"), task("check", "x"), task("train", "y"), volatile=["y"])
+    teacher, checker = place.worker("teacher"), place.worker("checker")
+    put(peer, name, 0)
+    lease = teacher.call("claim", partition=name, task="teach", count=1)["lease"]
+    other = checker.call("claim", partition=name, task="check", count=1)["lease"]
+    put(teacher, name, 0, field="y")
+    teacher.call("complete", partition=name, lease=lease, columns={"y": ints([1])})
+    checker.call("complete", partition=name, lease=other, columns={"y": ints([1])})
+    checker.call("bye")
+    assert [state(peer, name, which) for which in ("teach", "check", "train")] == [
+        {"done": [0]}, {"done": [0]}, {"ready": [0]},
+    ]  # fmt: skip
+    teacher.call("bye")
+    assert [state(peer, name, which) for which in ("teach", "check", "train")] == [
+        {"ready": [0]}, {"ready": [0]}, {"waiting": [0]},
+    ]  # fmt: skip
+
+
 def test_a_claim_that_cannot_be_read_leases_nothing(place: Place) -> None:
     peer, name = opened(place, task("a", "x"))
     put(peer, name, 0)

@@ -226,7 +226,7 @@ def test_volatile_entries_are_pruned_by_the_samples_held() -> None:
     held = list(range(SPARE_ENTRIES))
     part.samples.produce(held, fields)
     part.own_volatile("s", [(i, name) for i in held for name in fields])
-    part.own_volatile("s", [(-i, "v0") for i in held])  # of samples that are not held
+    part.own_volatile("s", [(-1 - i, "v0") for i in held])  # of samples that are not held
     assert volatile_bytes(part) == 5 * SPARE_ENTRIES * VOLATILE_BYTES, (
         "fewer than twice the entries of the samples held"
     )

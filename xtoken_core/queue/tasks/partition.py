@@ -23,7 +23,7 @@ class TaskPartition(Partition):
 
     def __init__(self, definition: m.OpenPartition, sessions: Sessions) -> None:
         super().__init__(definition, OrderedSamples(tasks_of(definition), definition.max_attempts))
-        self._owned: dict[str, list[tuple[int, str, str]]] = {}
+        self._owned: dict[str, dict[tuple[int, str], tuple[str, ...]]] = {}
         self._owned_entries = 0
         sessions.on_end.append(self.session_ended)
 
@@ -64,6 +64,8 @@ class TaskPartition(Partition):
         new = self.samples.produce(ids, columns) if columns else []
         self.keep(ids, columns, new)
         self.own_volatile(request.session, volatile, lease.task)
+        if len(volatile) < len(ids) * len(self.volatile.intersection(columns)):
+            self._rely_on_volatile(ids, columns, lease.task)
         self.store.drop(self.samples.finish(lease.task, ids))
         return Response(m.Ok())
 
@@ -188,34 +190,43 @@ class TaskPartition(Partition):
         """Record volatile fields, by sample, as the session's own; `task` was completed by putting them."""
         if not put:
             return
-        mine = self._owned.setdefault(session, [])
-        mine.extend((i, name, task) for i, name in put)
-        self._owned_entries += len(put)
+        mine, tasks = self._owned.setdefault(session, {}), (task,) if task else ()
+        before = len(mine)
+        mine.update(dict.fromkeys(put, tasks))
+        self._owned_entries += len(mine) - before
         if self._owned_entries > 2 * len(self.samples.samples) * max(len(self.volatile), 1) + SPARE_ENTRIES:
             self._prune_owned()
+
+    def _rely_on_volatile(self, ids: Sequence[int], fields: Iterable[str], task: str) -> None:
+        """Record that `task` was completed by volatile fields, whichever session owns them."""
+        for name in self.volatile.intersection(fields):
+            for key in ((i, name) for i in ids):
+                owned = next((owned for owned in self._owned.values() if key in owned), None)
+                if owned is not None and task not in owned[key]:
+                    owned[key] = (*owned[key], task)
 
     def _prune_owned(self) -> None:
         """Remove the entries of samples that are not held any more."""
         held = self.samples.samples
         for session, owned in list(self._owned.items()):
-            self._owned[session] = [entry for entry in owned if entry[0] in held]
+            self._owned[session] = {key: tasks for key, tasks in owned.items() if key[0] in held}
         self._owned_entries = sum(map(len, self._owned.values()))
 
     def provisional(self) -> set[tuple[str, int]]:
         """Return tasks and samples that are done only as long as a session owns a volatile result."""
-        return {(task, i) for owned in self._owned.values() for i, _, task in owned if task}
+        return {(task, i) for owned in self._owned.values() for (i, _), tasks in owned.items() for task in tasks}
 
     def session_ended(self, session: str) -> None:
         """Free the session's leases and withdraw its volatile fields, which have to be made again."""
         for lease in self.samples.of_session(session):
             self.samples.give_back(lease.id)
-        owned = self._owned.pop(session, [])
+        owned = self._owned.pop(session, {})
         self._owned_entries -= len(owned)
-        for sample_id, name, task in owned:
+        for (sample_id, name), tasks in owned.items():
             if sample_id in self.samples.samples:
                 self.store.drop_fields([sample_id], [name])
                 self.samples.withdraw(sample_id, name)
-                if task:
+                for task in tasks:
                     self.samples.reopen(sample_id, task)
 
     def _lacking_volatile(self, ids: Sequence[int], fields: Iterable[str]) -> list[tuple[int, str]]:
