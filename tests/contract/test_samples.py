@@ -25,7 +25,7 @@ from xtoken_core.data_plane import (
 from xtoken_core.data_plane.memory_transport import MemoryQueue
 from xtoken_core.data_plane.task_client import TaskClient
 from xtoken_core.errors import ConfigError
-from xtoken_core.wire import QueueError
+from xtoken_core.wire import Column, QueueError
 from xtoken_core.wire import messages as m
 
 LENGTHS = torch.tensor([3, 0, 5])
@@ -218,6 +218,52 @@ def test_a_delivery_may_be_completed_or_refused(client: TaskClient, partition: s
     assert outcome == [0, 1, 1, 1, 2]
     assert client.list_samples(partition, "dead").reasons == {1: "not today"}
     assert states(client, partition) == {"ready": [2]}
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_samples_whose_completion_is_refused_are_given_back(client: TaskClient, partition: str, prefetch: int) -> None:
+    filled(client, partition, 2)
+    client.seal(partition)
+    wrong = {"y": Column("dense", "uint8", 3, (), memoryview(b"123"))}
+
+    def complete_all() -> None:
+        for delivery in client.stream(partition, "train", count=2, prefetch=prefetch):
+            delivery.complete(wrong)
+
+    with pytest.raises(QueueError, match="3 rows for 2 samples"):
+        complete_all()
+    assert states(client, partition) == {"ready": [0, 1]}
+    seen = []
+    for delivery in client.stream(partition, "train", count=2, prefetch=prefetch):
+        seen.append(delivery.ids)
+        if len(seen) == 1:
+            with pytest.raises(QueueError):
+                delivery.complete(wrong)
+    assert seen == [[0, 1], [0, 1]], "a result that was refused is no acknowledgement"
+    assert states(client, partition) == {}
+
+
+def test_a_revoked_lease_needs_no_giving_back(client: TaskClient, partition: str) -> None:
+    filled(client, partition, 2)
+    deliveries = iter(client.stream(partition, "train", count=1))
+    delivery = next(deliveries)
+    assert states(client, partition) == {"ready": [1], "leased": [0]}
+    client.clear(partition, delivery.ids)
+    with pytest.raises(QueueError, match="was revoked"):
+        delivery.complete({})
+    delivery.give_back()
+    assert states(client, partition) == {"ready": [1]}
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_samples_that_cannot_be_made_a_batch_are_given_back(client: TaskClient, partition: str, prefetch: int) -> None:
+    filled(client, partition, 4)
+    stream = stream_samples(
+        client, partition, "train", count=2, fields=["input_ids"], layout="paded", prefetch=prefetch
+    )  # type: ignore[call-overload]
+    with pytest.raises(ValueError, match="paded"):
+        next(iter(stream))
+    assert states(client, partition) == {"ready": [0, 1, 2, 3]}
 
 
 def test_a_stream_ends_by_its_deadline(client: TaskClient, partition: str) -> None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from xtoken_core.errors import StaleSessionError
 from xtoken_core.wire import Column, QueueError
 
 if TYPE_CHECKING:
@@ -32,28 +33,47 @@ class Delivery(Generic[T]):
         self.value = value
         self.lease = lease
         self._client, self._partition, self._task = client, partition, task
-        self._finished = False
+        self._tried = self._finished = False
 
     def complete(self, columns: Mapping[str, Column]) -> None:
         """Put a result for these samples and acknowledge them, in one request."""
-        self._finished = True
-        self._client.complete(self._partition, self.lease, columns)
+        self._finish(lambda: self._client.complete(self._partition, self.lease, columns))
 
     def nack(self, ids: Sequence[int], reason: str) -> None:
         """Refuse some of these samples; the others are given back uncounted."""
-        self._finished = True
-        self._client.nack(self._partition, self.lease, ids, reason)
+        self._finish(lambda: self._client.nack(self._partition, self.lease, ids, reason))
 
     def ack(self) -> None:
-        """Acknowledge these samples, unless they were completed or refused."""
-        if not self._finished:
-            self._finished = True
-            self._client.ack(self._partition, self._task, self.ids)
+        """Acknowledge these samples, unless they were completed or refused; give them back if that has failed."""
+        if self._tried:
+            self.give_back()
+        else:
+            self._finish(lambda: self._client.ack(self._partition, self._task, self.ids))
 
     def give_back(self) -> None:
         """Give these samples back, unless they were completed, refused or acknowledged."""
         if not self._finished:
-            self.nack([], "given back")
+            self._finish(lambda: _give_back(self._client, self._partition, self.lease))
+
+    def _finish(self, send: Callable[[], None]) -> None:
+        """Send the request that ends the lease. If it fails and the lease stands, the samples stay unfinished."""
+        self._tried = True
+        try:
+            send()
+        except (QueueError, StaleSessionError) as error:
+            if isinstance(error, StaleSessionError) or error.code == "lease_revoked":
+                self._finished = True
+            raise
+        self._finished = True
+
+
+def _give_back(client: TaskClient, partition: str, lease: int) -> None:
+    """Give the samples of a lease back, unless it was revoked."""
+    try:
+        client.nack(partition, lease, [], "given back")
+    except QueueError as error:
+        if error.code != "lease_revoked":
+            raise
 
 
 class Stream(Generic[T]):
@@ -82,9 +102,11 @@ class Stream(Generic[T]):
                 current.ack()
         finally:
             self.close()
-            if current is not None:
-                current.give_back()
-            source.close()
+            try:
+                if current is not None:
+                    current.give_back()
+            finally:
+                source.close()
 
     def close(self) -> None:
         """Stop claiming."""
@@ -108,7 +130,11 @@ class Stream(Generic[T]):
                 raise
             if claimed is not None:
                 claim, columns = claimed
-                value = self._make(claim.ids, columns)
+                try:
+                    value = self._make(claim.ids, columns)
+                except BaseException:
+                    _give_back(self._client, self._partition, claim.lease)
+                    raise
                 return Delivery(self._client, self._partition, self._task, claim.lease, claim.ids, value)
             if deadline is not None and time.monotonic() >= deadline:
                 raise TimeoutError(f"nothing for task {self._task!r} of {self._partition!r} in {self._wait_s:g} s")

@@ -121,7 +121,7 @@ class TaskClient(QueueClient):
         """Return a stream of a task's samples, up to `count` at a time, until the task is exhausted.
 
         A delivery is acknowledged when the loop asks for the next one, unless it was completed or refused; one that the
-        loop leaves unfinished is given back.
+        loop leaves unfinished, or whose completion has failed, is given back.
 
         Args:
             partition: Partition of the samples.
