@@ -197,6 +197,7 @@ class Server:
         now = time.monotonic()
         if self._answer(peer, request, buffers):
             self.metrics.handled(request, time.monotonic() - now)
+            self.waiting.discard(request)
             if type(request) not in READS:
                 self.waiting.wake(request)
                 if self.waiting.is_due:

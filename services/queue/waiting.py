@@ -153,6 +153,16 @@ class Waiting:
             self._remove(evicted[-1])
         return evicted
 
+    def discard(self, request: m.AnyRequest) -> None:
+        """Remove the earlier copy of an answered request, which came on a connection that its sender has given up.
+
+        Hellos of different workers may have the same id; a copy of one gets the session that it has opened.
+        """
+        session = getattr(request, "session", "")
+        copy = self._by_name.get((session, request.id)) if session else None
+        if copy is not None:
+            self._remove(copy)
+
     def expired(self, now: float) -> list[WaitingRequest]:
         """Remove and return requests whose time is over, `EXPIRED_AT_ONCE` at most."""
         out: list[WaitingRequest] = []

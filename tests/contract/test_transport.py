@@ -16,6 +16,7 @@ import psutil
 import pytest
 import zmq
 
+from services.queue.server import Server
 from tests.contract import reference_client
 from tests.contract.peers import Place, ints
 from tests.contract.processes import ipc_address, queue_process, start_queue, tcp_address
@@ -24,6 +25,9 @@ from xtoken_core.data_plane.address import Address
 from xtoken_core.data_plane.task_client import TaskClient
 from xtoken_core.data_plane.zmq_transport import ZmqTransport
 from xtoken_core.errors import ConfigError, QueueUnreachableError, XtokenError
+from xtoken_core.queue.engine import Engine
+from xtoken_core.wire import Column, pack_columns
+from xtoken_core.wire import messages as m
 
 ANSWER_MS = 10_000
 TASKS = [{"name": "a", "requires": ["x"]}]
@@ -272,6 +276,42 @@ def test_broken_connection_before_the_reply(tcp_place: Place, monkeypatch: pytes
     assert (taken, breaker.cuts) == (ids, 0)
     place.leave()
     breaker.close()
+
+
+def test_a_claim_repeated_on_a_new_connection_is_granted_once(short_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Server(Engine(memory_limit=1 << 20, clock=time.monotonic), ipc_address(short_tmp / "repeated"))
+    sent: list[tuple[bytes, Any]] = []
+    monkeypatch.setattr(server, "_send_now", lambda peer, reply, _buffers: sent.append((peer, reply)))
+
+    def tell(peer: bytes, request: m.Request, *buffers: bytes) -> Any:
+        """What the peer is answered at once."""
+        before = len(sent)
+        server._on_message(peer, [zmq.Frame(m.encode(request)), *map(zmq.Frame, buffers)])
+        return next((reply for to, reply in sent[before:] if to == peer), None)
+
+    def put(number: int, *ids: int) -> None:
+        heads, buffers = pack_columns({"x": Column("dense", "uint8", len(ids), (), memoryview(bytes(len(ids))))})
+        tell(b"c", m.Put(id=f"c.{number}", **sessions["c"], ids=list(ids), columns=heads), *map(bytes, buffers))
+
+    sessions: dict[str, dict[str, str]] = {}
+    for name in "abcd":
+        hello = m.Hello(id=f"{name}.1", versions=[m.VERSION], name=name, role="w", incarnation=1)
+        sessions[name] = {"session": tell(name.encode(), hello).session, "partition": "p"}
+    tell(b"c", m.OpenPartition(id="c.2", **sessions["c"], tasks=[m.TaskDef(name="t", requires=["x"])]))
+    put(3, 0)
+    claims = {n: m.Claim(id=f"{n}.2", **sessions[n], task="t", count=1, wait_s=5.0) for n in "abd"}
+    assert tell(b"d", claims["d"]).ids == [0]
+    assert [tell(name, claims[name.decode()]) for name in (b"b", b"a")] == [None, None]
+    tell(b"d", m.Bye(id="d.3", session=sessions["d"]["session"]))
+    assert tell(b"a again", claims["a"]).ids == [0]
+    tell(b"a again", m.Ack(id="a.3", **sessions["a"], task="t", ids=[0]))
+    put(4, 1, 2)
+    server._answer_waiting(time.monotonic())
+    assert [(peer, reply.ids) for peer, reply in sent if isinstance(reply, m.Claimed)] == [
+        (b"d", [0]), (b"a again", [0]), (b"b", [1]),
+    ]  # fmt: skip
+    assert len(server.waiting) == 0
+    server.close()
 
 
 def test_nobody_there_ends_by_the_deadline(short_tmp: Path) -> None:
