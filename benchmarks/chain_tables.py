@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from xtoken_core.chain.paths import find_paths
+from xtoken_core.chain.paths import build_piece_trie
 from xtoken_core.chain.roots import find_roots
 from xtoken_core.chain.spelling import Spellings
 from xtoken_core.chain.tables import ChainTables, LiveTable, SideTable
@@ -61,7 +61,7 @@ def draw_tables(student_vocab: int, teacher_vocab: int, seed: int = 0) -> ChainT
     roots = find_roots(*spelled, np.zeros((0, 2), np.int64))
     sides = []
     for k, (own, other) in enumerate(((roots.student, roots.teacher), (roots.teacher, roots.student))):
-        paths = find_paths(spelled[k], other, np.zeros(0, np.int64))
+        paths = build_piece_trie(spelled[k], other, np.zeros(0, np.int64))
         nodes = {field.name: torch.from_numpy(getattr(paths, field.name)) for field in fields(paths)}
         sides.append(
             SideTable(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from services.common.run.defaults import complete_run, load_run
+from services.common.run.defaults import fill_run_defaults, load_run
 from services.supervisor.local_run import run_locally
 from services.supervisor.run_kinds import run_kind
 from services.supervisor.run_record import MODEL, SUMMARY, RunState
@@ -91,7 +91,7 @@ def distill(
     if run_file is not None:
         spec, _ = load_run(Path(run_file), settings)
     else:
-        spec, _ = complete_run(document, Path.cwd(), source="distill()", settings=settings)
+        spec, _ = fill_run_defaults(document, Path.cwd(), source="distill()", settings=settings)
     view = CallbackView(callback) if callback else None
     result = run_locally(spec, show=show, loss=loss, view=view, kind=run_kind(spec))
     if result.state != RunState.COMPLETED:

@@ -35,13 +35,13 @@ def check_run(run_file: Path, spec: RunSpec, settings: Sequence[str], loss: str 
     if loss is not None:
         check_importable(loss)
     check_input_files(spec)
-    from services.common.run.resolve import remarks, resolve_run  # after the checks that cost nothing
+    from services.common.run.resolve import file_warnings, resolve_run  # after the checks that cost nothing
 
     with tempfile.TemporaryDirectory(prefix="xtoken-") as directory, spinner("checking the run's files"):
         elsewhere = _unsplit(run_file, spec, settings).model_copy(update={"output": Path(directory) / "output"})
         resolved = resolve_run(elsewhere)
     check_output(resolved.model_copy(update={"spec": spec}))
-    return list(remarks(resolved))
+    return list(file_warnings(resolved))
 
 
 def _unsplit(run_file: Path, spec: RunSpec, settings: Sequence[str]) -> RunSpec:

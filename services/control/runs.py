@@ -270,14 +270,14 @@ class Runs:
         with self._lock:
             return self._here.get(run_id)
 
-    def here(self) -> list[Run]:
+    def in_memory(self) -> list[Run]:
         """Return all runs in memory: active, or just ended."""
         with self._lock:
             return list(self._here.values())
 
     def stuck(self) -> dict[str, float]:
         """Return the runs whose supervisor is stuck, with the seconds since its last iteration."""
-        running = [run for run in self.here() if not run.over.is_set()]
+        running = [run for run in self.in_memory() if not run.over.is_set()]
         return {run.id: run.tick_age_s for run in running if run.tick_age_s > TICK_LIMIT_S}
 
     @property
@@ -287,23 +287,23 @@ class Runs:
 
     def busy(self) -> bool:
         """Return True if any run is active."""
-        return any(not run.over.is_set() for run in self.here())
+        return any(not run.over.is_set() for run in self.in_memory())
 
     # Shutdown
 
     def stop_all(self, *, now: bool = False) -> None:
         """Stop all active runs; does not wait."""
-        for run in self.here():
+        for run in self.in_memory():
             run.stop(now=now)
 
     def detach_all(self) -> None:
         """Stop supervising all runs; their processes keep running, and the next control plane recovers them."""
-        for run in self.here():
-            run.leave()
+        for run in self.in_memory():
+            run.detach()
 
     def join(self) -> None:
         """Wait until every run is over or detached."""
-        for run in self.here():
+        for run in self.in_memory():
             run.join()
 
     def close(self) -> None:

@@ -135,7 +135,7 @@ def _stop(runs: Runs, interrupts: Interrupts) -> None:
 
 
 def _log_active(runs: Runs) -> None:
-    active = [run.id for run in runs.here() if not run.over.is_set()]
+    active = [run.id for run in runs.in_memory() if not run.over.is_set()]
     if active:
         log.info("still running, to be recovered by the next control plane: %s", ", ".join(active))
 

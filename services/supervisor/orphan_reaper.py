@@ -55,9 +55,9 @@ def main() -> None:
         left = {group for group in left if _kill(group)}
         time.sleep(0.05)
     if orphans:
-        from xtoken_core.transports import sweep
+        from xtoken_core.transports import remove_stale_files
 
-        sweep()
+        remove_stale_files()
 
 
 def _kill(group: int) -> bool:

@@ -10,6 +10,6 @@ def run_kind(spec: RunSpec) -> type[LocalRun]:
     """Return the class of a run: of one that computes what a store lacks, one that begins with a build."""
     if not any(teacher.store is not None and teacher.store_missing == "compute" for teacher in spec.teacher):
         return LocalRun
-    from services.supervisor.store_build import CompletedRun  # it imports numpy, which other runs start without
+    from services.supervisor.store_build import RunWithStoreBuild  # it imports numpy, which other runs start without
 
-    return CompletedRun
+    return RunWithStoreBuild

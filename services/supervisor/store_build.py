@@ -82,7 +82,7 @@ class StoreBuild(LocalRun):
         return dataclasses.replace(spec, command=command)
 
 
-class CompletedRun(LocalRun):
+class RunWithStoreBuild(LocalRun):
     """Local run that first builds the missing store records (`store_missing = "compute"`).
 
     Args:

@@ -35,7 +35,7 @@ from services.supervisor.supervisor import SUPERVISOR_FAILED, Limits, Supervisor
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import XtokenError
-from xtoken_core.transports import sweep
+from xtoken_core.transports import remove_stale_files
 
 log = logging.getLogger("xtoken.supervisor")
 
@@ -67,10 +67,10 @@ def resolve(spec: RunSpec, progress: Callable[[str, float], None]) -> tuple[Reso
     """Return the run with what its files say, and warnings about its settings; see `resolve_run`."""
     check_input_files(spec)
     # Missing files are reported above, before these imports: they take longer than starting Python.
-    from services.common.run.resolve import remarks, resolve_run
+    from services.common.run.resolve import file_warnings, resolve_run
 
     resolved = resolve_run(spec, progress)
-    return resolved, list(remarks(resolved))
+    return resolved, list(file_warnings(resolved))
 
 
 class SupervisedRun:
@@ -105,7 +105,7 @@ class SupervisedRun:
         self._environment = dict(environment or {})
         self._loss = loss
         self._supervisor: Supervisor | None = None
-        self._stop_requested = self._leave_requested = False
+        self._stop_requested = self._detach_requested = False
         self._text_read: float | None = None
         self._checking = ""
         self._known: dict[str, Any] = {}
@@ -127,18 +127,18 @@ class SupervisedRun:
             if self._supervisor is not None:
                 self._supervisor.stop(now=now)
 
-    def leave(self) -> None:
+    def detach(self) -> None:
         """Let the run's processes continue without a supervisor."""
         with self._lock:
-            self._leave_requested = True
+            self._detach_requested = True
             if self._supervisor is not None:
-                self._supervisor.leave()
+                self._supervisor.detach()
 
     def join(self) -> None:
         """Wait until nothing more is done about it here; after a stop, do not wait for the check of its files."""
         while not self.over.wait(JOIN_POLL_S):
             with self._lock:
-                if (self._stop_requested or self._leave_requested) and self._supervisor is None:
+                if (self._stop_requested or self._detach_requested) and self._supervisor is None:
                     return
 
     @property
@@ -252,8 +252,8 @@ class SupervisedRun:
                 self._supervisor = supervisor
                 if self._stop_requested:
                     supervisor.stop()
-                if self._leave_requested:
-                    supervisor.leave()
+                if self._detach_requested:
+                    supervisor.detach()
             self.started.set()
             result = supervisor.run()
             return result
@@ -267,7 +267,7 @@ class SupervisedRun:
         launcher.kill_marked(f"{self.id}/")
         launcher.close()
         queues.remove()
-        sweep()
+        remove_stale_files()
 
     def _process_specs(self, resolved: ResolvedRun, queues: QueueDirectory) -> tuple[ProcessSpec, ...]:
         specs = build_process_specs(resolved, self.spec.output / "resolved.json", queues.addresses, self._loss)

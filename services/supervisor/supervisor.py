@@ -117,7 +117,7 @@ class Supervisor:
         self._wake = threading.Event()
         self._stop_requested = False
         self._immediately = False
-        self._leave_requested = False
+        self._detach_requested = False
         self._result: RunResult | None = None
         own = os_process.identify(os.getpid())
         self._identity = {
@@ -138,9 +138,9 @@ class Supervisor:
         self._immediately = self._immediately or now
         self._wake.set()
 
-    def leave(self) -> None:
+    def detach(self) -> None:
         """Return from `run` and let the processes continue, for another supervisor to take over."""
-        self._leave_requested = True
+        self._detach_requested = True
         self._wake.set()
 
     def status(self) -> dict[str, Any]:
@@ -153,12 +153,12 @@ class Supervisor:
         """Start everything and stay until the run has ended and no process of it is left.
 
         Returns:
-            How it ended; None after `leave`.
+            How it ended; None after `detach`.
         """
         result = RunResult(RunState.FAILED, SUPERVISOR_FAILED, 1)
         try:
             while not self._stop_requested:
-                if self._leave_requested:
+                if self._detach_requested:
                     self._nodes.close()
                     return None
                 self._tick()

@@ -20,7 +20,7 @@ from services.teacher.shards import send_tokens, started_shards
 from xtoken_core.errors import ConfigError
 from xtoken_core.queue.run.names import TEACHER
 from xtoken_core.tokenizing import TextTokenizer
-from xtoken_core.transports import sweep
+from xtoken_core.transports import remove_stale_files
 from xtoken_core.transports.factory import pick_transport
 
 log = logging.getLogger("xtoken.teacher")
@@ -44,7 +44,7 @@ def work(link: QueueLink, *, teacher: int, rank: int, name: str | None) -> None:
         settings = spec.teacher[teacher]
         if settings.store is not None:
             raise ConfigError(f"--teacher {teacher}: its output is read from a store (teacher.{teacher}.store)")
-        for leftover in sweep():
+        for leftover in remove_stale_files():
             log.warning("removed %s, left behind by a process that is gone", leftover)
         devices = devices_of(spec, teacher, rank)
         device, divided = devices[0], len(devices) > 1

@@ -10,7 +10,7 @@ from typing import Any
 
 from services.trainer.checkpoint import Checkpoints, Cursor
 from services.trainer.distributed import RankGroup
-from services.trainer.export import lines_below
+from services.trainer.export import lines_before_step
 from services.trainer.optimizer import StudentOptimizer
 from xtoken_core.config.resolved import ResolvedRun
 
@@ -79,7 +79,7 @@ class BestFollower:
         if self.spec is None or not self.is_on:
             return
         file = self.run.spec.output / "eval.jsonl"
-        best = best_evaluation(lines_below(file, cursor.step + 1)) if self.group.is_leader else None
+        best = best_evaluation(lines_before_step(file, cursor.step + 1)) if self.group.is_leader else None
         self._step = self.group.broadcast(best.step if best else NEVER)
         since = self.group.broadcast(best.evaluations_since if best else 0)
         self.ends_run = self.spec.patience is not None and since >= self.spec.patience and cursor.step < self.run.steps
@@ -122,7 +122,7 @@ class BestFollower:
         """Return the fields of `summary.json`: the best evaluation, and the reason of an early end."""
         if self.spec is None:
             return {}
-        best = best_evaluation(lines_below(self.run.spec.output / "eval.jsonl", cursor.step + 1))
+        best = best_evaluation(lines_before_step(self.run.spec.output / "eval.jsonl", cursor.step + 1))
         early = {"stopped_early": f"{best.evaluations_since} evaluations in a row were no better than that of step "
                  f"{best.step} (eval.patience)"} if self.ends_run and best else {}  # fmt: skip
         return {"best": asdict(best) if best else None} | early

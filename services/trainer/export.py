@@ -63,13 +63,13 @@ def export_student(
     (model, adapted), lora = student, run.spec.train.lora
     if adapted is not None and lora is not None and lora.export == "merged":
         model, adapted = adapted.merge_and_unload(), None
-    steps = deque(lines_below(output / "steps.jsonl", cursor.step), maxlen=1)
-    evaluations = list(lines_below(output / "eval.jsonl", cursor.step + 1)) if run.spec.eval is not None else []
-    card = model_card(run, account_of_positions(run, cursor), evaluations, steps[-1] if steps else None)
+    steps = deque(lines_before_step(output / "steps.jsonl", cursor.step), maxlen=1)
+    evaluations = list(lines_before_step(output / "eval.jsonl", cursor.step + 1)) if run.spec.eval is not None else []
+    card = model_card(run, position_counts(run, cursor), evaluations, steps[-1] if steps else None)
     export_model(directory, model, adapted, tokenizer, card, replaces=replaces)
 
 
-def account_of_positions(run: ResolvedRun, cursor: Cursor) -> dict[str, Any]:
+def position_counts(run: ResolvedRun, cursor: Cursor) -> dict[str, Any]:
     """Return the counts of positions up to a cursor: the content of `summary.json`."""
     return {
         "positions": run.positions,
@@ -86,7 +86,7 @@ def account_of_positions(run: ResolvedRun, cursor: Cursor) -> dict[str, Any]:
     }
 
 
-def lines_below(path: Path, step: int) -> Iterator[dict[str, Any]]:
+def lines_before_step(path: Path, step: int) -> Iterator[dict[str, Any]]:
     """Yield the JSON lines of earlier steps, in order; a file that is still written may end in a torn line."""
     if not path.exists():
         return

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from services.common.files.allowed_paths import Roots, confined
+from services.common.files.allowed_paths import Roots, check_allowed
 from services.common.run.resume import CHECKPOINTS, RESOLVED, best_step, checkpoints_in
 from xtoken_core.config.resolved import ResolvedRun, parse_resolved_run
 from xtoken_core.errors import ConfigError, InputError, OutputError
@@ -52,7 +52,7 @@ def choose(output: Path, step: int | None = None, to: Path | None = None) -> Exp
         OutputError: The target exists.
         ConfigError: A path leads out of the control plane's roots, or the run is of another version.
     """
-    confined(output, "OUTPUT")
+    check_allowed(output, "OUTPUT")
     file = output / RESOLVED
     try:
         run = parse_resolved_run(file.read_bytes(), source=str(file))

@@ -10,18 +10,18 @@ from typing import Any
 
 import torch
 
-from services.common.files.allowed_paths import confined
+from services.common.files.allowed_paths import check_allowed
 from services.common.models.loading import head_width, pick_device
 from services.common.processes.worker import QueueLink, Worker, worker_session
 from services.common.run.custom_loss import check_custom_loss
-from services.common.run.memory_estimate import check_room, custom_loss_needs
+from services.common.run.memory_estimate import check_room, custom_loss_memory
 from services.common.run.verdict import judge
 from services.common.tokenizers.loading import pad_id, tokenizer_of
 from services.trainer.checkpoint import Cursor
 from services.trainer.completion_samples import CompletionSamples
 from services.trainer.distributed import RankGroup
 from services.trainer.evaluate import Evaluator
-from services.trainer.export import account_of_positions, export_student, lines_below
+from services.trainer.export import export_student, lines_before_step, position_counts
 from services.trainer.jsonl import replace_file
 from services.trainer.loop import TrainerLoop
 from services.trainer.push import push_model
@@ -124,7 +124,7 @@ def train(worker: Worker, group: RankGroup, rank: int, custom_loss: str | None =
         )
     worker.activity("reading projections and tables")
     loss = make_loss(run, device, custom_loss, tokenizer)
-    check_room(run, device, custom_loss_needs(run, loss.losses, run.student.vocab_size))
+    check_room(run, device, custom_loss_memory(run, loss.losses, run.student.vocab_size))
     worker.activity("")
     rings = TeacherRings(worker, device)
     stored = StoredTeachers(worker, device, rank=rank)
@@ -162,7 +162,7 @@ def make_loss(
     for teacher, (spec, resolved) in enumerate(zip(run.spec.teacher, run.teachers, strict=True)):
         file, same = run.pair_file(teacher), run.same_tokenizer[teacher]
         if file is not None and file == spec.projection:
-            file = confined(file, f"teacher.{teacher}.projection")
+            file = check_allowed(file, f"teacher.{teacher}.projection")
         reads_tables = not same and run.spec.loss.mode_of(teacher) in TABLE_MODES
         teachers.append(
             load_teacher(
@@ -215,7 +215,7 @@ def finish(worker: Worker, loop: TrainerLoop, exported: Cursor, tokenizer: Any, 
     if not writes or model is None:
         return
     run, output, cursor = worker.run, worker.run.spec.output, loop.cursor
-    summary = account_of_positions(run, cursor)
+    summary = position_counts(run, cursor)
     skipped, dead = summary["skipped"], summary["dead"]
     overlap = set(cursor.skipped) & set(cursor.dead)
     expected = min(cursor.step * run.spec.train.samples_per_step, run.positions)
@@ -224,7 +224,7 @@ def finish(worker: Worker, loop: TrainerLoop, exported: Cursor, tokenizer: Any, 
             f"the counts of positions do not add up: {cursor.trained} trained, {skipped} skipped and {dead} dead "
             f"positions are not {expected}"
         )
-    evaluations = list(lines_below(output / "eval.jsonl", run.steps + 1))
+    evaluations = list(lines_before_step(output / "eval.jsonl", run.steps + 1))
     if len(evaluations) > 1:
         first, last = evaluations[0], evaluations[-1]
         summary["held_out"] = {

@@ -34,7 +34,7 @@ from xtoken_core.wire.messages import Claimed, SlotRef
 
 
 @dataclass(frozen=True)
-class Received:
+class ClaimedBatch:
     """A micro-batch that this rank has claimed.
 
     Attributes:
@@ -53,7 +53,7 @@ class Received:
 
 
 @dataclass(frozen=True)
-class Choices:
+class TeacherChoices:
     """Result of `select_teacher`.
 
     Attributes:
@@ -125,8 +125,8 @@ class StepRunner:
         metrics = []
         self.stopped = False
         self.timer.reset()
-        received: Iterable[Received | None] = self._receive(step, rewinds)
-        choices: Choices | None = None
+        received: Iterable[ClaimedBatch | None] = self._receive(step, rewinds)
+        choices: TeacherChoices | None = None
         if self.loss.selects_teacher:
             received = [self._if_open(micro_batch) for micro_batch in list(received)]
             choices = self._choose(received)
@@ -148,12 +148,12 @@ class StepRunner:
         counts, self._requests = self._requests, RequestCounts()
         return counts.metrics()
 
-    def _receive(self, step: StepPlan, rewinds: int) -> Iterator[Received | None]:
+    def _receive(self, step: StepPlan, rewinds: int) -> Iterator[ClaimedBatch | None]:
         """Yield each micro-batch of this rank, claimed lazily; None for one with nothing to train on."""
         for batch in step.plan.ranks[self.rank]:
             yield self._claim_padded(batch, rewinds) if batch.ids and not self.stopped else None
 
-    def _claim_padded(self, batch: MicroBatch, rewinds: int) -> Received | None:
+    def _claim_padded(self, batch: MicroBatch, rewinds: int) -> ClaimedBatch | None:
         began = time.monotonic()
         try:
             claimed, columns = self._claim(batch, rewinds)
@@ -170,9 +170,9 @@ class StepRunner:
             self.waited_s += time.monotonic() - began
         slots = sorted(claimed.slots, key=lambda ref: ref.teacher)
         self.rings.receive(slots, columns)
-        return Received(batch, *self._tensors(batch, claimed, columns), slots, stored)
+        return ClaimedBatch(batch, *self._tensors(batch, claimed, columns), slots, stored)
 
-    def _if_open(self, micro_batch: Received | None) -> Received | None:
+    def _if_open(self, micro_batch: ClaimedBatch | None) -> ClaimedBatch | None:
         """Return the micro-batch if all its rings are still open after later claims; None otherwise.
 
         A claim closes the rings of teachers that have ended. The step is repeated then: `check_step` answers `redo`.
@@ -186,7 +186,7 @@ class StepRunner:
         return None
 
     @torch.no_grad()
-    def _choose(self, received: Iterable[Received | None]) -> Choices:
+    def _choose(self, received: Iterable[ClaimedBatch | None]) -> TeacherChoices:
         """Choose the teacher of every micro-batch, with all signals of the step before its first backward."""
         device = self.student.device
         of_batch = []
@@ -198,9 +198,9 @@ class StepRunner:
                 of_batch.append(self.loss.select(on_device, self._teacher_logits(micro_batch)))
                 self.worker.beat()
         chunks = sum((choice.chunks for choice in of_batch), start=torch.zeros((), device=device))  # may be empty
-        return Choices(of_batch, self.group.all_reduce_sum(chunks))
+        return TeacherChoices(of_batch, self.group.all_reduce_sum(chunks))
 
-    def _teacher_logits(self, micro_batch: Received) -> list[Logits]:
+    def _teacher_logits(self, micro_batch: ClaimedBatch) -> list[Logits]:
         """Return each teacher's logits `[B, T_t, V_t]`, or their factors."""
         batch = micro_batch.batch
         logits = {teacher: self.stored.logits(teacher, values) for teacher, values in micro_batch.stored.items()}
@@ -210,7 +210,7 @@ class StepRunner:
         return [logits[teacher] for teacher in sorted(logits)]
 
     def _backward(
-        self, step: StepPlan, micro_batch: Received, index: int, choices: Choices | None
+        self, step: StepPlan, micro_batch: ClaimedBatch, index: int, choices: TeacherChoices | None
     ) -> dict[str, Tensor]:  # fmt: skip
         """Run forward, loss and backward of a micro-batch; no view of a teacher's memory outlives this frame."""
         device = self.student.device

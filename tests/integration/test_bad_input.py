@@ -313,7 +313,7 @@ def test_a_last_checkpoint_that_cannot_be_written_is_told_when_the_run_has_stopp
 
 
 def test_a_run_with_a_model_that_cannot_be_packed_is_padded_and_says_so(assets: TinyAssets, tmp_path: Path) -> None:
-    from services.common.run.resolve import remarks, resolve_run
+    from services.common.run.resolve import file_warnings, resolve_run
 
     assert resolve_run(tiny_spec(assets, tmp_path, records=16)).packed
     assert not resolve_run(tiny_spec(assets, tmp_path, records=16, train={"packing": "off"})).packed
@@ -322,7 +322,7 @@ def test_a_run_with_a_model_that_cannot_be_packed_is_padded_and_says_so(assets: 
     student = {"model": tmp_path / "longrope", "context_length": 64}
     run = resolve_run(tiny_spec(assets, tmp_path, records=16, student=student))
     assert not run.packed
-    (remark,) = (text for text in remarks(run) if "padded" in text)
+    (remark,) = (text for text in file_warnings(run) if "padded" in text)
     assert "the student" in remark and "longrope" in remark
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.common.run.resolve import remarks, resolve_run
+from services.common.run.resolve import file_warnings, resolve_run
 from services.common.run.resume import check_output
 from services.supervisor.run_record import RunState
 from tests.integration.conftest import Crew
@@ -63,7 +63,8 @@ def test_a_mixture_resumes_and_belongs_to_the_run(
 ) -> None:
     spec = spec_of(assets, tmp_path)
     assert any(
-        "data.sources.1: its 5 records" in line for line in remarks(resolve_run(spec_of(assets, tmp_path, (1, 1))))
+        "data.sources.1: its 5 records" in line
+        for line in file_warnings(resolve_run(spec_of(assets, tmp_path, (1, 1))))
     )
     crew = start(spec)
     crew.wait_for_steps(5)

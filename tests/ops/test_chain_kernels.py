@@ -137,7 +137,7 @@ def test_class_order(device, both, monkeypatch):
 
 
 def without_end_terms(tables):
-    """The same tables as those of tokenizers without end terms: members' last pieces reach no node (see `Paths`)."""
+    """The same tables as those of tokenizers without end terms: members' last pieces reach no node (`PieceTrie`)."""
     sides = []
     for side in (tables.student, tables.teacher):
         node = side.node.clone()

@@ -141,7 +141,7 @@ def test_without_cross_entropy(device):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("pair", [(SPLIT, WHOLE), (WHOLE, SPLIT)], ids=["teacher_is_whole", "student_is_whole"])
 def test_tokens_that_end_without_a_term_are_inside_their_nodes(device, pair):
-    """A tokenizer without end terms has members whose last piece reaches no node (see `Paths`)."""
+    """A tokenizer without end terms has members whose last piece reaches no node (see `PieceTrie`)."""
     *arguments, tables, settings = case(pair, device, len(pair[1].vocab))
     check((*arguments, without_end_terms(tables), settings))
 

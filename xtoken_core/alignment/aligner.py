@@ -161,7 +161,9 @@ class TokenAligner:
         split = len(student_ids)
         both = np.concatenate([student_ids, teacher_ids + self._sides.offset])
         quiet = (self._sides.lengths.take(both) == 0).nonzero()[0]
-        led = find_dummy_prefixes(self._sides, both, flat_layout(1, split, len(teacher_ids)), quiet, suspected=True)
+        dummy_prefixed = find_dummy_prefixes(
+            self._sides, both, flat_layout(1, split, len(teacher_ids)), quiet, suspected=True
+        )
         places, sides = [], []
         tables = (self._sides.student, self._sides.teacher)
         for side, pipeline, ids, begin in zip(
@@ -169,7 +171,7 @@ class TokenAligner:
         ):
             at = np.flatnonzero(ids != side.absent)
             places.append(at)
-            sides.append(RowSide(side, pipeline, ids[at], np.isin(at + begin, led)))
+            sides.append(RowSide(side, pipeline, ids[at], np.isin(at + begin, dummy_prefixed)))
         found = align_row(*sides, text=text)
         exact = np.r_[found.exact, False]
         for at, chunk, chunk_ids, exacts in (
@@ -187,12 +189,12 @@ def _folds(student: Pipeline, teacher: Pipeline) -> tuple[Normalizer | None, Nor
 
     A side that is spelled as it is is normalised as the other one; two that normalise alike are compared as they are.
     """
-    ours, theirs = (side.normalizer.characterwise() for side in (student, teacher))
-    if student.normalizer == teacher.normalizer or (ours is None and theirs is None):
+    student_normalizer, teacher_normalizer = (side.normalizer.characterwise() for side in (student, teacher))
+    if student.normalizer == teacher.normalizer or (student_normalizer is None and teacher_normalizer is None):
         return None, None
-    if ours is None or theirs is None:
-        return theirs, ours
-    return ours.then(theirs), ours.then(theirs)
+    if student_normalizer is None or teacher_normalizer is None:
+        return teacher_normalizer, student_normalizer
+    return student_normalizer.then(teacher_normalizer), student_normalizer.then(teacher_normalizer)
 
 
 def _spelling_hashes(student: TokenTable, teacher: TokenTable) -> np.ndarray:
@@ -206,15 +208,17 @@ def _keep_equal(chunks: Chunks, spelled: np.ndarray, student_ids: np.ndarray, te
     """Clear the exact mask of token pairs whose two spellings differ."""
     chunks.student_exact[chunks.unverified] = chunks.teacher_exact[chunks.unverified] = False
     # The k-th exact token of one side is paired with the k-th of the other.
-    ours, theirs = (np.flatnonzero(mask) for mask in (chunks.student_exact, chunks.teacher_exact))
+    student_tokens, teacher_tokens = (np.flatnonzero(mask) for mask in (chunks.student_exact, chunks.teacher_exact))
     hashes = []
-    for at, ids, begin in ((ours, student_ids, 0), (theirs, teacher_ids, student_ids.size)):
+    for at, ids, begin in ((student_tokens, student_ids, 0), (teacher_tokens, teacher_ids, student_ids.size)):
         values = spelled.take(ids.ravel().take(at))
-        led = np.isin(at + begin, chunks.led) if len(chunks.led) else np.zeros(len(at), dtype=bool)
-        hashes.append(np.where(led, without_space(values), values))
+        dummy_prefixed = (
+            np.isin(at + begin, chunks.dummy_prefixed) if len(chunks.dummy_prefixed) else np.zeros(len(at), dtype=bool)
+        )
+        hashes.append(np.where(dummy_prefixed, without_space(values), values))
     unequal = hashes[0] != hashes[1]
-    chunks.student_exact.ravel()[ours[unequal]] = False
-    chunks.teacher_exact.ravel()[theirs[unequal]] = False
+    chunks.student_exact.ravel()[student_tokens[unequal]] = False
+    chunks.teacher_exact.ravel()[teacher_tokens[unequal]] = False
 
 
 def _as_batch(chunks: Chunks, wrong: dict[int, np.ndarray]) -> AlignmentBatch:

@@ -36,7 +36,7 @@ class Chunks:
         counts: `[B]` int64: chunks per row.
         unverified: `[B]` bool: rows whose two sides are not known to spell the same; their chunks are not valid.
         uneven: `[B]` bool: rows of which one side spells more bytes.
-        led: Indices of the tokens whose leading space is not counted, the student's rows first, then the teacher's.
+        dummy_prefixed: Indices of the tokens whose leading space is not counted, the student's rows first.
     """
 
     student_chunk: np.ndarray
@@ -46,7 +46,7 @@ class Chunks:
     counts: np.ndarray
     unverified: np.ndarray
     uneven: np.ndarray
-    led: np.ndarray
+    dummy_prefixed: np.ndarray
 
 
 class _FlatBatch:
@@ -56,8 +56,8 @@ class _FlatBatch:
         rows: Where the rows lie.
         ids: `[n]` int64 into the arrays of `TokenArrays`.
         lengths: `[n]` unsigned: bytes each token spells.
-        led: Indices of the tokens whose leading space is the tokenizer's own and not counted.
-        silent: Indices of the tokens that spell nothing, in order.
+        dummy_prefixed: Indices of the tokens whose leading space is the tokenizer's own and not counted.
+        zero_length: Indices of the tokens that spell nothing, in order.
         sizes: `[2B]` int64: bytes each row spells.
         reach: `[B]` int64: bytes that both rows of a sample spell.
         longer: `[B]` int64: bytes that one of them spells.
@@ -70,23 +70,23 @@ class _FlatBatch:
         samples = len(student_ids)
         self.sides, self.rows = sides, flat_layout(samples, student_ids.shape[1], teacher_ids.shape[1])
         self.ids = np.empty(student_ids.size + teacher_ids.size, dtype=np.int64)
-        ours, theirs = self.rows.halves(self.ids)
-        ours[...] = student_ids
-        np.add(teacher_ids, sides.offset, out=theirs)
+        student_ids_part, teacher_ids_part = self.rows.halves(self.ids)
+        student_ids_part[...] = student_ids
+        np.add(teacher_ids, sides.offset, out=teacher_ids_part)
         self.lengths = sides.lengths.take(self.ids, mode="wrap")
-        self.silent = (self.lengths == 0).nonzero()[0]
-        self.led = find_dummy_prefixes(sides, self.ids, self.rows, self.silent)
-        if len(self.led):
-            shorter = self.lengths.take(self.led) - 1
-            self.lengths[self.led] = shorter
+        self.zero_length = (self.lengths == 0).nonzero()[0]
+        self.dummy_prefixed = find_dummy_prefixes(sides, self.ids, self.rows, self.zero_length)
+        if len(self.dummy_prefixed):
+            shorter = self.lengths.take(self.dummy_prefixed) - 1
+            self.lengths[self.dummy_prefixed] = shorter
             if np.count_nonzero(shorter) < len(shorter):
-                self.silent = (self.lengths == 0).nonzero()[0]
+                self.zero_length = (self.lengths == 0).nonzero()[0]
         sums = np.empty(len(self.ids) + 1, dtype=np.int64)
         sums[0], steps = 0, sums[1:]
         steps[...] = self.lengths
         self.sizes = np.add.reduceat(steps, self.rows.first)
-        ours, theirs = self.sizes[:samples], self.sizes[samples:]
-        self.reach, self.longer = np.minimum(ours, theirs), np.maximum(ours, theirs)
+        student_sizes, teacher_sizes = self.sizes[:samples], self.sizes[samples:]
+        self.reach, self.longer = np.minimum(student_sizes, teacher_sizes), np.maximum(student_sizes, teacher_sizes)
         # A row's stretch has room for the longer of the two and for the byte at which that one ends.
         stretches = self.longer + 1
         steps[self.rows.last] += np.concatenate([stretches, stretches]) - self.sizes
@@ -100,8 +100,8 @@ class _FlatBatch:
         weights = np.empty(len(self.ids) + 1, dtype=np.uint64)
         weights[-1] = 0
         hashes = self.sides.hashes.take(self.ids, out=weights[:-1], mode="wrap")
-        if len(self.led):
-            hashes[self.led] = without_space(hashes.take(self.led))
+        if len(self.dummy_prefixed):
+            hashes[self.dummy_prefixed] = without_space(hashes.take(self.dummy_prefixed))
         hashes *= powers.take(places, mode="wrap")
         return weights
 
@@ -120,15 +120,17 @@ def find_chunks(sides: TokenArrays, student_ids: np.ndarray, teacher_ids: np.nda
     unverified = ~_same_text(x)
     pairs = _special_pairs(x, unverified)
     opens, exact = _opened(x)  # [n], [n]
-    if len(pairs) < len(x.silent):
-        opens[x.silent] = exact[x.silent] = False
+    if len(pairs) < len(x.zero_length):
+        opens[x.zero_length] = exact[x.zero_length] = False
     opens[pairs] = exact[pairs] = True
     chunk, counts = _numbered(x, opens)  # [n], [B]
-    if len(pairs) < len(x.silent):
+    if len(pairs) < len(x.zero_length):
         paired = chunk.take(pairs)
-        chunk[x.silent] = -1
+        chunk[x.zero_length] = -1
         chunk[pairs] = paired
-    return Chunks(*x.rows.halves(chunk), *x.rows.halves(exact), counts, unverified, x.reach != x.longer, x.led)
+    return Chunks(
+        *x.rows.halves(chunk), *x.rows.halves(exact), counts, unverified, x.reach != x.longer, x.dummy_prefixed
+    )
 
 
 def _numbered(x: _FlatBatch, opens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -176,20 +178,20 @@ def _same_text(x: _FlatBatch) -> np.ndarray:
         token = last.take(rows)
         ids = x.ids.take(token)
         partly = x.sides.prefix_hashes.take(x.sides.ends.take(ids) - beyond.take(rows) - 1)
-        led = x.lengths.take(token) != x.sides.lengths.take(ids)
-        if np.count_nonzero(led):
-            partly = np.where(led, without_space(partly), partly)
+        dummy_prefixed = x.lengths.take(token) != x.sides.lengths.take(ids)
+        if np.count_nonzero(dummy_prefixed):
+            partly = np.where(dummy_prefixed, without_space(partly), partly)
         hashes[rows] += partly * powers.take(places.take(token)) - weights.take(token)
-    ours, theirs = hashes[:samples], hashes[samples:]
-    same: np.ndarray = (ours * powers[x.length] if short else ours) == theirs
+    student_hashes, teacher_hashes = hashes[:samples], hashes[samples:]
+    same: np.ndarray = (student_hashes * powers[x.length] if short else student_hashes) == teacher_hashes
     return same
 
 
 def _special_pairs(x: _FlatBatch, unverified: np.ndarray) -> np.ndarray:
     """Return indices of the specials that have a partner; samples with a token of unknown bytes are marked."""
-    roles = x.sides.roles.take(x.ids.take(x.silent))
+    roles = x.sides.roles.take(x.ids.take(x.zero_length))
     known = roles.nonzero()[0]
-    at: np.ndarray = x.silent.take(known)
+    at: np.ndarray = x.zero_length.take(known)
     roles = roles.take(known)
     if not len(at):
         return at
@@ -201,10 +203,10 @@ def _special_pairs(x: _FlatBatch, unverified: np.ndarray) -> np.ndarray:
         at, roles = at[roles > 0], roles[roles > 0]
     teachers = int(at.searchsorted(x.rows.split))
     keys = x.starts.take(at) << 16 | roles
-    ours, theirs = keys[:teachers], keys[teachers:] - (x.length << 16)
-    if teachers == len(theirs) and not np.count_nonzero(ours != theirs):
+    student_keys, teacher_keys = keys[:teachers], keys[teachers:] - (x.length << 16)
+    if teachers == len(teacher_keys) and not np.count_nonzero(student_keys != teacher_keys):
         return at
-    i, j = match_specials(ours, theirs)
+    i, j = match_specials(student_keys, teacher_keys)
     return np.concatenate([at.take(i), at.take(j + teachers)])
 
 

@@ -193,7 +193,7 @@ class Normalizer:
             return False
         return any(step.apply(text) != text for step in steps)
 
-    def leaves(self, text: str) -> bool:
+    def is_unchanged(self, text: str) -> bool:
         """Return True if normalisation changes only whitespace and single characters of a text."""
         return all(step.apply(text) == text for step in self.editing)
 
@@ -202,7 +202,7 @@ class Normalizer:
         """Return True if characters that are no spaces may become some."""
         return any(step.kind not in _KEEPS_SPACES_APART and not step.writes_spaces for step in self.steps)
 
-    def swallows(self, cluster: str) -> bool:
+    def absorbs_following(self, cluster: str) -> bool:
         """Return True if some character is normalised to nothing after this cluster but not on its own."""
         image = self(cluster)
         return any(self(char) and self(cluster + char) == image for char in _FOLLOWING)

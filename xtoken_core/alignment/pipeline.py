@@ -23,7 +23,7 @@ _Run = tuple[slice, str | None, str]
 
 
 @dataclass(frozen=True)
-class Image:
+class NormalizedText:
     """Text that a tokenizer's tokens spell, with its spans in the source.
 
     Attributes:
@@ -31,7 +31,7 @@ class Image:
         source: `[K]` int64, bytes of the source text at which both may be cut; never falls.
         target: `[K]` int64, the same places in `data`.
         whole: `[M]` int64, those of `target` that are not inside a character.
-        last: Where the image of the last character and its marks begins.
+        last: Where the last character and its marks begin in `data`.
         words: Pre-tokens: the string that the model is given, and where it begins in `data`.
     """
 
@@ -44,13 +44,13 @@ class Image:
 
 
 @dataclass(frozen=True)
-class Placed:
-    """The tokens of one side of one row on the image of the source text.
+class LocatedTokens:
+    """Positions of one row's tokens in the normalised source text.
 
     Attributes:
-        data: The image.
-        source: As `Image.source`.
-        target: As `Image.target`, up to where the tokens are known to spell the image.
+        data: The normalised text.
+        source: As `NormalizedText.source`.
+        target: As `NormalizedText.target`, up to where the tokens are known to spell it.
         begins: `[n]` int64: where each token begins in `data`.
         ends: `[n]` int64: where it ends.
         known: `[n]` bool: it spells the bytes between.
@@ -93,11 +93,11 @@ class Pipeline:
         self.normalizes = self.edits or self.normalizer.characterwise() is not None
         self.is_lossless = not (drops or self.normalizes)
 
-    def leaves(self, text: str) -> bool:
+    def is_unchanged(self, text: str) -> bool:
         """Return True if the tokenizer would not edit the text and cannot have written any of it."""
-        return self.normalizer.leaves(text) and not any(sign in text for sign in self._signs)
+        return self.normalizer.is_unchanged(text) and not any(sign in text for sign in self._signs)
 
-    def locate(self, ids: np.ndarray, text: str, *, cut: bool) -> Placed | None:
+    def locate(self, ids: np.ndarray, text: str, *, cut: bool) -> LocatedTokens | None:
         """Find the tokens of a row in what the tokenizer makes of a source text.
 
         Args:
@@ -109,9 +109,9 @@ class Pipeline:
             The tokens' places; None if they do not spell the text.
         """
         # Specials before a row are rather set by the tokenizer than in the text, though the text may hold their names.
-        silent = np.append(self._table.kinds[ids[:_LEADING_SPECIALS]] == SPECIAL, False).argmin()
+        leading = np.append(self._table.kinds[ids[:_LEADING_SPECIALS]] == SPECIAL, False).argmin()
         tried: list[list[_Run]] = []
-        for first in (*range(int(silent), -1, -1), len(ids)):
+        for first in (*range(int(leading), -1, -1), len(ids)):
             runs = list(self._runs(ids, text, first))
             if runs not in tried:
                 tried.append(runs)
@@ -133,7 +133,7 @@ class Pipeline:
                 begin, at = n + 1, found + len(literal)
         yield slice(begin, len(ids)), None, text[at:]
 
-    def _locate_runs(self, ids: np.ndarray, runs: Sequence[_Run], *, cut: bool) -> Placed | None:
+    def _locate_runs(self, ids: np.ndarray, runs: Sequence[_Run], *, cut: bool) -> LocatedTokens | None:
         begins, ends = np.zeros((2, len(ids)), dtype=np.int64)
         known = np.ones(len(ids), dtype=bool)
         sources, targets, data = [], [], b""
@@ -142,49 +142,53 @@ class Pipeline:
             last = number == len(runs) - 1
             size = len(text.encode("utf-8", "surrogatepass"))
             if literal is not None:
-                image = Image(text.encode(), np.array([0, size]), np.array([0, size]), np.array([0, size]), 0, ())
+                normalized = NormalizedText(
+                    text.encode(), np.array([0, size]), np.array([0, size]), np.array([0, size]), 0, ()
+                )
                 found = np.array([0]), np.array([size]), np.array([True]), size
             else:
-                image = self.image(text)
-                located = self._locate_run(ids[tokens], image, last=last, cut=cut)
+                normalized = self.normalized(text)
+                located = self._locate_run(ids[tokens], normalized, last=last, cut=cut)
                 if located is None:
                     return None
                 *_, limit = found = located
-                if limit < len(image.data) and not last:
+                if limit < len(normalized.data) and not last:
                     return None
-                if last and cut and self.normalizer.swallows(_last_cluster(text)):
+                if last and cut and self.normalizer.absorbs_following(_last_cluster(text)):
                     # The tokens would be the same if the source did not end here.
-                    found = *located[:3], min(limit, image.last)
+                    found = *located[:3], min(limit, normalized.last)
             begins[tokens], ends[tokens], known[tokens] = found[0] + len(data), found[1] + len(data), found[2]
-            kept = image.target <= found[3]
-            sources.append(image.source[kept] + source_at)
-            targets.append(image.target[kept] + len(data))
-            data += image.data
+            kept = normalized.target <= found[3]
+            sources.append(normalized.source[kept] + source_at)
+            targets.append(normalized.target[kept] + len(data))
+            data += normalized.data
             source_at += size
-        return Placed(data, np.concatenate(sources), np.concatenate(targets), begins, ends, known)
+        return LocatedTokens(data, np.concatenate(sources), np.concatenate(targets), begins, ends, known)
 
     def _locate_run(
-        self, ids: np.ndarray, image: Image, *, last: bool, cut: bool
+        self, ids: np.ndarray, normalized: NormalizedText, *, last: bool, cut: bool
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, int] | None:
         """Place tokens between two added ones: begins, ends, which spell what is there, and how far that is known."""
         text = self._table.kinds[ids] == TEXT
         plain = (text | (self._table.kinds[ids] == SPECIAL)).all()
         spelled = self._table.spell(ids)
         if plain:
-            prefix = int(image.target[image.source == 0].max(initial=0))
+            prefix = int(normalized.target[normalized.source == 0].max(initial=0))
             for own in dict.fromkeys((0, prefix)):
-                limit = _agreement(spelled, image.data[own:], image.last - own if cut else None, whole=not last)
+                limit = _agreement(
+                    spelled, normalized.data[own:], normalized.last - own if cut else None, whole=not last
+                )
                 if limit is not None:
                     sizes = np.fromiter((len(self._table.pieces[i]) for i in ids.tolist()), np.int64, len(ids))
                     ends = np.cumsum(sizes) + own
                     limit += own
-                    if limit < min(len(image.data), len(spelled) + own):
-                        limit = int(image.whole[image.whole <= limit].max(initial=0))
+                    if limit < min(len(normalized.data), len(spelled) + own):
+                        limit = int(normalized.whole[normalized.whole <= limit].max(initial=0))
                     return ends - sizes, ends, np.ones(len(ids), dtype=bool), limit
-        return self._locate_by_model(ids, image, cut=cut)
+        return self._locate_by_model(ids, normalized, cut=cut)
 
     def _locate_by_model(
-        self, ids: np.ndarray, image: Image, *, cut: bool
+        self, ids: np.ndarray, normalized: NormalizedText, *, cut: bool
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, int] | None:
         """Place tokens by tokenizing the pre-tokens again, for rows with tokens of unknown spelling."""
         if self._backend is None:
@@ -193,12 +197,12 @@ class Pipeline:
         known = np.ones(len(ids), dtype=bool)
         spoken = np.flatnonzero(self._table.kinds[ids] != SPECIAL)
         at, limit = 0, 0
-        for number, (content, begin) in enumerate(image.words, 1):
+        for number, (content, begin) in enumerate(normalized.words, 1):
             tokens = _model_tokens(self._backend.model, content)
             if at >= len(spoken):
                 break
             if [t.id for t in tokens[: len(spoken) - at]] != ids[spoken[at : at + len(tokens)]].tolist():
-                if cut and at and number == len(image.words):
+                if cut and at and number == len(normalized.words):
                     break
                 return None
             widths = [len(content_decoder(self._table.decode)(char)) for char in content]
@@ -214,21 +218,23 @@ class Pipeline:
                 begins[n], ends[n] = b, e
                 exact = whole and bytes_at[offsets.clip(max=len(content))].tolist() == list(token.offsets)
                 known[n] = (
-                    exact and self._table.kinds[ids[n]] == TEXT and self._table.pieces[int(ids[n])] == image.data[b:e]
+                    exact
+                    and self._table.kinds[ids[n]] == TEXT
+                    and self._table.pieces[int(ids[n])] == normalized.data[b:e]
                 )
             at += len(tokens)
             limit = int(data_at[-1])
         else:
-            limit = len(image.data)
+            limit = len(normalized.data)
             if at < len(spoken) and not cut:
                 return None
-        for silent in np.flatnonzero(self._table.kinds[ids] == SPECIAL).tolist():
-            begins[silent] = ends[silent] = ends[silent - 1] if silent else 0
+        for special in np.flatnonzero(self._table.kinds[ids] == SPECIAL).tolist():
+            begins[special] = ends[special] = ends[special - 1] if special else 0
         rest = spoken[at:]
         begins[rest], ends[rest], known[rest] = limit, limit + 1, False
         return begins, ends, known, limit
 
-    def image(self, text: str) -> Image:
+    def normalized(self, text: str) -> NormalizedText:
         """Normalise and pre-tokenize a text as the tokenizer does."""
         trace = self.normalizer.trace(text)
         words = self._words(trace.text)
@@ -240,7 +246,7 @@ class Pipeline:
         source, target = np.append(byte_at[source], inner_source), np.append(target, inner_target)
         order = np.lexsort((target, source))
         last = len(text) - len(_last_cluster(text))
-        return Image(
+        return NormalizedText(
             data,
             source[order],
             target[order],
@@ -257,8 +263,8 @@ class Pipeline:
         if self._backend is None and self._table.drops_whitespace:
             return [(found[0], found.span()) for found in re.finditer(r"\S+", text)]
         prefix = self._table.prefix if self._backend is None else "none"
-        led = prefix == "always" or (prefix == "missing" and not text.startswith(" "))
-        return [(" " * led + text, (0, len(text)))] if text else []
+        dummy_prefixed = prefix == "always" or (prefix == "missing" and not text.startswith(" "))
+        return [(" " * dummy_prefixed + text, (0, len(text)))] if text else []
 
     def _pre_tokenized(
         self, text: str, words: Sequence[tuple[str, tuple[int, int]]]
@@ -323,7 +329,7 @@ def _widths(content: str, spelled: bytes, source: str, decode: Any) -> list[int]
 def _inside_characters(
     text: str, byte_at: np.ndarray, source: np.ndarray, target: np.ndarray, data: bytes
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the places inside characters that are spelled as they are: bytes of the source and of the image."""
+    """Return the places inside characters that are spelled as they are, in the source and in the result."""
     width = np.diff(byte_at[source])
     same = np.flatnonzero((np.diff(source) == 1) & (width > 1) & (np.diff(target) == width))
     inner: list[tuple[int, int]] = []
@@ -335,22 +341,22 @@ def _inside_characters(
     return array[:, 0], array[:, 1]
 
 
-def _agreement(spelled: bytes, image: bytes, last: int | None, *, whole: bool) -> int | None:
-    """Return how far tokens spell an image, None if not far enough.
+def _agreement(spelled: bytes, normalized: bytes, last: int | None, *, whole: bool) -> int | None:
+    """Return how far tokens spell a normalised text, None if not far enough.
 
     Args:
         spelled: What the tokens spell.
-        image: What they should.
-        last: From where the image may differ, since the source was cut off; None if it was not.
-        whole: The tokens spell all of the image, or none of it.
+        normalized: What they should.
+        last: From where this may differ, since the source was cut off; None if it was not.
+        whole: The tokens spell all of the text, or none of it.
     """
-    size = min(len(spelled), len(image))
-    if spelled[:size] == image[:size]:
-        complete = len(spelled) == len(image) if whole else last is not None or len(spelled) <= len(image)
+    size = min(len(spelled), len(normalized))
+    if spelled[:size] == normalized[:size]:
+        complete = len(spelled) == len(normalized) if whole else last is not None or len(spelled) <= len(normalized)
         return size if complete else None
     if last is None or whole:
         return None
-    a, b = np.frombuffer(spelled[:size], dtype=np.uint8), np.frombuffer(image[:size], dtype=np.uint8)
+    a, b = np.frombuffer(spelled[:size], dtype=np.uint8), np.frombuffer(normalized[:size], dtype=np.uint8)
     common = int((a != b).argmax())
     return common if common >= last else None
 

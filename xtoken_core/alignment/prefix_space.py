@@ -10,7 +10,7 @@ from xtoken_core.alignment.token_arrays import TokenArrays
 
 
 def find_dummy_prefixes(
-    sides: TokenArrays, ids: np.ndarray, rows: FlatLayout, silent: np.ndarray, *, suspected: bool = False
+    sides: TokenArrays, ids: np.ndarray, rows: FlatLayout, zero_length: np.ndarray, *, suspected: bool = False
 ) -> np.ndarray:
     """Return the indices of tokens whose leading space is the tokenizer's own.
 
@@ -23,7 +23,7 @@ def find_dummy_prefixes(
         sides: Both sides' arrays.
         ids: `[n]` int64: all rows of the student, then all of the teacher with the sides' offset added.
         rows: Where the rows lie; none is empty.
-        silent: Indices of the tokens that spell nothing, in order; absent tokens and specials are among them.
+        zero_length: Indices of the tokens that spell nothing, in order; absent tokens and specials are among them.
         suspected: Also those that rather are the text's.
     """
     prefixes = sides.prefixes
@@ -31,8 +31,8 @@ def find_dummy_prefixes(
         return np.zeros(0, dtype=np.int64)
     first, spaces = _first_text(sides, ids, rows)  # [2B], [2B]
     absent = sides.absent
-    quiet, split = ids.take(silent), int(silent.searchsorted(rows.split))
-    led = []
+    quiet, split = ids.take(zero_length), int(zero_length.searchsorted(rows.split))
+    dummy_prefixed = []
     for side, prefix in enumerate(prefixes):
         if prefix == "none":
             continue
@@ -48,12 +48,12 @@ def find_dummy_prefixes(
         elif np.count_nonzero(gaps):
             unsure = (own > rows.first[mine]) & (ids.take(own - 1, mode="wrap") == absent[side])
             spaced &= ~(unsure & _begins_with_space(sides, ids, rows, first, spaces, 1 - side))
-        led.append(own[spaced])
+        dummy_prefixed.append(own[spaced])
         breaks = sides.kinds.take(quiet[part]) != TEXT if sides.tables[side].prefix_after_special else gaps
         if np.count_nonzero(breaks):
-            after = _text_after(sides, ids, rows, side, silent[part][breaks] + 1, own)
-            led.append(after[sides.leading_spaces.take(ids.take(after)) > 0])
-    return led[0] if len(led) == 1 else np.concatenate(led)
+            after = _text_after(sides, ids, rows, side, zero_length[part][breaks] + 1, own)
+            dummy_prefixed.append(after[sides.leading_spaces.take(ids.take(after)) > 0])
+    return dummy_prefixed[0] if len(dummy_prefixed) == 1 else np.concatenate(dummy_prefixed)
 
 
 def begin_with_spaces(sides: TokenArrays, ids: np.ndarray, rows: FlatLayout) -> np.ndarray:

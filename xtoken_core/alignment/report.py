@@ -146,17 +146,17 @@ def plain_chunks(student: Sequence[ShownToken], teacher: Sequence[ShownToken]) -
     >>> plain_chunks([one, two], [ShownToken("2024", 0, True), ShownToken("!", -1, True)])
     ['20|24\t2024', '\t!\tin no chunk']
     """
-    lines, ours, theirs = [], list(student), list(teacher)
-    while ours or theirs:
-        for side, columns in ((ours, "{}\t"), (theirs, "\t{}")):
+    lines, student_tokens, teacher_tokens = [], list(student), list(teacher)
+    while student_tokens or teacher_tokens:
+        for side, columns in ((student_tokens, "{}\t"), (teacher_tokens, "\t{}")):
             while side and side[0].chunk < 0:
                 lines.append(columns.format(side.pop(0).text) + "\tin no chunk")
-        if not (ours or theirs):
+        if not (student_tokens or teacher_tokens):
             break
-        number = min(side[0].chunk for side in (ours, theirs) if side)
+        number = min(side[0].chunk for side in (student_tokens, teacher_tokens) if side)
         parts = []
         correct = True
-        for side in (ours, theirs):
+        for side in (student_tokens, teacher_tokens):
             size = next((i for i, token in enumerate(side) if token.chunk != number), len(side))
             parts.append("|".join(token.text for token in side[:size]))
             correct = correct and all(token.correct for token in side[:size])

@@ -14,7 +14,7 @@ import numpy as np
 
 from xtoken_core.alignment.matching_blocks import differ, is_once, matching_blocks
 from xtoken_core.alignment.normalizer import Normalizer
-from xtoken_core.alignment.pipeline import Pipeline, Placed
+from xtoken_core.alignment.pipeline import LocatedTokens, Pipeline
 from xtoken_core.alignment.tables import SPECIAL, UNKNOWN, spread
 from xtoken_core.alignment.token_arrays import BOS, BOS_OR_EOS, EOS, Side, is_ended
 
@@ -32,13 +32,13 @@ class RowSide:
         arrays: The tokenizer's arrays.
         pipeline: What it does to a text.
         ids: `[n]` int64.
-        led: `[n]` bool: the token's leading space may be the tokenizer's own.
+        dummy_prefixed: `[n]` bool: the token's leading space may be the tokenizer's own.
     """
 
     arrays: Side
     pipeline: Pipeline
     ids: np.ndarray
-    led: np.ndarray
+    dummy_prefixed: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -108,11 +108,11 @@ def align_row(student: RowSide, teacher: RowSide, *, text: str | None) -> RowChu
         text: The source text of both; None if it is not known.
     """
     for source, cut in _sources(student, teacher, text):
-        ours = student.pipeline.locate(student.ids, source, cut=cut)
-        theirs = teacher.pipeline.locate(teacher.ids, source, cut=cut) if ours is not None else None
-        if ours is not None and theirs is not None:
-            x, y = _placed_walk(ours), _placed_walk(theirs)
-            return _chunks(student, teacher, x, y, _source_cuts(x, y, ours, theirs))
+        student_located = student.pipeline.locate(student.ids, source, cut=cut)
+        teacher_located = teacher.pipeline.locate(teacher.ids, source, cut=cut) if student_located is not None else None
+        if student_located is not None and teacher_located is not None:
+            x, y = _located_walk(student_located), _located_walk(teacher_located)
+            return _chunks(student, teacher, x, y, _source_cuts(x, y, student_located, teacher_located))
     return _by_spelling(student, teacher)
 
 
@@ -136,7 +136,7 @@ def _sources(student: RowSide, teacher: RowSide, text: str | None) -> Iterator[t
                     yield source, True
 
 
-def _placed_walk(placed: Placed) -> _Walk:
+def _located_walk(placed: LocatedTokens) -> _Walk:
     own = int(placed.target[_moves(placed).cumsum() == 0].max(initial=0))
     return _Walk(
         begins=np.maximum(placed.begins, own),
@@ -151,16 +151,16 @@ def _placed_walk(placed: Placed) -> _Walk:
     )
 
 
-def _moves(placed: Placed) -> np.ndarray:
+def _moves(placed: LocatedTokens) -> np.ndarray:
     """Return `[K]` bool, True where both the source and its image have moved on from the pair of positions before."""
     moves: np.ndarray = (np.diff(placed.source, prepend=0) > 0) & (np.diff(placed.target, prepend=0) > 0)
     return moves
 
 
-def _source_cuts(x: _Walk, y: _Walk, ours: Placed, theirs: Placed) -> _Cuts:
+def _source_cuts(x: _Walk, y: _Walk, student_located: LocatedTokens, teacher_located: LocatedTokens) -> _Cuts:
     """Return where both sides end a token at one byte of the source at which both images may be cut."""
     found = []
-    for walk, placed in ((x, ours), (y, theirs)):
+    for walk, placed in ((x, student_located), (y, teacher_located)):
         ended = np.isin(placed.target, walk.bounds) & (placed.source > 0)
         source, target, moved = placed.source[ended], placed.target[ended], _moves(placed).cumsum()[ended]
         last = np.append(source[1:] != source[:-1], True)[: len(source)]
@@ -207,7 +207,7 @@ def _by_spelling(student: RowSide, teacher: RowSide) -> RowChunks:
 def _is_unedited(walk: _Walk, *sides: RowSide) -> bool:
     """Return True if no tokenizer would edit what it has spelled: then it has made no other text equal to it."""
     text = walk.stream.astype(np.uint8).tobytes().decode("utf-8", "ignore")
-    return all(side.pipeline.leaves(text) for side in sides)
+    return all(side.pipeline.is_unchanged(text) for side in sides)
 
 
 def _spellings(side: RowSide, unknown: int) -> Iterator[_Walk]:
@@ -221,12 +221,12 @@ def _spellings(side: RowSide, unknown: int) -> Iterator[_Walk]:
     for ends_in_pool, lengths_in_pool in forms:
         lengths = lengths_in_pool[side.ids]
         lengths[unknowns] = 1
-        for own in (side.led, np.zeros_like(side.led)) if side.led.any() else (side.led,):
+        none = np.zeros_like(side.dummy_prefixed)
+        for own in (side.dummy_prefixed, none) if side.dummy_prefixed.any() else (none,):
             stream = pool.data[spread(ends_in_pool[side.ids], lengths - own)].astype(np.uint16)
             ends = np.cumsum(lengths - own)
             stream[ends[unknowns] - 1] = unknown
             begins, known, trimmed = ends - lengths + own, kinds != UNKNOWN, own.astype(np.int64)
-            none = np.zeros_like(side.led)
             yield _Walk(begins, ends, lengths > own, known, ~none, stream, none, trimmed)
 
 
@@ -367,7 +367,7 @@ def _spelling(side: RowSide, walk: _Walk, at: int) -> bytes:
 
 
 def _special_pairs(student: RowSide, teacher: RowSide, x: _Walk, y: _Walk, cuts: _Cuts) -> list[tuple[int, int, int]]:
-    """Return the silent specials of one role at one cut: (number of cuts before, student token, teacher token)."""
+    """Return the zero-length specials of one role at one cut: (number of cuts before, student token, teacher token)."""
     meeting: dict[tuple[int, int], list[int]] = {}
     for j in np.flatnonzero((teacher.arrays.table.kinds[teacher.ids] == SPECIAL) & ~y.text).tolist():
         for role in _role_of(teacher, j, y):

@@ -19,12 +19,12 @@ def special_token_ids(student: TokenTable, teacher: TokenTable, pairs: SpecialTo
         ConfigError: A name is no special token of its side, begins or ends a text there, or is named twice.
     """
     ids = {
-        _id_of(student, ours, "student"): _id_of(teacher, theirs, "teacher") if theirs else None
-        for ours, theirs in pairs.items()
+        _id_of(student, name, "student"): _id_of(teacher, partner, "teacher") if partner else None
+        for name, partner in pairs.items()
     }
-    named = [theirs for theirs in ids.values() if theirs is not None]
+    named = [partner for partner in ids.values() if partner is not None]
     if len(set(named)) < len(named):
-        twice = next(theirs for theirs in pairs.values() if theirs and list(pairs.values()).count(theirs) > 1)
+        twice = next(partner for partner in pairs.values() if partner and list(pairs.values()).count(partner) > 1)
         raise ConfigError(f"special_tokens: {twice!r} of the teacher is named twice: pair it with one token")
     return ids
 
@@ -39,13 +39,13 @@ def with_special_tokens(
     """
     if not pairs:
         return student, teacher
-    ours, theirs = dict(student.roles), dict(teacher.roles)
+    student_roles, teacher_roles = dict(student.roles), dict(teacher.roles)
     for index, partner in special_token_ids(student, teacher, pairs).items():
         role = f"special_tokens {index}"
-        ours[index] = role
+        student_roles[index] = role
         if partner is not None:
-            theirs[partner] = role
-    return replace(student, roles=ours), replace(teacher, roles=theirs)
+            teacher_roles[partner] = role
+    return replace(student, roles=student_roles), replace(teacher, roles=teacher_roles)
 
 
 def _id_of(table: TokenTable, name: str, side: str) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -74,8 +74,8 @@ class TokenTable:
         drops_whitespace: Spaces between words are not spelled by any token.
         normalizer: What it does to the characters of a text before it tokenizes them; None if nothing.
         decode: How its token strings write bytes; None if they are bytes.
-        byte_tokens: Ids of the tokens of byte fallback, `<0x41>`: the tokenizer writes them only for bytes of characters
-            that its vocabulary lacks.
+        byte_tokens: Ids of the tokens of byte fallback, `<0x41>`, which the tokenizer writes for characters that its
+            vocabulary lacks.
     """
 
     pieces: tuple[bytes, ...]
@@ -297,14 +297,4 @@ def _with_habits(table: TokenTable, tokenizer: Any) -> TokenTable:
         literal = next(iter(table.literals.values())).decode("utf-8", "replace")
         after = (spelled(f"hello{literal}you") or b"").endswith(b"hello you")
     normalizer = tokenizer_normalizer(tokenizer, backend).characterwise()
-    return TokenTable(
-        pieces=table.pieces,
-        kinds=table.kinds,
-        roles=table.roles,
-        literals=table.literals,
-        prefix=prefix,
-        prefix_after_special=after,
-        drops_whitespace=drops,
-        normalizer=normalizer,
-        decode=table.decode,
-    )
+    return replace(table, prefix=prefix, prefix_after_special=after, drops_whitespace=drops, normalizer=normalizer)

@@ -119,16 +119,16 @@ def build_token_arrays(
         for index, name in table.roles.items():
             role[index] = numbers.setdefault(name, len(numbers))
         sides.append(Side(table, spelling_pool([*compared, b""], table.literals), role))
-    ours, theirs = sides
+    student_side, teacher_side = sides
     pieces = [*student_pieces, b"", *teacher_pieces, b""]
     joined = spelling_pool(pieces, {})
     hashes = prefix_hashes(joined.data[: joined.ends[-1]], joined.lengths)  # one for every byte of the pieces
     longest = int(joined.lengths.max())
     return TokenArrays(
-        student=ours,
-        teacher=theirs,
+        student=student_side,
+        teacher=teacher_side,
         kinds=np.concatenate([part for side in sides for part in (side.table.kinds, np.array([ABSENT], np.uint8))]),
-        roles=np.concatenate([ours.role, theirs.role]),
+        roles=np.concatenate([student_side.role, teacher_side.role]),
         lengths=joined.lengths.astype(np.min_scalar_type(longest + 1)),
         hashes=np.where(joined.lengths > 0, np.append(hashes, np.uint64(0))[joined.ends - 1], np.uint64(0)),
         prefix_hashes=hashes,

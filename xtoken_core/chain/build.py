@@ -13,7 +13,7 @@ from xtoken_core.alignment.tables import TEXT, TokenTable, token_table
 from xtoken_core.alignment.token_arrays import BOS, BOS_OR_EOS, EOS, UNKNOWN_ROLE, build_token_arrays
 from xtoken_core.chain.live_sets import LiveSets, everything_live, live_sets
 from xtoken_core.chain.models import bpe_model, is_unigram
-from xtoken_core.chain.paths import Paths, find_paths
+from xtoken_core.chain.paths import PieceTrie, build_piece_trie
 from xtoken_core.chain.roots import Roots, find_roots, special_pairs
 from xtoken_core.chain.spelling import REASONS, Spellings, compared_pieces, spellings, word_start_texts
 from xtoken_core.errors import InputError
@@ -32,7 +32,7 @@ class BuiltSide:
     """
 
     spelled: Spellings
-    paths: Paths
+    paths: PieceTrie
     live: LiveSets
 
 
@@ -98,7 +98,7 @@ def build_tables(
     sides = []
     for k, other_roots in ((0, roots.teacher), (1, roots.student)):
         spaces = np.flatnonzero([text == b" " for text in compared[1 - k]])
-        paths = find_paths(spelled[k], other_roots, spaces, end_terms=not is_unigram(tokenizers[k]))
+        paths = build_piece_trie(spelled[k], other_roots, spaces, end_terms=not is_unigram(tokenizers[k]))
         if fingerprints[0] == fingerprints[1]:  # the other side's cuts are this side's own
             live = everything_live(len(tables[1 - k]), len(tables[k]))
         else:

@@ -21,7 +21,7 @@ ENDS_HERE = -1
 
 
 @dataclass(frozen=True)
-class Paths:
+class PieceTrie:
     """Trie over the spellings of one tokenizer's tokens in the other's pieces.
 
     Attributes:
@@ -45,7 +45,9 @@ class Paths:
     bare_space: np.ndarray
 
 
-def find_paths(spelled: Spellings, other_roots: np.ndarray, spaces: np.ndarray, *, end_terms: bool = True) -> Paths:
+def build_piece_trie(
+    spelled: Spellings, other_roots: np.ndarray, spaces: np.ndarray, *, end_terms: bool = True
+) -> PieceTrie:
     """Build the nodes.
 
     Args:
@@ -75,7 +77,7 @@ def find_paths(spelled: Spellings, other_roots: np.ndarray, spaces: np.ndarray, 
     return paths if end_terms else replace(paths, node=np.where(ends, -1, paths.node).astype(np.int32))
 
 
-def _kept(flat: np.ndarray, token: np.ndarray, cls: np.ndarray, nodes: int, bare: np.ndarray) -> Paths:
+def _kept(flat: np.ndarray, token: np.ndarray, cls: np.ndarray, nodes: int, bare: np.ndarray) -> PieceTrie:
     """Drop the nodes at which all tokens end and number the others anew."""
     width = int(cls.max(initial=0)) + 2
     slots, slot_of = np.unique(flat * width + cls + 1, return_inverse=True)
@@ -88,7 +90,7 @@ def _kept(flat: np.ndarray, token: np.ndarray, cls: np.ndarray, nodes: int, bare
     member_kept = np.flatnonzero(chosen[flat]) if len(flat) else np.zeros(0, dtype=np.int64)
     order = member_kept[np.lexsort((token[member_kept], flat[member_kept]))]
     N, to = int(chosen.sum()), np.int32
-    return Paths(
+    return PieceTrie(
         node=(number[flat] if len(flat) else flat).astype(to),
         member_start=_starts(number[flat[order]], N),
         member=token[order].astype(to),

@@ -91,7 +91,7 @@ class LiveTable(TensorFields):
 
 @dataclass(frozen=True)
 class SideTable(TensorFields):
-    """One side's tokens: classes, spellings by the other side, nodes (see `paths.Paths`), live sets.
+    """One side's tokens: classes, spellings by the other side, nodes (see `paths.PieceTrie`), live sets.
 
     Attributes:
         root: `[V]` int32 class of each token; `ChainTables.classes` where it has none.

@@ -9,7 +9,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 Count = Annotated[int, Field(ge=1)]
 
 
-class Part(BaseModel):
+class ConfigModel(BaseModel):
     """A part of the configuration: unknown fields are refused, values are immutable."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)

@@ -8,13 +8,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from xtoken_core.config.base import Count, Part
+from xtoken_core.config.base import ConfigModel, Count
 
 TEXT_SUFFIXES = (".jsonl", ".parquet", ".txt")
 """Suffixes of files of text that a run reads."""
 
 
-class DataSource(Part):
+class DataSource(ConfigModel):
     """One of several texts. All of them have a weight, or none has."""
 
     path: Path | tuple[Path, ...]
@@ -32,7 +32,7 @@ class DataSource(Part):
         return self.path if isinstance(self.path, tuple) else (self.path,)
 
 
-class DataSpec(Part):
+class DataSpec(ConfigModel):
     """The text to train on."""
 
     path: Path | tuple[Path, ...] = ()

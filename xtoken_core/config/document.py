@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from xtoken_core.config.base import NONE, NoneWord, Part
+from xtoken_core.config.base import NONE, ConfigModel, NoneWord
 from xtoken_core.config.spec import RunSpec
 
 
-def document_of(part: Part, *, exclude_defaults: bool = False) -> dict[str, Any]:
+def document_of(part: ConfigModel, *, exclude_defaults: bool = False) -> dict[str, Any]:
     """Return settings as plain values that mean the same in a run file.
 
     None is the word "none" where a setting takes it; elsewhere it is None, which a run file leaves out.
@@ -61,7 +61,7 @@ def read_stored(document: Mapping[str, Any]) -> RunSpec:
 
 def _written(value: Any, plain: Any) -> Any:
     """Return plain values with the word where the value that they were made from has a None that takes it."""
-    if isinstance(value, Part):
+    if isinstance(value, ConfigModel):
         fields = type(value).model_fields
         return {
             name: NONE if item is None and NoneWord in fields[name].metadata else _written(getattr(value, name), item)

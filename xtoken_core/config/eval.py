@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from xtoken_core.config.base import Count, OrNone, Part
+from xtoken_core.config.base import ConfigModel, Count, OrNone
 
 Match = Literal["exact", "number", "choice", "contains"]
 """How a completion is compared with the answer."""
@@ -20,7 +20,7 @@ def names_of(paths: Path | tuple[Path, ...]) -> dict[str, Path]:
     return {NOT_IN_A_NAME.sub("_", path.stem): path for path in (paths if isinstance(paths, tuple) else (paths,))}
 
 
-class TasksSpec(Part):
+class TasksSpec(ConfigModel):
     """Prompts with answers, completed by the student at every evaluation."""
 
     path: Path | tuple[Path, ...]
@@ -57,7 +57,7 @@ class TasksSpec(Part):
 PromptText = Annotated[str, Field(min_length=1, max_length=4096)]
 
 
-class SamplesSpec(Part):
+class SamplesSpec(ConfigModel):
     """Prompts that the student completes at every evaluation, for reading: the most likely token each time."""
 
     prompts: Annotated[tuple[PromptText, ...], Field(min_length=1, max_length=32)]
@@ -67,7 +67,7 @@ class SamplesSpec(Part):
     """Tokens of a completion."""
 
 
-class EvalSpec(Part):
+class EvalSpec(ConfigModel):
     """Held-out text, read every so many steps and at the end."""
 
     path: Path | tuple[Path, ...]

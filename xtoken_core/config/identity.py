@@ -7,13 +7,13 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from xtoken_core.config.base import Part
+from xtoken_core.config.base import ConfigModel
 from xtoken_core.config.loss import LossConfig
 from xtoken_core.config.rollout import RolloutSpec
 from xtoken_core.config.train import LoraSpec, OptimizerName
 
 
-class ModelIdentity(Part):
+class ModelIdentity(ConfigModel):
     """The student, or a teacher.
 
     Attributes:
@@ -53,7 +53,7 @@ class TeacherIdentity(ModelIdentity):
     topk_mass: float | None = None
 
 
-class RunIdentity(Part):
+class RunIdentity(ConfigModel):
     """Identity of a run: models, data, loss and precision.
 
     How the optimiser goes about it (rates, clipping, decay) and how the work is spread over processes and GPUs is no

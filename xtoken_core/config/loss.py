@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
-from xtoken_core.config.base import NONE, OrNone, Part, teacher_name
+from xtoken_core.config.base import NONE, ConfigModel, OrNone, teacher_name
 
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
@@ -66,7 +66,7 @@ GIVEN_TEXT = {
 """Why a setting is refused in a run that has no generated text."""
 
 
-class LossConfig(Part):
+class LossConfig(ConfigModel):
     """The loss between student and teacher, and the weights of its terms.
 
     `gold_loss`, `xtoken_loss`, `uld_loss` and `alm_loss`, the flags of the method's public configuration, are accepted

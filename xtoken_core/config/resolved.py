@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError, field_validator
 
-from xtoken_core.config.base import Part
+from xtoken_core.config.base import ConfigModel
 from xtoken_core.config.document import read_stored
 from xtoken_core.config.identity import ModelIdentity, RunIdentity, TeacherIdentity
 from xtoken_core.config.spec import RunSpec
@@ -16,7 +16,7 @@ from xtoken_core.config.validation_errors import describe
 from xtoken_core.errors import ConfigError
 
 
-class ResolvedModel(Part):
+class ResolvedModel(ConfigModel):
     """Values read from a model's files.
 
     Attributes:
@@ -38,7 +38,7 @@ class ResolvedModel(Part):
     template_fingerprint: str = ""
 
 
-class ResolvedRun(Part):
+class ResolvedRun(ConfigModel):
     """A RunSpec and the values read from its files.
 
     Attributes:

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
-from xtoken_core.config.base import Part
+from xtoken_core.config.base import ConfigModel
 from xtoken_core.config.eval import EvalSpec
 from xtoken_core.config.loss import LossConfig, Positive
 
@@ -17,7 +17,7 @@ EngineName = Literal["vllm", "sglang", "llama_cpp"]
 MAX_URLS = 64
 
 
-class ServedSpec(Part):
+class ServedSpec(ConfigModel):
     """A model that is served over HTTP, if `url` names its servers."""
 
     url: Annotated[tuple[str, ...], Field(max_length=MAX_URLS)] = ()

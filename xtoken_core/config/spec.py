@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
-from xtoken_core.config.base import OrNone, Part, teacher_name
+from xtoken_core.config.base import ConfigModel, OrNone, teacher_name
 from xtoken_core.config.data import DataSpec
 from xtoken_core.config.eval import EvalSpec
 from xtoken_core.config.loss import LossConfig, Positive
@@ -44,7 +44,7 @@ def padded_length(length: int) -> int:
     return -(-length // PAD_MULTIPLE) * PAD_MULTIPLE
 
 
-class ModelSpec(Part):
+class ModelSpec(ConfigModel):
     """A causal language model: a Hugging Face directory."""
 
     model: Path
@@ -182,7 +182,7 @@ class TeacherSpec(ModelSpec, ServedSpec):
         return self
 
 
-class RunSpec(Part):
+class RunSpec(ConfigModel):
     """One distillation run. Paths are relative to the run file."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] = "run"

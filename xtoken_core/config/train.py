@@ -6,14 +6,14 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from xtoken_core.config.base import Count, OrNone, Part
+from xtoken_core.config.base import ConfigModel, Count, OrNone
 from xtoken_core.config.loss import NonNegative, Positive
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 OptimizerName = Literal["adamw", "adamw8bit", "adafactor", "muon"]
 
 
-class LoraSpec(Part):
+class LoraSpec(ConfigModel):
     """Train low-rank adapters instead of the student's own weights; needs the extra `lora` (peft)."""
 
     rank: Count = 16
@@ -28,7 +28,7 @@ class LoraSpec(Part):
     """Exported model: a whole model with merged adapters, or the adapters only."""
 
 
-class TrainSpec(Part):
+class TrainSpec(ConfigModel):
     """Optimiser, batch sizes, precision, parallelism and checkpoints."""
 
     samples_per_step: Count = 32
@@ -92,7 +92,7 @@ class TrainSpec(Part):
         return self
 
 
-class ReportSpec(Part):
+class ReportSpec(ConfigModel):
     """Metric loggers beside `steps.jsonl` and `eval.jsonl`."""
 
     console_every: Count = 10

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from xtoken_core.config.base import Count, Part
+from xtoken_core.config.base import ConfigModel, Count
 from xtoken_core.config.loss import Positive
 
 SignalName = Literal["auto", "cuda_ipc", "cuda_ipc_hidden", "shared_memory", "shared_memory_hidden", "queue"]
@@ -28,7 +28,7 @@ _TRANSPORT_OF_SIGNAL: dict[SignalName, TransportName] = {
 }
 
 
-class QueueSpec(Part):
+class QueueSpec(ConfigModel):
     """The transfer queue of the run."""
 
     address: str | None = None
@@ -45,7 +45,7 @@ class QueueSpec(Part):
     """More dead letters than this end the run."""
 
 
-class WorkersSpec(Part):
+class WorkersSpec(ConfigModel):
     """The processes of the run."""
 
     launcher: Literal["local", "ray"] = "local"
@@ -89,7 +89,7 @@ class WorkersSpec(Part):
         return f'workers.signal = "{self.signal}"' if by_signal else f'workers.transport = "{self.transport}"'
 
 
-class RaySpec(Part):
+class RaySpec(ConfigModel):
     """The Ray cluster of a run with `workers.launcher = "ray"`. Every node sees the same files at the same paths."""
 
     address: Annotated[str, Field(pattern=r"^(auto|[A-Za-z0-9.:\[\]_-]+:[0-9]{1,5})$", max_length=256)] = "auto"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from xtoken_core.config.base import Part
+from xtoken_core.config.base import ConfigModel
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.config.spec import Dtype
 from xtoken_core.errors import InputError
@@ -16,7 +16,7 @@ class StoreError(InputError):
     """A store, or a record of it, is missing, damaged or made from something else."""
 
 
-class StoreIdentity(Part):
+class StoreIdentity(ConfigModel):
     """Identity of a store. A record depends on nothing else, so that runs of other order, steps or student read it.
 
     Attributes:

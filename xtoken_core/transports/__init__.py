@@ -4,6 +4,6 @@
 """
 
 from xtoken_core.transports.ring import RingHandle, RingShape, SampleSlotRef, SignalError, StaleSignalError
-from xtoken_core.transports.shared_files import sweep
+from xtoken_core.transports.shared_files import remove_stale_files
 
-__all__ = ["RingHandle", "RingShape", "SampleSlotRef", "SignalError", "StaleSignalError", "sweep"]
+__all__ = ["RingHandle", "RingShape", "SampleSlotRef", "SignalError", "StaleSignalError", "remove_stale_files"]

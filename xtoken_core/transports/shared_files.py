@@ -104,7 +104,7 @@ def _complaint(found: os.stat_result, size: int) -> str:
     return ""
 
 
-def sweep(directory: Path = DIRECTORY) -> list[Path]:
+def remove_stale_files(directory: Path = DIRECTORY) -> list[Path]:
     """Remove this user's files whose owner is gone.
 
     Returns:

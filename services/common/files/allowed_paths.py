@@ -133,7 +133,7 @@ class Roots:
             raise OutsideError(field, f"{str(path)!r} cannot be looked up: {reason}") from error
 
 
-def confined(path: Path, field: str) -> Path:
+def check_allowed(path: Path, field: str) -> Path:
     """Return the path, if this process may open it.
 
     Raises:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from services.common.files.allowed_paths import confined
+from services.common.files.allowed_paths import check_allowed
 from xtoken_core.errors import ConfigError, InputError
 from xtoken_core.regular_files import read_regular
 
@@ -31,7 +31,7 @@ def read_key(file: Path | None, field: str) -> str | None:
     else:
         source = f"{field}: {file}"
         try:
-            key = read_regular(confined(file, field), MAX_KEY).decode("ascii", errors="replace").strip()
+            key = read_regular(check_allowed(file, field), MAX_KEY).decode("ascii", errors="replace").strip()
         except OSError as error:
             raise InputError(f"{field}: cannot read the key in {file}: {error.strerror}") from error
     if not key or not key.isascii() or not key.isprintable() or " " in key:

@@ -97,69 +97,73 @@ class Hub:
         self.pinned = {requested: commit for requested, commit in pinned.items() if COMMIT.fullmatch(str(commit))}
         self.commits: dict[str, str] = {}
 
-    def model(self, name: str, wanted: HubId, *, tokenizer_only: bool = False) -> Path:
+    def model(self, name: str, repository: HubId, *, tokenizer_only: bool = False) -> Path:
         """Return the directory of a model, fetched first if need be.
 
         Args:
             name: The setting, for messages.
-            wanted: The repository.
+            repository: The repository.
             tokenizer_only: Leave out the weights.
 
         Raises:
             InputError: It cannot be fetched, or has no `.safetensors` weights.
         """
         patterns = TOKENIZER_FILES if tokenizer_only else MODEL_FILES + TOKENIZER_FILES
-        path = self._fetch(name, wanted, "model", patterns, NOT_FETCHED)
+        path = self._fetch(name, repository, "model", patterns, NOT_FETCHED)
         if not tokenizer_only and not any(path.glob("*.safetensors")):
-            raise InputError(f"{name}: {wanted.requested} on the Hub has no .safetensors weights: name another model")
+            raise InputError(
+                f"{name}: {repository.requested} on the Hub has no .safetensors weights: name another model"
+            )
         return path
 
-    def text(self, name: str, wanted: HubId) -> list[Path]:
+    def text(self, name: str, repository: HubId) -> list[Path]:
         """Return the files of a data set, fetched first if need be.
 
         Raises:
             InputError: They cannot be fetched, or there is none that is read.
         """
-        listed = self._listed(name, wanted)
-        chosen = _chosen(listed, wanted.files)
+        listed = self._listed(name, repository)
+        chosen = _chosen(listed, repository.files)
         if not chosen:
             raise InputError(
-                f"{name}: {wanted.requested} on the Hub has no {', '.join(TEXT_SUFFIXES)} file"
-                + (f" that matches {wanted.files!r}" if wanted.files else "")
+                f"{name}: {repository.requested} on the Hub has no {', '.join(TEXT_SUFFIXES)} file"
+                + (f" that matches {repository.files!r}" if repository.files else "")
                 + f": it has {', '.join(listed[:5]) or 'none at all'}"
             )
         kinds = {Path(each).suffix for each in chosen}
         if len(kinds) > 1:
             raise InputError(
-                f"{name}: {wanted.requested} on the Hub has several kinds of files ({', '.join(sorted(kinds))}): name "
-                f'some, such as "{wanted.requested}:*{min(kinds)}"'
+                f"{name}: {repository.requested} on the Hub has several kinds of files ({', '.join(sorted(kinds))}): "
+                f'name some, such as "{repository.requested}:*{min(kinds)}"'
             )
-        path = self._fetch(name, wanted, "dataset", chosen, ())
+        path = self._fetch(name, repository, "dataset", chosen, ())
         return [path / each for each in chosen]
 
-    def _listed(self, name: str, wanted: HubId) -> list[str]:
+    def _listed(self, name: str, repository: HubId) -> list[str]:
         """Return the names of the files of a data set; without a connection, of what the cache has of it."""
         from huggingface_hub import HfApi
         from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
-        pinned = self.pinned.get(DATASET + wanted.requested)
-        cached = self._cached(wanted, "dataset", pinned)
+        pinned = self.pinned.get(DATASET + repository.requested)
+        cached = self._cached(repository, "dataset", pinned)
         if pinned is None or cached is None:
             try:
                 api = HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
-                about = api.dataset_info(wanted.repo, revision=pinned or wanted.revision)
+                about = api.dataset_info(repository.repo, revision=pinned or repository.revision)
                 return sorted(file.rfilename for file in about.siblings or ())
             except (RepositoryNotFoundError, RevisionNotFoundError) as error:
-                raise _refused(name, wanted, "dataset", error) from error
+                raise _refused(name, repository, "dataset", error) from error
             except Exception as error:  # no connection, or a server that answers otherwise
                 if cached is None:
-                    raise _refused(name, wanted, "dataset", error) from error
+                    raise _refused(name, repository, "dataset", error) from error
         return sorted(str(file.relative_to(cached)) for file in cached.rglob("*") if file.is_file())
 
-    def _fetch(self, name: str, wanted: HubId, kind: str, patterns: Sequence[str], ignored: Sequence[str]) -> Path:
-        key = (DATASET if kind == "dataset" else "") + wanted.requested
+    def _fetch(self, name: str, repository: HubId, kind: str, patterns: Sequence[str], ignored: Sequence[str]) -> Path:
+        key = (DATASET if kind == "dataset" else "") + repository.requested
         pinned = self.pinned.get(key)
-        path = self._cached(wanted, kind, pinned) if pinned else None  # whole: it is pinned once it has been fetched
+        path = (
+            self._cached(repository, kind, pinned) if pinned else None
+        )  # whole: it is pinned once it has been fetched
         if path is None:
             from huggingface_hub import snapshot_download
             from huggingface_hub.utils.tqdm import disable_progress_bars
@@ -167,25 +171,25 @@ class Hub:
             if not sys.stderr.isatty():
                 disable_progress_bars()
             try:
-                with spinner(f"getting {wanted.requested} from the Hub"):
+                with spinner(f"getting {repository.requested} from the Hub"):
                     path = Path(
                         snapshot_download(
-                            wanted.repo, repo_type=kind, revision=pinned or wanted.revision, **_hub_options(),
+                            repository.repo, repo_type=kind, revision=pinned or repository.revision, **_hub_options(),
                             allow_patterns=list(patterns), ignore_patterns=list(ignored),
                         )
                     )  # fmt: skip
             except Exception as error:  # of the library, its HTTP client, or the disk
-                raise _refused(name, wanted, kind, error) from error
+                raise _refused(name, repository, kind, error) from error
         self.commits[key] = path.name
         return path
 
-    def _cached(self, wanted: HubId, kind: str, commit: str | None) -> Path | None:
+    def _cached(self, repository: HubId, kind: str, commit: str | None) -> Path | None:
         """Return the cached snapshot of a repository at a commit (None: the revision's last known one), if any."""
         from huggingface_hub.constants import HF_HUB_CACHE
 
-        root = Path(_hub_options()["cache_dir"] or HF_HUB_CACHE) / f"{kind}s--{wanted.repo.replace('/', '--')}"
+        root = Path(_hub_options()["cache_dir"] or HF_HUB_CACHE) / f"{kind}s--{repository.repo.replace('/', '--')}"
         try:
-            commit = commit or (root / "refs" / (wanted.revision or "main")).read_text("ascii").strip()
+            commit = commit or (root / "refs" / (repository.revision or "main")).read_text("ascii").strip()
         except (OSError, ValueError):
             return None
         if not COMMIT.fullmatch(commit):
@@ -210,17 +214,17 @@ def _chosen(names: Sequence[str], pattern: str | None) -> list[str]:
     return [name for name in texts if "train" in name] or texts
 
 
-def _refused(name: str, wanted: HubId, kind: str, error: Exception) -> InputError:
+def _refused(name: str, repository: HubId, kind: str, error: Exception) -> InputError:
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
     where = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
-    begin = f"{name}: {wanted.requested} is no path here, and as a {kind} of the Hub ({where}) it"
+    begin = f"{name}: {repository.requested} is no path here, and as a {kind} of the Hub ({where}) it"
     if isinstance(error, GatedRepoError):
         return InputError(f"{begin} is gated: accept its terms there, and set HF_TOKEN")
     if isinstance(error, RepositoryNotFoundError):
         return InputError(f"{begin} does not exist, or is private: correct the name, or set HF_TOKEN")
     if isinstance(error, RevisionNotFoundError):
-        return InputError(f"{begin} has no revision {wanted.revision!r}: name a branch, a tag or a commit")
+        return InputError(f"{begin} has no revision {repository.revision!r}: name a branch, a tag or a commit")
     reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
     return InputError(
         f"{begin} cannot be fetched ({type(error).__name__}: {reason}): connect to the Hub, or correct the path"
@@ -251,14 +255,14 @@ def fetch_inputs(document: dict[str, Any], base: Path, pinned: Mapping[str, str]
             if isinstance(table.get(key), str) and is_gguf(file := base / Path(table[key]).expanduser()):
                 table[key] = str(gguf_model(f"{name}.{key}", file))
                 notes.append(f"{name}.{key}: {file} in {table[key]}")
-            if (wanted := hub_id(table.get(key), base)) is not None:
-                table[key] = str(hub.model(f"{name}.{key}", wanted, tokenizer_only=key == "tokenizer"))
+            if (repository := hub_id(table.get(key), base)) is not None:
+                table[key] = str(hub.model(f"{name}.{key}", repository, tokenizer_only=key == "tokenizer"))
     data = document.get("data")
     sources = data.get("sources", ()) if isinstance(data, dict) else ()
     texts = [("data", data), ("eval", document.get("eval")), *((f"data.sources.{n}", s) for n, s in enumerate(sources))]
     for name, table in texts:
-        if isinstance(table, dict) and (wanted := hub_id(table.get("path"), base, data=True)) is not None:
-            files = [str(file) for file in hub.text(f"{name}.path", wanted)]
+        if isinstance(table, dict) and (repository := hub_id(table.get("path"), base, data=True)) is not None:
+            files = [str(file) for file in hub.text(f"{name}.path", repository)]
             table["path"] = files if len(files) > 1 else files[0]
     if hub.commits:
         document["hub"] = hub.commits

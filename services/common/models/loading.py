@@ -11,7 +11,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from services.common.files.allowed_paths import confined
+from services.common.files.allowed_paths import check_allowed
 from services.common.models.packed_attention import NAME as PACKED
 from services.common.models.packed_attention import check_packing
 from services.common.models.tensor_parallel import loading_options
@@ -89,7 +89,7 @@ def load_model(
         InputError: It cannot be loaded, or its head is narrower than the configuration says.
         ConfigError: It mixes the samples of a packed row.
     """
-    path = confined(directory or spec.model, f"the {what}'s model")
+    path = check_allowed(directory or spec.model, f"the {what}'s model")
     check_model_directory(path)
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(

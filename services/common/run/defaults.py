@@ -39,7 +39,7 @@ GPU (`services.common.run.memory_fit`)."""
 
 
 @dataclass
-class Completion:
+class RunDefaults:
     """A run file's document while its defaults are filled in.
 
     Attributes:
@@ -109,12 +109,12 @@ def load_run(
     """
     base = path.resolve().parent
     name = NOT_IN_A_NAME.sub("-", path.stem).lstrip("._-")[:64]
-    return complete_run(
+    return fill_run_defaults(
         read_run_file(path), base, source=str(path), settings=settings, name=name, machine=machine, writes=writes
     )
 
 
-def complete_run(
+def fill_run_defaults(
     document: Mapping[str, Any],
     base: Path,
     *,
@@ -152,11 +152,11 @@ def complete_run(
     output = base / Path(str(document["output"])).expanduser()
     stored = _stored(output)
     fetched = fetch_inputs(document, base, _part(stored, "hub") or {})
-    completion = Completion(document, stored, machine or Machine.of_this(), fetched)
+    defaults = RunDefaults(document, stored, machine or Machine.of_this(), fetched)
     if not named:
-        completion.notes.append(f'output = "{output}"')
-    _complete(completion, base, output, writes=writes)
-    return parse_run_spec(completion.document, source=source).with_base(base), completion.notes
+        defaults.notes.append(f'output = "{output}"')
+    _fill_defaults(defaults, base, output, writes=writes)
+    return parse_run_spec(defaults.document, source=source).with_base(base), defaults.notes
 
 
 def _override(document: dict[str, Any], setting: str) -> None:
@@ -207,76 +207,76 @@ def _stored(output: Path) -> dict[str, Any]:
         return {}
 
 
-def _complete(completion: Completion, base: Path, output: Path, *, writes: bool) -> None:
-    document, machine = completion.document, completion.machine
+def _fill_defaults(defaults: RunDefaults, base: Path, output: Path, *, writes: bool) -> None:
+    document, machine = defaults.document, defaults.machine
     models = [document.get("student"), *document.get("teacher", ())]
     if not all(isinstance(table, dict) for table in (*models, document.get("data"))):
         return  # the specification names what is missing
-    complete_models(completion, base)
-    _complete_evaluation(completion, base, output, writes=writes)
+    fill_model_defaults(defaults, base)
+    _fill_evaluation(defaults, base, output, writes=writes)
     if machine.gpu_bytes and not _on_cpu(document):
-        fit_memory(completion, base)
+        fit_memory(defaults, base)
 
 
-def complete_models(completion: Completion, base: Path) -> None:
+def fill_model_defaults(defaults: RunDefaults, base: Path) -> None:
     """Fill in context length and dtype of student and teachers, whose tables there are."""
-    document = completion.document
-    _complete_model(completion, "student", document["student"], base)
+    document = defaults.document
+    _fill_model(defaults, "student", document["student"], base)
     for number, teacher in enumerate(document.get("teacher", ())):
-        _complete_model(completion, f"teacher.{number}", teacher, base)
+        _fill_model(defaults, f"teacher.{number}", teacher, base)
 
 
-def _complete_model(completion: Completion, name: str, model: dict[str, Any], base: Path) -> None:
+def _fill_model(defaults: RunDefaults, name: str, model: dict[str, Any], base: Path) -> None:
     """Fill in context length and dtype of a model."""
-    student = completion.document["student"].get("context_length")
+    student = defaults.document["student"].get("context_length")
     longest = _max_length(base / str(model.get("model", "")))
     wanted = MOST_CONTEXT
     if name != "student" and isinstance(student, int):
         wanted = padded_length(int(student * TEACHER_CONTEXT))
     length = min(wanted, longest) if longest else wanted
-    completion.fill(f"{name}.context_length", length, f"the model was made for {longest}" if longest else "")
-    on_gpu = bool(completion.machine.gpu_bytes) and not _on_cpu(completion.document)
-    completion.fill(f"{name}.dtype", "bfloat16" if on_gpu else "float32", "on a GPU" if on_gpu else "on a CPU")
+    defaults.fill(f"{name}.context_length", length, f"the model was made for {longest}" if longest else "")
+    on_gpu = bool(defaults.machine.gpu_bytes) and not _on_cpu(defaults.document)
+    defaults.fill(f"{name}.dtype", "bfloat16" if on_gpu else "float32", "on a GPU" if on_gpu else "on a CPU")
 
 
-def _complete_evaluation(completion: Completion, base: Path, output: Path, *, writes: bool) -> None:
+def _fill_evaluation(defaults: RunDefaults, base: Path, output: Path, *, writes: bool) -> None:
     """Set the held-out text (by hash if no evaluation is named) and scale the evaluation to the machine."""
-    document = completion.document
+    document = defaults.document
     if document.get("eval") == NONE:
         del document["eval"]
         return
     given = document.get("eval", {})
     if isinstance(given, dict) and "path" not in given:
-        stored = completion.stored.get("eval"), _part(completion.stored.get("data"), "path")
+        stored = defaults.stored.get("eval"), _part(defaults.stored.get("data"), "path")
         if all(stored):
             document["eval"] = {**stored[0], **given}  # type: ignore[dict-item]
             document["data"]["path"] = stored[1]
-            completion.notes.append("data and eval: the text held back at the first start")
+            defaults.notes.append("data and eval: the text held back at the first start")
         elif document["data"].get("sources"):
-            _without_evaluation(completion, given, "text is only held back of a single data.path")
+            _without_evaluation(defaults, given, "text is only held back of a single data.path")
             return
-        elif "path" not in document["data"] or completion.stored:
+        elif "path" not in document["data"] or defaults.stored:
             return
         else:
             path = document["data"]["path"]
             paths = [base / Path(each).expanduser() for each in (path if isinstance(path, list) else [path])]
             split = split_text(paths, output / "cache" / "split", writes=writes)
             if split is None:
-                _without_evaluation(completion, given, "no text could be held back")
+                _without_evaluation(defaults, given, "no text could be held back")
                 return
             train, held_out, note = split
             document["data"]["path"], document["eval"] = str(train), {**given, "path": str(held_out)}
             if "field" in document["data"]:
                 document["eval"].setdefault("field", document["data"]["field"])
-            completion.notes.append(f"eval: {note}")
+            defaults.notes.append(f"eval: {note}")
     if isinstance(document["eval"], dict):
-        completion.fill("eval.max_bytes", _evaluation_bytes(completion, base), "about half a minute on this machine")
+        defaults.fill("eval.max_bytes", _evaluation_bytes(defaults, base), "about half a minute on this machine")
         steps = document.get("train", {}).get("max_steps")
         if isinstance(steps, int):
-            completion.fill("eval.every", max(1, -(-steps // EVALUATIONS)), f"{EVALUATIONS} times in the run")
+            defaults.fill("eval.every", max(1, -(-steps // EVALUATIONS)), f"{EVALUATIONS} times in the run")
 
 
-def _without_evaluation(completion: Completion, given: Mapping[str, Any], why: str) -> None:
+def _without_evaluation(defaults: RunDefaults, given: Mapping[str, Any], why: str) -> None:
     """Add the note that there is no evaluation.
 
     Raises:
@@ -284,20 +284,20 @@ def _without_evaluation(completion: Completion, given: Mapping[str, Any], why: s
     """
     if given:
         raise ConfigError(f"eval.{next(iter(given))} is set without eval.path, and {why}: name a text in eval.path")
-    completion.notes.append(f"eval: none, since {why}: name one")
+    defaults.notes.append(f"eval: none, since {why}: name one")
 
 
-def _evaluation_bytes(completion: Completion, base: Path) -> int:
+def _evaluation_bytes(defaults: RunDefaults, base: Path) -> int:
     """Return how much text a student can be evaluated on in `EVALUATION_S`: all of it on a GPU."""
-    if completion.machine.gpu_bytes and not _on_cpu(completion.document):
+    if defaults.machine.gpu_bytes and not _on_cpu(defaults.document):
         return MOST_EVALUATION
     from services.common.models.weights import weight_count
 
     try:
-        weights = weight_count(base / str(completion.document["student"].get("model", "")))
+        weights = weight_count(base / str(defaults.document["student"].get("model", "")))
     except Exception:  # the check of the model's files reports what is wrong with them
         weights = 0
-    tokens = EVALUATION_S * completion.machine.cores * FLOPS_PER_CORE / max(2 * weights, 1)
+    tokens = EVALUATION_S * defaults.machine.cores * FLOPS_PER_CORE / max(2 * weights, 1)
     whole = int(min(tokens * BYTES_PER_TOKEN, MOST_EVALUATION)) >> 10 << 10
     return max(LEAST_EVALUATION, whole)
 

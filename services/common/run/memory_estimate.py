@@ -38,7 +38,7 @@ REMEDIES_FOR_EVALUATION = f"set eval.teacher_kl = false, or {REMEDIES}"
 
 
 @dataclass(frozen=True)
-class Need:
+class MemoryUse:
     """Memory that one part of a run takes on a GPU."""
 
     what: str
@@ -88,7 +88,7 @@ def loads_teachers(run: ResolvedRun, rank: int) -> bool:
     return shards(run.spec) > 1 or run.group == rank == 0
 
 
-def needs_of(run: ResolvedRun, gpu: int, gpus: int, *, rings: bool, evaluates: bool = False) -> Iterator[Need]:
+def memory_uses(run: ResolvedRun, gpu: int, gpus: int, *, rings: bool, evaluates: bool = False) -> Iterator[MemoryUse]:
     """Yield the memory that a node group's processes take on one of its GPUs, part by part.
 
     Args:
@@ -103,14 +103,14 @@ def needs_of(run: ResolvedRun, gpu: int, gpus: int, *, rings: bool, evaluates: b
         of_rank = f" of rank {rank}" if spec.workers.ranks > 1 else ""
         if rank % gpus == gpu:
             beside = evaluates and loads_teachers(run, rank)
-            yield Need(
+            yield MemoryUse(
                 f"the student's state{of_rank}", student_bytes(spec, copies=COPIES_BETWEEN_STEPS if beside else COPIES)
             )
             for number, teacher in enumerate(spec.teacher if beside else ()):
                 what = (
                     f"{spec.teacher_name(number)}'s weights beside the student{of_rank} while the held-out text is read"
                 )
-                yield Need(what, weight_bytes(teacher.model, teacher.dtype))
+                yield MemoryUse(what, weight_bytes(teacher.model, teacher.dtype))
         for number in spec.living_teachers:
             teacher = spec.teacher[number]
             parts = [part for part in range(teacher.gpus) if teacher.gpu_index(rank, part) % gpus == gpu]
@@ -118,25 +118,25 @@ def needs_of(run: ResolvedRun, gpu: int, gpus: int, *, rings: bool, evaluates: b
                 continue
             if not teacher.url:
                 weights = teacher_bytes(teacher) * len(parts) // teacher.gpus
-                yield Need(f"{spec.teacher_name(number)}'s weights{of_rank}", weights)
+                yield MemoryUse(f"{spec.teacher_name(number)}'s weights{of_rank}", weights)
             if rings and 0 in parts:
                 shape = ring_shape(run, number)
-                yield Need(f"its signal's {shape.slots} slots", shape.memory_bytes)
+                yield MemoryUse(f"its signal's {shape.slots} slots", shape.memory_bytes)
     yield from _rollout_needs(spec, gpu, gpus)
 
 
-def _rollout_needs(spec: RunSpec, gpu: int, gpus: int) -> Iterator[Need]:
+def _rollout_needs(spec: RunSpec, gpu: int, gpus: int) -> Iterator[MemoryUse]:
     """Yield the weights that rank 0 publishes and those that rollout workers generate with; caches come on top."""
     if spec.rollout is None or spec.rollout.url:
         return
     if gpu == 0 and spec.rollout.weights == "cuda_ipc":
-        yield Need("the published weights", weight_bytes(spec.student.model, spec.student.dtype))
+        yield MemoryUse("the published weights", weight_bytes(spec.student.model, spec.student.dtype))
     for number in range(spec.rollout.workers):
         if number % gpus == gpu:
-            yield Need(f"rollout worker {number}'s weights", weight_bytes(spec.student.model, spec.student.dtype))
+            yield MemoryUse(f"rollout worker {number}'s weights", weight_bytes(spec.student.model, spec.student.dtype))
 
 
-def custom_loss_needs(run: ResolvedRun, losses: Sequence[Loss], student_vocab_size: int) -> list[Need]:
+def custom_loss_memory(run: ResolvedRun, losses: Sequence[Loss], student_vocab_size: int) -> list[MemoryUse]:
     """Return the memory of custom losses beside both sides' logits; one that does not declare it is logged.
 
     Teachers are compared one after the other, and the largest counts.
@@ -160,11 +160,11 @@ def custom_loss_needs(run: ResolvedRun, losses: Sequence[Loss], student_vocab_si
                 type(loss).__name__,
             )
         else:
-            needs.append(Need(f"{type(loss).__name__} on {positions} positions", each * positions))
+            needs.append(MemoryUse(f"{type(loss).__name__} on {positions} positions", each * positions))
     return sorted(needs, key=lambda need: -need.nbytes)[:1]
 
 
-def check_room(run: ResolvedRun, device: torch.device, further: Sequence[Need] = ()) -> None:
+def check_room(run: ResolvedRun, device: torch.device, further: Sequence[MemoryUse] = ()) -> None:
     """Refuse a run that keeps more on a GPU than the GPU has, in a step or in an evaluation.
 
     Workers without a supervisor may each see other GPUs under the same number: they only log a warning.
@@ -172,7 +172,7 @@ def check_room(run: ResolvedRun, device: torch.device, further: Sequence[Need] =
     Args:
         run: The run.
         device: The GPU; a CPU is not checked.
-        further: What a step needs beside what `needs_of` yields.
+        further: What a step needs beside what `memory_uses` yields.
 
     Raises:
         ConfigError: It needs more; the text lists the parts.
@@ -181,36 +181,36 @@ def check_room(run: ResolvedRun, device: torch.device, further: Sequence[Need] =
         return
     rings = pick_transport(run.spec.workers.transport_name, device) == CUDA_IPC
     total = torch.cuda.mem_get_info(device)[1]
-    why = shortage(run, device.index, torch.cuda.device_count(), total, rings=rings, further=further)
+    why = memory_shortage(run, device.index, torch.cuda.device_count(), total, rings=rings, further=further)
     if why and supervised():
         raise ConfigError(why)
     if why:
         log.warning("%s", why)
 
 
-def shortage(
-    run: ResolvedRun, gpu: int, gpus: int, total: int, *, rings: bool, further: Sequence[Need] = ()
+def memory_shortage(
+    run: ResolvedRun, gpu: int, gpus: int, total: int, *, rings: bool, further: Sequence[MemoryUse] = ()
 ) -> str:  # fmt: skip
     """Return why a GPU cannot hold what a run keeps there; empty if it can.
 
     Args:
         run: The run.
-        gpu: As for `needs_of`.
+        gpu: As for `memory_uses`.
         gpus: Likewise.
         total: The GPU's memory in bytes.
-        rings: As for `needs_of`.
+        rings: As for `memory_uses`.
         further: As for `check_room`.
     """
     where = f"cuda:{gpu}"
-    step, evaluation = (list(needs_of(run, gpu, gpus, rings=rings, evaluates=part)) for part in (False, True))
+    step, evaluation = (list(memory_uses(run, gpu, gpus, rings=rings, evaluates=part)) for part in (False, True))
     holds_a_step = rings and run.spec.ring_slots > run.spec.workers.slots
     fewer = f"{FEWER_SLOTS}, " if holds_a_step else ""
-    return too_much([*step, *further], total, where, fewer + REMEDIES) or too_much(
+    return exceeds_memory([*step, *further], total, where, fewer + REMEDIES) or exceeds_memory(
         evaluation, total, where, REMEDIES_FOR_EVALUATION
     )
 
 
-def too_much(needs: list[Need], total: int, where: str, remedies: str = REMEDIES) -> str:
+def exceeds_memory(needs: list[MemoryUse], total: int, where: str, remedies: str = REMEDIES) -> str:
     """Return why these needs exceed `total` bytes; empty if they do not."""
     needed = sum(need.nbytes for need in needs)
     if needed <= total:

@@ -12,7 +12,7 @@ from xtoken_core.transports.ring import TOPK_SCALARS
 from xtoken_core.wire.columns import ITEM_SIZES
 
 if TYPE_CHECKING:
-    from services.common.run.defaults import Completion
+    from services.common.run.defaults import RunDefaults
 
 FLOAT32 = ITEM_SIZES["float32"]
 USABLE = 0.9
@@ -60,15 +60,15 @@ class _Side:
         self.topk = int(settings.get("topk", DEFAULT_TOPK))
 
 
-def fit_memory(completion: Completion, base: Path) -> None:
+def fit_memory(defaults: RunDefaults, base: Path) -> None:
     """Fill in the micro-batch, and what saves memory as far as it is needed for one sample.
 
     Args:
-        completion: The run file's document, complete but for these settings.
+        defaults: The run file's document, complete but for these settings.
         base: Directory of relative paths.
     """
-    document = completion.document
-    if completion.given("train.micro_batch_tokens"):
+    document = defaults.document
+    if defaults.given("train.micro_batch_tokens"):
         return  # a user who names it has chosen the settings beside it too
     try:
         student = _Side(document["student"], base)
@@ -78,20 +78,20 @@ def fit_memory(completion: Completion, base: Path) -> None:
     longest = max(side.context for side in (student, *teachers))
     savers: dict[str, Any] = {}
     tokens = 0
-    for savers in [_stored_savers(completion)] if completion.stored else [{}, HIDDEN, HIDDEN | NO_MASTERS]:
+    for savers in [_stored_savers(defaults)] if defaults.stored else [{}, HIDDEN, HIDDEN | NO_MASTERS]:
         settings = _with(document, savers)
-        left = completion.machine.gpu_bytes * USABLE - _kept(student, teachers, settings)
+        left = defaults.machine.gpu_bytes * USABLE - _kept(student, teachers, settings)
         tokens = int(left / _per_token(student, teachers, settings)) if left > 0 else 0
         if tokens >= longest:
             break
     for name, value in savers.items():
         if name != "workers.signal" or (teachers and not _content_is_given(document)):
-            completion.fill(name, value, "to fit the GPU")
+            defaults.fill(name, value, "to fit the GPU")
     fits = max(longest, min(tokens, LARGEST) // longest * longest)
-    why = f"for a GPU of {completion.machine.gpu_bytes / GIB:.0f} GiB"
+    why = f"for a GPU of {defaults.machine.gpu_bytes / GIB:.0f} GiB"
     if "custom" in _modes(document):
         why += ", without the custom loss's own memory"
-    completion.fill("train.micro_batch_tokens", fits, why)
+    defaults.fill("train.micro_batch_tokens", fits, why)
 
 
 def _modes(document: dict[str, Any]) -> list[Any]:
@@ -105,18 +105,18 @@ def _content_is_given(document: dict[str, Any]) -> bool:
     return "transport" in document.get("workers", {}) or any("content" in each for each in document["teacher"])
 
 
-def _stored_savers(completion: Completion) -> dict[str, Any]:
+def _stored_savers(defaults: RunDefaults) -> dict[str, Any]:
     """Return the savers that the first start has used."""
-    return {name: value for name, value in (HIDDEN | NO_MASTERS).items() if completion.stored_value(name) == value}
+    return {name: value for name, value in (HIDDEN | NO_MASTERS).items() if defaults.stored_value(name) == value}
 
 
 def _with(document: dict[str, Any], savers: dict[str, Any]) -> dict[str, Any]:
     """Return the settings that matter here, a saver's value where the document has none of its own."""
-    defaults = {"workers.signal": "auto", "train.master_weights": True, "train.optimizer": "adamw"}
+    unset = {"workers.signal": "auto", "train.master_weights": True, "train.optimizer": "adamw"}
 
     def value_of(name: str) -> Any:
         table, _, key = name.partition(".")
-        return document.get(table, {}).get(key, savers.get(name, defaults.get(name, False)))
+        return document.get(table, {}).get(key, savers.get(name, unset.get(name, False)))
 
     return {name: value_of(name) for name in (*HIDDEN, *NO_MASTERS, "train.optimizer")}
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from services.common.batches.step_plan import ring_shape
-from services.common.files.allowed_paths import confined, readable_roots
+from services.common.files.allowed_paths import check_allowed, readable_roots
 from services.common.files.input_files import check_input_files, read_model_config
 from services.common.models.packable import why_not_packed
 from services.common.models.tensor_parallel import check_divided
@@ -120,7 +120,9 @@ def _check_tasks(evaluation: EvalSpec) -> None:
     """
     if (tasks := evaluation.tasks) is not None:
         for path in tasks.by_name.values():
-            read_prompts(confined(path, "eval.tasks.path"), tasks.match, tasks.max_prompts, within=readable_roots())
+            read_prompts(
+                check_allowed(path, "eval.tasks.path"), tasks.match, tasks.max_prompts, within=readable_roots()
+            )
 
 
 def _pair_file(
@@ -179,7 +181,7 @@ def _check_projection_form(teacher: int, file: Path, mode: LossMode) -> None:
         )
 
 
-def remarks(run: ResolvedRun) -> Iterator[str]:
+def file_warnings(run: ResolvedRun) -> Iterator[str]:
     """Yield warnings that follow from the run's files, one line each."""
     train, data = run.spec.train, run.spec.data
     if train.max_steps is not None and run.steps < train.max_steps:
@@ -269,7 +271,7 @@ def _template_fingerprint(what: str, spec: ModelSpec) -> str:
     """Return the SHA-256 of the chat template that a model's settings name; empty without one."""
     if spec.chat_template is None:
         return ""
-    template = read_chat_template(confined(spec.chat_template, f"the {what}'s chat template"))
+    template = read_chat_template(check_allowed(spec.chat_template, f"the {what}'s chat template"))
     return hashlib.sha256(template.encode()).hexdigest()
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from services.common.files.allowed_paths import confined
+from services.common.files.allowed_paths import check_allowed
 from services.common.processes.child_process import limit_memory
 from services.common.tables.build_pair_file import build_pair_file
 from xtoken_core.chain.files import read_tables
@@ -40,7 +40,7 @@ def build_cached(
         XtokenError: A tokenizer cannot be read, or the file cannot be written.
     """
     for directory, name in ((student, "student"), (teacher, "teacher")):
-        confined(directory, name)
+        check_allowed(directory, name)
     prints = tokenizer_fingerprint(student), tokenizer_fingerprint(teacher)
     if prints[0] == prints[1]:
         raise ConfigError(f"{student} and {teacher} have the same tokenizer: a run compares them without {NAMES[kind]}")

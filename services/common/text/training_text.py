@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from services.common.files.allowed_paths import confined
+from services.common.files.allowed_paths import check_allowed
 from services.common.processes.child_process import lines_of
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.dataset import DataIndex, JoinedIndex, PieceIndex, Record, TextIndex
@@ -24,7 +24,7 @@ def open_index(
 ) -> DataIndex:
     """Return the index of a run's text, from the run's own cache."""
     for path in paths:
-        confined(path, "the text")
+        check_allowed(path, "the text")
     return DataIndex.build(paths, field=field, cache_dir=_cache(spec), progress=progress)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from services.common.files.allowed_paths import confined
+from services.common.files.allowed_paths import check_allowed
 from services.common.tokenizers.chat_templates import read_chat_template
 from xtoken_core.alignment import TokenAligner
 from xtoken_core.config.spec import ModelSpec, RunSpec
@@ -25,7 +25,7 @@ def tokenizer_of(spec: ModelSpec, what: str) -> Any:
     """
     tokenizer = load_tokenizer(spec.tokenizer_dir, what)
     if spec.chat_template is not None:
-        tokenizer.chat_template = read_chat_template(confined(spec.chat_template, f"the {what}'s chat template"))
+        tokenizer.chat_template = read_chat_template(check_allowed(spec.chat_template, f"the {what}'s chat template"))
     return tokenizer
 
 
@@ -52,7 +52,7 @@ def load_tokenizer(directory: Path, what: str) -> Any:
     Raises:
         InputError: There is no such directory, or it cannot be loaded.
     """
-    confined(directory, f"the {what}'s tokenizer")
+    check_allowed(directory, f"the {what}'s tokenizer")
     if not directory.is_dir():  # transformers would look it up as a name on the hub
         raise InputError(f"the {what} has no tokenizer: {directory} is not a directory")
     check_model_directory(directory)

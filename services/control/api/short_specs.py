@@ -17,7 +17,7 @@ from pydantic_core import ErrorDetails
 
 from services.common.files.allowed_paths import paths_of
 from services.common.files.input_files import check_input_files
-from services.common.run.defaults import FILLED, Completion, complete_models, expanded
+from services.common.run.defaults import FILLED, RunDefaults, expanded, fill_model_defaults
 from services.common.run.machine import Machine
 from services.control.isolated.completion import complete_document
 from services.control.run import Run
@@ -153,7 +153,7 @@ def checked(runs: Runs, document: Mapping[str, Any]) -> RunSpec:
             raise RefusedError(f"{name}.model", f"{path} is relative: a control plane needs absolute paths")
         if runs.validator.roots is not None:
             runs.validator.roots.check(path, f"{name}.model")
-    complete_models(Completion(filled, {}, Machine(1)), Path("/"))
+    fill_model_defaults(RunDefaults(filled, {}, Machine(1)), Path("/"))
     held_out, text = filled.get("eval"), filled["data"].get("path")
     if isinstance(held_out, dict) and "path" not in held_out:
         filled["eval"] = {**held_out, "path": text} if text else None

@@ -94,7 +94,7 @@ class _Collector:
         yield _single(
             "control_round_age_seconds", "Seconds since the last housekeeping.", self._runs.housekeeping_age_s
         )
-        active = [run.id for run in self._runs.here() if not run.over.is_set()]
+        active = [run.id for run in self._runs.in_memory() if not run.over.is_set()]
         yield from _of_runs({run_id: status for run_id in active if (status := self._status(run_id)) is not None})
 
     def _status(self, run_id: str) -> dict[str, object] | None:

@@ -23,7 +23,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from services.common.files.allowed_paths import confined
+from services.common.files.allowed_paths import check_allowed
 from services.common.processes.child_process import LIMITS_VARIABLE, MEMORY_LIMIT, SINGLE_THREADED, limit_memory
 from xtoken_core.errors import InputError, XtokenError
 
@@ -167,7 +167,7 @@ def _aligned(
 ) -> dict[str, Any]:
     """Align a text with the tokenizers of two directories, which are loaded again if their files have changed."""
     for directory, what in ((student, "the student's tokenizer"), (teacher, "the teacher's tokenizer")):
-        confined(directory, what)
+        check_allowed(directory, what)
     key = tuple(tuple(_versions(directory)) for directory in (student, teacher))
     if key not in pairs:
         pairs[key] = _LoadedPair(student, teacher)

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from services.common.files.allowed_paths import confined
+from services.common.files.allowed_paths import check_allowed
 from services.common.processes.child_process import limit_memory
 from services.control.isolated.answers import ask_child, print_error, print_line
 from xtoken_core.config.spec import RunSpec
@@ -27,7 +27,7 @@ SILENCE_S = 900.0
 def complete_document(
     document: Mapping[str, Any], paths: Iterable[tuple[str, Path]], environment: Mapping[str, str], *, writes: bool
 ) -> tuple[RunSpec, list[str]]:  # fmt: skip
-    """Fill in a run's settings in a child process; see `services.common.run.defaults.complete_run`.
+    """Fill in a run's settings in a child process; see `services.common.run.defaults.fill_run_defaults`.
 
     Args:
         document: The settings, with absolute paths.
@@ -52,11 +52,11 @@ def main() -> None:
     limit_memory()
     request = json.load(sys.stdin.buffer)
     try:
-        from services.common.run.defaults import complete_run
+        from services.common.run.defaults import fill_run_defaults
 
         for name, path in request["paths"]:
-            confined(Path(path), name)
-        spec, notes = complete_run(request["document"], Path("/"), source="the run", writes=request["writes"])
+            check_allowed(Path(path), name)
+        spec, notes = fill_run_defaults(request["document"], Path("/"), source="the run", writes=request["writes"])
         print_line({"spec": spec.model_dump(mode="json"), "notes": notes})
     except XtokenError as error:
         print_error(error)

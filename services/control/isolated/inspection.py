@@ -59,10 +59,10 @@ def main() -> None:
             print_line({"progress": [activity, done]})
 
     try:
-        from services.common.run.resolve import remarks, resolve_run
+        from services.common.run.resolve import file_warnings, resolve_run
 
         run = resolve_run(RunSpec.model_validate_json(sys.stdin.buffer.read()), report)
-        print_line({"resolved": run.model_dump(mode="json"), "warnings": list(remarks(run))})
+        print_line({"resolved": run.model_dump(mode="json"), "warnings": list(file_warnings(run))})
     except XtokenError as error:
         print_error(error)
     except MemoryError:

@@ -18,7 +18,7 @@ from pydantic_core import PydanticUndefined
 
 from services.common.run.defaults import FILLED
 from services.control.web.loss_terms import MODES_OF_SETTING
-from xtoken_core.config.base import Part
+from xtoken_core.config.base import ConfigModel
 from xtoken_core.config.spec import RunSpec
 
 TEACHER = "teacher"
@@ -129,7 +129,7 @@ def field_names() -> frozenset[str]:
     return frozenset(field.name for section in sections().values() for field in section.fields)
 
 
-def _collect(model: type[Part], name: str, optional: bool, collected: dict[str, Section]) -> None:
+def _collect(model: type[ConfigModel], name: str, optional: bool, collected: dict[str, Section]) -> None:
     docs = _docstrings(model)
     own: list[Field] = []
     collected[name] = Section(name, optional, "", ())  # reserves the place in the order
@@ -178,12 +178,12 @@ def format_value(value: Any, kind: str) -> str:
     return str(value)
 
 
-def _part_of(annotation: Any) -> tuple[type[Part] | None, bool]:
+def _part_of(annotation: Any) -> tuple[type[ConfigModel] | None, bool]:
     """Return the model of a section field, or of the items of a tuple of sections; and True if it is optional."""
     options = [option for option in _options(annotation) if option is not type(None)]
     if get_origin(options[0]) is tuple:
         options = [get_args(options[0])[0]]
-    if isinstance(options[0], type) and issubclass(options[0], Part):
+    if isinstance(options[0], type) and issubclass(options[0], ConfigModel):
         return options[0], type(None) in _options(annotation)
     return None, False
 
@@ -201,7 +201,7 @@ def _kind(annotation: Any) -> tuple[str, tuple[str, ...]]:
         return "json", ()
     if get_origin(first) is tuple:
         item = get_args(first)[0]
-        return "json" if isinstance(item, type) and issubclass(item, Part) else "list", ()
+        return "json" if isinstance(item, type) and issubclass(item, ConfigModel) else "list", ()
     return {bool: "switch", int: "integer", float: "number"}.get(first, "text"), ()
 
 
@@ -214,11 +214,11 @@ def _options(annotation: Any) -> list[Any]:
     return [annotation]
 
 
-def _docstrings(model: type[Part]) -> dict[str, str]:
+def _docstrings(model: type[ConfigModel]) -> dict[str, str]:
     """Return the docstrings below a model's fields, including those of its bases."""
     docs: dict[str, str] = {}
     for base in reversed(model.__mro__):
-        if not (issubclass(base, Part) and base is not Part):
+        if not (issubclass(base, ConfigModel) and base is not ConfigModel):
             continue
         (definition,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
         assert isinstance(definition, ast.ClassDef)

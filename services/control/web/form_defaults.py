@@ -10,7 +10,7 @@ from fastapi import HTTPException
 from pydantic import ValidationError
 
 from services.common.files.allowed_paths import OutsideError
-from services.common.run.defaults import FILLED, Completion, complete_models
+from services.common.run.defaults import FILLED, RunDefaults, fill_model_defaults
 from services.common.run.machine import Machine
 from services.common.text.held_out import PERCENT
 from services.control.api.short_specs import complete, read_document
@@ -59,7 +59,7 @@ def first_defaults(runs: Runs, document: Mapping[str, Any]) -> dict[str, str]:
         "workers": document.get("workers"),
     }
     machine = Machine.of_this()
-    complete_models(Completion(models, {}, machine), NOWHERE)
+    fill_model_defaults(RunDefaults(models, {}, machine), NOWHERE)
     if not machine.gpu_bytes:
         models["train"] = TrainSpec().model_dump()
     if runs.validator.base is not None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from services.supervisor.launchers.local import ForkedHandle, LocalHandle, LocalLauncher, free_port
-from xtoken_core.transports import sweep as sweep_shared_memory
+from xtoken_core.transports import remove_stale_files as sweep_shared_memory
 
 POLL_S = 0.02
 GIVEN_BY_RAY = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")

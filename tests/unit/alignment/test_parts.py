@@ -206,7 +206,7 @@ def test_a_step_is_split_near_the_middle():
 
 def test_a_text_that_no_step_edits():
     step = Step("Replace", '{"pattern": {"String": "foo"}, "content": "bar"}', lambda text: text.replace("foo", "bar"))
-    assert Normalizer((step,)).leaves("plain") and not Normalizer((step,)).leaves("a foo")
+    assert Normalizer((step,)).is_unchanged("plain") and not Normalizer((step,)).is_unchanged("a foo")
     assert Normalizer((step,)).edits and not Normalizer(()).edits
 
 
@@ -227,7 +227,7 @@ def test_clusters(text, parts):
 def test_the_image_of_one_character_ends_nowhere_before():
     tokenizer = v.byte_level(300)
     pipeline = Pipeline(tokenizer, token_table(tokenizer))
-    assert [pipeline.image(text).last for text in ("a", "ab", "abc")] == [0, 1, 2]
+    assert [pipeline.normalized(text).last for text in ("a", "ab", "abc")] == [0, 1, 2]
 
 
 def test_bytes_inside_of_a_character():

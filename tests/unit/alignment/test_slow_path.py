@@ -13,7 +13,7 @@ from tests.support.alignments import table_of
 from xtoken_core.alignment import slow_path
 from xtoken_core.alignment.flat_layout import FlatLayout
 from xtoken_core.alignment.normalizer import Normalizer, Step
-from xtoken_core.alignment.pipeline import Pipeline, Placed
+from xtoken_core.alignment.pipeline import LocatedTokens, Pipeline
 from xtoken_core.alignment.prefix_space import find_dummy_prefixes
 from xtoken_core.alignment.tables import UNKNOWN, token_table
 from xtoken_core.alignment.token_arrays import build_token_arrays
@@ -74,8 +74,8 @@ def test_a_token_of_which_nothing_is_left_is_erased():
 
 def test_what_one_side_leaves_out_is_no_image_of_the_others():
     at = np.arange(3)
-    ours = Placed(b"a", at, np.array([0, 1, 1]), np.array([0]), np.array([1]), np.array([True]))
-    theirs = Placed(b"ab", at, at, np.array([0, 1]), np.array([1, 2]), np.array([True, True]))
+    ours = LocatedTokens(b"a", at, np.array([0, 1, 1]), np.array([0]), np.array([1]), np.array([True]))
+    theirs = LocatedTokens(b"ab", at, at, np.array([0, 1]), np.array([1, 2]), np.array([True, True]))
     cuts = slow_path._source_cuts(walk("a"), walk("a", "b"), ours, theirs)
     assert list(zip(cuts.student.tolist(), cuts.teacher.tolist(), cuts.same.tolist(), strict=True)) == [
         (1, 1, True), (1, 2, False),

@@ -9,7 +9,7 @@ import pytest
 import torch
 from pydantic import BaseModel
 
-from services.common.files.allowed_paths import URLS, VARIABLE, OutsideError, Roots, confined
+from services.common.files.allowed_paths import URLS, VARIABLE, OutsideError, Roots, check_allowed
 from services.common.text.training_text import open_index
 from services.common.tokenizers.loading import load_tokenizer
 from tests.unit.control.stored_runs import spec
@@ -50,7 +50,7 @@ def test_link_within_a_model_directory(roots: Roots, tmp_path: Path) -> None:
     model = tmp_path / "data" / "model"
     (model / "inner").mkdir(parents=True)
     (model / "inner" / "tokenizer.json").symlink_to(tmp_path / "data" / "blob")
-    confined(model, "model")
+    check_allowed(model, "model")
     (model / "config.json").symlink_to(tmp_path / "secret.txt")
     with pytest.raises(OutsideError, match="leads out of this control plane's roots"):
         load_tokenizer(model, "student")
@@ -91,7 +91,7 @@ def test_read_and_write_roots(roots: Roots, tmp_path: Path) -> None:
 
 def test_no_roots_without_control_plane(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
-    assert confined(tmp_path / "anything", "x") == tmp_path / "anything"
+    assert check_allowed(tmp_path / "anything", "x") == tmp_path / "anything"
 
 
 def test_invalid_roots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

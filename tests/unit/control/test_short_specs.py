@@ -12,7 +12,7 @@ import pytest
 from fastapi.testclient import TestClient
 from pydantic import ValidationError
 
-from services.common.run.defaults import complete_run
+from services.common.run.defaults import fill_run_defaults
 from services.common.run.machine import Machine
 from services.control.api.short_specs import complete, start_short
 from services.control.runs import Runs
@@ -37,7 +37,7 @@ def short(tmp_path: Path, runs: Runs) -> dict[str, Any]:
 def test_completed_as_a_run_file(runs: Runs, short: dict[str, Any], tmp_path: Path) -> None:
     completed = complete(runs, short)
     document = {**short, "output": str(tmp_path / "runs" / "run")}
-    assert completed.spec == complete_run(document, tmp_path, source="a file", writes=False)[0]
+    assert completed.spec == fill_run_defaults(document, tmp_path, source="a file", writes=False)[0]
     assert (completed.spec.output, completed.spec.student.context_length) == (tmp_path / "runs" / "run", 48)
     assert any(note.startswith("student.context_length = 48") for note in completed.notes)
     assert completed.readable.eval is not None and completed.readable.eval.path == Path(short["data"]["path"])
@@ -125,5 +125,7 @@ SETTINGS_OF_NONE: dict[str, dict[str, Any]] = {
 def test_settings_without_defaults_are_a_run_file_of_the_same_run(tmp_path: Path, settings: dict[str, Any]) -> None:
     original = RunSpec.model_validate(spec(tmp_path, output=str(tmp_path / "out"), **settings))
     text = form.to_toml(form.without_defaults(original))
-    again, notes = complete_run(tomllib.loads(text), tmp_path, source="a file", machine=Machine(8, gpu_bytes=80 << 30))
+    again, notes = fill_run_defaults(
+        tomllib.loads(text), tmp_path, source="a file", machine=Machine(8, gpu_bytes=80 << 30)
+    )
     assert again == original and notes == []

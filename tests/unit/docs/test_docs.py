@@ -19,7 +19,7 @@ from services.cli.app import app
 from services.control.app import create_app
 from services.control.runs import Runs
 from tests.doc_blocks import PAGES, ROOT, fenced
-from xtoken_core.config.base import Part
+from xtoken_core.config.base import ConfigModel
 from xtoken_core.config.spec import parse_run_spec
 
 
@@ -54,7 +54,7 @@ def test_every_setting_is_explained_in_its_model() -> None:
 def is_part(annotation: object) -> bool:
     """Whether a field is a section of its own, which its model explains."""
     inner = typing.get_args(annotation)[:1] or (annotation,)
-    return any(isinstance(part, type) and issubclass(part, Part) for part in inner)
+    return any(isinstance(part, type) and issubclass(part, ConfigModel) for part in inner)
 
 
 def test_decisions_are_numbered_and_indexed() -> None:

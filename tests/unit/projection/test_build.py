@@ -12,6 +12,7 @@ from tests.support.alignments import aligner_of
 from xtoken_core.errors import ConfigError
 from xtoken_core.projection import build
 from xtoken_core.projection.build import BuildOptions, Entries, build_projection, cut_rows
+from xtoken_core.projection.exact_map import exact_token_map
 from xtoken_core.projection.retokenize import Retokenizer
 from xtoken_core.projection.specials import similarity, special_entries
 
@@ -36,12 +37,13 @@ def test_every_row_spells_its_token(pair):
     student, teacher, ours, theirs = pair
     projection = build_projection(student, teacher, BuildOptions(specials=False))
     pieces_of = Retokenizer(teacher, theirs)
-    lowest = {piece: t for t, piece in reversed(list(enumerate(theirs.pieces)))}
+    lowest = {piece: t for t, piece in reversed(list(enumerate(theirs.pieces))) if t not in theirs.unused_bytes}
     checked = 0
     for index in range(0, len(ours), len(ours) // 200):
         spelling = ours.pieces[index]
         row = [(t, w) for t, w in zip(projection.indices[index], projection.likelihoods[index], strict=True) if t >= 0]
-        if not spelling:
+        if not spelling or index in ours.unused_bytes:
+            assert not spelling or not row
             continue
         if spelling in lowest:
             assert [(int(t), float(w)) for t, w in row] == [(lowest[spelling], 1.0)]
@@ -54,12 +56,56 @@ def test_every_row_spells_its_token(pair):
         for place, piece in enumerate(ids[:4].tolist()):
             expected[piece] = expected.get(piece, 0.0) + 0.9 * 0.1**place
         total = sum(expected.values())
-        assert {int(t): pytest.approx(float(w), rel=1e-6) for t, w in row} == {
-            t: w / total for t, w in expected.items()
-        }
+        found: dict[int, float] = {}
+        for t, w in row:
+            found[int(t)] = found.get(int(t), 0.0) + float(w)
+        assert found == pytest.approx({t: w / total for t, w in expected.items()}, rel=1e-6)
         assert sorted((float(w) for _, w in row), reverse=True) == [float(w) for _, w in row]
         checked += len(ids) > 1
     assert checked
+
+
+@pytest.mark.parametrize("character", ["a", ".", ",", "0", " "])
+def test_a_character_is_pinned_to_the_token_that_is_written_for_it(character):
+    """A vocabulary with byte fallback has two tokens for it, `<0x61>` with the lower id, and writes one of them."""
+    student, teacher = v.byte_level(), v.sentencepiece_bpe("legacy")
+    pieces_of = Retokenizer(teacher, aligner_of(student, teacher).teacher)
+    spare = teacher.convert_tokens_to_ids(f"<0x{ord(character):02X}>")
+    ((written,), _) = pieces_of([character.encode()])
+    assert spare < written and teacher.convert_ids_to_tokens(int(written)).replace("▁", " ") == character
+    (own,) = student.encode(character, add_special_tokens=False)
+    forth = build_projection(student, teacher)
+    assert forth.indices[own].tolist() == [written, -1, -1, -1]
+    back = build_projection(teacher, student)
+    assert back.indices[written].tolist() == [own, -1, -1, -1]
+    assert back.indices[spare].tolist() == [-1] * 4
+    common = exact_token_map(back.indices, back.likelihoods, relaxed=False, teacher_vocab_size=len(student))
+    assert written in common["common_student"] and spare not in common["common_student"]
+
+
+def test_a_repeated_piece_is_no_equal_token():
+    student, teacher = v.sentencepiece_bpe("legacy"), v.byte_level()
+    projection = build_projection(student, teacher)
+    (one,) = teacher.encode("a", add_special_tokens=False)
+    row = student.convert_tokens_to_ids("aaaa")
+    assert projection.indices[row].tolist() == [one, one, -1, -1]
+    assert projection.likelihoods[row].tolist() == pytest.approx([10 / 11, 1 / 11, 0.0, 0.0])
+    for relaxed in (False, True):
+        common = exact_token_map(
+            projection.indices, projection.likelihoods, relaxed=relaxed, teacher_vocab_size=len(teacher)
+        )
+        paired = common["common_student"][common["common_teacher"] == one]
+        assert student.convert_ids_to_tokens(paired.tolist()) == ["a"]
+
+
+def test_bytes_that_no_other_token_spells_are_pinned():
+    teacher = v.sentencepiece_bpe("legacy")
+    student = v.byte_level()
+    table = aligner_of(student, teacher).teacher
+    assert len(table.byte_tokens) > 200 and 0 < len(table.unused_bytes) < len(table.byte_tokens)
+    projection = build_projection(student, teacher)
+    own = next(i for i, piece in enumerate(aligner_of(student, teacher).student.pieces) if piece == b"\xe2")
+    assert projection.indices[own].tolist() == [teacher.convert_tokens_to_ids("<0xE2>"), -1, -1, -1]
 
 
 def test_two_pieces_weigh_as_published():

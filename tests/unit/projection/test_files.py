@@ -252,6 +252,13 @@ def test_a_matrix_of_another_pair_is_refused(tmp_path):
     p.check_projection_pair(path, tmp_path / "s", tmp_path / "t")
 
 
+def test_a_matrix_of_another_version_is_refused(built, tmp_path):
+    write_projection(built, path := tmp_path / "old.safetensors")
+    path.write_bytes(path.read_bytes().replace(b"xtoken-projection-2", b"xtoken-projection-1"))
+    with pytest.raises(InputError, match=r"has the format xtoken-projection-1, this version reads .* build it again"):
+        read_topk(path)
+
+
 def test_a_disk_that_refuses_leaves_the_old_file(built, tmp_path):
     with pytest.raises(InputError, match="cannot write the projection"):
         p.write_projection(built, tmp_path / "missing" / "p.pt")

@@ -11,7 +11,7 @@ import torch
 
 from tests.support.slot_refs import slot_refs
 from xtoken_core.errors import InputError
-from xtoken_core.transports import RingShape, SignalError, StaleSignalError, sweep
+from xtoken_core.transports import RingShape, SignalError, StaleSignalError, remove_stale_files
 from xtoken_core.transports.ring import PAGE, SLOT_HEADER_BYTES
 from xtoken_core.transports.shared_files import create_file
 from xtoken_core.transports.shared_memory import SharedMemoryRing, SharedMemoryRingReader
@@ -94,9 +94,9 @@ def test_a_killed_teacher_leaves_nothing_after_a_sweep(shm, peers):
     student = peers()
     student.do("open", handle=handle, shape=dataclasses.asdict(SHAPE), directory=str(shm))
     teacher.do("fill", slot=0, generation=1, rows=1, width=2, value=4.0)
-    assert sweep(shm) == [] and len(list(shm.iterdir())) == 1
+    assert remove_stale_files(shm) == [] and len(list(shm.iterdir())) == 1
     assert teacher.kill() == -signal.SIGKILL
-    assert len(sweep(shm)) == 1 and list(shm.iterdir()) == []
+    assert len(remove_stale_files(shm)) == 1 and list(shm.iterdir()) == []
     read = student.do("read", refs=slot_refs(1, 0, 1, 1), width=2)
     assert read["values"] == [[[4.0] * 5] * 2]
 
@@ -111,7 +111,7 @@ def test_a_killed_student_does_not_disturb_the_teacher(shm, peers):
         refs = slot_refs(1, 0, generation, 1)
         assert student.do("read", refs=refs, width=1)["values"] == [[[float(generation)] * 5]]
         assert student.kill() == -signal.SIGKILL
-        assert sweep(shm) == []
+        assert remove_stale_files(shm) == []
     ring.close()
     assert list(shm.iterdir()) == []
 
@@ -193,7 +193,7 @@ def test_a_file_of_another_user_is_refused_and_not_swept(shm):
     fd, path = create_file(64, run="r", session="s", directory=shm)
     os.chown(path, 65534, 65534)
     os.close(fd)
-    assert sweep(shm) == []
+    assert remove_stale_files(shm) == []
 
 
 @pytest.mark.parametrize(
@@ -274,11 +274,11 @@ def test_sweep_takes_abandoned_files_only(shm):
     os.close(dropped)
     (shm / "somebody-elses").write_bytes(b"x")
     (shm / "xtoken-ring-link").symlink_to(shm / "somebody-elses")
-    assert sweep(shm) == [gone]
+    assert remove_stale_files(shm) == [gone]
     assert {path.name for path in shm.iterdir()} == {live.name, "somebody-elses", "xtoken-ring-link"}
     os.close(kept)
-    assert sweep(shm) == [live]
-    assert sweep(shm / "missing") == []
+    assert remove_stale_files(shm) == [live]
+    assert remove_stale_files(shm / "missing") == []
 
 
 def test_a_sweep_between_making_and_locking_does_no_harm(shm, monkeypatch):
@@ -289,7 +289,7 @@ def test_a_sweep_between_making_and_locking_does_no_harm(shm, monkeypatch):
     def flock(fd, operation):
         if operation == fcntl.LOCK_EX and not swept:
             swept.extend(path.name for path in shm.iterdir())
-            swept_paths = sweep(shm)
+            swept_paths = remove_stale_files(shm)
             assert [path.name for path in swept_paths] == swept
         return real(fd, operation)
 

@@ -156,7 +156,7 @@ def test_an_impossible_shape_is_refused(change):
 
 
 def test_the_package_is_imported_without_torch():
-    code = "import sys, xtoken_core.transports as t; t.sweep(); assert 'torch' not in sys.modules"
+    code = "import sys, xtoken_core.transports as t; t.remove_stale_files(); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

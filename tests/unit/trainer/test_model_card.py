@@ -10,7 +10,7 @@ import yaml
 
 from services.trainer.card_names import base_model, licence_of
 from services.trainer.checkpoint import Cursor
-from services.trainer.export import account_of_positions, model_card
+from services.trainer.export import model_card, position_counts
 from tests.support.runs import resolved_run
 from xtoken_core.config.spec import RunSpec
 
@@ -27,7 +27,7 @@ def card(directory: Path, teachers: list[dict[str, Any]], **changes: Any) -> str
     ]
     spec = RunSpec.model_validate({**raw, **changes})
     run = run.model_copy(update={"spec": spec, "teachers": tuple(files)})
-    return model_card(run, account_of_positions(run, Cursor(step=run.steps, trained=32)), [], None)
+    return model_card(run, position_counts(run, Cursor(step=run.steps, trained=32)), [], None)
 
 
 OWN: dict[str, Any] = {}

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from services.trainer.distributed import RankGroup
-from services.trainer.step import Received, StepRunner
+from services.trainer.step import ClaimedBatch, StepRunner
 from tests.support.runs import resolved_run
 from tests.unit.losses.loss_cases import V_S, Case, make_case
 from xtoken_core.config.loss import LossConfig
@@ -35,11 +35,11 @@ def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StepRunner:
     return made
 
 
-RECEIVED = Received(MicroBatch((0, 1), (8, 8, 8)), {}, None, [], {})
+CLAIMED = ClaimedBatch(MicroBatch((0, 1), (8, 8, 8)), {}, None, [], {})
 
 
 def test_the_teachers_of_a_step_are_chosen_and_their_chunks_added_up(runner: StepRunner) -> None:
-    choices = runner._choose([RECEIVED, None, RECEIVED])
+    choices = runner._choose([CLAIMED, None, CLAIMED])
     assert [int(found.chosen) for found in choices.of_batch] == [1, 0, 1]
     assert float(choices.chunks) == 6
 
@@ -59,7 +59,7 @@ def gradient(run: ResolvedRun, case: Case, step: int) -> torch.Tensor:
     runner = StepRunner(worker, student, loss, absent, absent, RankGroup(0, 1), rank=0, pad_id=0)
     runner._teacher_logits = lambda _: list(case.teacher_logits)  # type: ignore[method-assign]
     plan: Any = SimpleNamespace(step=step, ce_tokens=20, kd_chunks=(12,))
-    metrics = runner._backward(plan, replace(RECEIVED, data=case.batch), 0, None)
+    metrics = runner._backward(plan, replace(CLAIMED, data=case.batch), 0, None)
     assert logits.grad is not None
     assert metrics["kl_loss_scale"].item() == pytest.approx(run.spec.loss.kl_weight_at(step, run.steps))
     return logits.grad
@@ -80,5 +80,5 @@ def test_the_divergence_has_its_weight_at_the_step_in_the_gradient(tmp_path: Pat
 
 
 def test_choosing_is_progress(runner: StepRunner) -> None:
-    runner._choose([RECEIVED] * 3)
+    runner._choose([CLAIMED] * 3)
     assert runner.worker.beats == 3, "all of a step may take longer than one micro-batch is given"

@@ -28,7 +28,7 @@ from services.common.generation.published_weights import (
     read_version,
 )
 from xtoken_core.errors import InputError
-from xtoken_core.transports.shared_files import WEIGHTS_PREFIX, sweep
+from xtoken_core.transports.shared_files import WEIGHTS_PREFIX, remove_stale_files
 
 WAIT_S = 200.0
 """A process on a GPU may take a minute to import and to open its device."""
@@ -194,7 +194,7 @@ def test_a_sweep_takes_the_weights_of_a_trainer_that_is_gone(tmp_path: Path) -> 
     half = tmp_path / f".{lost.name}.1.tmp"
     for file in (lost, half):
         file.write_bytes(b"")
-    assert sweep(tmp_path) == [half, lost]
+    assert remove_stale_files(tmp_path) == [half, lost]
     assert kept.exists()
     writer.close()
 

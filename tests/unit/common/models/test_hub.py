@@ -99,8 +99,12 @@ def test_paths_are_no_ids(tmp_path: Path) -> None:
     (tmp_path / "models").mkdir()
     for value in ("models/studnet", "text.jsonl", "/a/b", "../a/b", "a/b/c", "a/b.jsonl", "model", "a/b:*.txt"):
         assert hub_id(value, tmp_path) is None
-    wanted = hub_id("org/text@v1:data/*.jsonl", tmp_path, data=True)
-    assert wanted is not None and (wanted.repo, wanted.revision, wanted.files) == ("org/text", "v1", "data/*.jsonl")
+    repository = hub_id("org/text@v1:data/*.jsonl", tmp_path, data=True)
+    assert repository is not None and (repository.repo, repository.revision, repository.files) == (
+        "org/text",
+        "v1",
+        "data/*.jsonl",
+    )
     assert hub_name(tmp_path) is None
 
 

@@ -12,14 +12,14 @@ from services.common.batches.step_plan import ring_shape
 from services.common.processes.supervised import MARK
 from services.common.run.memory_estimate import (
     GIB,
-    Need,
+    MemoryUse,
     check_room,
     check_teacher,
-    custom_loss_needs,
-    needs_of,
-    shortage,
+    custom_loss_memory,
+    exceeds_memory,
+    memory_shortage,
+    memory_uses,
     student_bytes,
-    too_much,
     weight_bytes,
 )
 from services.trainer.optimizer import StudentOptimizer
@@ -78,30 +78,30 @@ def test_each_gpu_holds_its_ranks_and_the_teachers_that_are_put_there(tmp_path: 
     teachers = [teacher.model_dump(mode="json") for teacher in run.spec.teacher]
     teachers[1] |= {"gpu": 1}
     run = with_models(tmp_path, teachers=2, workers={"ranks": 2}, teacher=teachers)
-    found = [[need.what for need in needs_of(run, gpu, 2, rings=False)] for gpu in (0, 1)]
+    found = [[need.what for need in memory_uses(run, gpu, 2, rings=False)] for gpu in (0, 1)]
     assert found == [
         ["the student's state of rank 0", "teacher 0's weights of rank 0", "teacher 1's weights of rank 1"],
         ["teacher 1's weights of rank 0", "the student's state of rank 1", "teacher 0's weights of rank 1"],
     ]
-    alone = list(needs_of(run, 0, 1, rings=True))
+    alone = list(memory_uses(run, 0, 1, rings=True))
     assert len(alone) == 2 * (1 + 2 * 2), "one GPU holds all of both ranks"
-    assert alone[2] == Need("its signal's 2 slots", ring_shape(run, 0).memory_bytes)
+    assert alone[2] == MemoryUse("its signal's 2 slots", ring_shape(run, 0).memory_bytes)
 
 
 def test_a_rollout_worker_has_the_students_weights(tmp_path: Path) -> None:
     settings = {"workers": 3, "max_new_tokens": 2, "weights": "cuda_ipc"}
     run = with_models(tmp_path, rollout=settings, loss={"kl_loss_weight_end": None})
-    alone = {need.what for need in needs_of(with_models(tmp_path), 0, 2, rings=False)}
-    added = [need for need in needs_of(run, 0, 2, rings=False) if need.what not in alone]
+    alone = {need.what for need in memory_uses(with_models(tmp_path), 0, 2, rings=False)}
+    added = [need for need in memory_uses(run, 0, 2, rings=False) if need.what not in alone]
     weights = weight_bytes(run.spec.student.model, run.spec.student.dtype)
-    workers = [Need(f"rollout worker {number}'s weights", weights) for number in (0, 2)]
-    assert added == [Need("the published weights", weights), *workers]
+    workers = [MemoryUse(f"rollout worker {number}'s weights", weights) for number in (0, 2)]
+    assert added == [MemoryUse("the published weights", weights), *workers]
 
 
 def test_what_is_too_much_is_told_in_one_line() -> None:
-    needs = [Need("the student's state", 18 * GIB), Need("teacher 0's weights", 7 * GIB)]
-    assert too_much(needs, 25 * GIB, "cuda:0") == ""
-    why = too_much(needs, 24 * GIB, "cuda:0")
+    needs = [MemoryUse("the student's state", 18 * GIB), MemoryUse("teacher 0's weights", 7 * GIB)]
+    assert exceeds_memory(needs, 25 * GIB, "cuda:0") == ""
+    why = exceeds_memory(needs, 24 * GIB, "cuda:0")
     assert "cuda:0 has 24.00 GiB, the run keeps 25.00 there before any activation" in why
     assert "(the student's state 18.00, teacher 0's weights 7.00)" in why
     assert "teacher.gpu" in why and "\n" not in why
@@ -112,7 +112,7 @@ READ = {"eval": {"path": "held-out.jsonl", "teacher_kl": True}}
 
 def beside(run: ResolvedRun, *, gpus: int = 1) -> list[str]:
     """What is loaded beside the students on the first GPU while the held-out text is read."""
-    trained, read = (list(needs_of(run, 0, gpus, rings=True, evaluates=evaluates)) for evaluates in (False, True))
+    trained, read = (list(memory_uses(run, 0, gpus, rings=True, evaluates=evaluates)) for evaluates in (False, True))
     assert {need.what for need in trained} <= {need.what for need in read}
     return [need.what for need in read if "beside the student" in need.what]
 
@@ -138,14 +138,14 @@ def test_a_gpu_without_room_for_the_teachers_beside_the_student_is_told_what_to_
     weights = weight_bytes(run.spec.student.model, "bfloat16")
     trains = (9 + 2 * 2) * weights
     reads = trains + (2 * 2 - 2) * weights  # the gradient is gone by then
-    assert shortage(run, 0, 1, reads, rings=False) == ""
-    why = shortage(run, 0, 1, reads - 1, rings=False)
+    assert memory_shortage(run, 0, 1, reads, rings=False) == ""
+    why = memory_shortage(run, 0, 1, reads - 1, rings=False)
     assert "teacher 1's weights beside the student while the held-out text is read" in why
     assert "): set eval.teacher_kl = false, or give teachers" in why and "\n" not in why
-    why = shortage(run, 0, 1, trains - 1, rings=False)
+    why = memory_shortage(run, 0, 1, trains - 1, rings=False)
     assert why and "held-out" not in why and "teacher_kl" not in why, "it does not fit either way"
     small = with_models(tmp_path, student={"dtype": "bfloat16"}, teacher=in_bfloat16(run), **READ)
-    assert shortage(small, 0, 1, 10 * weights, rings=False) == "", "a teacher takes less than the gradient did"
+    assert memory_shortage(small, 0, 1, 10 * weights, rings=False) == "", "a teacher takes less than the gradient did"
 
 
 @pytest.mark.parametrize(("name", "bits"), [("fp8", 8), ("nf4", 4.5)])
@@ -153,7 +153,7 @@ def test_a_quantized_teacher_is_beside_the_student_in_its_own_dtype(tmp_path: Pa
     plain = with_models(tmp_path)
     run = with_models(tmp_path, teacher=in_bfloat16(plain, **{name: True}), **READ)
     weights = weight_bytes(run.spec.student.model, "bfloat16")
-    assert [need.nbytes for need in needs_of(run, 0, 1, rings=False, evaluates=True)][1:] == [
+    assert [need.nbytes for need in memory_uses(run, 0, 1, rings=False, evaluates=True)][1:] == [
         weights,
         int(weights * bits / 16),
     ]
@@ -175,19 +175,19 @@ def test_a_custom_loss_declares_its_memory(tmp_path: Path, caplog: pytest.LogCap
         def bytes_per_position(cls, student_vocab_size: int, teacher_vocab_size: int) -> None:
             return None
 
-    def needs(run: ResolvedRun, loss: type[ChunkLoss]) -> list[Need]:
+    def needs(run: ResolvedRun, loss: type[ChunkLoss]) -> list[MemoryUse]:
         teacher = LossTeacher(vocab_size=20, own_tokenizer=True)
         made = loss(run.spec.loss, teacher, index=0, student_vocab_size=10, device=torch.device("cpu"))
-        return custom_loss_needs(run, [made], 10)
+        return custom_loss_memory(run, [made], 10)
 
     own = {"loss": {"mode": "custom"}, "train": {"micro_batch_tokens": 1 << 20}}
     run = with_models(tmp_path, **own)
-    assert needs(run, Large) == [Need("Large on 1048576 positions", 50 << 20)]
+    assert needs(run, Large) == [MemoryUse("Large on 1048576 positions", 50 << 20)]
     in_blocks = with_models(tmp_path, **own, student={"blockwise_head": True})
-    assert needs(in_blocks, Large) == [Need("Large on 2048 positions", 50 << 11)]
-    kept = sum(need.nbytes for need in needs_of(run, 0, 1, rings=False))
-    assert shortage(run, 0, 1, kept, rings=False) == ""
-    assert "Large on 1048576 positions 0.05" in shortage(run, 0, 1, kept, rings=False, further=needs(run, Large))
+    assert needs(in_blocks, Large) == [MemoryUse("Large on 2048 positions", 50 << 11)]
+    kept = sum(need.nbytes for need in memory_uses(run, 0, 1, rings=False))
+    assert memory_shortage(run, 0, 1, kept, rings=False) == ""
+    assert "Large on 1048576 positions 0.05" in memory_shortage(run, 0, 1, kept, rings=False, further=needs(run, Large))
     assert caplog.messages == [] and needs(run, Unknown) == []
     assert "Unknown declares no bytes_per_position" in caplog.text
     assert needs(with_models(tmp_path), Large) == [], "the library's losses are in the estimate"
@@ -200,7 +200,7 @@ def in_bfloat16(run: ResolvedRun, **changes: Any) -> list[dict[str, Any]]:
 
 def test_a_cpu_is_not_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = with_models(tmp_path)
-    assert shortage(run, 0, 1, 1, rings=True), "it fits no GPU of one byte"
+    assert memory_shortage(run, 0, 1, 1, rings=True), "it fits no GPU of one byte"
     monkeypatch.setenv(MARK, "trainer-0")
     shape = RingShape(slots=2, slot_tokens=1 << 30, head_width=1 << 18, vocab=1 << 18, dtype="float32")
     queried: list[object] = []
@@ -228,5 +228,5 @@ def test_a_run_that_follows_one_of_its_teachers_is_told_what_its_slots_hold(tmp_
     sums = with_models(tmp_path, teachers=2)
     selects = with_models(tmp_path, teachers=2, loss={"teacher_aggregation": "select_teacher"})
     tip = "lower train.samples_per_step, all of whose signals select_teacher holds at once, "
-    assert f"): {tip}give teachers" in shortage(selects, 0, 1, 0, rings=True)
-    assert tip not in shortage(sums, 0, 1, 0, rings=True) + shortage(selects, 0, 1, 0, rings=False)
+    assert f"): {tip}give teachers" in memory_shortage(selects, 0, 1, 0, rings=True)
+    assert tip not in memory_shortage(sums, 0, 1, 0, rings=True) + memory_shortage(selects, 0, 1, 0, rings=False)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from services.common.run.resolve import remarks
+from services.common.run.resolve import file_warnings
 from services.common.run.resume import CHECKPOINTS, VERSION, check_output
 from services.trainer.checkpoint import Checkpoints, Cursor
 from tests.support.runs import resolved_run
@@ -142,8 +142,8 @@ def test_a_checkpoint_that_says_nothing_is_named(saved: ResolvedRun, text: str) 
 def test_what_the_files_make_of_a_run_is_said(tmp_path: Path) -> None:
     run = resolved_run(tmp_path)
     assert run.steps == 4
-    assert list(remarks(with_train(run, max_steps=4, warmup_steps=4))) == []
-    shorter, early = remarks(with_train(run, max_steps=5, warmup_steps=6))
+    assert list(file_warnings(with_train(run, max_steps=4, warmup_steps=4))) == []
+    shorter, early = file_warnings(with_train(run, max_steps=5, warmup_steps=6))
     assert shorter == "the run has 4 steps, not train.max_steps = 5: its text has 32 records (data.epochs = 1)"
     assert early == "the run ends after 4 steps, its warm-up would after train.warmup_steps = 6"
 
@@ -157,7 +157,7 @@ def test_what_the_files_make_of_a_run_is_said(tmp_path: Path) -> None:
     ],
 )
 def test_settings_without_effect_are_told(tmp_path: Path, changes: dict[str, object], said: str) -> None:
-    (remark,) = remarks(with_train(resolved_run(tmp_path), **changes))
+    (remark,) = file_warnings(with_train(resolved_run(tmp_path), **changes))
     assert said in remark
 
 
@@ -172,10 +172,10 @@ def test_settings_without_effect_are_told(tmp_path: Path, changes: dict[str, obj
 def test_settings_that_no_mode_reads_are_named(tmp_path: Path, loss: dict[str, Any], said: list[str]) -> None:
     run = resolved_run(tmp_path)
     changed = run.model_copy(update={"spec": run.spec.model_copy(update={"loss": LossConfig(**loss)})})
-    assert list(remarks(changed)) == said
+    assert list(file_warnings(changed)) == said
 
 
 def test_a_context_beyond_what_a_model_was_made_for_is_told(tmp_path: Path) -> None:
     run = resolved_run(tmp_path)
     found = run.model_copy(update={"teachers": (run.teachers[0].model_copy(update={"max_length": 80}),)})
-    assert list(remarks(found)) == ["teacher.0.context_length = 96: the model was made for 80 tokens"]
+    assert list(file_warnings(found)) == ["teacher.0.context_length = 96: the model was made for 80 tokens"]
