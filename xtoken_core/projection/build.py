@@ -99,10 +99,10 @@ def build_projection(
         raise ConfigError(f"student_rows = {rows}: the student's tokenizer has {len(student)} ids")
     manual = special_token_ids(student, teacher, special_tokens or {})
     pins = _with_pairs(exact_pins(student, teacher, (student_tokenizer, teacher_tokenizer), options), manual)
-    parts = [_no_entries()]
+    parts = [forward := _no_entries()]
     progress(0.2)
     if options.forward:
-        parts.append(forward_entries(student, Retokenizer(teacher_tokenizer, teacher), skip=pins[0]))
+        parts.append(forward := forward_entries(student, Retokenizer(teacher_tokenizer, teacher), skip=pins[0]))
     progress(0.6)
     if options.reverse:
         parts.append(reverse_entries(teacher, Retokenizer(student_tokenizer, student)))
@@ -113,6 +113,8 @@ def build_projection(
         parts.append(Entries(*special_entries(ours, free)))
     progress(0.9)
     indices, weights = cut_rows(Entries.join(*parts), rows, pins, options)
+    if not options.as_reference:
+        _split_repeated(indices, weights, np.bincount(forward.student, minlength=rows) > 1)
     return TopKProjection(
         indices=torch.from_numpy(indices),
         likelihoods=torch.from_numpy(weights),
@@ -160,7 +162,8 @@ def exact_pins(
     """Return pairs (student ids, teacher ids) of equal tokens, ascending by student id.
 
     Text tokens of equal bytes, specials of one name, bos with bos and eos with eos. If several teacher tokens have
-    the same bytes, the lowest id is taken. The public tools match equal raw strings and nothing else.
+    the same bytes, the lowest id is taken of those that the tokenizer writes: `<0x61>` of byte fallback is none of them
+    where a token `a` is. The public tools match equal raw strings and nothing else.
     """
     if not options.exact:
         return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
@@ -170,9 +173,13 @@ def exact_pins(
     else:
         pairs = _same_roles(student, teacher)
         pairs |= _same(dict(student.literals), dict(teacher.literals))
-        pairs |= _same(dict(enumerate(student.pieces)), dict(enumerate(teacher.pieces)))
+        pairs |= _same(_written_pieces(student), _written_pieces(teacher))
     ids = np.array(sorted(pairs), dtype=np.int64)
     return ids, np.array([pairs[i] for i in ids.tolist()], dtype=np.int64)
+
+
+def _written_pieces(table: TokenTable) -> dict[int, bytes]:
+    return {index: piece for index, piece in enumerate(table.pieces) if index not in table.unused_bytes}
 
 
 def _same(ours: Mapping[int, bytes], theirs: Mapping[int, bytes]) -> dict[int, int]:
@@ -216,6 +223,22 @@ def cut_rows(
     return np.ascontiguousarray(indices[:, slots]), _normalised(weights[:, slots]).astype(np.float32)
 
 
+def _split_repeated(indices: np.ndarray, weights: np.ndarray, several: np.ndarray) -> None:
+    """Write rows of one piece several times (`aa` as `a` and `a`) in two slots, as rows of different pieces are.
+
+    With its weights added up such a row would look like that of an equal token, and the exact map would pair it.
+
+    Args:
+        indices: `[rows, top_k]`, changed in place.
+        weights: Likewise.
+        several: `[rows]` bool, rows of several pieces.
+    """
+    if indices.shape[1] > 1:
+        repeated = several & (weights[:, 0] == 1) & (indices[:, 1] < 0)
+        indices[repeated, 1] = indices[repeated, 0]
+        weights[repeated, :2] = np.array([1.0, DECAY]) / (1.0 + DECAY)
+
+
 def _reference_last_slot(indices: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Change rows as the public tools do: slot 32 weighs 0.2, for any token in it (here: the lowest free id)."""
     used = weights.sum(axis=1) > 0
@@ -242,11 +265,12 @@ def _pieces(table: TokenTable, ids: np.ndarray, other: Retokenizer) -> tuple[np.
 
 
 def _sources(table: TokenTable, skip: np.ndarray | None) -> np.ndarray:
-    """Return ids of the tokens that spell text and do not look like specials, which have a step of their own."""
+    """Return ids of the tokens that are written for text; those that look like specials have a step of their own."""
     chosen = table.kinds == TEXT
     chosen &= table.pool.lengths > 0
     marked = [index for index, p in enumerate(table.pieces) if p[:2] == b"<|" and p[-2:] == b"|>"]
-    chosen[marked] = False
+    # A byte that another token spells: its row would win the exact map, which takes the lowest id of equal rows.
+    chosen[[*marked, *table.unused_bytes]] = False
     if skip is not None:
         chosen[skip] = False
     return np.flatnonzero(chosen)

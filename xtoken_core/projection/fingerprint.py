@@ -19,7 +19,9 @@ from xtoken_core.regular_files import TOKENIZER_LIMIT, open_regular, read_regula
 
 STUDENT_KEY, TEACHER_KEY = "student_fingerprint", "teacher_fingerprint"
 SPECIAL_TOKENS_KEY = "special_tokens"
-FORMAT_KEY, FORMAT = "format", "xtoken-projection-1"
+FORMAT_KEY, FORMAT = "format", "xtoken-projection-2"
+_FORMATS = "xtoken-projection-"
+"""How the format of every version begins. Version 1 paired characters with tokens of byte fallback."""
 _MAX_HEADER = 1 << 20
 _ALTERNATIVES = ("tokenizer.json", "tekken.json")
 _OTHERS = ("*.model", "*.model.v*", "vocab.json", "merges.txt", "vocab.txt", "*.tiktoken", "added_tokens.json")
@@ -80,7 +82,7 @@ def projection_header(path: str | Path) -> dict[str, str] | None:
     """Return the metadata of an xtoken projection file; None for a file of another format.
 
     Raises:
-        InputError: The file cannot be read.
+        InputError: The file cannot be read, or is of another version.
     """
     try:
         metadata = safetensors_metadata(path)
@@ -90,7 +92,13 @@ def projection_header(path: str | Path) -> dict[str, str] | None:
         ) from error
     except OSError as error:
         raise InputError(f"cannot read the projection {path}: {error.strerror}") from error
-    return metadata if metadata is not None and metadata.get(FORMAT_KEY) == FORMAT else None
+    version = (metadata or {}).get(FORMAT_KEY, "")
+    if version != FORMAT and version.startswith(_FORMATS):
+        raise InputError(
+            f"the projection {path} has the format {version}, this version reads {FORMAT}: build it again with "
+            "xtoken projection build, or leave teacher.projection out"
+        )
+    return metadata if version == FORMAT else None
 
 
 def safetensors_metadata(path: str | Path) -> dict[str, str] | None:
