@@ -64,10 +64,10 @@ def _tasks(seen: Stats, before: Stats | None) -> Table:
         common = (str(part["dead"]), _size(part["bytes"]), rate, _age(part["oldest_lease_s"]))
         title = f"{name} (sealed)" if part["sealed"] else name
         for task, states in part["tasks"].items():
-            table.add_row(title, task, *(str(states[s]) for s in ("waiting", "ready", "leased", "done")), *common)
+            _add_row(table, title, task, *(str(states[s]) for s in ("waiting", "ready", "leased", "done")), *common)
             title, common = "", ("", "", "", "")
         if not part["tasks"]:
-            table.add_row(title, "-", "", str(part["samples"]), "", "", *common)
+            _add_row(table, title, "-", "", str(part["samples"]), "", "", *common)
     return table
 
 
@@ -83,7 +83,8 @@ def _runs(seen: Stats) -> Table:
         )
         steps = -(-run["positions"] // run["samples_per_step"])
         state = f"failed: {run['failed']}" if run["failed"] else "ended" if run["ended"] else "running"
-        table.add_row(
+        _add_row(
+            table,
             name, f"{run['step']} of {steps}", str(run["positions"]), str(run["skipped"]), str(run["rewinds"]),
             str(run["blocks_leased"]), rings, state,
         )  # fmt: skip
@@ -93,11 +94,17 @@ def _runs(seen: Stats) -> Table:
 def _sessions(seen: Stats) -> Table:
     table = Table("session", "role", "rank", "phase", "progress", "last progress", "last seen")
     for session in seen["sessions"]:
-        table.add_row(
+        _add_row(
+            table,
             session["name"], session["role"], str(session["rank"]), session["phase"], str(session["progress"]),
             _age(session["progress_age_s"]), _age(session["seen_age_s"]),
         )  # fmt: skip
     return table
+
+
+def _add_row(table: Table, *cells: str) -> None:
+    """Add a row of plain text: a worker chooses its name and reasons, which are no markup and control no terminal."""
+    table.add_row(*(Text("".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in cell)) for cell in cells))
 
 
 def _span(seen: Stats, before: Stats) -> float:

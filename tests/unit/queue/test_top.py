@@ -69,3 +69,17 @@ def test_a_partition_shows_its_states() -> None:
     assert [cell.strip() for cell in row.strip("│").split("│")] == [
         "p (sealed)", "train", "1", "2", "3", "4", "5", "2.0 KiB", "", "3.0 s",
     ]  # fmt: skip
+
+
+def test_names_and_reasons_are_no_markup() -> None:
+    seen = stats()
+    part = seen["partitions"].pop("p")
+    run = {
+        "rings": [], "positions": 8, "samples_per_step": 2, "failed": "[/red] no room\x1b[2J", "ended": False,
+        "step": 1, "skipped": 0, "rewinds": 1, "blocks_leased": 0,
+    }  # fmt: skip
+    seen["partitions"]["[/data]"] = {**part, "tasks": {"t[bold]": STATES}, "run": run}
+    seen["sessions"][0] |= {"name": "w[eval]", "role": "[link]", "phase": ":smile:"}
+    text = shown(seen)
+    for plain in ("[/data] (sealed)", "t[bold]", "failed: [/red] no room\ufffd[2J", "w[eval]", "[link]", ":smile:"):
+        assert plain in text
