@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from xtoken_core.data_plane.queue_client import QueueClient
 
 PATIENCE_S = 5.0
+SILENCE_S = 30.0
+MOST_EVERY_S = 3600.0
+"""Time between two updates of a view at most; its session may be silent for three times as long."""
 
 queue_app = typer.Typer(
     help="Serve a queue, or inspect one.", invoke_without_command=True, pretty_exceptions_enable=False
@@ -110,13 +113,16 @@ def top(
     queue: QueueOption,
     token_file: QueueTokenOption = None,
     keys: KeysOption = None,
-    every: Annotated[float, typer.Option("--every", min=0.1, metavar="SECONDS", help="Time between updates.")] = 1.0,
+    every: Annotated[
+        float,
+        typer.Option("--every", min=0.1, max=MOST_EVERY_S, metavar="SECONDS", help="Time between updates."),
+    ] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print one view and exit.")] = False,
 ) -> None:
     """Watch a queue's partitions, tasks, rings and sessions, until Ctrl+C."""
     from services.queue.top import show
 
-    with _connected(queue, token_file, keys) as client:
+    with _connected(queue, token_file, keys, silence_s=max(SILENCE_S, 3 * every)) as client:
         show(client, every=every, once=once)
 
 
@@ -140,7 +146,9 @@ def keygen(
 
 
 @contextmanager
-def _connected(queue: str, token_file: Path | None, keys: Path | None) -> Iterator[QueueClient]:
+def _connected(
+    queue: str, token_file: Path | None, keys: Path | None, *, silence_s: float = SILENCE_S
+) -> Iterator[QueueClient]:
     import time
 
     from xtoken_core.data_plane.address import Address
@@ -148,5 +156,5 @@ def _connected(queue: str, token_file: Path | None, keys: Path | None) -> Iterat
     from xtoken_core.data_plane.zmq_transport import ZmqTransport
 
     with QueueClient(ZmqTransport(Address.parse(queue, token_file, keys), patience_s=PATIENCE_S)) as client:
-        client.hello(f"viewer-{os.getpid()}", "viewer", incarnation=time.time_ns())
+        client.hello(f"viewer-{os.getpid()}", "viewer", incarnation=time.time_ns(), silence_s=silence_s)
         yield client

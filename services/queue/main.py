@@ -12,7 +12,7 @@ from setproctitle import setproctitle
 
 from services.queue.memory import one_heap
 from services.queue.server import Server
-from services.queue.write_ahead_log import WriteAheadLog
+from services.queue.write_ahead_log import POLICIES, WriteAheadLog, check_policy
 from xtoken_core.config.resolved import ResolvedRun, parse_resolved_run
 from xtoken_core.config.spec import load_run_spec
 from xtoken_core.data_plane.address import Address
@@ -40,11 +40,15 @@ def serve(
     """Serve until SIGTERM or SIGINT.
 
     Raises:
-        ConfigError: The run has no such node group.
+        ConfigError: The run has no such node group, or an option needs another one that is not given.
         XtokenError: The address cannot be served, the run cannot be opened, or the journal cannot be read.
     """
     setproctitle("xtoken queue")
     one_heap()
+    if run is None and group:
+        raise ConfigError(f"--group {group} needs the run whose node group it is: name it by --run")
+    if journal is None and check_policy(fsync) != POLICIES[0]:
+        raise ConfigError(f"--fsync {fsync} needs a journal: name its directory by --journal")
     address = Address.parse(bind, token_file, keys)
     resolved = None if run is None else of_group(load_resolved(run), group)
     limit = memory_limit or (resolved.spec.queue.memory_limit if resolved else DEFAULT_MEMORY)

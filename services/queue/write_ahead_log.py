@@ -49,9 +49,7 @@ class WriteAheadLog:
     """
 
     def __init__(self, directory: Path, engine: Engine, *, fsync: str = "interval", slack: int = SLACK_BYTES) -> None:
-        if fsync not in POLICIES:
-            raise ConfigError(f"--fsync {fsync!r}: it is one of {', '.join(POLICIES)}")
-        self.always = fsync == "always"
+        self.always = check_policy(fsync) == "always"
         self._directory, self._engine, self._slack = directory, engine, slack
         self._lock_file = _lock(directory)
         self._dirty = False
@@ -172,6 +170,17 @@ class WriteAheadLog:
             except XtokenError as error:
                 log.error("%s", error)
                 return
+
+
+def check_policy(fsync: str) -> str:
+    """Return when the journal is synced.
+
+    Raises:
+        ConfigError: There is no such policy.
+    """
+    if fsync not in POLICIES:
+        raise ConfigError(f"--fsync {fsync!r}: it is one of {', '.join(POLICIES)}")
+    return fsync
 
 
 def _lock(directory: Path) -> int:

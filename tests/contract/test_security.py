@@ -234,6 +234,39 @@ def test_a_queue_can_be_looked_into(short_tmp: Path) -> None:
         place.leave()
 
 
+def test_a_slow_view_keeps_its_session(short_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    address = ipc_address(short_tmp / "slow")
+    silences = []
+
+    def look(client: TaskClient, *, every: float, once: bool) -> None:
+        silences.append((every, next(iter(server.engine.sessions.live.values())).silence))
+
+    monkeypatch.setattr("services.queue.top.show", look)
+    with queue_thread(address, memory_limit=MEMORY) as server:
+        for every in ("1", "33", "3600"):
+            assert CliRunner().invoke(queue_app, ["top", "--queue", address.url, "--every", every]).exit_code == 0
+        assert CliRunner().invoke(queue_app, ["top", "--queue", address.url, "--every", "3601"]).exit_code == 2
+    assert silences == [(1.0, 30.0), (33.0, 99.0), (3600.0, 10800.0)]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--fsync", "bogus"], "--fsync 'bogus': it is one of interval, always"),
+        (["--fsync", "always"], "--fsync always needs a journal"),
+        (["--group", "7"], "--group 7 needs the run"),
+    ],
+)
+def test_options_without_the_one_that_they_need_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], message: str
+) -> None:
+    for name in ("setproctitle", "one_heap", "Server"):
+        monkeypatch.setattr(f"services.queue.main.{name}", lambda *_, **__: None)
+    result = CliRunner().invoke(queue_app, ["--bind", f"ipc://{tmp_path}/q", *options])
+    assert isinstance(result.exception, ConfigError)
+    assert message in str(result.exception)
+
+
 def test_keys_can_be_made_by_command(tmp_path: Path) -> None:
     runner = CliRunner()
     assert "queue.key" in runner.invoke(queue_app, ["keygen", str(tmp_path / "q")]).stdout
