@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,8 @@ import msgspec
 from xtoken_core.wire.bounds import MAX_OBJECT_BYTES, MAX_OBJECT_DEPTH
 from xtoken_core.wire.columns import Column, bytes_view, offsets_from_lengths
 from xtoken_core.wire.errors import QueueError
+
+DATES = (datetime.date, datetime.time, datetime.timedelta)
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(ext_hook=lambda code, data: _refuse(code))
@@ -23,14 +26,15 @@ def object_column(values: Sequence[Any]) -> Column:
     """Return a column of one msgpack value per row: None, bool, int, float, str, bytes, lists and maps of these.
 
     Raises:
-        QueueError: `too_large` if a value is nested or sized beyond the bounds; `bad_request` if it is no such value.
+        QueueError: `too_large` if a value is nested or sized beyond the bounds; `bad_request` if it is no such value,
+            an integer beyond 64 bits or text that is not Unicode.
     """
     rows = []
     for value in values:
-        _check_depth(value, MAX_OBJECT_DEPTH)
+        _check(value, MAX_OBJECT_DEPTH)
         try:
             row = _encoder.encode(value)
-        except TypeError as error:
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise QueueError("bad_request", f"an object field cannot hold this value: {error}") from error
         if len(row) > MAX_OBJECT_BYTES:
             raise QueueError("too_large", f"an object row has {len(row)} bytes; {MAX_OBJECT_BYTES} are allowed")
@@ -54,19 +58,23 @@ def object_values(column: Column) -> list[Any]:
             value = _decoder.decode(bytes_view(column.values[start:stop]))
         except (msgspec.MsgspecError, RecursionError, ValueError, TypeError) as error:
             raise QueueError("bad_request", f"an object row is no msgpack value: {error}") from error
-        _check_depth(value, MAX_OBJECT_DEPTH)
+        _check(value, MAX_OBJECT_DEPTH)
         out.append(value)
     return out
 
 
-def _check_depth(value: Any, left: int) -> None:
+def _check(value: Any, left: int) -> None:
+    """Check the depth of a value, and that it has no date or time, which msgpack would make an extension type."""
     if left < 0:
         raise QueueError("too_large", f"an object row is nested deeper than {MAX_OBJECT_DEPTH} levels")
     if isinstance(value, dict):
         for key, item in value.items():
             if isinstance(key, (tuple, dict)):
                 raise QueueError("bad_request", "the keys of a map in an object row are text, bytes or numbers")
-            _check_depth(item, left - 1)
+            _check(key, left)
+            _check(item, left - 1)
     elif isinstance(value, (list, tuple)):
         for item in value:
-            _check_depth(item, left - 1)
+            _check(item, left - 1)
+    elif isinstance(value, DATES):
+        raise QueueError("bad_request", f"an object field cannot hold a {type(value).__name__}: put it as text")

@@ -2,6 +2,7 @@
 
 import json
 from array import array
+from datetime import UTC, date, datetime
 
 import msgpack
 import numpy as np
@@ -93,6 +94,18 @@ def test_nested_objects_are_bounded(depth):
                 object_column([nested])
         else:
             assert object_column([nested]).rows == 1
+
+
+@pytest.mark.parametrize(
+    "value",
+    [1 << 64, "\ud800", object(), datetime(2026, 1, 1, tzinfo=UTC), datetime(2026, 1, 1), date(2026, 1, 1)],
+    ids=["large-integer", "surrogate", "any-object", "datetime", "naive-datetime", "date"],
+)
+def test_values_that_msgpack_cannot_hold_are_refused(value):
+    for nested in (value, [value], {"a": [value]}, {value: 1}):
+        with pytest.raises(QueueError, match="an object field cannot hold") as caught:
+            object_column([nested])
+        assert caught.value.code == "bad_request"
 
 
 def test_type_and_id_of_a_refused_message_are_cut():
