@@ -21,10 +21,10 @@ from tests.contract import reference_client
 from tests.contract.peers import Place, ints
 from tests.contract.processes import ipc_address, queue_process, start_queue, tcp_address
 from tests.contract.reference_client import RefusedError, UnreachableError
-from xtoken_core.data_plane.address import Address
+from xtoken_core.data_plane.address import Address, create_token, read_token
 from xtoken_core.data_plane.task_client import TaskClient
 from xtoken_core.data_plane.zmq_transport import ZmqTransport
-from xtoken_core.errors import ConfigError, QueueUnreachableError, XtokenError
+from xtoken_core.errors import ConfigError, InputError, QueueUnreachableError, XtokenError
 from xtoken_core.queue.engine import Engine
 from xtoken_core.wire import Column, pack_columns
 from xtoken_core.wire import messages as m
@@ -131,6 +131,8 @@ def test_columns_that_do_not_fit_are_refused(tcp_queue: Address, name: str) -> N
 OBJECTS = {
     "deep": b"\x91" * 30 + b"\xc0",
     "extension": b"\xd4\x03x",
+    "timestamp": b"\xd6\xff\x00\x00\x00\x01",
+    "timestamp-as-key": b"\x81\xd6\xff\x00\x00\x00\x01\xc0",
     "two-values": b"\xc0\xc0",
     "cut-short": b"\xa5ab",
     "no-text": b"\xa2\xff\xfe",
@@ -196,20 +198,25 @@ def test_a_wrong_token_is_refused(tcp_queue: Address, tmp_path: Path) -> None:
         other.close()
 
 
+@pytest.mark.parametrize(("content", "message"), [("t\u00f6ken\n", "is not ASCII text"), (" \n", "is empty")])
+def test_a_file_without_a_token_is_named(tmp_path: Path, content: str, message: str) -> None:
+    file = tmp_path / "token"
+    file.write_text(content, encoding="utf-8")
+    file.chmod(0o600)
+    for use in (read_token, create_token):
+        with pytest.raises(InputError, match=message) as caught:
+            use(file)
+        assert str(file) in str(caught.value)
+
+
 def test_a_socket_in_an_open_directory_is_refused(tmp_path: Path) -> None:
     address = ipc_address(tmp_path / "open")
     (tmp_path / "open").chmod(0o755)
-    from services.queue.server import Server
-    from xtoken_core.queue.engine import Engine
-
     with pytest.raises(ConfigError, match="chmod 700"):
         Server(Engine(memory_limit=1 << 20, clock=time.monotonic), address)
 
 
 def test_an_address_in_use_is_said_so(ipc_queue: Address, tcp_queue: Address) -> None:
-    from services.queue.server import Server
-    from xtoken_core.queue.engine import Engine
-
     for address in (ipc_queue, tcp_queue):
         with pytest.raises(XtokenError, match="in use"):
             Server(Engine(memory_limit=1 << 20, clock=time.monotonic), address)

@@ -91,14 +91,19 @@ def read_token(path: Path) -> str:
     """Read the token in a file that only its owner may read.
 
     Raises:
-        InputError: The file is missing, or others may read it.
+        InputError: The file is missing, others may read it, or it holds no token.
     """
     try:
         if path.stat().st_mode & 0o077:
             raise InputError(f"the token file {path} may be read by others: chmod 600 it")
-        return path.read_text(encoding="ascii").strip()
+        token = path.read_text(encoding="ascii").strip()
     except OSError as error:
         raise InputError(f"cannot read the token file {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"the token file {path} is not ASCII text: it is no token of a queue") from error
+    if not token:  # it would admit whoever sends none
+        raise InputError(f"the token file {path} is empty: remove it, and the queue makes a new one")
+    return token
 
 
 def create_token(path: Path) -> str:
