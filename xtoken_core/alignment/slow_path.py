@@ -8,15 +8,15 @@ both sides spell are compared as far as they can be, and what is not certain is 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from xtoken_core.alignment.matching_blocks import differ, is_once, matching_blocks
-from xtoken_core.alignment.normalizer import Normalizer
 from xtoken_core.alignment.pipeline import LocatedTokens, Pipeline
 from xtoken_core.alignment.tables import SPECIAL, UNKNOWN, spread
 from xtoken_core.alignment.token_arrays import BOS, BOS_OR_EOS, EOS, Side, is_ended
+from xtoken_core.alignment.walks import Walk, located_walk, moves, normalised_walk, walk_without_whitespace
 
 _UNKNOWN_BYTES = 64
 """Bytes that one unknown token may stand for where a text ends differently on both sides."""
@@ -59,38 +59,6 @@ class RowChunks:
 
 
 @dataclass(frozen=True)
-class _Walk:
-    """One side as stretches of a byte stream.
-
-    Attributes:
-        begins: `[n]` int64: where every token begins.
-        ends: `[n]` int64: where it ends.
-        text: `[n]` bool: it spells something.
-        known: `[n]` bool: it spells the bytes of the stream between.
-        clean: `[n]` bool: it ends where the stream may be cut.
-        stream: uint16: the bytes; above 255 where they are not known.
-        erased: `[n]` bool: it spells something of which nothing is left in the stream.
-        trimmed: `[n]` int64: bytes at a token's beginning that its tokenizer added and that are not counted.
-        own: Bytes at the beginning of the stream that the tokenizer added.
-    """
-
-    begins: np.ndarray
-    ends: np.ndarray
-    text: np.ndarray
-    known: np.ndarray
-    clean: np.ndarray
-    stream: np.ndarray
-    erased: np.ndarray
-    trimmed: np.ndarray
-    own: int = 0
-
-    @property
-    def bounds(self) -> np.ndarray:
-        """Return the sorted positions at which a token of text ends and the stream may be cut."""
-        return np.unique(self.ends[self.text & self.clean])
-
-
-@dataclass(frozen=True)
 class _Cuts:
     """Positions of both streams, `[C]` int64 each; `same`, `[C]` bool: what lies before each has the same source."""
 
@@ -111,7 +79,7 @@ def align_row(student: RowSide, teacher: RowSide, *, text: str | None) -> RowChu
         student_located = student.pipeline.locate(student.ids, source, cut=cut)
         teacher_located = teacher.pipeline.locate(teacher.ids, source, cut=cut) if student_located is not None else None
         if student_located is not None and teacher_located is not None:
-            x, y = _located_walk(student_located), _located_walk(teacher_located)
+            x, y = located_walk(student_located), located_walk(teacher_located)
             return _chunks(student, teacher, x, y, _source_cuts(x, y, student_located, teacher_located))
     return _by_spelling(student, teacher)
 
@@ -136,33 +104,12 @@ def _sources(student: RowSide, teacher: RowSide, text: str | None) -> Iterator[t
                     yield source, True
 
 
-def _located_walk(placed: LocatedTokens) -> _Walk:
-    own = int(placed.target[_moves(placed).cumsum() == 0].max(initial=0))
-    return _Walk(
-        begins=np.maximum(placed.begins, own),
-        ends=placed.ends,
-        text=(placed.ends > np.maximum(placed.begins, own)),
-        known=placed.known,
-        clean=np.ones(len(placed.ends), dtype=bool),
-        stream=np.frombuffer(placed.data, dtype=np.uint8).astype(np.uint16),
-        erased=np.zeros(len(placed.ends), dtype=bool),
-        trimmed=np.maximum(own - placed.begins, 0),
-        own=own,
-    )
-
-
-def _moves(placed: LocatedTokens) -> np.ndarray:
-    """Return `[K]` bool, True where both the source and its image have moved on from the pair of positions before."""
-    moves: np.ndarray = (np.diff(placed.source, prepend=0) > 0) & (np.diff(placed.target, prepend=0) > 0)
-    return moves
-
-
-def _source_cuts(x: _Walk, y: _Walk, student_located: LocatedTokens, teacher_located: LocatedTokens) -> _Cuts:
+def _source_cuts(x: Walk, y: Walk, student_located: LocatedTokens, teacher_located: LocatedTokens) -> _Cuts:
     """Return where both sides end a token at one byte of the source at which both images may be cut."""
     found = []
     for walk, placed in ((x, student_located), (y, teacher_located)):
         ended = np.isin(placed.target, walk.bounds) & (placed.source > 0)
-        source, target, moved = placed.source[ended], placed.target[ended], _moves(placed).cumsum()[ended]
+        source, target, moved = placed.source[ended], placed.target[ended], moves(placed).cumsum()[ended]
         last = np.append(source[1:] != source[:-1], True)[: len(source)]
         found.append((source[last], target[last], moved[last]))
     _, at_x, at_y = np.intersect1d(found[0][0], found[1][0], assume_unique=True, return_indices=True)
@@ -184,11 +131,11 @@ def _by_spelling(student: RowSide, teacher: RowSide) -> RowChunks:
     maps = normalizer is not None and maps_apart
     if normalizer is not None and maps:
         normalizer = normalizer.then(teacher.arrays.table.normalizer)
-        ways = [(_normalised(x, normalizer), _normalised(y, normalizer)) for x, y in ways]
+        ways = [(normalised_walk(x, normalizer), normalised_walk(y, normalizer)) for x, y in ways]
     if teacher.arrays.table.drops_whitespace:
-        ways = [(_without_whitespace(x), y) for x, y in ways]
+        ways = [(walk_without_whitespace(x), y) for x, y in ways]
     if student.arrays.table.drops_whitespace:
-        ways = [(x, _without_whitespace(y)) for x, y in ways]
+        ways = [(x, walk_without_whitespace(y)) for x, y in ways]
     agreeing = [(x, y) for x, y in ways if _agree(x, y, whole=edits)]
     if agreeing:
         x, y = agreeing[0]
@@ -204,13 +151,13 @@ def _by_spelling(student: RowSide, teacher: RowSide) -> RowChunks:
     return _chunks(student, teacher, x, y, _block_cuts(x, y, certain=not edits, maps=maps))
 
 
-def _is_unedited(walk: _Walk, *sides: RowSide) -> bool:
+def _is_unedited(walk: Walk, *sides: RowSide) -> bool:
     """Return True if no tokenizer would edit what it has spelled: then it has made no other text equal to it."""
     text = walk.stream.astype(np.uint8).tobytes().decode("utf-8", "ignore")
     return all(side.pipeline.is_unchanged(text) for side in sides)
 
 
-def _spellings(side: RowSide, unknown: int) -> Iterator[_Walk]:
+def _spellings(side: RowSide, unknown: int) -> Iterator[Walk]:
     """Yield the row's possible spellings: with or without the tokenizer's own space, specials empty or written out."""
     pool = side.arrays.table.pool
     kinds = side.arrays.table.kinds[side.ids]
@@ -227,10 +174,10 @@ def _spellings(side: RowSide, unknown: int) -> Iterator[_Walk]:
             ends = np.cumsum(lengths - own)
             stream[ends[unknowns] - 1] = unknown
             begins, known, trimmed = ends - lengths + own, kinds != UNKNOWN, own.astype(np.int64)
-            yield _Walk(begins, ends, lengths > own, known, ~none, stream, none, trimmed)
+            yield Walk(begins, ends, lengths > own, known, ~none, stream, none, trimmed)
 
 
-def _agree(x: _Walk, y: _Walk, *, whole: bool) -> bool:
+def _agree(x: Walk, y: Walk, *, whole: bool) -> bool:
     """Return True if one stream begins with the other, nothing in it being unknown; if `whole`, is the other."""
     size = min(len(x.stream), len(y.stream))
     known = (x.stream <= 255).all() and (y.stream <= 255).all()
@@ -240,48 +187,7 @@ def _agree(x: _Walk, y: _Walk, *, whole: bool) -> bool:
     return bool(same and (size or len(x.ends) * len(y.ends) == 0))
 
 
-def _normalised(walk: _Walk, normalizer: Normalizer) -> _Walk:
-    """Map the tokens to the normalised text; the stream from the first unknown byte on is kept."""
-    whole = walk.stream <= 255
-    size = int(whole.argmin()) if not whole.all() else len(whole)
-    data = walk.stream[:size].astype(np.uint8).tobytes()
-    try:
-        text = data.decode()
-    except UnicodeDecodeError as error:
-        size = error.start
-        text = data[:size].decode()
-    trace = normalizer.trace(text)
-    source, target = (
-        np.cumsum([0, *(len(char.encode()) for char in string)])[at]
-        for string, at in ((text, trace.source), (trace.text, trace.target))
-    )
-    rest = walk.stream[size:]
-    stream = np.concatenate([np.frombuffer(trace.text.encode(), dtype=np.uint8).astype(np.uint16), rest])
-    # A token that ends inside of what is mapped as one ends behind all of it, and not where the stream may be cut.
-    at = np.searchsorted(source, np.minimum(walk.ends, size), side="left")
-    ends = np.where(walk.ends > size, walk.ends - size + target[-1], target[at])
-    clean = (walk.ends > size) | (source[at] == walk.ends)
-    begins = np.r_[0, ends[:-1]]
-    # One that begins inside of it spells a part of it, though no bytes of its own are left.
-    first = target[np.searchsorted(source, np.minimum(walk.begins, size), side="right") - 1]
-    text_left = (ends > begins) | ((walk.begins < size) & (ends > first))
-    erased = walk.text & ~text_left
-    return _Walk(begins, ends, walk.text & text_left, walk.known, walk.clean & clean, stream, erased, walk.trimmed)
-
-
-def _without_whitespace(walk: _Walk) -> _Walk:
-    """Map the tokens to the stream without whitespace, where the other tokenizer drops it."""
-    space = np.isin(walk.stream, np.frombuffer(b" \t\n\r\v\f", dtype=np.uint8))
-    kept = np.r_[0, np.cumsum(~space)]
-    begins, ends = kept[walk.begins], kept[walk.ends]
-    # Of the tokens inside of what is mapped as one, the first has all of its bytes.
-    first = np.where(walk.ends > walk.begins, np.arange(len(ends)), np.searchsorted(walk.ends, walk.ends))
-    text = walk.text & (ends > begins)[first]
-    erased = walk.erased | (walk.text & ~text)
-    return replace(walk, begins=begins, ends=ends, text=text, stream=walk.stream[~space], erased=erased)
-
-
-def _block_cuts(x: _Walk, y: _Walk, *, certain: bool, maps: bool) -> _Cuts:
+def _block_cuts(x: Walk, y: Walk, *, certain: bool, maps: bool) -> _Cuts:
     """Return the cuts inside stretches that both streams have in common.
 
     A stretch has one source where it begins both streams, or occurs but once in either; if not `certain`, none has. If
@@ -308,7 +214,7 @@ def _block_cuts(x: _Walk, y: _Walk, *, certain: bool, maps: bool) -> _Cuts:
     return _Cuts(at_x, at_y, (size == at_y - begin_y) & (equal_bytes[at_x] - equal_bytes[begin_x] == size))
 
 
-def _unknown_rest(x: _Walk, y: _Walk, cuts: list[np.ndarray]) -> list[np.ndarray]:
+def _unknown_rest(x: Walk, y: Walk, cuts: list[np.ndarray]) -> list[np.ndarray]:
     """Return the end of both streams as a cut, if unknown tokens explain what follows the last cut."""
     last_x, last_y = cuts[-1][-1] if len(cuts[-1]) else (0, 0)
     rest_x, rest_y = x.stream[last_x:], y.stream[last_y:]
@@ -319,16 +225,19 @@ def _unknown_rest(x: _Walk, y: _Walk, cuts: list[np.ndarray]) -> list[np.ndarray
     return [np.array([[len(x.stream), len(y.stream)]], dtype=np.int64)]
 
 
-def _chunks(student: RowSide, teacher: RowSide, x: _Walk, y: _Walk, cuts: _Cuts) -> RowChunks:
+def _chunks(student: RowSide, teacher: RowSide, x: Walk, y: Walk, cuts: _Cuts) -> RowChunks:
     """Number the chunks between cuts, and the specials that meet at one of them, in order."""
     count = len(cuts.same)
+    # Candidates: 0 .. count - 1 end at a cut, `count` is what lies behind the last cut, then one per special pair.
     chunk_s, chunk_t = _members(x, cuts.student), _members(y, cuts.teacher)
     members = [np.bincount(c[c >= 0], minlength=count + 1) for c in (chunk_s, chunk_t)]
     whole = ((members[0] > 0) & (members[1] > 0))[:count]
     pairs = _special_pairs(student, teacher, x, y, cuts)
+    # In the order of the text: chunk c lies behind c cuts, and specials behind c cuts lie before it.
     order: list[tuple[int, int]] = [(2 * c + 1, c) for c in np.flatnonzero(whole).tolist()]
     order += [(2 * point, count + 1 + n) for n, (point, _, _) in enumerate(pairs)]
     kept = [key for _, key in sorted(order)]
+    # The number of a candidate's chunk, -1 for one that only one side has.
     number = np.full(count + 1 + len(pairs), -1, dtype=np.int64)
     number[kept] = np.arange(len(kept))
     result_s, result_t = (np.where(c >= 0, number[np.minimum(c, count)], -1) for c in (chunk_s, chunk_t))
@@ -344,13 +253,13 @@ def _chunks(student: RowSide, teacher: RowSide, x: _Walk, y: _Walk, cuts: _Cuts)
     return RowChunks(result_s, result_t, np.r_[correct, False, specials][kept], np.r_[exact, False, specials][kept])
 
 
-def _members(walk: _Walk, cuts: np.ndarray) -> np.ndarray:
+def _members(walk: Walk, cuts: np.ndarray) -> np.ndarray:
     """Return `[n]` int64, the number of cuts before each token; -1 for those that spell nothing between two cuts."""
     inside = walk.erased & ~np.isin(walk.ends, cuts) & (walk.ends > walk.own)
     return np.where(walk.text | inside, np.searchsorted(cuts, walk.ends), -1)
 
 
-def _is_spelled(walk: _Walk, chunk: np.ndarray, cuts: np.ndarray) -> np.ndarray:
+def _is_spelled(walk: Walk, chunk: np.ndarray, cuts: np.ndarray) -> np.ndarray:
     """Return `[C]` bool, True where the tokens between a cut and the one before it spell all that lies between."""
     inside = (chunk >= 0) & (chunk < len(cuts)) & walk.known
     spelled = np.bincount(chunk[inside], (walk.ends - walk.begins)[inside], minlength=len(cuts))
@@ -359,14 +268,14 @@ def _is_spelled(walk: _Walk, chunk: np.ndarray, cuts: np.ndarray) -> np.ndarray:
     return same
 
 
-def _spelling(side: RowSide, walk: _Walk, at: int) -> bytes:
+def _spelling(side: RowSide, walk: Walk, at: int) -> bytes:
     """Return the bytes of a text token, without the space that its tokenizer put before it."""
     table, index = side.arrays.table, int(side.ids[at])
     piece = table.literals.get(index, table.pieces[index])
     return piece[1:] if walk.trimmed[at] == 1 and piece[:1] == b" " else piece
 
 
-def _special_pairs(student: RowSide, teacher: RowSide, x: _Walk, y: _Walk, cuts: _Cuts) -> list[tuple[int, int, int]]:
+def _special_pairs(student: RowSide, teacher: RowSide, x: Walk, y: Walk, cuts: _Cuts) -> list[tuple[int, int, int]]:
     """Return the zero-length specials of one role at one cut: (number of cuts before, student token, teacher token)."""
     meeting: dict[tuple[int, int], list[int]] = {}
     for j in np.flatnonzero((teacher.arrays.table.kinds[teacher.ids] == SPECIAL) & ~y.text).tolist():
@@ -383,7 +292,7 @@ def _special_pairs(student: RowSide, teacher: RowSide, x: _Walk, y: _Walk, cuts:
     return pairs
 
 
-def _role_of(side: RowSide, at: int, walk: _Walk) -> tuple[int, ...]:
+def _role_of(side: RowSide, at: int, walk: Walk) -> tuple[int, ...]:
     role = int(side.arrays.role[side.ids[at]])
     if role == BOS_OR_EOS:
         return (BOS,) if walk.ends[at] <= walk.own and walk.ends[-1] > walk.own else (EOS,)

@@ -106,6 +106,8 @@ def live_rows(sets: LiveSets, after: Sequence[int]) -> np.ndarray:
     """Return `[n, V_x]` bool: which tokens may follow each of some tokens. For tests and reports, one row at a time."""
     rows = np.zeros((len(after), len(sets.head)), dtype=bool)
     for row, w in zip(rows, after, strict=True):
+        # Every rule blocks the positions `point` and `low .. high - 1`. Difference array: add 1 where an interval
+        # begins, subtract 1 behind its end; the cumulative sum counts the intervals that hold a position.
         change = np.zeros(sets.width + 2, dtype=np.int64)
         for begin, end in _slices(sets, w):
             np.add.at(change, sets.point[begin:end], 1)

@@ -62,14 +62,17 @@ def build_piece_trie(
     flat = np.full(len(spelled.piece), -1, dtype=np.int64)
     bare = np.zeros(0, dtype=bool)
     nodes, active, above = 0, np.flatnonzero(count > 0), np.zeros(int((count > 0).sum()), dtype=np.int64)
+    # One level of the trie per turn: `active` are the tokens with a piece at this depth, `above` the nodes that they
+    # have reached so far (0 for all before the first piece). Tokens of one node and next piece share the next node.
     for depth in range(int(count.max(initial=0))):
-        piece = spelled.piece[start[active] + depth]
+        piece = spelled.piece[start[active] + depth]  # [active]
         key, inverse = np.unique(above * V_o + piece, return_inverse=True)
-        flat[start[active] + depth] = nodes + inverse
+        flat[start[active] + depth] = nodes + inverse  # [n] node that is reached with each piece of all spellings
         is_space = np.isin(key % V_o, spaces) if depth == 0 else np.zeros(len(key), dtype=bool)
         bare = np.concatenate([bare, is_space])
         going = count[active] > depth + 1
         above, active, nodes = nodes + inverse[going], active[going], nodes + len(key)
+    # The class that continues from the node: that of the following piece, or none behind a token's last piece.
     ends = np.arange(len(flat)) == np.repeat(spelled.start[1:] - 1, count)
     following = np.append(spelled.piece[1:], 0)
     cls = np.where(ends, ENDS_HERE, other_roots[following] if len(flat) else 0)
@@ -80,14 +83,17 @@ def build_piece_trie(
 def _kept(flat: np.ndarray, token: np.ndarray, cls: np.ndarray, nodes: int, bare: np.ndarray) -> PieceTrie:
     """Drop the nodes at which all tokens end and number the others anew."""
     width = int(cls.max(initial=0)) + 2
+    # A slot is a pair of a node and a class; classes count from ENDS_HERE, so that 0 is the end of a token.
     slots, slot_of = np.unique(flat * width + cls + 1, return_inverse=True)
-    slot_node = slots // width
+    slot_node = slots // width  # [slots]
     continues = slots % width > 0
+    # A node is kept if a token continues from it; elsewhere all tokens end and there is nothing to distinguish.
     chosen = np.bincount(slot_node[continues], minlength=nodes) > 0
     number = np.where(chosen, np.cumsum(chosen) - 1, -1)
     slot_kept = chosen[slot_node]
     slot_number = np.cumsum(slot_kept) - 1
     member_kept = np.flatnonzero(chosen[flat]) if len(flat) else np.zeros(0, dtype=np.int64)
+    # Members by node, then by token id.
     order = member_kept[np.lexsort((token[member_kept], flat[member_kept]))]
     N, to = int(chosen.sum()), np.int32
     return PieceTrie(

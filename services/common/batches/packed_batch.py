@@ -58,6 +58,8 @@ def packed_batch(
         data[schema.field_name(schema.TEACHER_SAMPLE, teacher)] = rows[-1].samples()
     tensors = tensordict_from_columns({name: column for name, column in columns.items() if column.kind != "jagged"})
     for name, column in columns.items():
+        # One value per sample, per token of a side (padded to the side's width), or per chunk of a teacher (`side` is
+        # None: there is no such width, and the row has all chunks of all samples).
         axis, owner = axes.get(name, ("sample", None))
         if axis == "sample":
             data[name] = tensors[name]

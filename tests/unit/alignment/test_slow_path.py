@@ -10,7 +10,7 @@ import pytest
 
 from tests.support import vocabularies as v
 from tests.support.alignments import table_of
-from xtoken_core.alignment import slow_path
+from xtoken_core.alignment import slow_path, walks
 from xtoken_core.alignment.flat_layout import FlatLayout
 from xtoken_core.alignment.normalizer import Normalizer, Step
 from xtoken_core.alignment.pipeline import LocatedTokens, Pipeline
@@ -22,12 +22,12 @@ NOTHING = 256
 """The symbol of an unknown token."""
 
 
-def walk(*pieces: str | None) -> slow_path._Walk:
+def walk(*pieces: str | None) -> walks.Walk:
     """Tokens that spell these pieces; None: an unknown one."""
     symbols = [[NOTHING] if piece is None else list(piece.encode()) for piece in pieces]
     ends = np.cumsum([len(part) for part in symbols])
     none = np.zeros(len(pieces), dtype=bool)
-    return slow_path._Walk(
+    return walks.Walk(
         begins=np.r_[0, ends[:-1]], ends=ends, text=~none, known=np.array([piece is not None for piece in pieces]),
         clean=~none, stream=np.array([*chain(*symbols)], dtype=np.uint16), erased=none,
         trimmed=np.zeros(len(pieces), dtype=np.int64),
@@ -59,7 +59,7 @@ def test_unknown_tokens_stand_for_up_to_64_bytes_each(unknown, length, explained
 
 
 def test_a_stream_without_whitespace():
-    bare = slow_path._without_whitespace(walk("a b", " ", " c"))
+    bare = walks.walk_without_whitespace(walk("a b", " ", " c"))
     assert bytes(bare.stream.astype(np.uint8)) == b"abc"
     assert (bare.begins.tolist(), bare.ends.tolist()) == ([0, 2, 2], [2, 2, 3])
     assert (bare.text.tolist(), bare.erased.tolist()) == ([True, False, True], [False, True, False])
@@ -67,7 +67,7 @@ def test_a_stream_without_whitespace():
 
 def test_a_token_of_which_nothing_is_left_is_erased():
     step = Step("Clean", "{}", lambda text: text.replace("\x01", ""))
-    cleaned = slow_path._normalised(walk("a", "\x01", "b"), Normalizer((step,)))
+    cleaned = walks.normalised_walk(walk("a", "\x01", "b"), Normalizer((step,)))
     assert bytes(cleaned.stream.astype(np.uint8)) == b"ab"
     assert (cleaned.text.tolist(), cleaned.erased.tolist()) == ([True, False, True], [False, True, False])
 

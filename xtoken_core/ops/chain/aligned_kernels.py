@@ -86,6 +86,8 @@ def sums_of_both(base, t_base, bits, t_bits, t_own, V, scale, LANES: tl.constexp
         word = live_words(bits, begin, V, LANES)
         live = bits_of(word, x, V)
         both = bits_of(word & live_words(t_bits, begin, V, LANES), x, V)
+        # Online softmax: where a tile has a larger logit, the sums so far are rescaled to the new pivot. Sums over the
+        # teacher's probabilities, the KL's among them, have the teacher's pivot.
         top, pivot, shrink = raised(top, z)
         e = exp(z - pivot[:, None])
         total = total * shrink + tl.sum(e, axis=1)

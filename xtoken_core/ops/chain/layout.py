@@ -163,9 +163,12 @@ def _nodes(side: SideTable, other: tuple[np.ndarray, np.ndarray], device: torch.
     slot_start = side.slot_start.cpu().numpy().astype(np.int64)
     member_slot, member = side.member_slot.cpu().numpy().astype(np.int64), side.member.cpu().numpy().astype(np.int64)
     slot_class = side.slot_class.cpu().numpy().astype(np.int64)
+    # Members by slot in compressed rows: those of slot s are `member[order][own[s] : own[s + 1]]`.
     order = np.argsort(member_slot, kind="stable")
     own = np.concatenate([[0], np.cumsum(np.bincount(member_slot, minlength=len(slot_class)))])
     start, by_class = other
+    # The other side's tokens by slot: every slot is expanded to the tokens of its class. `owner` is the slot of each
+    # entry, and its index minus the slot's first one counts through the class's tokens. ENDS_HERE has none.
     known = np.maximum(slot_class, 0)
     count = np.where(slot_class >= 0, start[known + 1] - start[known], 0)
     begin = np.concatenate([[0], np.cumsum(count)])

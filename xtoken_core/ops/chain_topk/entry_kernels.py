@@ -71,6 +71,7 @@ def chain_entry_kernel(
             follows = (state == KEPT) | ((state == JOINED) & (excluded == 0))
             own = token == tl.load(token_ptr + event).to(tl.int32)  # it can follow: it does
             live = live & (follows | own)
+        # Renormalise over the entries that can follow and the tail. If nothing of either is left, all is in the rest.
         mass = tl.where(live, exp(tl.load(log_prob_ptr + row * K + j, mask=live, other=float("-inf"))), 0.0)
         tail = tl.load(tail_ptr + row)
         total = tl.sum(mass, axis=0) + tail
@@ -139,6 +140,10 @@ def chain_listed_start_kernel(
         kl = tl.zeros((ENTRIES,), dtype=tl.float32)
         mass = tl.zeros((ENTRIES,), dtype=tl.float32)
         unclipped = tl.zeros((ENTRIES,), dtype=tl.float32)
+        # With the masses p of the teacher and q of the student by class, of classes that the student can reach, and m
+        # the sum of these p: m KL(p / m, q) = sum p log p - sum p log max(q, TINY) - m log m. Where the floor TINY is
+        # reached, log max(q, TINY) is constant: such a class keeps its value and is left out of the gradient, which is
+        # softmax_x (sum p - p_c / q_c) for a token x of the class c.
         for entry in range(0, K, ENTRIES):
             i = entry + tl.arange(0, ENTRIES)
             p = tl.load(heads_ptr + own * K + i, mask=i < K, other=-1.0)
@@ -156,10 +161,10 @@ def chain_listed_start_kernel(
             p = tl.where((p >= 0.0) & (tl.max(reached, axis=1) != 0), p, 0.0)
             kl += xlogx(p) - p * floored_log(q)
             mass += p
-            p = tl.where(q >= TINY, p, 0.0)
+            p = tl.where(q >= TINY, p, 0.0)  # 0 = no gradient
             unclipped += p
             tl.store(ratio_ptr + own * K + i, p / tl.maximum(q, TINY), mask=i < K)
-        beyond = tl.load(rest_some_ptr + event) != 0
+        beyond = tl.load(rest_some_ptr + event) != 0  # the rest is one more class
         p = tl.where(beyond, tl.load(rest_p_ptr + event), 0.0)
         q = tl.where(beyond, exp(tl.load(rest_lse_ptr + event) - s_lse), 0.0)
         value = tl.sum(kl, axis=0) + xlogx(p) - p * floored_log(q)

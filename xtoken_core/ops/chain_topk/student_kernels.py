@@ -66,6 +66,7 @@ def chain_listed_student_kernel(
         z = tl.load(base + x, mask=x < V, other=float("-inf")).to(tl.float32) * scale
         live = bits_of(live_words(bits, begin, compared, LANES), x, compared)
         in_rest = bits_of(live_words(rest_bits, begin, compared, LANES), x, compared)
+        # Online softmax: where a tile has a larger logit, the sums so far are rescaled to the new pivot.
         top, pivot, shrink = raised(top, z)
         e = exp(z - pivot[:, None])
         total = total * shrink + tl.sum(e, axis=1)

@@ -67,6 +67,8 @@ def clear_bins(counts_ptr, top, least, BINS: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def count_bins(a_ptr, b_ptr, counts_ptr, a_width, b_width, top, shift, BLOCK: tl.constexpr):
     """Count two lists' positive entries per bin."""
+    # The student's count is in the low 16 bits of a bin's word, the teacher's in the high ones. The launch chooses this
+    # kernel only for lists of at most MOST_COUNTED = 65,535 entries, so that no count carries into the other.
     one = tl.full((BLOCK,), 1, dtype=tl.int32)
     for start in range(0, tl.maximum(a_width, b_width), BLOCK):
         _, a, a_there = entries(a_ptr, start, a_width, BLOCK)
@@ -102,6 +104,8 @@ def begin_bins(counts_ptr, begins_ptr, places_ptr, mixed_ptr, n, BINS: tl.conste
     ranks, number = 0, 0
     for start in range(0, BINS, BLOCK):
         bins = start + tl.arange(0, BLOCK)
+        # Sums of packed words are packed sums: both sides' ranks and places end at most at their numbers of entries,
+        # which fit 16 bits (see `count_bins`).
         count = tl.load(counts_ptr + bins)
         end = ranks + tl.cumsum(count, axis=0)
         begin = end - count

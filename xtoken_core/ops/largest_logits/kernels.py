@@ -127,10 +127,13 @@ def choose_groups_kernel(
     own = tl.load(row_base(logits_ptr, row, T, stride_b, stride_t) + target).to(tl.float32)
     tl.store(own_ptr + row, own - log_z)
 
+    # The sum of a group with NaN is NaN, whose key is above all others: such a group is chosen.
     key = ordered_bits(tl.where(total != total, total, top)) >> SHIFT
     key = tl.where(inside, key, NO_KEY)
     edge = border(key, tl.min(tl.where(inside, key, LAST)), tl.max(key), wanted)
     above, equal = key > edge, key == edge
+    # Two counts in one scan: groups above the edge in the low 16 bits, groups at it in the high ones. A row has at most
+    # 16,384 groups (MOST_GROUPS), so that none overflows. All groups above are chosen, and the first ones at the edge.
     counted = tl.cumsum(above.to(tl.int32) + (equal.to(tl.int32) << 16), axis=0)
     room = wanted - tl.sum(above.to(tl.int32))
     chosen = above | (equal & ((counted >> 16) <= room))

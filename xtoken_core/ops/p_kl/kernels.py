@@ -229,6 +229,9 @@ def p_kl_student_bwd_kernel(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, LINE: tl.constexpr
 ):  # fmt: skip
     """Compute a tile of the student's gradient, through projection and softmax, plus the cross-entropy's."""
+    # With p = softmax(z), the projection q_k = sum_v p_v W_vk, slopes g_k, and the normalisation of the chunk, which
+    # subtracts `inner` from every slope: a_v = sum_k W_vk (g_k - inner), and the softmax's backward pass gives
+    # p_v (a_v - sum_u p_u a_u). The last sum is sum_k q_k (g_k - inner): `dot`, stored by `p_kl_factors_kernel`.
     v = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     tile = tl.program_id(1).to(tl.int64)
     rows = tile * ROWS + tl.arange(0, ROWS)

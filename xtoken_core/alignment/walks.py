@@ -1,0 +1,105 @@
+"""Tokens of one row as intervals of a byte stream, and the same intervals after a change of the stream."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from xtoken_core.alignment.normalizer import Normalizer
+from xtoken_core.alignment.pipeline import LocatedTokens
+
+
+@dataclass(frozen=True)
+class Walk:
+    """One row's tokens as intervals of a byte stream.
+
+    Attributes:
+        begins: `[n]` int64: where every token begins.
+        ends: `[n]` int64: where it ends.
+        text: `[n]` bool: it spells something.
+        known: `[n]` bool: it spells the bytes of the stream between.
+        clean: `[n]` bool: it ends where the stream may be cut.
+        stream: uint16: the bytes; above 255 where they are not known.
+        erased: `[n]` bool: it spells something of which nothing is left in the stream.
+        trimmed: `[n]` int64: bytes at a token's beginning that its tokenizer added and that are not counted.
+        own: Bytes at the beginning of the stream that the tokenizer added.
+    """
+
+    begins: np.ndarray
+    ends: np.ndarray
+    text: np.ndarray
+    known: np.ndarray
+    clean: np.ndarray
+    stream: np.ndarray
+    erased: np.ndarray
+    trimmed: np.ndarray
+    own: int = 0
+
+    @property
+    def bounds(self) -> np.ndarray:
+        """Return the sorted positions at which a token of text ends and the stream may be cut."""
+        return np.unique(self.ends[self.text & self.clean])
+
+
+def located_walk(placed: LocatedTokens) -> Walk:
+    """Return the tokens on the normalised source text, without the text that the tokenizer puts before it."""
+    own = int(placed.target[moves(placed).cumsum() == 0].max(initial=0))
+    return Walk(
+        begins=np.maximum(placed.begins, own),
+        ends=placed.ends,
+        text=(placed.ends > np.maximum(placed.begins, own)),
+        known=placed.known,
+        clean=np.ones(len(placed.ends), dtype=bool),
+        stream=np.frombuffer(placed.data, dtype=np.uint8).astype(np.uint16),
+        erased=np.zeros(len(placed.ends), dtype=bool),
+        trimmed=np.maximum(own - placed.begins, 0),
+        own=own,
+    )
+
+
+def moves(placed: LocatedTokens) -> np.ndarray:
+    """Return `[K]` bool, True where source and normalised text both continue behind the positions before."""
+    moved: np.ndarray = (np.diff(placed.source, prepend=0) > 0) & (np.diff(placed.target, prepend=0) > 0)
+    return moved
+
+
+def normalised_walk(walk: Walk, normalizer: Normalizer) -> Walk:
+    """Map the tokens to the normalised text; the stream from the first unknown byte on is kept."""
+    whole = walk.stream <= 255
+    size = int(whole.argmin()) if not whole.all() else len(whole)
+    data = walk.stream[:size].astype(np.uint8).tobytes()
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        size = error.start
+        text = data[:size].decode()
+    trace = normalizer.trace(text)
+    source, target = (
+        np.cumsum([0, *(len(char.encode()) for char in string)])[at]
+        for string, at in ((text, trace.source), (trace.text, trace.target))
+    )
+    rest = walk.stream[size:]
+    stream = np.concatenate([np.frombuffer(trace.text.encode(), dtype=np.uint8).astype(np.uint16), rest])
+    # A token that ends inside of what is mapped as one ends behind all of it, and not where the stream may be cut.
+    at = np.searchsorted(source, np.minimum(walk.ends, size), side="left")
+    ends = np.where(walk.ends > size, walk.ends - size + target[-1], target[at])
+    clean = (walk.ends > size) | (source[at] == walk.ends)
+    begins = np.r_[0, ends[:-1]]
+    # One that begins inside of it spells a part of it, though no bytes of its own are left.
+    first = target[np.searchsorted(source, np.minimum(walk.begins, size), side="right") - 1]
+    text_left = (ends > begins) | ((walk.begins < size) & (ends > first))
+    erased = walk.text & ~text_left
+    return Walk(begins, ends, walk.text & text_left, walk.known, walk.clean & clean, stream, erased, walk.trimmed)
+
+
+def walk_without_whitespace(walk: Walk) -> Walk:
+    """Map the tokens to the stream without whitespace, where the other tokenizer drops it."""
+    space = np.isin(walk.stream, np.frombuffer(b" \t\n\r\v\f", dtype=np.uint8))
+    kept = np.r_[0, np.cumsum(~space)]
+    begins, ends = kept[walk.begins], kept[walk.ends]
+    # Of the tokens inside of what is mapped as one, the first has all of its bytes.
+    first = np.where(walk.ends > walk.begins, np.arange(len(ends)), np.searchsorted(walk.ends, walk.ends))
+    text = walk.text & (ends > begins)[first]
+    erased = walk.erased | (walk.text & ~text)
+    return replace(walk, begins=begins, ends=ends, text=text, stream=walk.stream[~space], erased=erased)
