@@ -60,6 +60,7 @@ def _sessions_and_samples() -> Plain:
         ("hello_version_2", m.Hello(id="a.1", versions=[1, 2], name="trainer-0", role="trainer", incarnation=1)),
         ("welcome_version_2", m.Welcome(id="a.1", session=SESSION, version=2)),
         ("welcome", m.Welcome(id="a.1", session=SESSION, version=1)),
+        ("welcome_memory_limit", m.Welcome(id="a.1", session=SESSION, version=2, memory_limit=1 << 30)),
         ("welcome_run", m.Welcome(id="a.1", session=SESSION, version=1, partition="train", run=b"{}")),
         ("heartbeat", m.Heartbeat(id="b.1", session=SESSION, phase="run", progress=42)),
         ("bye", m.Bye(id="a.9", session=SESSION)),

@@ -206,7 +206,7 @@ def _answer(reply: m.AnyReply, frames: list[Any]) -> Answer:
         del found["slot"], found["generation"]
     if slots := found.pop("slots", []):
         found["slots"] = [msgspec.to_builtins(ref) for ref in slots]
-    for name in ("version", "tag", "partition", "run"):
+    for name in ("version", "tag", "partition", "run", "memory_limit"):
         found.pop(name, None)
     return found
 

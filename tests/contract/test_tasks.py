@@ -294,6 +294,20 @@ def test_room_is_told_refused_and_waited_for(small_place: Place) -> None:
     peer.call("put", partition=name, ids=[2], columns=block)
 
 
+def test_a_buffer_beyond_the_memory_limit_is_refused_at_once(small_place: Place) -> None:
+    peer, name = opened(small_place, task("a", "x"))
+    if small_place.kind == "reference":
+        assert small_place.connect().hello("other", "worker", 1)["memory_limit"] == 1 << 18
+        return
+    wide = {"x": ("dense", "uint8", (1 << 19,), [bytes(1 << 19)])}
+    with pytest.raises(
+        RefusedError, match="a buffer of 524288 bytes, and the queue's memory limit is 262144"
+    ) as refused:
+        peer.call("put", partition=name, ids=[0], columns=wide)
+    assert refused.value.code == "too_large"
+    peer.call("put", partition=name, ids=[0], columns={"x": ("dense", "uint8", (9,), [bytes(9)])})
+
+
 def test_mostly_done_batch_frees_its_memory(small_place: Place) -> None:
     peer, name = opened(small_place, task("a", "x", order="by_id"))
     rows = [bytes([i]) * 2400 for i in range(100)]

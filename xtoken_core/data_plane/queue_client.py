@@ -72,6 +72,7 @@ class QueueClient:
         self.session = ""
         self.partition = ""
         self.run_document = b""
+        self._largest = 0
 
     def close(self) -> None:
         """Close the transport without ending the session."""
@@ -105,6 +106,7 @@ class QueueClient:
             return False
         reply = welcome[0]
         self.session, self.partition, self.run_document = reply.session, reply.partition, reply.run
+        self._largest = reply.memory_limit
         return True
 
     def heartbeat(self, phase: str, progress: int, activity: str = "") -> None:
@@ -175,6 +177,13 @@ class QueueClient:
     def _send(self, request: m.Request, buffers: Sequence[Buffer], wait_s: float) -> tuple[m.AnyReply, list[Buffer]]:
         if isinstance(request, m.SessionRequest) and not request.session:
             raise StaleSessionError("this client has no session: say hello first")
+        size = max((memoryview(buffer).nbytes for buffer in buffers), default=0)
+        if 0 < self._largest < size:  # the queue would cut the connection, however often it is sent
+            raise QueueError(
+                "too_large",
+                f"a column has a buffer of {size} bytes, and the queue's memory limit is {self._largest}: send fewer "
+                "rows at once, or raise the limit",
+            )
         return self.transport.exchange(request, buffers, wait_s)
 
 

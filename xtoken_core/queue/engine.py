@@ -30,7 +30,7 @@ from xtoken_core.queue.stats import stats_document
 from xtoken_core.queue.tasks.partition import TaskPartition
 from xtoken_core.wire import QueueError, unpack_columns
 from xtoken_core.wire import messages as m
-from xtoken_core.wire.bounds import MAX_AHEAD_S, MAX_PARTITIONS, MAX_SESSIONS
+from xtoken_core.wire.bounds import MAX_AHEAD_S, MAX_DOCUMENT_BYTES, MAX_PARTITIONS, MAX_SESSIONS
 from xtoken_core.wire.columns import Buffer
 
 ENDED_AT_ONCE = 64
@@ -167,7 +167,12 @@ class Engine:
         return Response(m.Ok())
 
     def _stats(self, _request: m.Stats, _session: Session, _buffers: Sequence[Buffer]) -> Response:
-        return Response(m.StatsReply(document=stats_document(self)))
+        document = stats_document(self)
+        if len(document) > MAX_DOCUMENT_BYTES:
+            raise QueueError(
+                "too_large", f"the statistics have {len(document)} bytes; a reply may have {MAX_DOCUMENT_BYTES}"
+            )
+        return Response(m.StatsReply(document=document))
 
     def _put(self, request: m.Put, _session: Session, buffers: Sequence[Buffer]) -> Response:
         part = self._partition(request.partition)
@@ -231,7 +236,7 @@ class Engine:
         if request.needs_run and run is None:
             return None
         session = self._opened_by(request) or self._new_session(request, version)
-        welcome = m.Welcome(session=session.id, version=session.version)
+        welcome = m.Welcome(session=session.id, version=session.version, memory_limit=self.memory_limit)
         if run is not None:
             welcome.partition, welcome.run = run.name, run.run.definition.document
         return Response(welcome)

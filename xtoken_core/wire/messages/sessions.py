@@ -25,12 +25,13 @@ class Hello(Request, tag="hello", kw_only=True):
 
 
 class Welcome(Reply, tag="welcome", kw_only=True):
-    """The session; with a run open, its partition and its resolved specification (JSON)."""
+    """The session and the queue's memory limit; with a run open, its partition and resolved specification (JSON)."""
 
     session: SessionId
     version: int
     partition: str = ""
     run: Document = b""
+    memory_limit: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
 class Heartbeat(SessionRequest, tag="heartbeat", kw_only=True):
