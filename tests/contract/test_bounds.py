@@ -14,7 +14,7 @@ from xtoken_core.data_plane.run_client import RunClient
 from xtoken_core.data_plane.task_client import TaskClient
 from xtoken_core.wire import Column, ColumnHead, QueueError, object_column, unpack_columns
 from xtoken_core.wire import messages as m
-from xtoken_core.wire.bounds import MAX_AHEAD_S, MAX_IDS
+from xtoken_core.wire.bounds import MAX_AHEAD_S, MAX_DOCUMENT_BYTES, MAX_IDS
 from xtoken_core.wire.columns import offsets_from_lengths
 
 LARGEST = (1 << 63) - 1
@@ -135,3 +135,13 @@ def test_ids_of_a_request_are_bounded(queue: MemoryQueue, kind: str) -> None:
     with pytest.raises(QueueError, match="length <= 65536") as refused:
         calls[kind]()
     assert refused.value.code == "bad_request"
+
+
+def test_statistics_that_no_reply_can_hold_are_refused(queue: MemoryQueue) -> None:
+    peer = client(queue)
+    tasks = [m.TaskDef(name=f"{i:0128d}", requires=[]) for i in range(64)]
+    for number in range(200):
+        peer.open(f"p{number}", tasks)
+    with pytest.raises(QueueError, match=f"a reply may have {MAX_DOCUMENT_BYTES}") as refused:
+        peer.stats()
+    assert refused.value.code == "too_large"
