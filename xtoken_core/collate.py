@@ -16,7 +16,7 @@ from xtoken_core.alignment import TokenAligner, alignment_from_flat_batch
 from xtoken_core.config.base import teacher_name
 from xtoken_core.config.loss import LossConfig
 from xtoken_core.data_plane.batch import BatchedDataDict
-from xtoken_core.dataset.records import PIECE, Piece, UnusableRecordError, usable_value
+from xtoken_core.dataset.records import PIECE, Piece, UnusableRecordError, loss_multiplier, usable_value
 from xtoken_core.errors import InputError
 from xtoken_core.tokenizing import ConversationError, TextTokenizer, only_answer, tokenize_conversation
 from xtoken_core.wire.columns import Column, bytes_view, offsets_from_lengths
@@ -81,7 +81,7 @@ class CrossTokenizerCollator:
     A record has `text`, or `prompt` and `completion`, or `messages`. Texts get each tokenizer's default specials and,
     where they were not cut, the end-of-text token. Of a prompt with completion only the completion is trained on and
     aligned; of messages, rendered by each side's own chat template, only the assistant's content. An optional
-    `loss_multiplier` becomes the sample's mask.
+    `loss_multiplier` becomes the sample's mask: 0 leaves the record out, a fraction weighs its cross-entropy only.
 
     Args:
         student_tokenizer: The student's tokenizer.
@@ -157,7 +157,7 @@ class CrossTokenizerCollator:
             if value is None and not _is_empty(record):
                 raise InputError(f"record {index} of the batch: {reason}")
             values.append(value or {"text": ""})
-            mask.append(float(record.get("loss_multiplier", 1.0)) if value else 0.0)
+            mask.append(loss_multiplier(record) if value else 0.0)
         sides, refused = self._tokenize(values)
         for index, reason in refused.items():
             raise InputError(f"record {index} of the batch: {reason}")
@@ -182,7 +182,7 @@ class CrossTokenizerCollator:
             return CollatedRows([], {}, refused)
         records = [usable[at][0] for at in good]
         kept = [[side[at] for at in good] for side in sides]
-        weights = [float(batch[index].get("loss_multiplier", 1.0)) for index in records]
+        weights = [loss_multiplier(batch[index]) for index in records]
         columns = self._row_columns([usable[at][1] for at in good], kept, weights, counts)
         return CollatedRows(records, columns, refused)
 

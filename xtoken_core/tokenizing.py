@@ -125,14 +125,37 @@ class TextTokenizer:
         at = 0
         for number, message in enumerate(messages):
             content = str(message["content"]).strip()
-            answers = message["role"] == "assistant"
-            if not content or not (answers or every_role):
+            if not content or not (message["role"] == "assistant" or every_role):
                 continue
-            begin = text.find(content, max(at, self._opening(messages[:number], text, answers=answers)))
+            begin = self._locate(content, messages, number, text, at)
             if begin >= 0:
                 at = begin + len(content)
                 spans[number] = (begin, at)
         return text, spans
+
+    def _locate(self, content: str, messages: Sequence[Mapping[str, Any]], number: int, text: str, at: int) -> int:
+        """Return where a message's content begins in the whole text; -1 if it is not shown or cannot be told apart.
+
+        Args:
+            content: The content without whitespace around it.
+            messages: The whole conversation.
+            number: The message.
+            text: The conversation as rendered.
+            at: Position behind the content that was located before.
+        """
+        before = messages[:number]
+        start = (
+            self._length_of(before, text, add_generation_prompt=True)
+            if messages[number]["role"] == "assistant"
+            else None
+        )
+        if start is None:  # some templates open the answer in another way than they show it later
+            start = self._length_of(before, text)
+        end = self._length_of(messages[: number + 1], text)
+        begin = text.find(content, max(at, start or 0), end)
+        if start is None and begin >= 0 and text.find(content, begin + 1, end) >= 0:
+            return -1  # the same words are in another message
+        return begin
 
     def tokenize_spans(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
         """Return the token ids of a rendered conversation, and a mask with 1 for those of the given character spans.
@@ -154,19 +177,13 @@ class TextTokenizer:
                 learn.append(np.full(len(ids[-1]), learned, dtype=np.int64))
         return np.concatenate(ids), np.concatenate(learn)
 
-    def _opening(self, messages: Sequence[Mapping[str, Any]], text: str, *, answers: bool) -> int:
-        """Return the start of the answer to these messages in the whole text; 0 if it cannot be determined.
-
-        Args:
-            messages: The messages before it.
-            text: The whole text.
-            answers: The next message is the assistant's.
-        """
+    def _length_of(self, messages: Sequence[Mapping[str, Any]], text: str, **options: Any) -> int | None:
+        """Return the length of these first messages in the whole text; None if they are rendered otherwise there."""
         try:
-            before = self._apply(messages, add_generation_prompt=answers) if messages else ""
+            before = self._apply(messages, **options) if messages else ""
         except ConversationError:
-            return 0
-        return len(before) if text.startswith(before) else 0
+            return None
+        return len(before) if text.startswith(before) else None
 
     def _reads(self, part: str) -> bool:
         """Return True if the chat template asks for a part of a message."""

@@ -128,6 +128,12 @@ def usable_value(row: Mapping[str, Any], field: str) -> dict[str, Any]:
     raise MissingFieldError(f"no field {field!r}")
 
 
+def loss_multiplier(row: Mapping[str, Any]) -> float:
+    """Return a row's `loss_multiplier`; 1 where it is missing or null."""
+    value = row.get("loss_multiplier")
+    return 1.0 if value is None else float(value)
+
+
 def _text(value: Any, field: str, *, may_be_empty: bool = False) -> str:
     if isinstance(value, bytes):
         value = decode_utf8(value)

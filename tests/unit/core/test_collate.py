@@ -14,6 +14,7 @@ from xtoken_core.alignment import alignment_from_flat_batch
 from xtoken_core.collate import CrossTokenizerCollator, loss_counts
 from xtoken_core.config.loss import LossConfig
 from xtoken_core.errors import InputError
+from xtoken_core.tokenizing import ConversationError, TextTokenizer, tokenize_conversation
 
 LLAMA_STYLE = (
     "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}[INST] {{ m['content'] }} [/INST]"
@@ -174,6 +175,59 @@ def test_of_a_conversation_only_the_answers_are_learnt_and_aligned(student, teac
     assert aligner.teacher.spell(row["teacher_0_input_ids"]).decode() == rendered.replace("<|im_start|>", "").replace(
         "<|im_end|>", ""
     )
+
+
+OPENED = (
+    "{% for m in messages %}{% if m.role == 'user' %}<|User|>{{ m.content }}{% else %}<|Assistant|>{{ m.content }}</s>"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}<|Assistant|><think>\n{% endif %}"
+)
+"""A prompt for an answer opens a thought, which a rendered answer does not have."""
+CALLS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.tool_calls %}CALL {{ m.tool_calls[0].function.name }}"
+    "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""A message with a call is shown without its content."""
+SHUFFLED = "{% for m in messages | reverse %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+"""What comes before a message is no beginning of the whole text."""
+
+
+def trained_by(template, messages):
+    """The trained text of a conversation under a template, and all that stands before its first trained token."""
+    tokenizer = copy.copy(v.byte_level(bos=True))
+    tokenizer.chat_template = template
+    text = TextTokenizer(tokenizer, "student")
+    ((ids, mask),) = tokenize_conversation([text], messages)
+    first = int(mask.argmax())
+    return tokenizer.decode(ids[mask > 0]), tokenizer.decode(ids[:first])
+
+
+def test_an_answer_is_found_behind_the_question_that_holds_its_words():
+    messages = [{"role": "user", "content": "Is 4 even? Say Yes or No."}, {"role": "assistant", "content": "Yes"}]
+    trained, before = trained_by(OPENED, messages)
+    assert trained == "Yes" and before.endswith("No.<|Assistant|>")
+
+
+def test_the_words_of_an_answer_that_is_not_shown_are_not_looked_for_in_other_messages():
+    call = {"role": "assistant", "content": "search", "tool_calls": [{"function": {"name": "f"}}]}
+    result, last = {"role": "tool", "content": "no search results"}, {"role": "assistant", "content": "done"}
+    trained, _ = trained_by(CALLS, [{"role": "user", "content": "find it"}, call, result, last])
+    assert trained == "done"
+
+
+def test_an_answer_that_cannot_be_told_from_another_message_is_refused():
+    question, answer = {"role": "user", "content": "Yes or no?"}, {"role": "assistant", "content": "Yes"}
+    with pytest.raises(ConversationError, match="no assistant message that every chat template shows"):
+        trained_by(SHUFFLED, [question, answer])
+    assert trained_by(SHUFFLED, [question, answer | {"content": "Certainly"}])[0] == "Certainly"
+
+
+@pytest.mark.parametrize(("value", "mask"), [(None, 1.0), (0.5, 0.5), (0, 0.0)])
+def test_a_loss_multiplier_is_the_mask_and_null_counts_as_missing(collator, value, mask):
+    record = {"text": "fine", "loss_multiplier": value}
+    assert collator([record])["sample_mask"].tolist() == [mask]
+    (row,) = rows_of(collator.rows([record]).columns)
+    assert float(row["sample_mask"]) == mask
 
 
 def test_a_conversation_without_an_answer_is_refused(collator):
