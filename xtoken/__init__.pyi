@@ -1,8 +1,10 @@
 from .distill import DistillResult as DistillResult
 from .distill import distill as distill
 from .pair import TokenizerPair as TokenizerPair
+from .parts import ConfigError as ConfigError
 from .parts import CrossTokenizerCollator as CrossTokenizerCollator
 from .parts import CrossTokenizerDistillationLoss as CrossTokenizerDistillationLoss
+from .parts import InputError as InputError
 from .parts import LossConfig as LossConfig
 from .parts import LossTeacher as LossTeacher
 from .parts import TokenAligner as TokenAligner

@@ -12,7 +12,7 @@ from services.common.run.defaults import fill_run_defaults, load_run
 from services.supervisor.local_run import run_locally
 from services.supervisor.run_kinds import run_kind
 from services.supervisor.run_record import MODEL, SUMMARY, RunState
-from xtoken_core.errors import XtokenError
+from xtoken_core.errors import ConfigError, XtokenError
 
 Callback = Callable[[dict[str, Any]], None]
 
@@ -87,7 +87,7 @@ def distill(
         XtokenError: The run failed, or was stopped.
     """
     if run_file is not None and document:
-        raise XtokenError(f"settings are in {run_file} and by name ({', '.join(document)}): replace them by `settings`")
+        raise ConfigError(f"settings are in {run_file} and by name ({', '.join(document)}): replace them by `settings`")
     if run_file is not None:
         spec, _ = load_run(Path(run_file), settings)
     else:

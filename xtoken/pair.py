@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 from jaxtyping import Float
+from pydantic import ValidationError
 from torch import Tensor
 
 from xtoken.parts import CrossTokenizerCollator, CrossTokenizerDistillationLoss, LossConfig, LossTeacher, TokenAligner
 from xtoken_core.chain.build import build_tables
 from xtoken_core.chain.tables import ChainTables
 from xtoken_core.config.loss import PROJECTING_MODES, TABLE_MODES
+from xtoken_core.config.validation_errors import describe
 from xtoken_core.errors import ConfigError
 from xtoken_core.projection.build import build_projection
 
@@ -48,11 +50,7 @@ class TokenizerPair:
         special_tokens: Mapping[str, str] | None = None,
         **loss: Any,
     ) -> None:
-        config = LossConfig(**{"kl_loss_weight_end": None, **loss})
-        if config.kl_loss_weight_end is not None:
-            raise ConfigError(
-                "kl_loss_weight_end needs the steps of a run: give loss_fn the kl_loss_weight of each step instead"
-            )
+        config = _checked(loss)
         self.aligner = TokenAligner(student, teacher, special_tokens)
         self.collator = CrossTokenizerCollator(
             student_tokenizer=student, teacher_tokenizer=teacher, aligner=self.aligner,
@@ -95,6 +93,29 @@ class TokenizerPair:
         """
         loss, metrics = self.loss_fn(batch, student_logits, [teacher_logits])
         return loss, dict(metrics)
+
+
+def _checked(loss: Mapping[str, Any]) -> LossConfig:
+    """Return the settings of a pair, without those that only a run can follow.
+
+    Raises:
+        ConfigError: A setting is wrong, or is none of a pair's.
+    """
+    try:
+        config = LossConfig(**{"kl_loss_weight_end": None, **loss})
+        config.check_topk([False], [False])
+        config.check_given_text()
+    except ValidationError as error:
+        raise ConfigError(f"TokenizerPair: {describe(error, LossConfig)}") from error
+    except ValueError as error:
+        raise ConfigError(f"TokenizerPair: {error}") from error
+    if config.kl_loss_weight_end is not None:
+        raise ConfigError(
+            "kl_loss_weight_end needs the steps of a run: give loss_fn the kl_loss_weight of each step instead"
+        )
+    if "custom" in config.modes:
+        raise ConfigError('mode = "custom" names a class of a run (xtoken run --loss): call your own loss in your loop')
+    return config
 
 
 def _loss_teacher(

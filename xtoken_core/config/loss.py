@@ -281,10 +281,12 @@ class LossConfig(ConfigModel):
         why = "every teacher has the student's tokenizer or a mode of its own"
         if self.mode not in {*used, "p_kl", "chain"}:
             raise ValueError(f'mode = "{self.mode}" is used by no teacher: {why}; unset it')
-        if not used & {"p_kl", "custom"}:
-            for name, is_set in self._settings_of_p_kl().items():
-                if is_set:
-                    raise ValueError(f"{name} belongs to P-KL, which compares no teacher: {why}; unset it")
+        for mode, title, is_set in (
+            ("p_kl", "P-KL", self._settings_of_p_kl()),
+            ("chain", "chain", self._set_of_chain()),
+        ):
+            if name := next((name for name, value in is_set.items() if value and not used & {mode, "custom"}), None):
+                raise ValueError(f"{name} belongs to {title}, which compares no teacher: {why}; unset it")
 
     def _settings_of_p_kl(self) -> dict[str, bool]:
         """Return the settings that no other mode reads, True for those that are set."""
@@ -293,6 +295,11 @@ class LossConfig(ConfigModel):
             "exact_token_match_only": self.exact_token_match_only,
             'teacher_chunk_average = "prob"': self.teacher_chunk_average == "prob",
         }
+
+    def _set_of_chain(self, *more: str) -> dict[str, bool]:
+        """Return the settings that chain alone reads, True for those that are set."""
+        names = ("beta", "chain_conditioning", "chain_end_terms", "chain_bare_space", *more)
+        return {name: getattr(self, name) != type(self).model_fields[name].default for name in names}
 
     @model_validator(mode="after")
     def _refuse_impossible(self) -> LossConfig:
@@ -334,8 +341,8 @@ class LossConfig(ConfigModel):
         if "alm" not in self.modes and self.alm_temperature != type(self).model_fields["alm_temperature"].default:
             return 'alm_temperature belongs to ALM: set mode = "alm" or unset it'
         if "chain" not in self.modes:
-            for name in ("beta", "chain_conditioning", "chain_end_terms", "chain_bare_space", "chain_least_mass"):
-                if getattr(self, name) != type(self).model_fields[name].default:
+            for name, is_set in self._set_of_chain("chain_least_mass").items():
+                if is_set:
                     return f"{name} belongs to chain, the mode is {self.mode}: unset one of them"
         return None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import runpy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -52,6 +53,22 @@ def test_a_pair_knows_no_last_step(assets: TinyAssets) -> None:
         xtoken.TokenizerPair(student, teacher, mode="alm", kl_loss_weight_end=0.0)
 
 
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"mode": "custom"}, "call your own loss in your loop"),
+        ({"bogus": 1}, "bogus: there is no such field"),
+        ({"mode": "alm", "temperature": 2.0}, "use alm_temperature"),
+        ({"chain_least_mass": 0.5}, "chain_least_mass belongs to"),
+        ({"mode": "chain", "reverse_kl": True}, "reverse_kl"),
+        ({"mode": "alm", "importance_cap": 2.0}, "importance_cap"),
+    ],
+)
+def test_a_pair_refuses_what_it_cannot_use(settings: dict[str, Any], reason: str) -> None:
+    with pytest.raises(xtoken.ConfigError, match=reason):
+        xtoken.TokenizerPair(None, None, **settings)
+
+
 def test_the_parts_for_ones_own_loop_load_no_service() -> None:
     code = """
 import json, sys, xtoken
@@ -63,7 +80,7 @@ print(json.dumps([lazy, sorted(name for name in sys.modules if name.startswith("
 
 
 def test_settings_by_file_and_by_name_exclude_each_other(tmp_path: Path) -> None:
-    with pytest.raises(xtoken.XtokenError, match=r"replace them by `settings`"):
+    with pytest.raises(xtoken.ConfigError, match=r"replace them by `settings`"):
         xtoken.distill(tmp_path / "run.toml", student="models/student")
     with pytest.raises(xtoken.XtokenError, match=r"distill.*: student: field required"):
         xtoken.distill(output=str(tmp_path / "out"), data="train.jsonl")
