@@ -155,4 +155,4 @@ def address_of(number: int) -> str:
 
 
 def _is_local(address: str) -> bool:
-    return not address or address.startswith("127.") or address == "::1"
+    return not address or address.removeprefix("::ffff:").startswith("127.") or address == "::1"

@@ -96,6 +96,7 @@ class Endpoint:
         socket.setsockopt(zmq.HANDSHAKE_IVL, int(HANDSHAKE_S * 1000))
         socket.setsockopt(zmq.SNDHWM, MAX_PENDING_REPLIES)
         socket.setsockopt(zmq.RCVHWM, MAX_PENDING_REQUESTS)
+        socket.setsockopt(zmq.IPV6, int(self.address.is_ipv6))
         socket.linger = 0
         if self.address.keys is not None:
             socket.curve_publickey, socket.curve_secretkey = server_keys(self.address.keys)

@@ -19,7 +19,7 @@ import zmq
 from services.queue.server import Server
 from tests.contract import reference_client
 from tests.contract.peers import Place, ints
-from tests.contract.processes import ipc_address, queue_process, start_queue, tcp_address
+from tests.contract.processes import ipc_address, queue_process, queue_thread, start_queue, tcp_address
 from tests.contract.reference_client import RefusedError, UnreachableError
 from xtoken_core.data_plane.address import Address, create_token, read_token
 from xtoken_core.data_plane.task_client import TaskClient
@@ -207,6 +207,25 @@ def test_a_file_without_a_token_is_named(tmp_path: Path, content: str, message: 
         with pytest.raises(InputError, match=message) as caught:
             use(file)
         assert str(file) in str(caught.value)
+
+
+def test_a_queue_at_an_ipv6_address(short_tmp: Path) -> None:
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6) as probe:
+            port = probe.getsockname()[1]
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    address = Address.parse(f"tcp://[::1]:{port}", short_tmp / "token-6")
+    with queue_thread(address, memory_limit=1 << 20):
+        place = Place("library", address=address)
+        assert place.worker().client.stats()["sessions"][0]["role"] == "worker"
+        place.leave()
+
+
+@pytest.mark.parametrize("url", ["tcp://[::1:5555", "tcp://[::1]", "tcp://::1:5555"])
+def test_an_address_that_is_none_is_named(url: str) -> None:
+    with pytest.raises(ConfigError, match="is not a queue address"):
+        Address.parse(url)
 
 
 def test_a_socket_in_an_open_directory_is_refused(tmp_path: Path) -> None:

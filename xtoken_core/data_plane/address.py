@@ -44,7 +44,7 @@ class Address:
         Raises:
             ConfigError: It is neither ipc nor tcp, or is not loopback and has no keys.
         """
-        parts = urlsplit(url)
+        parts = _split(url)
         if parts.scheme == "ipc":
             if not 0 < len(os.fsencode(url.removeprefix("ipc://"))) <= IPC_PATH_BYTES:
                 raise ConfigError(f"{url}: the path of an ipc address has 1 to {IPC_PATH_BYTES} bytes")
@@ -66,6 +66,11 @@ class Address:
     def ipc_path(self) -> Path | None:
         """Return the socket's file, if this is an ipc address."""
         return Path(self.url.removeprefix("ipc://")) if self.url.startswith("ipc://") else None
+
+    @property
+    def is_ipv6(self) -> bool:
+        """Return whether this is an IPv6 address, which libzmq accepts with an option of the socket only."""
+        return ":" in (urlsplit(self.url).hostname or "")
 
     def authenticate(self, socket: zmq.Socket[bytes]) -> None:
         """Set the credentials that a client's socket presents in its handshake.
@@ -127,6 +132,13 @@ def create_token(path: Path) -> str:
 def _named(variable: str) -> Path | None:
     named = os.environ.get(variable)
     return Path(named) if named else None
+
+
+def _split(url: str) -> SplitResult:
+    try:
+        return urlsplit(url)
+    except ValueError:  # brackets that do not hold an IPv6 address
+        return SplitResult("", "", url, "", "")
 
 
 def _port(parts: SplitResult) -> int | None:

@@ -39,6 +39,7 @@ class Connection:
             self._socket.sndtimeo = int(SEND_S * 1000)
             self._socket.rcvtimeo = int(SOON_S * 1000)
             self._socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+            self._socket.setsockopt(zmq.IPV6, int(address.is_ipv6))
             address.authenticate(self._socket)
             self._monitor = self._socket.get_monitor_socket(BROKEN | REFUSED)
             self._socket.connect(address.url)
