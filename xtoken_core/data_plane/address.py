@@ -106,7 +106,7 @@ def read_token(path: Path) -> str:
         raise InputError(f"cannot read the token file {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise InputError(f"the token file {path} is not ASCII text: it is no token of a queue") from error
-    if not token:  # it would admit whoever sends none
+    if not token:  # it would admit clients without one
         raise InputError(f"the token file {path} is empty: remove it, and the queue makes a new one")
     return token
 
