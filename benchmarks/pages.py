@@ -11,7 +11,8 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,7 +86,7 @@ def exists(name: str) -> bool:
 
 
 def render(template: Path, **variables: Any) -> str:
-    """Return a rendered template; `x | f(".1f")` formats a number as Python's `format` does."""
+    """Return a rendered template; `x | f(".1f")` formats a number as Python's `format` does, `x | gpus` a machine."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(template.parent),
         undefined=jinja2.StrictUndefined,
@@ -94,13 +95,22 @@ def render(template: Path, **variables: Any) -> str:
         keep_trailing_newline=True,
         autoescape=False,  # Markdown
     )
-    environment.filters |= {"f": format, "median": statistics.median, "span": span}
+    environment.filters |= {"f": format, "median": statistics.median, "span": span, "gpus": gpus}
     return environment.get_template(template.name).render(**variables)
 
 
 def span(values: list[float], form: str) -> str:
     """Return the lowest and the highest of some values."""
     return f"{min(values):{form}} to {max(values):{form}}"
+
+
+def gpus(names: Iterable[str]) -> str:
+    """Return the names of a machine's GPUs, equal ones as one; empty without a GPU.
+
+    >>> gpus(["NVIDIA H200", "NVIDIA H200"]), gpus(["NVIDIA H200"]), gpus([])
+    ('2 x NVIDIA H200', 'NVIDIA H200', '')
+    """
+    return " and ".join(name if count == 1 else f"{count} x {name}" for name, count in Counter(names).items())
 
 
 def end_to_end_results() -> dict[str, dict[str, Any]]:

@@ -28,7 +28,7 @@ TITLES = {
 """What the table calls losses whose names in results say less; in bold the default."""
 LEFT = """## Not measured yet
 
-All for want of processor time: a loss that is evaluated by its own class takes minutes of it in every world. Rows
+These were not measured: a loss that is evaluated by its own class takes minutes of processor time in every world. Rows
 above with empty cells are in the list too; only losses whose expectation is exact are tried with cross-entropy."""
 INTRODUCTION = Path(__file__).with_name("introduction.md")
 

@@ -1,4 +1,4 @@
-"""One result file of the runs of several machines or holds."""
+"""Merge result files of runs from several machines."""
 
 from __future__ import annotations
 
