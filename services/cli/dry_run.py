@@ -10,7 +10,8 @@ from services.common.files.input_files import check_input_files
 from services.common.processes.progress import spinner
 from services.common.run.custom_loss import check_custom_loss, check_importable
 from services.common.run.defaults import load_run
-from services.common.run.resume import check_output
+from services.common.run.resume import CHECKPOINTS, check_output, newest_checkpoint
+from services.common.text.held_out import is_split, split_directory, split_text
 from services.supervisor.launch_check import check_launch
 from xtoken_core.config.spec import RunSpec
 
@@ -38,21 +39,25 @@ def check_run(run_file: Path, spec: RunSpec, settings: Sequence[str], loss: str 
     from services.common.run.resolve import file_warnings, resolve_run  # after the checks that cost nothing
 
     with tempfile.TemporaryDirectory(prefix="xtoken-") as directory, spinner("checking the run's files"):
-        elsewhere = _unsplit(run_file, spec, settings).model_copy(update={"output": Path(directory) / "output"})
-        resolved = resolve_run(elsewhere)
+        output = Path(directory) / "output"
+        resolved = resolve_run(_readable(run_file, spec, settings, output).model_copy(update={"output": output}))
     check_output(resolved.model_copy(update={"spec": spec}))
     return list(file_warnings(resolved))
 
 
-def _unsplit(run_file: Path, spec: RunSpec, settings: Sequence[str]) -> RunSpec:
-    """Return the specification with the whole text on both sides, if text is to be held back by the first start."""
-    split = spec.output / "cache" / "split"
-    if (
-        spec.eval is None
-        or split not in (path.parent for path in spec.data.paths)
-        or all(path.exists() for path in spec.data.paths)
-    ):
+def _readable(run_file: Path, spec: RunSpec, settings: Sequence[str], elsewhere: Path) -> RunSpec:
+    """Return the specification with text that is there, if the start would hold back a part of it first.
+
+    The whole text stands for both sides; if there is a checkpoint to compare the text with, it is split elsewhere.
+    """
+    if spec.eval is None or split_directory(spec.output) not in (path.parent for path in spec.data.paths):
         return spec
     whole, _ = load_run(run_file, [*settings, 'eval="none"'], writes=False)
-    held_out = spec.eval.model_copy(update={"path": whole.data.path})
-    return spec.model_copy(update={"data": whole.data, "eval": held_out})
+    if is_split(whole.data.paths, spec.output):
+        return spec
+    train = held_out = whole.data.path
+    if newest_checkpoint(spec.output / CHECKPOINTS) is not None:
+        split = split_text(whole.data.paths, elsewhere, writes=True)
+        train, held_out = split[:2] if split is not None else (train, held_out)
+    data, evaluation = spec.data.model_copy(update={"path": train}), spec.eval.model_copy(update={"path": held_out})
+    return spec.model_copy(update={"data": data, "eval": evaluation})

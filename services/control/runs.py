@@ -14,11 +14,11 @@ import threading
 import time
 from pathlib import Path
 
+from services.common.files.directory_lock import OccupiedError
 from services.control.run import Run
 from services.control.store import RunRow, Store, TakenError, now
 from services.control.validation import RefusedError, SpecValidator, check_launch
 from services.supervisor.json_files import read_json
-from services.supervisor.run_directory import OccupiedError
 from services.supervisor.run_record import SPEC, SUMMARY, RunState, read_record
 from services.supervisor.supervised_run import LauncherFactory, launcher_factory
 from xtoken_core.config.document import read_stored

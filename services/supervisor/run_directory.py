@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import tempfile
@@ -12,23 +11,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from services.common.files.directory_lock import OccupiedError, sole_owner
 from services.supervisor.os_process import Identity
 from services.supervisor.run_record import read_record
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.data_plane.address import IPC_PATH_BYTES, Address, create_token
 from xtoken_core.data_plane.keys import CLIENTS, create_client_keys, create_queue_keys
-from xtoken_core.errors import XtokenError
 
 SOCKET = "queue"
 KEYS = "keys"
 QUEUE_PLACEHOLDER, KEYS_PLACEHOLDER = "tcp://@queue@", "@keys@"
 """Placeholders for a queue's address and its directory of keys, where only the queue's machine decides them."""
-
-
-class OccupiedError(XtokenError):
-    """Another run writes to the same directory."""
-
-    status = 409
 
 
 @dataclass(frozen=True)
@@ -110,21 +103,9 @@ def sole_writer(output: Path, run_id: str) -> Iterator[None]:
         OccupiedError: Another run writes there, or processes that a control plane has left.
         XtokenError: It cannot be created.
     """
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-        handle = os.open(output, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError as error:
-        raise XtokenError(f"cannot create the output directory {output}: {error.strerror}") from error
-    try:
-        # The lock is on the directory itself: it needs no file, and the kernel drops it however this process ends.
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise OccupiedError(f"another run is writing to {output}: stop it, or choose another output") from error
+    with sole_owner(output):
         _check_left_processes(output, run_id)
         yield
-    finally:
-        os.close(handle)
 
 
 def _check_left_processes(output: Path, run_id: str) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from xtoken_core.errors import ConfigError
 
 Count = Annotated[int, Field(ge=1)]
 
@@ -40,3 +43,15 @@ def teacher_name(number: int, count: int) -> str:
         count: How many there are.
     """
     return f"teacher {number}" if count > 1 else "teacher"
+
+
+def absolute_path(path: str | Path, base: Path) -> Path:
+    """Return a path, which may begin with `~`, as absolute against `base`.
+
+    Raises:
+        ConfigError: It begins with `~name` of an unknown user.
+    """
+    try:
+        return base / Path(path).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(f"{str(path)!r}: there is no home directory of that user: write the whole path") from error

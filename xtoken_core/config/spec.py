@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
-from xtoken_core.config.base import ConfigModel, OrNone, teacher_name
+from xtoken_core.config.base import ConfigModel, OrNone, absolute_path, teacher_name
 from xtoken_core.config.data import DataSpec
 from xtoken_core.config.eval import EvalSpec
 from xtoken_core.config.loss import LossConfig, Positive
@@ -347,12 +347,7 @@ class RunSpec(ConfigModel):
 
 def _absolute(value: Any, base: Path) -> Any:
     if isinstance(value, Path):
-        try:
-            return base / value.expanduser()
-        except RuntimeError as error:  # `~name` of an unknown user
-            raise ConfigError(
-                f"{str(value)!r}: there is no home directory of that user: write the whole path"
-            ) from error
+        return absolute_path(value, base)
     if isinstance(value, dict):
         return {key: _absolute(item, base) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -13,8 +13,8 @@ from typing import Any
 from services.common.models.hub import fetch_inputs
 from services.common.run.machine import Machine
 from services.common.run.memory_fit import fit_memory
-from services.common.text.held_out import split_text
-from xtoken_core.config.base import NONE
+from services.common.text.held_out import split_directory, split_text
+from xtoken_core.config.base import NONE, absolute_path
 from xtoken_core.config.eval import NOT_IN_A_NAME
 from xtoken_core.config.spec import RunSpec, padded_length, parse_run_spec, read_run_file
 from xtoken_core.errors import ConfigError
@@ -149,7 +149,7 @@ def fill_run_defaults(
     document.setdefault("name", name or "run")
     named = "output" in document
     document.setdefault("output", f"runs/{document['name']}")
-    output = base / Path(str(document["output"])).expanduser()
+    output = absolute_path(str(document["output"]), base)
     stored = _stored(output)
     fetched = fetch_inputs(document, base, _part(stored, "hub") or {})
     defaults = RunDefaults(document, stored, machine or Machine.of_this(), fetched)
@@ -246,34 +246,55 @@ def _fill_evaluation(defaults: RunDefaults, base: Path, output: Path, *, writes:
         del document["eval"]
         return
     given = document.get("eval", {})
-    if isinstance(given, dict) and "path" not in given:
-        stored = defaults.stored.get("eval"), _part(defaults.stored.get("data"), "path")
-        if all(stored):
-            document["eval"] = {**stored[0], **given}  # type: ignore[dict-item]
-            document["data"]["path"] = stored[1]
-            defaults.notes.append("data and eval: the text held back at the first start")
-        elif document["data"].get("sources"):
-            _without_evaluation(defaults, given, "text is only held back of a single data.path")
-            return
-        elif "path" not in document["data"] or defaults.stored:
-            return
-        else:
-            path = document["data"]["path"]
-            paths = [base / Path(each).expanduser() for each in (path if isinstance(path, list) else [path])]
-            split = split_text(paths, output / "cache" / "split", writes=writes)
-            if split is None:
-                _without_evaluation(defaults, given, "no text could be held back")
-                return
-            train, held_out, note = split
-            document["data"]["path"], document["eval"] = str(train), {**given, "path": str(held_out)}
-            if "field" in document["data"]:
-                document["eval"].setdefault("field", document["data"]["field"])
-            defaults.notes.append(f"eval: {note}")
+    if isinstance(given, dict) and "path" not in given and not _hold_back(defaults, given, base, output, writes=writes):
+        return
     if isinstance(document["eval"], dict):
         defaults.fill("eval.max_bytes", _evaluation_bytes(defaults, base), "about half a minute on this machine")
         steps = document.get("train", {}).get("max_steps")
         if isinstance(steps, int):
             defaults.fill("eval.every", max(1, -(-steps // EVALUATIONS)), f"{EVALUATIONS} times in the run")
+
+
+def _hold_back(
+    defaults: RunDefaults, given: Mapping[str, Any], base: Path, output: Path, *, writes: bool
+) -> bool:  # fmt: skip
+    """Set the text of an evaluation that names none; return False if there is none.
+
+    A text that the first start has split is split again from the files that the run file names now: they may have
+    changed, and the run's directory may have been moved, or copied without its cache.
+    """
+    document = defaults.document
+    earlier, earlier_text = defaults.stored_value("eval"), defaults.stored_value("data.path")
+    if earlier and earlier_text and not _is_of_split(earlier_text):
+        document["eval"] = {**earlier, **given}
+        defaults.notes.append("eval: as at the first start")
+        return True
+    if document["data"].get("sources"):
+        _without_evaluation(defaults, given, "text is only held back of a single data.path")
+        return False
+    if "path" not in document["data"] or (defaults.stored and not earlier):
+        return False
+    path = document["data"]["path"]
+    paths = [absolute_path(str(each), base) for each in (path if isinstance(path, list) else [path])]
+    if not all(each.exists() for each in paths):
+        document.pop("eval", None)  # the check of the input files names the one that is missing
+        return False
+    split = split_text(paths, output, writes=writes)
+    if split is None:
+        _without_evaluation(defaults, given, "no text could be held back")
+        return False
+    train, held_out, note = split
+    document["data"]["path"], document["eval"] = str(train), {**given, "path": str(held_out)}
+    if "field" in document["data"]:
+        document["eval"].setdefault("field", document["data"]["field"])
+    defaults.notes.append(f"eval: {note}")
+    return True
+
+
+def _is_of_split(path: Any) -> bool:
+    """Return True if a stored `data.path` is a text that the first start has split."""
+    directory = split_directory(Path())
+    return isinstance(path, str) and Path(path).parent.parts[-2:] == directory.parts
 
 
 def _without_evaluation(defaults: RunDefaults, given: Mapping[str, Any], why: str) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import filecmp
 import hashlib
 import os
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
+from services.common.files.directory_lock import sole_owner
 from xtoken_core.atomic import atomic_write
 from xtoken_core.errors import OutputError
 
@@ -18,15 +21,16 @@ MOST_HELD_OUT = 4 << 20
 TRAIN, HELD_OUT, ORIGIN = "train", "held-out", "origin"
 
 
-def split_text(paths: Sequence[Path], directory: Path, *, writes: bool) -> tuple[Path, Path, str] | None:
+def split_text(paths: Sequence[Path], output: Path, *, writes: bool) -> tuple[Path, Path, str] | None:
     """Split files of lines into text to train on and text that is held back.
 
     A record is held back by a hash of its line, so that the choice does not depend on its position, and equal records
-    are on one side. The files are written once; a later call with the same text finds them.
+    are on one side. The files are written once; a later call with the same text finds them, or makes them again where
+    the run's cache has been left out of a copy.
 
     Args:
         paths: The text.
-        directory: Where the two files are written.
+        output: Output directory of the run, in whose cache the two files are written.
         writes: False: only name the files.
 
     Returns:
@@ -35,26 +39,38 @@ def split_text(paths: Sequence[Path], directory: Path, *, writes: bool) -> tuple
 
     Raises:
         OutputError: The files cannot be written.
+        OccupiedError: They are of another text, and a run that reads them is active.
     """
     suffixes = {path.suffix.lower() for path in paths}
     if len(suffixes) != 1 or not suffixes <= set(LINES) or not all(path.is_file() for path in paths):
         return None
-    suffix = suffixes.pop()
+    suffix, directory = suffixes.pop(), split_directory(output)
     train, held_out = directory / (TRAIN + suffix), directory / (HELD_OUT + suffix)
     note = f"{PERCENT}% of the records, chosen by a hash of their text, in {held_out}"
-    if not writes:
-        return train, held_out, note
-    origin = "\n".join(f"{path.resolve()} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in paths) + "\n"
-    marker = directory / ORIGIN
-    if not (marker.is_file() and marker.read_text(encoding="utf-8") == origin):
+    if writes and not is_split(paths, output):
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            if not _write(paths, train, held_out):
+            if not _write(paths, (train, held_out), output):
                 return None
-            atomic_write(marker, origin)
+            atomic_write(directory / ORIGIN, _origin(paths))
         except OSError as error:
             raise OutputError(f"cannot write the held-out text below {directory}: {error.strerror}") from error
     return train, held_out, note
+
+
+def split_directory(output: Path) -> Path:
+    """Return the directory of both parts of a run's text."""
+    return output / "cache" / "split"
+
+
+def is_split(paths: Sequence[Path], output: Path) -> bool:
+    """Return True if both parts of a text are there already, by the paths, sizes and times of its files."""
+    directory = split_directory(output)
+    try:
+        parts = {path.stem for path in directory.iterdir()}
+        return {TRAIN, HELD_OUT} <= parts and (directory / ORIGIN).read_text(encoding="utf-8") == _origin(paths)
+    except (OSError, ValueError):
+        return False
 
 
 def is_held_out(line: bytes) -> bool:
@@ -62,11 +78,37 @@ def is_held_out(line: bytes) -> bool:
     return int.from_bytes(hashlib.sha256(line.strip()).digest()[:8], "big") % 100 < PERCENT
 
 
-def _write(paths: Sequence[Path], train: Path, held_out: Path) -> bool:
-    """Write both files; False if one would be empty."""
+def _origin(paths: Sequence[Path]) -> str:
+    states = ((path.resolve(), path.stat()) for path in paths)
+    return "".join(f"{path} {state.st_size} {state.st_mtime_ns}\n" for path, state in states)
+
+
+def _write(paths: Sequence[Path], targets: tuple[Path, Path], output: Path) -> bool:
+    """Write both files, unless they are there with the same content; False if one would be empty."""
+    temporary = [path.with_name(f".{path.name}.{os.getpid()}") for path in targets]
+    try:
+        if not _divide(paths, *temporary):
+            return False
+        present = [path.is_file() for path in targets]
+        if all(present) and all(map(_are_equal, temporary, targets)):
+            return True
+        with sole_owner(output) if any(present) else nullcontext():
+            for written, path in zip(temporary, targets, strict=True):
+                written.replace(path)
+        return True
+    finally:
+        for path in temporary:
+            path.unlink(missing_ok=True)
+
+
+def _are_equal(path: Path, other: Path) -> bool:
+    return filecmp.cmp(path, other, shallow=False)
+
+
+def _divide(paths: Sequence[Path], train: Path, held_out: Path) -> bool:
+    """Write the lines of a text to two files; False if one of them is empty."""
     size = kept = 0
-    temporary = [path.with_name(f".{path.name}.{os.getpid()}") for path in (train, held_out)]
-    with temporary[0].open("wb") as to_train, temporary[1].open("wb") as to_evaluate:
+    with train.open("wb") as to_train, held_out.open("wb") as to_evaluate:
         for path in paths:
             with path.open("rb") as source:
                 for line in source:
@@ -78,9 +120,4 @@ def _write(paths: Sequence[Path], train: Path, held_out: Path) -> bool:
         for file in (to_train, to_evaluate):
             file.flush()
             os.fsync(file.fileno())
-    for written, path in zip(temporary, (train, held_out), strict=True):
-        if size and kept:
-            written.replace(path)
-        else:
-            written.unlink()
     return bool(size and kept)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,12 @@ import torch
 from safetensors.torch import save_file
 
 from services.cli.starter import find_inputs, starter_text
+from services.common.files.directory_lock import OccupiedError, sole_owner
 from services.common.run.defaults import load_run
 from services.common.run.machine import Machine
 from services.common.text.held_out import is_held_out
 from services.supervisor.run_record import SPEC, write_json
+from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import ConfigError, InputError
 
 CPU, GPU_24 = Machine(cores=2), Machine(cores=16, gpu_bytes=24 << 30)
@@ -70,6 +73,61 @@ def test_a_resume_reads_the_first_starts_defaults(workspace: Path) -> None:
     first.output.mkdir(parents=True, exist_ok=True)
     write_json(first.output / SPEC, first.model_dump(mode="json"))
     assert load_run(workspace / "short.toml", machine=GPU_24)[0] == first
+
+
+def started(workspace: Path, **settings: Any) -> RunSpec:
+    """Return the specification of a first start, whose output has its settings."""
+    spec, _ = load_run(workspace / "short.toml", [f"{name}={value}" for name, value in settings.items()], machine=CPU)
+    spec.output.mkdir(parents=True, exist_ok=True)
+    write_json(spec.output / SPEC, spec.model_dump(mode="json"))
+    return spec
+
+
+def test_a_resume_splits_the_text_that_the_run_file_names_now(workspace: Path) -> None:
+    first = started(workspace)
+    before = first.data.paths[0].read_bytes()
+    other = (workspace / "text.jsonl").read_text().replace("document", "other text")
+    (workspace / "other.jsonl").write_text(other)
+    spec, _ = load_run(workspace / "short.toml", ["data.path=other.jsonl"], machine=CPU)
+    assert b"other text" in spec.data.paths[0].read_bytes() and b"document" not in spec.data.paths[0].read_bytes()
+    missing, _ = load_run(workspace / "short.toml", ["data.path=no.jsonl"], machine=CPU)
+    assert missing.data.paths == (workspace / "no.jsonl",) and missing.eval is None
+    assert load_run(workspace / "short.toml", machine=CPU)[0] == first and first.data.paths[0].read_bytes() == before
+
+
+def test_a_moved_run_is_resumed_without_its_cache(workspace: Path) -> None:
+    first = started(workspace, **{"eval.patience": 3})
+    before = first.data.paths[0].read_bytes()
+    moved = workspace / "moved"
+    moved.mkdir()
+    for name in ("small", "large", "text.jsonl", "short.toml", "runs"):
+        (workspace / name).rename(moved / name)
+    shutil.rmtree(moved / "runs" / "short" / "cache")
+    spec, _ = load_run(moved / "short.toml", ["eval.patience=3"], machine=CPU)
+    assert spec.data.paths[0].is_relative_to(moved) and spec.data.paths[0].read_bytes() == before
+    assert spec.eval is not None and spec.eval.paths[0].is_relative_to(moved) and spec.eval.paths[0].is_file()
+
+
+def test_a_touched_text_is_the_same_and_another_does_not_replace_that_of_an_active_run(workspace: Path) -> None:
+    first = started(workspace)
+    train = first.data.paths[0]
+    state = train.stat()
+    (workspace / "text.jsonl").touch()
+    with sole_owner(first.output):
+        assert load_run(workspace / "short.toml", machine=CPU)[0] == first
+        assert (train.stat().st_ino, train.stat().st_mtime_ns) == (state.st_ino, state.st_mtime_ns)
+        (workspace / "text.jsonl").write_text((workspace / "text.jsonl").read_text() * 2)
+        with pytest.raises(OccupiedError, match="another run is writing to"):
+            load_run(workspace / "short.toml", machine=CPU)
+    assert train.stat().st_ino == state.st_ino and not list(train.parent.glob(".*"))
+
+
+def test_a_resume_takes_the_evaluation_of_the_first_start_and_the_text_of_the_run_file(workspace: Path) -> None:
+    (workspace / "other.jsonl").write_text((workspace / "text.jsonl").read_text())
+    first = started(workspace, **{"eval.path": "other.jsonl"})
+    spec, notes = load_run(workspace / "short.toml", ["data.path=other.jsonl"], machine=CPU)
+    assert spec.eval == first.eval and "eval: as at the first start" in notes
+    assert spec.data.paths == (workspace / "other.jsonl",)
 
 
 def test_settings_of_the_command_line(workspace: Path) -> None:
