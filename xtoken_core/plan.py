@@ -248,7 +248,7 @@ def _even_cut(rows: Sequence[RowLengths], budget: int, most: int) -> list[MicroB
 
 
 def _deal(batches: list[MicroBatch], ranks: int, rounds: int, sides: int) -> tuple[tuple[MicroBatch, ...], ...]:
-    """Deal one micro-batch to every rank in each round, the costliest to the rank with the least load.
+    """Assign one micro-batch to every rank in each round, the costliest to the rank with the least load.
 
     So the loads of two ranks never differ by more than the costliest micro-batch.
     """

@@ -185,7 +185,7 @@ def run_fields(
 
 
 def axis_of(teachers: int) -> dict[str, tuple[Axis, int | None]]:
-    """Return for every column of such a run what it has one value for, and the teacher it belongs to."""
+    """Return for every column of such a run the axis of its values, and the teacher it belongs to."""
     own = (*STUDENT_FIELDS, CE_TOKENS, TRUNCATED, *ROLLOUT_FIELDS, SAMPLED_LOG_PROBS)
     per_teacher = (*TEACHER_FIELDS, *ALIGNMENT_FIELDS, KD_CHUNKS)
     axes: dict[str, tuple[Axis, int | None]] = {field.name: (field.axis, None) for field in own}

@@ -190,7 +190,7 @@ class StoredTeachers:
         return Side(store, field, head)
 
     def _submit(self) -> None:
-        """Hand micro-batches to the threads, up to the limit of those that are held."""
+        """Submit micro-batches to the threads, up to the limit of those in memory."""
         assert self._pool is not None
         if len(self._wanted) + len(self._reading) < AHEAD:
             self._peek()

@@ -291,7 +291,7 @@ def _of_parts(parts: Sequence[str], images: Sequence[str]) -> Trace:
 
 
 def _replaced(text: str, pattern: dict[str, str], content: str) -> tuple[list[str], list[str]]:
-    """Split a text into matches and what is between them, and give the replacement of each."""
+    """Split a text into matches and the parts between them; return them and the replacement of each."""
     from tokenizers import Regex, pre_tokenizers
 
     if "String" in pattern:

@@ -168,7 +168,7 @@ class Pipeline:
     def _locate_run(
         self, ids: np.ndarray, normalized: NormalizedText, *, last: bool, cut: bool
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, int] | None:
-        """Place tokens between two added ones: begins, ends, which spell what is there, and how far that is known."""
+        """Locate tokens between two added ones: begins, ends, which spell the text there, and how far that is known."""
         text = self._table.kinds[ids] == TEXT
         plain = (text | (self._table.kinds[ids] == SPECIAL)).all()
         spelled = self._table.spell(ids)

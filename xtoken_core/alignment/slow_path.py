@@ -122,7 +122,7 @@ def _source_cuts(x: Walk, y: Walk, student_located: LocatedTokens, teacher_locat
 
 
 def _by_spelling(student: RowSide, teacher: RowSide) -> RowChunks:
-    """Compare what both sides spell: as it is, normalised by both tokenizers, and at last by stretches in common."""
+    """Compare both sides' spellings: unchanged, normalised by both tokenizers, and at last by common intervals."""
     pipelines = student.pipeline, teacher.pipeline
     edits = any(pipeline.edits for pipeline in pipelines)
     ways = [(x, y) for x in _spellings(student, 256) for y in _spellings(teacher, 257)]
@@ -152,7 +152,7 @@ def _by_spelling(student: RowSide, teacher: RowSide) -> RowChunks:
 
 
 def _is_unedited(walk: Walk, *sides: RowSide) -> bool:
-    """Return True if no tokenizer would edit what it has spelled: then it has made no other text equal to it."""
+    """Return True if no tokenizer would edit the spelled text; then none can have produced it from another text."""
     text = walk.stream.astype(np.uint8).tobytes().decode("utf-8", "ignore")
     return all(side.pipeline.is_unchanged(text) for side in sides)
 

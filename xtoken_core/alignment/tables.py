@@ -278,7 +278,7 @@ def _roles(tokenizer: Any, specials: Mapping[int, str]) -> dict[int, str]:
 
 
 def _with_habits(table: TokenTable, tokenizer: Any) -> TokenTable:
-    """Fill in what the tokenizer does to a text, seen from what it makes of a few."""
+    """Detect how the tokenizer changes a text, from a few probe texts, and add it to the table."""
 
     def spelled(text: str) -> bytes | None:
         ids = encode_plain(tokenizer, text)

@@ -148,7 +148,7 @@ class ChainTables(TensorFields):
 
     @classmethod
     def of(cls, built: BuiltTables) -> ChainTables:
-        """Turn what was built into tensors."""
+        """Convert the built arrays to tensors."""
         sides = [
             _side(part, roots)
             for part, roots in ((built.student, built.roots.student), (built.teacher, built.roots.teacher))

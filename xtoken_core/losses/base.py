@@ -137,7 +137,7 @@ class Loss(ABC):
         columns: Int[Tensor, " K"] | None,
         options: EvalOptions,
     ) -> Divergence:
-        """Compute the same from a teacher's largest logits; a loss that can has a method of its own.
+        """Compute `evaluate` from a teacher's largest logits; losses that support it override this.
 
         Args:
             pairing: As for `evaluate`.

@@ -178,7 +178,7 @@ def _overrides(text: str) -> dict[str, str]:
 
 @cache
 def load_backend(backend: OpBackend) -> Op:
-    """Return the one instance of a backend.
+    """Return the only instance of a backend.
 
     Raises:
         ImportError: What it stands on is not installed.

@@ -122,10 +122,10 @@ def memory_uses(run: ResolvedRun, gpu: int, gpus: int, *, rings: bool, evaluates
             if rings and 0 in parts:
                 shape = ring_shape(run, number)
                 yield MemoryUse(f"its signal's {shape.slots} slots", shape.memory_bytes)
-    yield from _rollout_needs(spec, gpu, gpus)
+    yield from _rollout_uses(spec, gpu, gpus)
 
 
-def _rollout_needs(spec: RunSpec, gpu: int, gpus: int) -> Iterator[MemoryUse]:
+def _rollout_uses(spec: RunSpec, gpu: int, gpus: int) -> Iterator[MemoryUse]:
     """Yield the weights that rank 0 publishes and those that rollout workers generate with; caches come on top."""
     if spec.rollout is None or spec.rollout.url:
         return
@@ -149,7 +149,7 @@ def custom_loss_memory(run: ResolvedRun, losses: Sequence[Loss], student_vocab_s
     positions = run.spec.train.micro_batch_tokens
     if run.spec.student.blockwise_head:
         positions = min(positions, BLOCK_ROWS)
-    needs = []
+    uses = []
     for loss in losses:
         if run.spec.loss.mode_of(loss.index) != "custom":
             continue
@@ -160,8 +160,8 @@ def custom_loss_memory(run: ResolvedRun, losses: Sequence[Loss], student_vocab_s
                 type(loss).__name__,
             )
         else:
-            needs.append(MemoryUse(f"{type(loss).__name__} on {positions} positions", each * positions))
-    return sorted(needs, key=lambda need: -need.nbytes)[:1]
+            uses.append(MemoryUse(f"{type(loss).__name__} on {positions} positions", each * positions))
+    return sorted(uses, key=lambda use: -use.nbytes)[:1]
 
 
 def check_room(run: ResolvedRun, device: torch.device, further: Sequence[MemoryUse] = ()) -> None:
@@ -210,12 +210,12 @@ def memory_shortage(
     )
 
 
-def exceeds_memory(needs: list[MemoryUse], total: int, where: str, remedies: str = REMEDIES) -> str:
-    """Return why these needs exceed `total` bytes; empty if they do not."""
-    needed = sum(need.nbytes for need in needs)
+def exceeds_memory(uses: list[MemoryUse], total: int, where: str, remedies: str = REMEDIES) -> str:
+    """Return a message if the parts exceed `total` bytes together; empty if they do not."""
+    needed = sum(use.nbytes for use in uses)
     if needed <= total:
         return ""
-    parts = ", ".join(f"{need.what} {need.nbytes / GIB:.2f}" for need in needs)
+    parts = ", ".join(f"{use.what} {use.nbytes / GIB:.2f}" for use in uses)
     return (
         f"{where} has {total / GIB:.2f} GiB, the run keeps {needed / GIB:.2f} there before any activation ({parts}): "
         f"{remedies}"

@@ -115,7 +115,7 @@ class AnyRunSpec(RootModel[dict[str, Any]]):
 
     @classmethod
     def __get_pydantic_json_schema__(cls, _: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        """Describe both."""
+        """Return the schema of whole and short specifications."""
         short = {
             "title": "ShortRunSpec",
             "description": "A `RunSpec` without `output` or a model's `context_length`.",

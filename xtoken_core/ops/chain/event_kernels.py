@@ -10,7 +10,7 @@ import triton.language as tl  # type: ignore[import-untyped]
 
 @triton.jit(do_not_specialize=["R", "T", "P"], do_not_specialize_on_alignment=["chunk_ptr"])
 def chain_bounds_kernel(chunk_ptr, first_ptr, last_ptr, R, T, P, BLOCK: tl.constexpr):
-    """Store the first and the last position of every chunk of one side; what no chunk has stays as it is."""
+    """Store the first and the last position of every chunk of one side; entries without a chunk are left unchanged."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     chunk = tl.load(chunk_ptr + row, mask=row < R, other=-1)
     before = tl.load(chunk_ptr + row - 1, mask=(row < R) & (row % T > 0), other=-1)

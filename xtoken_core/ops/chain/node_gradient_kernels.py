@@ -86,7 +86,7 @@ def store_list(
     scale, stored_ptr, TARGETS: tl.constexpr, UNSCALED: tl.constexpr, ALIGNED: tl.constexpr, IN_PLACE: tl.constexpr,
     SLOTS: tl.constexpr
 ):  # fmt: skip
-    """Store the gradient of a list of a row's tokens: what is the same for the row, and what was added up.
+    """Store the gradient of a list of a row's tokens, from the row's common values and the accumulated sums.
 
     In place, a token that is stored already stays as it is, and the others are marked.
     """

@@ -204,7 +204,7 @@ def find_terms(
     options: ChainOptions,
     generated: Generated | None = None,
 ) -> Sequence[tuple[Starts | Inner, Term]]:
-    """List what is to be compared: the starts, then the nodes inside the student's and inside the teacher's tokens."""
+    """List the terms to compare: the starts, then the nodes inside the student's and inside the teacher's tokens."""
     flags = {"end_terms": options.end_terms, "bare_space": options.bare_space}
     every = find_events(sides, max_chunks, (tables.student, tables.teacher), **flags)
     starts, inside_student, inside_teacher = (events.without_padding() for events in every)

@@ -172,7 +172,7 @@ def store_listed_tokens(
     ratio_ptr, V, V_own, scale, K, CROSS_ENTROPY: tl.constexpr, UNSCALED: tl.constexpr, STEPS: tl.constexpr,
     SLOTS: tl.constexpr
 ):  # fmt: skip
-    """Store the gradient of a list of a row's tokens: what is the same for the row, and what was added up."""
+    """Store the gradient of a list of a row's tokens, from the row's common values and the accumulated sums."""
     compared = tl.where(event >= 0, last, first)
     for begin in range(first, last, SLOTS):
         at = begin + tl.arange(0, SLOTS)
