@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 import logging
 import secrets
-import shutil
 from contextlib import nullcontext
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
+from services.common.files.directory_lock import OccupiedError
 from services.common.run.custom_loss import check_custom_loss, check_importable
 from services.common.run.resume import CHECKPOINTS, newest_checkpoint
 from services.supervisor.interrupts import POLL_S, Interrupts
@@ -18,7 +17,8 @@ from services.supervisor.json_files import first_line, last_line, read_json
 from services.supervisor.launch_check import check_launch
 from services.supervisor.launchers.forks import ForkServer, fork_server_of_run
 from services.supervisor.progress import STOPPING, STOPPING_NOW, FailsafeView, ProgressView, open_view
-from services.supervisor.run_record import SPEC, SUMMARY, RunResult, RunState
+from services.supervisor.run_directory import OutputBefore
+from services.supervisor.run_record import SUMMARY, RunResult, RunState
 from services.supervisor.supervised_run import LauncherFactory, SupervisedRun, launcher_factory
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.config.spec import RunSpec
@@ -60,14 +60,14 @@ def run_locally(
     Raises:
         XtokenError: The run's files or settings were refused before any process was started.
     """
+    before = OutputBefore.of(spec.output)
     try:
         check_launch(spec)
         check_custom_loss(spec.loss, loss)
         if loss is not None:
             check_importable(loss)
     except XtokenError:
-        if is_unused(spec.output):
-            shutil.rmtree(spec.output, ignore_errors=True)
+        before.discard()
         raise
     return run_to_end((kind or LocalRun)(spec, launchers, loss, forks), show=show, as_json=as_json, view=view)
 
@@ -88,7 +88,8 @@ def run_to_end(
     result = run.result
     assert result is not None, "a local run is never left"
     if run.refusal is not None:
-        run.discard_if_new()
+        if not isinstance(run.refusal, OccupiedError):
+            run.before.discard()
         raise run.refusal
     if result.state == RunState.STOPPED:  # what the stop has lost is in the view's last line
         return dataclasses.replace(result, error="", exit_code=interrupts.status or result.exit_code)
@@ -119,7 +120,7 @@ class LocalRun(SupervisedRun):
         if forks is not None and self._forks is None:
             forks.close()
         self._began = _now()
-        self._is_new = is_unused(self.spec.output)
+        self.before = OutputBefore.of(self.spec.output)
         self._spec_document = spec.model_dump(mode="json")
 
     def close(self) -> None:
@@ -132,11 +133,6 @@ class LocalRun(SupervisedRun):
         if self._wants_forks and self._forks is None:
             self._forks = fork_server_of_run(self.spec)
         return super()._resolve()
-
-    def discard_if_new(self) -> None:
-        """Remove the output directory of a refused run, unless it was there before."""
-        if self._is_new and not (self.spec.output / SPEC).exists():
-            shutil.rmtree(self.spec.output, ignore_errors=True)
 
     def document(self) -> dict[str, Any]:
         """Return the status with the fields of the control plane's `GET /v1/runs/{id}`."""
@@ -156,14 +152,6 @@ class LocalRun(SupervisedRun):
             "summary": read_json(output / SUMMARY) if completed else None,
             "spec": self._spec_document,
         }
-
-
-def is_unused(output: Path) -> bool:
-    """Return True for a directory that does not exist, or has only what can be made again."""
-    try:
-        return {path.name for path in output.iterdir()} <= {"cache"}
-    except OSError:
-        return not output.exists()
 
 
 def follow(run: LocalRun, view: ProgressView, interrupts: Interrupts) -> None:

@@ -6,17 +6,19 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from services.common.files.directory_lock import OccupiedError, sole_owner
+from services.common.text.held_out import made_for_split
 from services.supervisor.os_process import Identity
-from services.supervisor.run_record import read_record
+from services.supervisor.run_record import SPEC, read_record
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.data_plane.address import IPC_PATH_BYTES, Address, create_token
 from xtoken_core.data_plane.keys import CLIENTS, create_client_keys, create_queue_keys
+from xtoken_core.errors import XtokenError
 
 SOCKET = "queue"
 KEYS = "keys"
@@ -106,6 +108,42 @@ def sole_writer(output: Path, run_id: str) -> Iterator[None]:
     with sole_owner(output):
         _check_left_processes(output, run_id)
         yield
+
+
+@dataclass(frozen=True)
+class OutputBefore:
+    """State of a run's output directory before its start: what a refused start has put there is removed again.
+
+    Attributes:
+        path: The directory.
+        is_unused: It did not exist, or had only what can be made again.
+        stays: It was there before; a refused start only empties it.
+    """
+
+    path: Path
+    is_unused: bool
+    stays: bool
+
+    @classmethod
+    def of(cls, output: Path) -> OutputBefore:
+        """Return the state of a directory."""
+        try:
+            names = {path.name for path in output.iterdir()}
+        except OSError:
+            return cls(output, not output.exists(), stays=False)
+        return cls(output, names <= {"cache"}, stays=not made_for_split(output))
+
+    def discard(self) -> None:
+        """Remove what a refused start has made, unless a run has begun there, or another one writes there."""
+        if not self.is_unused:
+            return
+        with suppress(XtokenError, OSError), sole_owner(self.path):
+            if (self.path / SPEC).exists():
+                return
+            for path in self.path.iterdir():
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+            if not self.stays:
+                self.path.rmdir()
 
 
 def _check_left_processes(output: Path, run_id: str) -> None:

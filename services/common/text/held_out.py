@@ -19,6 +19,8 @@ PERCENT = 2
 MOST_HELD_OUT = 4 << 20
 """Bytes that are held back at most."""
 TRAIN, HELD_OUT, ORIGIN = "train", "held-out", "origin"
+MADE_OUTPUT = "made-output"
+"""File that stands for: the output directory was made for the split text, not by the user."""
 
 
 def split_text(paths: Sequence[Path], output: Path, *, writes: bool) -> tuple[Path, Path, str] | None:
@@ -48,8 +50,11 @@ def split_text(paths: Sequence[Path], output: Path, *, writes: bool) -> tuple[Pa
     train, held_out = directory / (TRAIN + suffix), directory / (HELD_OUT + suffix)
     note = f"{PERCENT}% of the records, chosen by a hash of their text, in {held_out}"
     if writes and not is_split(paths, output):
+        is_new = not output.exists()
         try:
             directory.mkdir(parents=True, exist_ok=True)
+            if is_new:
+                (directory / MADE_OUTPUT).touch()
             if not _write(paths, (train, held_out), output):
                 return None
             atomic_write(directory / ORIGIN, _origin(paths))
@@ -61,6 +66,11 @@ def split_text(paths: Sequence[Path], output: Path, *, writes: bool) -> tuple[Pa
 def split_directory(output: Path) -> Path:
     """Return the directory of both parts of a run's text."""
     return output / "cache" / "split"
+
+
+def made_for_split(output: Path) -> bool:
+    """Return True if a run's output directory was made for its split text."""
+    return (split_directory(output) / MADE_OUTPUT).exists()
 
 
 def is_split(paths: Sequence[Path], output: Path) -> bool:

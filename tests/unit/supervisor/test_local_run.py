@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import tempfile
@@ -13,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from services.common.files.directory_lock import sole_owner
+from services.common.text.held_out import split_text
 from services.supervisor import local_run, supervised_run
 from services.supervisor.local_run import run_locally
 from services.supervisor.progress import ProgressView
@@ -20,7 +23,7 @@ from services.supervisor.run_record import RunState
 from tests.unit.supervisor.scripted_run import resolved_run, use_scripted_workers
 from tests.unit.supervisor.test_progress import Broken
 from xtoken_core.config.spec import RunSpec
-from xtoken_core.errors import ConfigError
+from xtoken_core.errors import ConfigError, XtokenError
 
 Scripted = Callable[..., RunSpec]
 
@@ -99,6 +102,43 @@ def test_refused_start_keeps_an_earlier_record(
         assert not spec.output.exists(), "a failed check leaves no directory"
     else:
         assert record(spec) == earlier
+
+
+@pytest.mark.parametrize("refusal", ["another run is writing to", "no such setting"])
+def test_refused_start_keeps_the_cache_of_an_active_run(
+    scripted_spec: Scripted, monkeypatch: pytest.MonkeyPatch, refusal: str
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise ConfigError("no such setting")
+
+    spec = scripted_spec(2)
+    (spec.output / "cache" / "split").mkdir(parents=True)
+    if refusal == "no such setting":
+        monkeypatch.setattr(local_run, "check_launch", refuse)
+    with sole_owner(spec.output), pytest.raises(XtokenError, match=refusal):
+        run_locally(spec, show=False)
+    assert (spec.output / "cache" / "split").is_dir()
+
+
+def test_refused_start_empties_a_directory_that_was_there_before(
+    scripted_spec: Scripted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise ConfigError("no such setting")
+
+    spec, text = scripted_spec(2), tmp_path / "text.jsonl"
+    text.write_text("".join(f'{{"text": "document {number}"}}\n' for number in range(200)))
+    monkeypatch.setattr(supervised_run, "resolve", refuse)
+    for splits, existed in itertools.product((False, True), repeat=2):
+        if existed:
+            spec.output.mkdir()
+        if splits:
+            assert split_text([text], spec.output, writes=True) is not None
+        with pytest.raises(ConfigError, match="no such setting"):
+            run_locally(spec, show=False)
+        assert spec.output.exists() == existed and not list(spec.output.glob("*"))
+        if existed:
+            spec.output.rmdir()
 
 
 def test_status_has_the_fields_of_the_control_plane(
