@@ -134,7 +134,7 @@ class TextTokenizer:
         return text, spans
 
     def _locate(self, content: str, messages: Sequence[Mapping[str, Any]], number: int, text: str, at: int) -> int:
-        """Return where a message's content begins in the whole text; -1 if it is not shown or cannot be told apart.
+        """Return where a message's content begins in the whole text; -1 if it is not shown or is ambiguous.
 
         Args:
             content: The content without whitespace around it.
