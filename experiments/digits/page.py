@@ -78,6 +78,8 @@ def page(full: Summary) -> str:
         real=overview.table(real),
         worse=overview.worse(real),
         fitted=overview.fitted_rates(real),
+        outdated=overview.outdated(real),
+        other_rates=overview.other_rates(real),
         lacking=lacking(full, reduced),
         papers=papers(full),
         past=overview.past_the_best(real),

@@ -51,6 +51,8 @@ def page(result: dict[str, Any]) -> str:
         conditions=conditions,
         compared=compared,
         overview=overview.table(result),
+        outdated=overview.outdated(result),
+        other_rates=overview.other_rates(result),
         fitted=overview.fitted_rates(result),
         past=overview.past_the_best(result),
         passed=[(overview.name_of(result["conditions"][entry["name"]]), *_gains(entry["chosen"])) for entry in passed],
@@ -81,7 +83,7 @@ def _speed() -> dict[str, Any]:
 
 def _entry(result: dict[str, Any], name: str, found: list[summary.Outcome]) -> dict[str, Any]:
     """Return what the template shows of a condition."""
-    titles = {method: each.title for method, each in methods.METHODS.items()}
+    titles = summary.titles(result, name)
     condition, best = result["conditions"][name], summary.chosen(found, methods.SEEDS[0])
     chosen = [row for row in summary.table(result, name) if best.get((name, row.method)) == row.weight]
     return {

@@ -8,13 +8,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from experiments.real.methods import METHODS, MICRO_BATCH_TOKENS
+from experiments.real.methods import METHODS, MICRO_BATCH_TOKENS, OUTDATED
 
 VALIDATION = "bits_per_byte"
 BASELINE, CHAIN, DEFAULT = "ce", "chain", "chain_fading"
 """Cross-entropy alone, chain with one weight to the end, and the product's default: chain that fades."""
 FIRST_SEED = 0
 TASK = "task_accuracy_"
+MARK = " †"
+"""Behind the name of a method with rows that are to run again."""
 _GROUP = ("condition", "method", "weight", "seed")
 
 
@@ -150,6 +152,17 @@ def partial_sweeps(result: Mapping[str, Any], condition: str) -> list[PartialSwe
             below = {name: None if value is None else value - test for name, value in others.items()}
             found.append(PartialSweep(*key, rates, test, below))
     return sorted(found, key=lambda row: row.test)
+
+
+def titles(result: Mapping[str, Any], condition: str = "") -> dict[str, str]:
+    """Return each method's name in tables, marked with a dagger where rows are outdated.
+
+    Args:
+        result: Content of the result file.
+        condition: The condition whose rows count; empty: all do.
+    """
+    marked = {run["method"] for run in result["runs"] if run.get(OUTDATED) and condition in ("", run["condition"])}
+    return {name: f"{method.title}{MARK * (name in marked)}" for name, method in METHODS.items()}
 
 
 def untrained(found: Sequence[Outcome], condition: str) -> list[str]:

@@ -170,8 +170,8 @@ def test_a_method_that_has_not_run_is_named_below_the_table() -> None:
     result["runs"] = [run for run in result["runs"] if run["method"] != "gold"]
     outcome = page.page(Summary(result)).partition("### Outcome")[2].partition("## The teacher's mass")[0]
     assert "| gold | 3 |" not in outcome and "| H-KL | 3 |" in outcome
-    assert "Not run at this size, but at the [reduced one](#the-reduced-version): gold; " in outcome
-    assert page.lacking(Summary(result), Summary({})).startswith("Not run at all: gold; ")
+    assert "Not run at this size, but at the [reduced one](#the-reduced-version): gold." in outcome
+    assert page.lacking(Summary(result), Summary({})).startswith("Not run at all: gold.")
     assert page.lacking(Summary({}), Summary({})) == ""
 
 

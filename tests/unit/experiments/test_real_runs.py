@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from experiments import jobs
-from experiments.real import controls, overview, page, predictions, results, stages, summary, tasks
-from experiments.real.methods import CONDITIONS, CONTINUED, GEMMA3, METHODS, RATES, SMOLLM2, Cell, cells, job
+from experiments.real import controls, overview, page, predictions, remaining, results, stages, summary, tasks
+from experiments.real.methods import CONDITIONS, CONTINUED, GEMMA3, METHODS, OUTDATED, RATES, SMOLLM2, Cell, cells, job
 from experiments.real.models import MissingSourceError
 from experiments.real.page import RESULT
 from services.demo.vocabularies import train_student_tokenizer, train_teacher_tokenizer
@@ -235,6 +235,47 @@ def test_the_page_says_what_a_fitting_rate_leaves_of_a_gain() -> None:
     assert text in page.page(known)
     usual = [run for run in known["runs"] if run["condition"] != overview.SWEPT[1]]
     assert overview.fitted_rates(known | {"runs": usual}) == ""
+
+
+def test_outdated_runs_are_marked_and_run_again(tmp_path: Path) -> None:
+    runs = [
+        {**vars(Cell("de-500k", method, "even", rate, 0)), "curve": curve((0, 1.5, 1.5)), "metrics": {}}
+        for method in ("gold", "uld")
+        for rate in RATES
+    ]
+    runs[1] |= {OUTDATED: True}
+    known = {"machine": {}, "conditions": {}, "teachers": {}, "runs": runs, "not_run": []}
+    names = summary.titles(known)
+    assert (names["gold"], names["uld"]) == ("gold †", "ULD") and summary.titles(known, "fr-500k")["gold"] == "gold"
+    assert "**To run again: gold.**" in overview.outdated(known)
+    results.write_result(file := tmp_path / "real.json", known)
+    (tmp_path / "models").mkdir()
+    again = [cell for cell in remaining.remaining(tmp_path, file) if cell.weight == "even"]
+    assert again == [Cell("de-500k", "gold", "even", RATES[1], 0)]
+    renewed = {**runs[1], OUTDATED: False}
+    assert overview.outdated(results.merged(known, {**known, "runs": [renewed]})) == ""
+
+
+def test_the_default_and_cross_entropy_are_compared_at_the_best_of_all_rates() -> None:
+    bits = {("ce", 2e-4): 1.5, ("ce", 1e-4): 1.4, ("ce", 4e-4): 1.6}
+    bits |= {("chain_fading", 2e-4): 1.3, ("chain_fading", 1e-4): 1.35, ("chain_fading", 4e-4): 1.25}
+    runs = [
+        {
+            **vars(Cell("de-100k" if rate == 2e-4 else "de-100k-rates", method, METHODS[method].first_weight, rate, 0)),
+            "curve": curve((9, value, value + 0.1)),
+        }
+        for (method, rate), value in bits.items()
+    ]
+    names = ("de-100k", "de-100k-rates")
+    known = {
+        "conditions": {name: vars(CONDITIONS[name]) for name in names},
+        "teachers": {},
+        "runs": runs,
+        "not_run": [],
+    }
+    row = overview.other_rates(known).splitlines()[-1]
+    assert row == "| handbook-de, 0.1 MB | 0.0001 | 0.0004 | 1.500 | +0.200 | +0.150 |"
+    assert overview.other_rates(known | {"runs": [run for run in runs if run["condition"] == "de-100k"]}) == ""
 
 
 @pytest.mark.parametrize(
