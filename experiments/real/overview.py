@@ -126,8 +126,8 @@ def fitted_rates(result: Mapping[str, Any]) -> str:
     return (
         f"**On {text}, most of the gain came from a poor learning rate.** At {rate:g} cross-entropy reaches "
         f"{ce[0]:.3f}, at smaller rates {ce[1]:.3f}, and the default's gain shrinks from {gains[0]} to {gains[1]}. On "
-        f"handbook-de, 0.5 MB, where all losses have a sweep, {rate:g} is cross-entropy's best; gains on other texts may "
-        "shrink too."
+        f"handbook-de, 0.5 MB, where all losses have a sweep, {rate:g} is cross-entropy's best; gains on other texts "
+        "may shrink too."
     )
 
 

@@ -82,7 +82,7 @@ def _speed() -> dict[str, Any]:
 
 
 def _entry(result: dict[str, Any], name: str, found: list[summary.Outcome]) -> dict[str, Any]:
-    """Return what the template shows of a condition."""
+    """Return the template's values of a condition."""
     titles = summary.titles(result, name)
     condition, best = result["conditions"][name], summary.chosen(found, methods.SEEDS[0])
     chosen = [row for row in summary.table(result, name) if best.get((name, row.method)) == row.weight]

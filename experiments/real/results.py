@@ -139,7 +139,7 @@ def rates_of(condition: str, method: str, weight: str, rows: Sequence[Mapping[st
 
 
 def tried(some: Iterable[Cell], rows: Sequence[Mapping[str, Any]]) -> list[Cell]:
-    """Return those of some runs whose learning rate is tried with their weights.
+    """Select the runs whose learning rate is tried with their weights.
 
     Args:
         some: Runs.

@@ -86,7 +86,7 @@ def documents(page: Page) -> Iterator[str]:
 
 
 def is_in(language: str, paragraph: str) -> bool:
-    """Whether a paragraph has more function words of this language than of any other, and at least one in twelve."""
+    """Return True if this language has the most function words in a paragraph, at least one word in twelve."""
     counts = {name: len(each.function_words.findall(paragraph)) for name, each in LANGUAGES.items()}
     others = max(count for name, count in counts.items() if name != language)
     return counts[language] > others and counts[language] * 12 >= len(paragraph.split())

@@ -106,19 +106,6 @@ OLD_MODULES = {
 """Modules that have been renamed, by folder."""
 
 ALLOWED = {
-    **{
-        (file, VAGUE): "not yet rewritten"
-        for file in (
-            "experiments/real/page.py",
-            "experiments/real/results.py",
-            "experiments/real/texts.py",
-            "xtoken_core/data_plane/batch.py",
-            "xtoken_core/queue/partition.py",
-            "xtoken_core/queue/samples.py",
-            "xtoken_core/queue/store.py",
-            "xtoken_core/queue/tasks/samples.py",
-        )
-    },
     ("docs/evidence.md", r"\b(nobody|somebody|whoever|no one|everybody)\b"): "predictions are quoted as committed",
 }
 """Exceptions: a file (`*` for all) and a word or pattern that may stay in it, with the reason."""

@@ -41,7 +41,7 @@ class BatchedDataDict(dict[str, ValueT]):
         return BatchedDataDict({name: _select(value, rows) for name, value in self.items()})
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> BatchedDataDict[ValueT]:
-        """Return the same batch with its tensors on `device`."""
+        """Move all tensors to `device`; other values are kept."""
         return BatchedDataDict({name: _move(value, device, non_blocking) for name, value in self.items()})
 
 

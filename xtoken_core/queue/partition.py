@@ -152,7 +152,7 @@ class Partition(ABC):
         return
 
     def statistics(self) -> dict[str, Any]:
-        """Return what this kind of partition adds to the statistics."""
+        """Return the statistics specific to this kind of partition."""
         return {}
 
     def same_as(self, other: m.OpenPartition) -> bool:

@@ -212,7 +212,7 @@ class Samples:
         return nbytes + self.dead.nbytes if self.dead else nbytes
 
     def lacking(self, ids: Sequence[int], fields: Iterable[str]) -> list[int]:
-        """Return those of `ids` that are not held or lack one of `fields`."""
+        """Select the `ids` that are not held or lack one of `fields`."""
         held, needed = self.samples, frozenset(fields)
         # Samples of a batch share their set of fields: compare each distinct set once.
         if held.keys() >= set(ids) and all(map(needed.issubset, set(map(FIELDS_OF, map(held.__getitem__, ids))))):

@@ -224,7 +224,7 @@ def _runs(ids: Sequence[int], batches: Sequence[Batch]) -> list[Run]:
 
 
 def _rows(rows: list[int]) -> Sequence[int]:
-    """Return the same rows, as a range where they are adjacent."""
+    """Convert row numbers to a range where they are adjacent."""
     between = range(rows[0], rows[-1] + 1)
     return between if list(between) == rows else rows
 

@@ -85,7 +85,7 @@ class OrderedSamples(Samples):
             self._enqueue(sample, self._queues)
 
     def held_by(self, session: str, task: str, ids: Iterable[int]) -> set[int]:
-        """Return those of `ids` that the session has leased for the task."""
+        """Select the `ids` that the session has leased for the task."""
         lease_of = self._lease_of[task]
         held = {i: lease_of[i] for i in ids if i in lease_of}
         mine = {lease for lease in set(held.values()) if self.leases[lease].session == session}
