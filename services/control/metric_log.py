@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from services.common.run.best_evaluation import is_better
 from services.supervisor.json_files import MAX_LINE_BYTES, parse_line
 from xtoken_core.regular_files import open_below
 
@@ -35,6 +36,7 @@ class MetricLog:
 
     Attributes:
         first: The first line, without lists of sample ids; None if the file is empty.
+        best: The line with the fewest bits per byte after step 0 likewise, where lines are evaluations.
         recent: The last lines likewise.
     """
 
@@ -51,6 +53,7 @@ class MetricLog:
         self._columns: dict[str, array[float]] = {}
         self._whole: set[str] = set()
         self.first: dict[str, Any] | None = None
+        self.best: dict[str, Any] | None = None
         self.recent: deque[dict[str, Any]] = deque(maxlen=RECENT)
 
     @property
@@ -132,6 +135,7 @@ class MetricLog:
         if self._steps and line["step"] < self._steps[-1]:
             return
         self.first = self.first or line
+        self.best = line if is_better(line, self.best) else self.best
         self.recent.append(line)
         numbers = {k: v for k, v in line.items() if _is_number(v)}
         for name in numbers.keys() - self._columns.keys() - {"step"}:

@@ -47,9 +47,9 @@ class View:
         self.eval.refresh()
 
     def results(self) -> dict[str, Any]:
-        """Return the first and the last evaluation, named as in `status`; reads no other file."""
+        """Return the first, the last and the best evaluation, named as in `status`; reads no other file."""
         self.eval.refresh()
-        return {"evaluation": self.eval.last, "first_evaluation": self.eval.first}
+        return {"evaluation": self.eval.last, "first_evaluation": self.eval.first, "best_evaluation": self.eval.best}
 
     @property
     def same_tokenizer(self) -> tuple[bool, ...]:

@@ -1,20 +1,21 @@
-"""Comparison of a run with its baseline, by their last evaluations."""
+"""Comparison of a run with its baseline, by the evaluations of the weights that both export."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from services.common.run.baseline import baseline_output
+from services.common.run.best_evaluation import BITS, exported_evaluation, keeps_best
 from services.common.run.verdict import Verdict, describe, judge
-from services.supervisor.json_files import last_line
-
-BITS = "bits_per_byte"
+from services.supervisor.json_files import best_line, last_line, read_json
+from services.supervisor.run_record import SPEC, SUMMARY
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The held-out result of a run and of its baseline, both at their last evaluation.
+    """The held-out result of a run and of its baseline: of their last evaluations, or with `eval.keep_best` the best.
 
     Attributes:
         distilled: Bits per byte of the run.
@@ -46,12 +47,21 @@ class Comparison:
 
 def compare_with_baseline(output: Path) -> Comparison | None:
     """Return the comparison of the run in `output` with its baseline; None without an evaluation of both."""
-    rows = [last_line(directory / "eval.jsonl") for directory in (output, baseline_output(output))]
-    results = [(float(row[BITS]), int(row["step"])) for row in rows if row and row.get(BITS) is not None]
+    rows = [_exported(directory) for directory in (output, baseline_output(output))]
+    results = [(float(row[BITS]), int(row["step"])) for row in rows if row.get(BITS) is not None]
     if len(results) < len(rows):
         return None
     (distilled, distilled_step), (baseline, baseline_step) = results
     return Comparison(distilled, baseline, distilled_step, baseline_step)
+
+
+def _exported(output: Path) -> dict[str, Any]:
+    """Return the evaluation of the weights that the run in a directory exports; empty without one."""
+    file, status = output / "eval.jsonl", {"spec": read_json(output / SPEC)}
+    status["evaluation"] = last_line(file)
+    if keeps_best(status):
+        status |= {"best_evaluation": best_line(file), "summary": read_json(output / SUMMARY)}
+    return exported_evaluation(status)
 
 
 def comparison_line(output: Path) -> str:

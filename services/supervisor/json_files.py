@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from services.common.run.best_evaluation import is_better
 from xtoken_core.regular_files import MIB, open_below, parse_object, read_below
 
 TAIL_BYTES = 1 << 16
@@ -48,6 +49,23 @@ def first_line(path: Path) -> dict[str, Any] | None:
             return parse_line(line) if line.endswith(b"\n") else None
     except OSError:
         return None
+
+
+def best_line(path: Path) -> dict[str, Any] | None:
+    """Return the line of an `eval.jsonl` with the fewest bits per byte after step 0, as `last_line` returns the last.
+
+    Only the first `MAX_FILE_BYTES` of the file are read.
+    """
+    best = None
+    try:
+        with os.fdopen(open_below(path.parent, path.name), "rb") as file:
+            complete = file.read(MAX_FILE_BYTES).split(b"\n")[:-1]
+    except OSError:
+        return None
+    for line in map(parse_line, complete):
+        if line is not None and is_better(line, best):
+            best = line
+    return best
 
 
 def parse_line(raw: bytes) -> dict[str, Any] | None:

@@ -7,13 +7,14 @@ import logging
 import secrets
 from contextlib import nullcontext
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from services.common.files.directory_lock import OccupiedError
 from services.common.run.custom_loss import check_custom_loss, check_importable
 from services.common.run.resume import CHECKPOINTS, newest_checkpoint
 from services.supervisor.interrupts import POLL_S, Interrupts
-from services.supervisor.json_files import first_line, last_line, read_json
+from services.supervisor.json_files import best_line, first_line, last_line, read_json
 from services.supervisor.launch_check import check_launch
 from services.supervisor.launchers.forks import ForkServer, fork_server_of_run
 from services.supervisor.progress import STOPPING, STOPPING_NOW, FailsafeView, ProgressView, open_view
@@ -121,6 +122,7 @@ class LocalRun(SupervisedRun):
             forks.close()
         self._began = _now()
         self.before = OutputBefore.of(self.spec.output)
+        self._best: tuple[tuple[int, int], dict[str, Any] | None] = (0, 0), None
         self._spec_document = spec.model_dump(mode="json")
 
     def close(self) -> None:
@@ -148,10 +150,22 @@ class LocalRun(SupervisedRun):
             "last": last_line(output / "steps.jsonl"),
             "evaluation": last_line(output / "eval.jsonl"),
             "first_evaluation": first_line(output / "eval.jsonl"),
+            "best_evaluation": self._best_evaluation(output / "eval.jsonl"),
             "checkpoint": int(checkpoint.name.removeprefix("step-")) if checkpoint is not None else None,
             "summary": read_json(output / SUMMARY) if completed else None,
             "spec": self._spec_document,
         }
+
+    def _best_evaluation(self, file: Path) -> dict[str, Any] | None:
+        """Return the best line of `eval.jsonl`, which is read again once it has changed."""
+        try:
+            state = file.stat()
+        except OSError:
+            return None
+        read = state.st_size, state.st_mtime_ns
+        if self._best[0] != read:
+            self._best = read, best_line(file)
+        return self._best[1]
 
 
 def follow(run: LocalRun, view: ProgressView, interrupts: Interrupts) -> None:

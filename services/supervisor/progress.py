@@ -17,7 +17,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from services.common.run.run_warnings import change_since_start, is_finite, warnings_of
+from services.common.run.best_evaluation import BITS, exported_evaluation, is_finite, keeps_best
+from services.common.run.run_warnings import change_since_start, warnings_of
 from services.common.run.verdict import describe
 from services.supervisor.remaining import duration, remaining_s
 from services.supervisor.run_record import RunState
@@ -267,9 +268,19 @@ def final_line(status: dict[str, Any]) -> str:
     counts = ", ".join(
         f"{summary[name]} {name}" for name in ("trained", "skipped", "dead", "truncated") if name in summary
     )
-    bits = (status["evaluation"] or {}).get("bits_per_byte")
-    held_out = f"; {bits:.4f} bits per byte on held-out text{_change(status)}" if is_finite(bits) else ""
+    bits = exported_evaluation(status).get(BITS)
+    held_out = (
+        f"; {bits:.4f} bits per byte on held-out text{_which(status)}{_change(status)}" if is_finite(bits) else ""
+    )
     return f"{where}: {counts} of {summary.get('positions')} samples{held_out}; model in {status['output']}/model"
+
+
+def _which(status: dict[str, Any]) -> str:
+    """Return of which step the reported evaluation is, where that need not be the last one."""
+    if not keeps_best(status):
+        return ""
+    step, best = exported_evaluation(status).get("step"), status.get("best_evaluation") or {}
+    return f" after step {step}" + (", the best" if step == best.get("step") else "")
 
 
 def _change(status: dict[str, Any]) -> str:
@@ -296,13 +307,17 @@ def plural(count: int, what: str) -> str:
 
 
 def metrics_of(status: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return names and values of the last step's losses and speed, and of the last evaluation."""
+    """Return names and values of the last step's losses and speed, of the last evaluation, and of one that is kept."""
     last = status["last"] or {}
     metrics = [(name, f"{value:.4f}") for name in LOSSES if is_finite(value := last.get(name))]
     if is_finite(speed := last.get("tokens_per_second")):
         metrics.append(("tokens/s", f"{speed:,.0f}"))
-    bits = (status["evaluation"] or {}).get("bits_per_byte")
-    return [*metrics, ("bits per byte", f"{bits:.4f}")] if is_finite(bits) else metrics
+    if is_finite(bits := (status["evaluation"] or {}).get(BITS)):
+        metrics.append(("bits per byte", f"{bits:.4f}"))
+    best = (status.get("best_evaluation") or {}) if keeps_best(status) else {}
+    if is_finite(bits := best.get(BITS)):
+        metrics.append(("best", f"{bits:.4f} of step {best['step']}"))
+    return metrics
 
 
 def render_status(status: dict[str, Any], note: str) -> RenderableType:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from services.common.run.best_evaluation import BITS, is_better
 from services.trainer.checkpoint import Checkpoints, Cursor
 from services.trainer.distributed import RankGroup
 from services.trainer.export import lines_before_step
@@ -16,7 +16,6 @@ from xtoken_core.config.resolved import ResolvedRun
 
 log = logging.getLogger("xtoken.trainer")
 
-BITS = "bits_per_byte"
 NEVER = -1
 
 
@@ -36,17 +35,13 @@ class BestEvaluation:
 
 
 def best_evaluation(rows: Iterable[Mapping[str, Any]]) -> BestEvaluation | None:
-    """Return the best of some evaluations in the order of their steps; None if none has a result.
-
-    The untrained student of step 0 does not take part: the first steps may cost something that later ones regain.
-    """
+    """Return the best of some evaluations in the order of their steps; None if none after step 0 has a result."""
     best: BestEvaluation | None = None
     for row in rows:
         if row["step"] == 0:
             continue
-        bits = row.get(BITS)
-        if isinstance(bits, (int, float)) and math.isfinite(bits) and (best is None or bits < best.bits_per_byte):
-            best = BestEvaluation(row["step"], bits, 0)
+        if is_better(row, asdict(best) if best else None):
+            best = BestEvaluation(row["step"], row[BITS], 0)
         elif best is not None:
             best = BestEvaluation(best.step, best.bits_per_byte, best.evaluations_since + 1)
     return best

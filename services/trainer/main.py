@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from services.common.files.allowed_paths import check_allowed
 from services.common.models.loading import head_width, pick_device
 from services.common.processes.worker import QueueLink, Worker, worker_session
+from services.common.run.best_evaluation import BITS, is_finite
 from services.common.run.custom_loss import check_custom_loss
 from services.common.run.memory_estimate import check_room, custom_loss_memory
 from services.common.run.verdict import judge
@@ -224,14 +226,7 @@ def finish(worker: Worker, loop: TrainerLoop, exported: Cursor, tokenizer: Any, 
             f"the counts of positions do not add up: {cursor.trained} trained, {skipped} skipped and {dead} dead "
             f"positions are not {expected}"
         )
-    evaluations = list(lines_before_step(output / "eval.jsonl", run.steps + 1))
-    if len(evaluations) > 1:
-        first, last = evaluations[0], evaluations[-1]
-        summary["held_out"] = {
-            "bits_per_byte_at_start": first["bits_per_byte"],
-            "bits_per_byte": last["bits_per_byte"],
-            "since_start": judge(last["bits_per_byte"] - first["bits_per_byte"]),
-        }
+    summary |= held_out_summary(list(lines_before_step(output / "eval.jsonl", exported.step + 1)))
     summary |= loop.best.summary(cursor)
     export_student(output / "model", run, exported, model, tokenizer, output=output)
     if run.spec.push_to is not None:
@@ -239,3 +234,23 @@ def finish(worker: Worker, loop: TrainerLoop, exported: Cursor, tokenizer: Any, 
         summary["pushed"] = push_model(output / "model", run.spec.push_to)
     replace_file(output / "summary.json", json.dumps(summary, indent=2) + os.linesep)
     log.info("done: %d trained, %d skipped, %d dead of %d", cursor.trained, skipped, dead, run.positions)
+
+
+def held_out_summary(evaluations: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the fields of `summary.json` about the held-out text; empty before a second evaluation.
+
+    Args:
+        evaluations: Lines of `eval.jsonl` up to the step of the exported weights.
+    """
+    if len(evaluations) < 2:
+        return {}
+    first, last = (row.get(BITS) for row in (evaluations[0], evaluations[-1]))
+    change = last - first if is_finite(first) and is_finite(last) else None
+    return {
+        "held_out": {
+            "bits_per_byte_at_start": first if is_finite(first) else None,
+            "bits_per_byte": last if is_finite(last) else None,
+            "step": evaluations[-1]["step"],
+            "since_start": None if change is None else judge(change),
+        }
+    }

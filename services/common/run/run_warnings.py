@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from typing import Any, TypeGuard
+from typing import Any
 
+from services.common.run.best_evaluation import BITS, exported_evaluation, is_finite, keeps_best
 from services.common.run.verdict import Verdict, judge
 
 MOST_UNREACHABLE = 0.1
 LEAST_FRACTION = 0.05
 UNREACHABLE = "unreachable_mass"
-BITS = "bits_per_byte"
 PAST_BEST = "best"
 
 
@@ -26,8 +25,11 @@ def warnings_of(status: Mapping[str, Any]) -> dict[str, str]:
 
 
 def change_since_start(status: Mapping[str, Any]) -> float | None:
-    """Return the change of the held-out text's bits per byte since step 0; None before a second evaluation."""
-    first, last = status.get("first_evaluation") or {}, status.get("evaluation") or {}
+    """Return the change of the held-out text's bits per byte since step 0; None before a second evaluation.
+
+    With `eval.keep_best` it is that of the best evaluation, whose weights are exported.
+    """
+    first, last = status.get("first_evaluation") or {}, exported_evaluation(status)
     before, after = first.get(BITS), last.get(BITS)
     if first.get("step") != 0 or last.get("step") in (0, None):
         return None
@@ -68,7 +70,7 @@ def _worse(status: Mapping[str, Any]) -> dict[str, str]:
     change = change_since_start(status)
     if change is None or judge(change) is not Verdict.WORSE:
         return {}
-    last, first = status["evaluation"], status["first_evaluation"]
+    last, first = exported_evaluation(status), status["first_evaluation"]
     text = (
         f"held-out text is worse than at step 0: {last[BITS]:.4f} bits per byte after {last['step']} steps, "
         f"{first[BITS]:.4f} before"
@@ -78,10 +80,9 @@ def _worse(status: Mapping[str, Any]) -> dict[str, str]:
 
 def _past_best(status: Mapping[str, Any]) -> dict[str, str]:
     """Return a warning if a completed run exports weights that are worse than earlier ones were."""
-    held_out = (status.get("spec") or {}).get("eval") or {}
     best, last = (status.get("summary") or {}).get("best") or {}, status.get("evaluation") or {}
     before, after = best.get(BITS), last.get(BITS)
-    if held_out.get("keep_best") or not (is_finite(before) and is_finite(after)):
+    if keeps_best(status) or not (is_finite(before) and is_finite(after)):
         return {}
     if judge(after - before) is not Verdict.WORSE:
         return {}
@@ -90,8 +91,3 @@ def _past_best(status: Mapping[str, Any]) -> dict[str, str]:
         f"steps, {before:.4f} after {best['step']}; eval.keep_best = true exports that one, eval.patience ends a run"
     )
     return {PAST_BEST: text}
-
-
-def is_finite(value: Any) -> TypeGuard[float]:
-    """Return whether a metric is a number; one that was not finite is null."""
-    return isinstance(value, (int, float)) and math.isfinite(value)

@@ -94,6 +94,8 @@ class RunStatus(RunSummary):
     """Metrics of the last evaluation."""
     first_evaluation: dict[str, Any] | None = None
     """Metrics of the first evaluation, before any step."""
+    best_evaluation: dict[str, Any] | None = None
+    """Metrics of the evaluation with the fewest bits per byte, without that before any step."""
     checkpoint: int | None = None
     """Step of the newest checkpoint."""
     summary: dict[str, Any] | None = None

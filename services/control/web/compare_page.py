@@ -75,7 +75,8 @@ def _finding(runs: list[RunView]) -> tuple[Verdict, str]:
     assert best.bits is not None and second.bits is not None
     labels = _labels(runs)
     return judge(best.bits - second.bits), (
-        f"lowest on held-out text: {labels[best.id]} with {best.bits:.4f} bits per byte; beside {labels[second.id]}: "
+        f"lowest on held-out text: {labels[best.id]} with {best.bits:.4f} bits per byte after "
+        f"{best.evaluation_step} steps; beside {labels[second.id]}: "
         f"{describe(best.bits - second.bits)}"
     )
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from services.common.run.best_evaluation import exported_evaluation, keeps_best
 from services.common.run.run_warnings import change_since_start, warnings_of
 from services.common.run.verdict import Verdict, judge
 from services.control.api.dependencies import AppContext
@@ -33,7 +34,8 @@ class RunView:
     """View model of a run.
 
     Args:
-        status: Its status, or its summary in a list.
+        status: Its status, or its summary in a list. Results are of the last evaluation, or of the best one if the run
+            exports its weights.
         steps: Metrics of its last steps.
         same_tokenizer: True for each teacher with the student's tokenizer; empty if that is not known.
     """
@@ -59,7 +61,8 @@ class RunView:
         self.workers: list[dict[str, Any]] = status.get("workers") or []
         self.spec: dict[str, Any] = status.get("spec") or {}
         self.summary: dict[str, Any] | None = status.get("summary")
-        self.evaluation: dict[str, Any] = status.get("evaluation") or {}
+        self.evaluation = exported_evaluation(status)
+        self.keeps_best = keeps_best(status)
         self.same_tokenizer = same_tokenizer
 
     @property
@@ -133,7 +136,7 @@ class RunView:
 
     @property
     def bits(self) -> float | None:
-        """Bits per byte of the held-out text at the last evaluation."""
+        """Bits per byte of the held-out text."""
         bits = self.evaluation.get("bits_per_byte")
         return bits if isinstance(bits, (int, float)) else None
 
@@ -154,12 +157,12 @@ class RunView:
 
     @property
     def evaluation_step(self) -> int | None:
-        """Steps before the last evaluation."""
+        """Steps before the evaluation."""
         return self.evaluation.get("step")
 
     @property
     def tasks(self) -> list[tuple[str, float, float | None]]:
-        """Tasks with the accuracy at the last evaluation and its change since step 0."""
+        """Tasks with the accuracy and its change since step 0."""
         first, last = self._status.get("first_evaluation") or {}, self.evaluation
         tasks = []
         for key, value in last.items():
@@ -171,7 +174,7 @@ class RunView:
 
     @property
     def samples(self) -> list[tuple[str, str]]:
-        """Prompts with their completions at the last evaluation, see `eval.samples`."""
+        """Prompts with their completions, see `eval.samples`."""
         samples = self.evaluation.get("samples")
         rows = [each for each in samples if isinstance(each, dict)] if isinstance(samples, list) else []
         return [(str(row.get("prompt", "")), str(row.get("completion", ""))) for row in rows[:MOST_SAMPLES]]

@@ -11,6 +11,7 @@ import pytest
 
 from services.control import metric_log
 from services.control.metric_log import MetricLog
+from services.supervisor.json_files import best_line
 
 
 @pytest.fixture(autouse=True)
@@ -34,6 +35,18 @@ def test_means_of_intervals(tmp_path: Path) -> None:
     assert curve.sample(997, 10) == [{"step": n, "loss": float(n), "tokens": n} for n in (998, 999)]
     assert curve.sample(999, 10) == []
     assert len(curve) == 1000 and curve.last == {"step": 999, "loss": 999.0, "tokens": 999}
+
+
+def test_the_best_evaluation_is_followed(tmp_path: Path) -> None:
+    file = tmp_path / "eval.jsonl"
+    bits: list[Any] = [1.0, 3.0, 2.0, None, 10**400, 2.5]
+    write(file, [{"step": n, "bits_per_byte": value} for n, value in enumerate(bits)])
+    curve = MetricLog(file)
+    curve.refresh()
+    assert curve.best == best_line(file) == {"step": 2, "bits_per_byte": 2.0}
+    write(file, [{"step": 0, "bits_per_byte": 1.0}])  # a run that is started again
+    curve.refresh()
+    assert curve.best is None and best_line(file) is None
 
 
 def test_growth_and_incomplete_lines(tmp_path: Path) -> None:

@@ -350,3 +350,18 @@ def test_a_stopped_run_names_the_way_to_a_model(client: TestClient, runs: Runs) 
     assert "xtoken export" not in client.get("/runs/half-1").text
     (output / "checkpoints" / "step-00000001").mkdir(parents=True)
     assert f"xtoken export {output}" in client.get("/runs/half-1").text
+
+
+def test_pages_show_the_evaluation_of_the_student_that_is_kept(client: TestClient, runs: Runs, tmp_path: Path) -> None:
+    rows = "".join(f'{{"step": {n}, "bits_per_byte": {bits}}}\n' for n, bits in enumerate((3.0, 2.0, 2.75)))
+    for name, keeps in (("kept-1", True), ("last-1", False)):
+        output = put(runs, name)
+        (output / "eval.jsonl").write_text(rows)
+        evaluation = {"path": str(tmp_path / "data.txt"), "keep_best": keeps}
+        runs.store.change(name, spec=spec(tmp_path, output=str(output), eval=evaluation))
+    kept, last = (client.get(f"/runs/{name}").text for name in ("kept-1", "last-1"))
+    assert "2.0000" in kept and "best step 1" in kept and "2.7500" not in kept
+    assert "2.7500" in last and "best step" not in last
+    compared = client.get("/compare?run=kept-1&run=last-1").text
+    assert "with 2.0000 bits per byte after 1 steps; beside last-1: better by 0.7500" in compared
+    assert client.get("/v1/runs/kept-1").json()["best_evaluation"] == {"step": 1, "bits_per_byte": 2.0}

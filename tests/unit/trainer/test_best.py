@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from services.trainer.checkpoint import Checkpoints, Cursor
 from services.trainer.distributed import RankGroup
 from services.trainer.export_checkpoint import step_of_best
 from services.trainer.jsonl import JsonLines
+from services.trainer.main import held_out_summary
 from tests.support.runs import resolved_run
 from xtoken_core.config.eval import EvalSpec
 from xtoken_core.config.resolved import ResolvedRun
@@ -27,6 +29,15 @@ def test_the_best_evaluation_is_the_first_of_the_lowest_without_step_0() -> None
     assert best_evaluation(rows(1.0)) is None
     assert best_evaluation(rows(1.0, 3.0, 2.0, 2.0, 2.5)) == BestEvaluation(2, 2.0, 2)
     assert best_evaluation(rows(1.0, None, 2.0, None)) == BestEvaluation(2, 2.0, 1)
+
+
+def test_a_summary_takes_the_evaluation_of_the_exported_weights_if_it_is_finite() -> None:
+    assert held_out_summary(rows(2.0)) == {}
+    found = held_out_summary(rows(2.0, 1.5))["held_out"]
+    assert found == {"bits_per_byte_at_start": 2.0, "bits_per_byte": 1.5, "step": 1, "since_start": "better"}
+    for bits in (2.0, None), (None, 2.0), (2.0, float("nan")):
+        found = held_out_summary(rows(*bits))["held_out"]
+        assert found["since_start"] is None and json.loads(json.dumps(found, allow_nan=False))["step"] == 1
 
 
 def with_evaluation(run: ResolvedRun, **settings: object) -> ResolvedRun:

@@ -78,6 +78,17 @@ def test_a_run_is_compared_with_its_baseline(tmp_path: Path) -> None:
     assert "no difference that counts (-0.0001;" in comparison.line()
 
 
+def test_runs_that_keep_their_best_student_are_compared_by_that(tmp_path: Path) -> None:
+    for name, worst in (("out", 9.0), ("out-baseline", "null")):
+        (tmp_path / name).mkdir()
+        rows = ((0, 3.0), (8, 2.0 if name == "out" else 2.5), (16, worst), (24, worst))
+        lines = "".join(f'{{"step": {step}, "bits_per_byte": {bits}}}\n' for step, bits in rows)
+        (tmp_path / name / "eval.jsonl").write_text(lines)
+        (tmp_path / name / "spec.json").write_text('{"eval": {"keep_best": true}}')
+    assert "2.0000 bits per byte distilled, 2.5000 by" in comparison_line(tmp_path / "out")
+    assert "better by 0.5000 after 8 steps" in comparison_line(tmp_path / "out")
+
+
 @pytest.mark.parametrize("blockwise", [False, True])
 def test_the_loss_without_teachers_is_the_cross_entropy(blockwise: bool) -> None:
     torch.manual_seed(0)

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from services.common.run.run_warnings import warnings_of
-from services.supervisor.progress import LineView, final_line
+from services.supervisor.progress import LineView, final_line, metrics_of
 
 EVALUATIONS = {
     "first_evaluation": {"step": 0, "bits_per_byte": 2.329},
@@ -46,6 +46,17 @@ def test_harmless_metrics_are_not() -> None:
     assert warnings_of(faint | fading) == {}, "the weight has been lowered to a tenth"
     begun = status(last={"kl_fraction": 0.01, "kl_loss_scale": 0.9}, evaluation=better)
     assert warnings_of(begun | fading).keys() == {"kl_fraction"}
+
+
+def test_a_run_that_keeps_its_best_student_is_judged_by_that() -> None:
+    best = {"best_evaluation": {"step": 40, "bits_per_byte": 2.1}}
+    kept = status(**best, spec={"eval": {"keep_best": True}})
+    assert "bits_per_byte" not in warnings_of(kept) and "bits_per_byte" in warnings_of(status(**best))
+    line = final_line(kept)
+    assert "2.1000 bits per byte on held-out text after step 40, the best (since step 0: better by 0.2290)" in line
+    assert ("best", "2.1000 of step 40") in metrics_of(kept)
+    last = kept["summary"] | {"held_out": {"step": 100}}  # the checkpoint of step 40 was missing
+    assert "2.3800 bits per byte on held-out text after step 100" in final_line(kept | {"summary": last})
 
 
 def test_the_console_prints_a_warning_once_and_the_end_the_change() -> None:
