@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -54,6 +55,11 @@ def run(
     from xtoken_core.errors import ConfigError
 
     spec, notes = load_run(run_file, settings or (), writes=not dry_run)
+    second = None
+    if baseline:
+        from services.common.run.baseline import baseline_of
+
+        second = baseline_of(spec)
     if dry_run:
         from services.cli.dry_run import check_run
 
@@ -63,23 +69,27 @@ def run(
         return
     if control and loss is not None:
         raise ConfigError("--loss names code of this machine, which no control plane runs: leave out --control")
-    if baseline and not spec.teacher:
-        raise ConfigError("--baseline: this run has no teacher, so it is its own baseline: leave out --baseline")
     if not control:
         check_custom_loss(spec.loss, loss)
     for note in notes if not as_json else ():
         typer.echo(f"default: {note}")
     executor = Executor(control, token_file, as_json)
     executor.run_to_end(spec, loss)
-    if baseline:
-        from services.common.run.baseline import baseline_of
-        from services.supervisor.comparison import comparison_line
-
-        executor.run_to_end(baseline_of(spec), None)
-        line = comparison_line(spec.output)
-        if line and not as_json:
-            typer.echo(line)
+    if second is not None:
+        executor.run_to_end(second, None)
+        _print_comparison(spec.output, as_json=as_json)
     raise typer.Exit(0)
+
+
+def _print_comparison(output: Path, *, as_json: bool) -> None:
+    """Print how a run compares with its baseline, if both have an evaluation."""
+    from services.supervisor.comparison import compare_with_baseline
+
+    comparison = compare_with_baseline(output)
+    if as_json:
+        typer.echo(json.dumps({"comparison": None if comparison is None else comparison.document()}))
+    elif comparison is not None:
+        typer.echo(comparison.line())
 
 
 @dataclass(frozen=True)

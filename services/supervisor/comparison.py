@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,10 @@ class Comparison:
     def verdict(self) -> Verdict:
         """The run's result beside its baseline's."""
         return judge(self.distilled - self.baseline)
+
+    def document(self) -> dict[str, Any]:
+        """Return the comparison as plain values."""
+        return {**asdict(self), "verdict": self.verdict}
 
     def line(self) -> str:
         """Return the comparison in one line."""

@@ -216,10 +216,10 @@ def _variables(context: AppContext, run_id: str) -> dict[str, Any]:
     notes = context.runs.store.notes(run_id, limit=NOTES)
     run = RunView(context.status(run_id), list(view.steps.recent), view.same_tokenizer)
     directory = baseline_output(view.output)
-    baseline = context.runs.store.run_with_output(directory) if run.has_teacher else None
+    baseline = context.runs.store.run_with_output(directory) if run.has_baseline else None
     return {
         "run": run,
         "notes": notes[::-1],
         "baseline": baseline.id if baseline is not None else None,
-        "baseline_made": run.has_teacher and (directory / SUMMARY).is_file(),
+        "baseline_made": run.has_baseline and (directory / SUMMARY).is_file(),
     }

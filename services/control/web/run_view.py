@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from services.common.run.baseline import why_no_baseline
 from services.common.run.best_evaluation import exported_evaluation, keeps_best
 from services.common.run.run_warnings import change_since_start, warnings_of
 from services.common.run.verdict import Verdict, judge
@@ -181,8 +182,13 @@ class RunView:
 
     @property
     def has_teacher(self) -> bool:
-        """Return True if a baseline would be another run."""
+        """Return True if the run has a teacher."""
         return bool(self.spec.get("teacher"))
+
+    @property
+    def has_baseline(self) -> bool:
+        """Return True if a baseline can be trained, and would be another run."""
+        return not why_no_baseline(self.spec)
 
     @property
     def model_exported(self) -> bool:

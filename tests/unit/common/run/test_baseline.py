@@ -15,6 +15,7 @@ from services.common.run.verdict import Verdict
 from services.supervisor.comparison import compare_with_baseline, comparison_line
 from xtoken_core.config import LossConfig
 from xtoken_core.config.spec import RunSpec
+from xtoken_core.errors import ConfigError
 from xtoken_core.losses import CrossTokenizerDistillationLoss
 from xtoken_core.losses.lazy_logits import HeadProjection
 
@@ -65,6 +66,20 @@ def test_a_baseline_is_the_run_without_its_teachers() -> None:
     assert baseline.eval is not None and baseline.eval.every == 7
 
 
+def test_a_baseline_of_completions_trains_on_the_text_that_is_given() -> None:
+    spec = RunSpec.model_validate(
+        RAW | {"teacher": TEACHER, "rollout": {"fraction": 0.5, "max_new_tokens": 8}, "push_to": "me/model"}
+    )
+    baseline = baseline_of(spec)
+    assert baseline.rollout is None and baseline.push_to is None and baseline.train == spec.train
+    for changes, reason in (
+        ({"teacher": TEACHER, "rollout": {"max_new_tokens": 8}}, r"rollout\.fraction = 1"),
+        ({}, "no teacher, so it is its own baseline"),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            baseline_of(RunSpec.model_validate(RAW | changes))
+
+
 def test_a_run_is_compared_with_its_baseline(tmp_path: Path) -> None:
     for name, bits in (("out", 2.25), ("out-baseline", 2.5)):
         assert comparison_line(tmp_path / "out") == ""
@@ -76,6 +91,8 @@ def test_a_run_is_compared_with_its_baseline(tmp_path: Path) -> None:
     comparison = compare_with_baseline(tmp_path / "out")
     assert comparison is not None and comparison.verdict is Verdict.SAME
     assert "no difference that counts (-0.0001;" in comparison.line()
+    document = comparison.document()
+    assert (document["baseline"], document["verdict"]) == (2.5, "no difference that counts")
 
 
 def test_runs_that_keep_their_best_student_are_compared_by_that(tmp_path: Path) -> None:
