@@ -66,9 +66,3 @@ def _exported(output: Path) -> dict[str, Any]:
     if keeps_best(status):
         status |= {"best_evaluation": best_line(file), "summary": read_json(output / SUMMARY)}
     return exported_evaluation(status)
-
-
-def comparison_line(output: Path) -> str:
-    """Return the comparison with the baseline in one line; empty without an evaluation of both."""
-    comparison = compare_with_baseline(output)
-    return "" if comparison is None else comparison.line()

@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from services.cli.app import app
 from services.cli.options import resolved_text
 from tests.unit.supervisor.scripted_run import resolved_run
 from xtoken_core.config.spec import RunSpec
+from xtoken_core.errors import ConfigError
 
 WEB_AND_DATABASE = {"services.control", "fastapi", "uvicorn", "starlette", "sqlalchemy", "alembic", "httpx"}
 HEAVY = {"torch", "transformers", "tensordict", "numpy", "pyarrow", "tokenizers", "safetensors"}
@@ -25,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 from services.cli.app import app
 if sys.argv[2] == "scripted":
     from tests.unit.supervisor.scripted_run import use_scripted_workers
@@ -108,3 +112,12 @@ def test_the_printed_settings_are_a_run_file_of_the_same_run(tmp_path: Path, set
     spec = RunSpec.model_validate(document | settings)
     again = RunSpec.model_validate(tomllib.loads(resolved_text(spec, ["a note"], as_json=False)))
     assert again == spec
+
+
+def test_a_baseline_that_there_is_not_is_refused_before_the_run(tmp_path: Path) -> None:
+    file = run_file(tmp_path)
+    file.write_text(file.read_text() + "[rollout]\nmax_new_tokens = 4\n")
+    for words in (["--baseline"], ["--baseline", "--dry-run"]):
+        result = CliRunner().invoke(app, ["run", str(file), *words])
+        assert isinstance(result.exception, ConfigError) and "rollout.fraction = 1" in str(result.exception)
+    assert not (tmp_path / "out").exists()

@@ -295,6 +295,17 @@ def test_baseline_of_a_shell_is_listed(client: TestClient, runs: Runs, tmp_path:
     assert "loss.mode" not in shown  # which a run without a teacher does not read
 
 
+def test_a_run_on_completions_alone_has_no_baseline(client: TestClient, runs: Runs, tmp_path: Path) -> None:
+    output = put(runs, "a")
+    settings = spec(
+        tmp_path, output=str(output), rollout={"max_new_tokens": 2}, student={"model": "/m", "context_length": 16}
+    )
+    runs.store.change("a", spec=RunSpec.model_validate(settings).model_dump(mode="json"))
+    assert "Train its baseline" not in client.get("/runs/a").text
+    refused = client.post("/runs/a/baseline")
+    assert refused.status_code == 422 and "rollout.fraction = 1" in refused.text
+
+
 def test_comparison_of_a_run_with_its_baseline(client: TestClient, runs: Runs) -> None:
     for name, bits, changes in (("a", 1.25, {}), ("a-baseline", 1.5, {"teacher": [], "loss": CROSS_ENTROPY_ONLY})):
         output = put(runs, name)

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from services.common.run.baseline import baseline_of
 from services.common.run.verdict import Verdict
-from services.supervisor.comparison import compare_with_baseline, comparison_line
+from services.supervisor.comparison import compare_with_baseline
 from xtoken_core.config import LossConfig
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import ConfigError
@@ -78,6 +78,11 @@ def test_a_baseline_of_completions_trains_on_the_text_that_is_given() -> None:
     ):
         with pytest.raises(ConfigError, match=reason):
             baseline_of(RunSpec.model_validate(RAW | changes))
+
+
+def comparison_line(output: Path) -> str:
+    comparison = compare_with_baseline(output)
+    return "" if comparison is None else comparison.line()
 
 
 def test_a_run_is_compared_with_its_baseline(tmp_path: Path) -> None:
