@@ -69,6 +69,7 @@ the run ids of the control plane.
 | 3 | the queue at the address does not answer, or refuses the client: check token and key |
 | 75 | the queue has ended this worker's session: restart it |
 | 129, 130, 143 | stopped by SIGHUP, SIGINT (Ctrl-C), SIGTERM before it was done: `xtoken run`, `xtoken demo` |
+| 130 | the run that is watched was stopped: `xtoken runs` with `--watch` |
 """
 
 REST = """# REST interface

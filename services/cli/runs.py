@@ -42,7 +42,10 @@ def _complete_run(context: typer.Context, incomplete: str) -> list[str]:
 RunArgument = Annotated[
     str, typer.Argument(metavar="RUN", help="The run's id, or its beginning.", autocompletion=_complete_run)
 ]
-WatchOption = Annotated[bool, typer.Option("--watch", help="Show its progress until it ends; Ctrl+C detaches.")]
+WatchOption = Annotated[
+    bool,
+    typer.Option("--watch", help="Show its progress until it ends, and exit as `xtoken run` does; Ctrl+C detaches."),
+]
 
 
 @runs_app.command()
@@ -256,11 +259,22 @@ def _print_or_watch(
 
 
 def _watch(client: ControlClient, status: dict[str, Any], *, as_json: bool) -> None:
-    from services.control.client import follow_until_interrupted
+    """Show a run's progress until it ends.
+
+    Raises:
+        typer.Exit: It has ended without being complete.
+    """
+    from services.control.client import follow_until_interrupted, result_of
     from services.supervisor.progress import open_view
 
     with open_view(show=True, as_json=as_json) as view:
-        view.end(follow_until_interrupted(client, status, view))
+        last = follow_until_interrupted(client, status, view)
+        view.end(last)
+    result = result_of(last)
+    if result.error:
+        typer.echo(f"error: {result.error}", err=True)
+    if result.exit_code:
+        raise typer.Exit(result.exit_code)
 
 
 def _print(document: dict[str, Any], line: str, as_json: bool) -> None:

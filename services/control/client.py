@@ -25,6 +25,8 @@ VALIDATION_TIMEOUT_S = 600.0
 """Validating a run may mean counting the lines of a large file."""
 POLL_S = 0.5
 MAX_FAILED_POLLS = 10
+STOPPED = 130
+"""Exit status for a run that was stopped, as by Ctrl+C."""
 
 
 class ControlClient:
@@ -177,7 +179,7 @@ class UnreachableError(XtokenError):
 def run_at(url: str, spec: RunSpec, *, token: str | None = None, show: bool = True, as_json: bool = False) -> RunResult:
     """Start a run on a control plane and follow it to its end; signals stop the run as in `run_locally`.
 
-    A run with the same output and settings that is over is resumed.
+    A run with the same output and settings that is over is resumed; of one that is complete the end is shown.
 
     Raises:
         XtokenError: The control plane does not respond, or refuses the run.
@@ -187,7 +189,7 @@ def run_at(url: str, spec: RunSpec, *, token: str | None = None, show: bool = Tr
 
 
 def start_or_resume(client: ControlClient, spec: RunSpec) -> dict[str, Any]:
-    """Start a run, or resume the one with the same output; return its first status.
+    """Start a run, or resume the one with the same output, if it is not complete; return its first status.
 
     Raises:
         XtokenError: The run is refused, or the existing run has other settings.
@@ -210,7 +212,7 @@ def start_or_resume(client: ControlClient, spec: RunSpec) -> dict[str, Any]:
                 f"the run {error.run} in {spec.output} was started with other settings of {', '.join(differing)}: "
                 f"choose another output, or resume it with its original settings: xtoken runs resume {error.run}"
             ) from error
-        return client.resume(error.run)
+        return existing if existing["state"] == RunState.COMPLETED else client.resume(error.run)
 
 
 def _run(
@@ -224,9 +226,21 @@ def _run(
             view.end(last)
     finally:
         client.close()
-    state = RunState(last["state"])
-    exit_code = {RunState.COMPLETED: 0, RunState.STOPPED: interrupts.status or 130}.get(state, last["exit_code"] or 1)
-    error = "" if state == RunState.STOPPED else last["error"]  # the last line of output says what was lost
+    return result_of(last, interrupts.status or STOPPED)
+
+
+def result_of(status: dict[str, Any], stopped: int = STOPPED) -> RunResult:
+    """Return how a run has ended, from its last status; one that is still active has not failed.
+
+    Args:
+        status: The status.
+        stopped: Exit status for a run that was stopped.
+    """
+    state = RunState(status["state"])
+    if not state.over:
+        return RunResult(state)
+    exit_code = {RunState.COMPLETED: 0, RunState.STOPPED: stopped}.get(state, status["exit_code"] or 1)
+    error = "" if state == RunState.STOPPED else status["error"]  # the last line of output says what was lost
     return RunResult(state, error, exit_code)
 
 

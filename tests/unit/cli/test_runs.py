@@ -11,11 +11,12 @@ from typer.testing import CliRunner, Result
 
 import services.cli.app as cli
 from services.control.auth import Auth
-from services.control.client import ControlClient, RefusedError
+from services.control.client import ControlClient, RefusedError, run_at
 from services.control.runs import Runs
 from services.control.serve import HttpServer
 from services.supervisor.run_record import RunState
-from tests.unit.control.stored_runs import make_runs, put
+from tests.unit.control.stored_runs import make_runs, put, spec
+from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import XtokenError
 
 TOKEN = "a-token-of-some-length"
@@ -74,6 +75,27 @@ def test_show_without_a_finite_loss(command: Command, runs: Runs) -> None:
     assert "ce_loss 1.5000" in command("show", "first-1").stdout
     assert command("show", "first-1", "--watch").exit_code == 0
     assert json.loads(command("show", "first-1", "--json").stdout)["last"]["loss"] is None
+
+
+def test_watch_exits_with_the_status_of_the_run(command: Command, runs: Runs) -> None:
+    put(runs, "failed-1", RunState.FAILED, error="the model is gone", exit_code=2)
+    put(runs, "stopped-1", RunState.STOPPED, error="the trainer was killed", exit_code=1)
+    put(runs, "done-1")
+    for words in ([], ["--json"]):
+        failed = command("show", "failed-1", "--watch", *words)
+        assert (failed.exit_code, failed.stderr) == (2, "error: the model is gone\n")
+        assert command("show", "stopped-1", "--watch", *words).exit_code == 130
+        assert command("show", "done-1", "--watch", *words).exit_code == 0
+    assert command("show", "failed-1").exit_code == 0
+
+
+def test_a_complete_run_is_not_started_again(url: str, runs: Runs, tmp_path: Path) -> None:
+    output = put(runs, "done-1")
+    settings = spec(tmp_path, output=str(output))
+    result = run_at(url, RunSpec.model_validate(settings), token=TOKEN, show=False)
+    assert (result.state, result.error, result.exit_code) == (RunState.COMPLETED, "", 0)
+    with pytest.raises(XtokenError, match="was started with other settings of seed"):
+        run_at(url, RunSpec.model_validate(settings | {"seed": 7}), token=TOKEN, show=False)
 
 
 def test_logs_and_get(command: Command, runs: Runs, tmp_path: Path) -> None:
