@@ -82,9 +82,9 @@ def outdated(result: Mapping[str, Any]) -> str:
         return ""
     return (
         f"† **To run again: {'; '.join(names)}.** These runs paired letters, digits, punctuation and spaces with "
-        "Gemma's tokens of byte fallback, which it never writes for them. Its real tokens had no partner: 11% of the "
-        "tokens of English text, where 3% have none now. The pairs are right since version 2 of the projection. Chain, "
-        "ALM, ULD, BPM, ESCD and the teacher with the student's tokenizer read no such pairs."
+        "Gemma's tokens of byte fallback, which it never writes for them, and left its real tokens without a partner. "
+        "The pairs are right since version 2 of the projection. Chain, ALM, ULD, BPM, ESCD and the teacher with the "
+        "student's tokenizer read no such pairs."
     )
 
 
