@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from http import HTTPStatus
 from typing import Any
@@ -47,6 +48,11 @@ class ProblemResponse(JSONResponse):
     """JSON response with the media type of a problem."""
 
     media_type = MEDIA_TYPE
+
+    def render(self, content: Any) -> bytes:
+        """Return the content as JSON; half a surrogate pair of a request becomes a question mark."""
+        text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        return text.encode("utf-8", "replace")
 
 
 def problem(

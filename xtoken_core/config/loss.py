@@ -362,7 +362,7 @@ def _with_weights(value: dict[str, Any]) -> dict[str, Any]:
     """Return settings with the weights that they have by default."""
     mode, own = value.get("mode", "chain"), value.get("teacher_modes") or (None,)
     defaults: dict[str, Any] = {} if mode == "chain" else {"ce_loss_scale": PUBLIC_CE_LOSS_SCALE}
-    modes = {mode if each in (None, NONE) else each for each in own} if isinstance(own, (list, tuple)) else {mode}
+    modes = [mode if each in (None, NONE) else each for each in own] if isinstance(own, (list, tuple)) else [mode]
     has_no_end = _parsed(float, value.get("ce_loss_scale")) == 0 or _parsed(bool, value.get("dynamic_loss_scaling"))
     if "chain" not in modes or has_no_end:
         defaults["kl_loss_weight_end"] = None

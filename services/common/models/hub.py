@@ -17,6 +17,7 @@ from typing import Any
 
 from services.common.models.gguf import gguf_model, is_gguf
 from services.common.processes.progress import spinner
+from xtoken_core.config.base import absolute_path
 from xtoken_core.config.data import TEXT_SUFFIXES
 from xtoken_core.errors import InputError
 
@@ -252,7 +253,7 @@ def fetch_inputs(document: dict[str, Any], base: Path, pinned: Mapping[str, str]
     models = [("student", document.get("student")), *((f"teacher.{n}", each) for n, each in enumerate(teachers))]
     for name, table in models:
         for key in ("model", "tokenizer") if isinstance(table, dict) else ():
-            if isinstance(table.get(key), str) and is_gguf(file := base / Path(table[key]).expanduser()):
+            if isinstance(table.get(key), str) and is_gguf(file := absolute_path(table[key], base)):
                 table[key] = str(gguf_model(f"{name}.{key}", file))
                 notes.append(f"{name}.{key}: {file} in {table[key]}")
             if (repository := hub_id(table.get(key), base)) is not None:

@@ -142,7 +142,10 @@ def fill_run_defaults(
         InputError: It names something of the Hub that cannot be fetched.
         ConfigError: A setting is wrong.
     """
-    document = expanded(deepcopy(dict(document)))
+    try:
+        document = expanded(deepcopy(dict(document)))
+    except RecursionError as error:
+        raise ConfigError(f"{source}: nested too deeply") from error
     for setting in settings:
         _override(document, setting)
     document = expanded(document)
@@ -172,18 +175,25 @@ def _override(document: dict[str, Any], setting: str) -> None:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         value = text
+    except RecursionError as error:
+        raise ConfigError(f"--set {name.strip()}: its value is nested too deeply") from error
     *path, key = name.strip().split(".")
     table: Any = document
     for part in path:
-        if isinstance(table, list) and part.isdigit() and int(part) < len(table):
-            table = table[int(part)]
-        else:
-            table = table.setdefault(part, {}) if isinstance(table, dict) else None
-    if isinstance(table, list) and len(table) == 1:  # `teacher.weight` where there is one teacher
-        table = table[0]
+        if isinstance(table, list) and part.isdigit():
+            table = table[int(part)] if int(part) < len(table) else None
+            continue
+        table = _only(table)
+        table = table.setdefault(part, {}) if isinstance(table, dict) else None
+    table = _only(table)
     if not isinstance(table, dict):
         raise ConfigError(f"--set {setting}: {'.'.join(path)} is no table of the run file")
     table[key] = value
+
+
+def _only(table: Any) -> Any:
+    """Return the one table of a list, as of `teacher.weight` where there is one teacher; anything else as it is."""
+    return table[0] if isinstance(table, list) and len(table) == 1 else table
 
 
 def expanded(document: Mapping[str, Any]) -> dict[str, Any]:
@@ -275,9 +285,10 @@ def _hold_back(
     if "path" not in document["data"] or (defaults.stored and not earlier):
         return False
     path = document["data"]["path"]
-    paths = [absolute_path(str(each), base) for each in (path if isinstance(path, list) else [path])]
-    if not all(each.exists() for each in paths):
-        document.pop("eval", None)  # the check of the input files names the one that is missing
+    named = path if isinstance(path, list) else [path]
+    paths = [absolute_path(each, base) for each in named if isinstance(each, str)]
+    if len(paths) < len(named) or not all(map(_exists, paths)):
+        document.pop("eval", None)  # the checks of settings and files name what is wrong or missing
         return False
     split = split_text(paths, output, writes=writes)
     if split is None:
@@ -289,6 +300,13 @@ def _hold_back(
         document["eval"].setdefault("field", document["data"]["field"])
     defaults.notes.append(f"eval: {note}")
     return True
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # a name that is too long
+        return False
 
 
 def _is_of_split(path: Any) -> bool:

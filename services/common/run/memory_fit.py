@@ -97,7 +97,8 @@ def fit_memory(defaults: RunDefaults, base: Path) -> None:
 def _modes(document: dict[str, Any]) -> list[Any]:
     """Return the modes of the loss that a run file names."""
     loss = document.get("loss")
-    return [loss.get("mode"), *(loss.get("teacher_modes") or ())] if isinstance(loss, dict) else []
+    own = loss.get("teacher_modes") if isinstance(loss, dict) else None
+    return [loss.get("mode"), *(own if isinstance(own, list) else ())] if isinstance(loss, dict) else []
 
 
 def _content_is_given(document: dict[str, Any]) -> bool:

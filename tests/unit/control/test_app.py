@@ -187,6 +187,24 @@ def test_malformed_body(client: TestClient, body: bytes) -> None:
     assert client.post("/v1/runs", content=body, headers=JSON).status_code in (400, 422)
 
 
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"student": "\ud800"}, "student.model: ? is relative"),
+        ({"teacher": ["\ud800"]}, "teacher.0.model: ? is relative"),
+        ({"loss": {"mode": ["chain"]}}, "loss.mode: "),
+        ({"loss": {"teacher_modes": [{"a": 1}]}}, "loss.teacher_modes.0: "),
+    ],
+)  # fmt: skip
+def test_values_of_a_wrong_kind_are_named(
+    client: TestClient, tmp_path: Path, changes: dict[str, Any], named: str
+) -> None:
+    body = json.dumps(spec(tmp_path, **changes))  # escapes half a surrogate pair
+    for path in ("/v1/runs", "/v1/runs?dry_run=true"):
+        answer = client.post(path, content=body, headers=JSON)
+        assert answer.status_code == 422 and answer.json()["detail"].startswith(named), answer.text
+
+
 def test_list_runs_by_page(client: TestClient, runs: Runs) -> None:
     for number in range(7):
         put(runs, f"r-{number}", RunState.STOPPED if number % 2 else RunState.COMPLETED)

@@ -140,6 +140,32 @@ def test_settings_of_the_command_line(workspace: Path) -> None:
             load_run(workspace / "short.toml", ["name=other", wrong], machine=CPU, writes=False)
 
 
+def test_special_tokens_of_the_one_teacher_on_the_command_line(workspace: Path) -> None:
+    for name in ("teacher", "teacher.0"):
+        spec, _ = load_run(workspace / "short.toml", [f"{name}.special_tokens.x=y"], machine=CPU, writes=False)
+        assert spec.teacher[0].special_tokens == {"x": "y"}
+    with pytest.raises(ConfigError, match="is no table of the run file"):
+        load_run(workspace / "short.toml", ["teacher.1.special_tokens.x=y"], machine=CPU, writes=False)
+
+
+def test_values_that_no_setting_has_are_named(workspace: Path) -> None:
+    deep = "[" * 5000 + "]" * 5000
+    for wrong, reason in (
+        ("output=~nouser/x", "no home directory of that user"),
+        ("student=~nouser/x", "no home directory of that user"),
+        (f"seed={deep}", "--set seed: its value is nested too deeply"),
+        (f"data.path={'[' * 150}{']' * 150}", r"data\.path"),
+        ('data.path=["text.jsonl", 5]', r"data\.path"),
+        ('loss.mode=["chain"]', r"loss\.mode"),
+        ("loss.teacher_modes=[{a = 1}]", r"loss\.teacher_modes"),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            load_run(workspace / "short.toml", [wrong], machine=CPU, writes=False)
+    (workspace / "deep.toml").write_text(SHORT + f"[{'.'.join('a' * 5000)}]\n")
+    with pytest.raises(ConfigError, match="nested too deeply"):
+        load_run(workspace / "deep.toml", machine=GPU_24)
+
+
 def test_an_evaluation_without_text(workspace: Path) -> None:
     (workspace / "few.txt").write_text("one\n")
     few = ["data=few.txt", "name=few"]
