@@ -58,6 +58,7 @@ class Run(SupervisedRun):
     def _recover(self) -> RunResult | None:
         """Supervise the processes that an earlier control plane started, or infer how the run ended."""
         output, row = self.spec.output, self._row
+        self._known = {"step": row.step, "steps": row.steps}
         attempts = self._store.attempts(self.id, launch=row.launch)
         if row.queue is None:
             return infer_ending(output, attempts, {})

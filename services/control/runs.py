@@ -180,11 +180,14 @@ class Runs:
             self._check_taken(spec.output)
             if spec.output != output:
                 raise ConflictError(f"{output / SPEC} names another output: {spec.output}")
-            steps, at = summary.get("steps"), now()
-            steps = steps if isinstance(steps, int) else None
+            at = now()
+            step, positions = (
+                n if isinstance(n := summary.get(name), int) else None for name in ("steps", "positions")
+            )
+            steps = step if positions is None else -(-positions // spec.train.samples_per_step)
             row = RunRow(
                 id=f"{spec.name}-{secrets.token_hex(4)}", name=spec.name, output=str(spec.output), created=at, began=at,
-                ended=at, spec=spec.model_dump(mode="json"), state=RunState.COMPLETED, step=steps, steps=steps,
+                ended=at, spec=spec.model_dump(mode="json"), state=RunState.COMPLETED, step=step, steps=steps,
             )  # fmt: skip
             return self.store.add(row)
 

@@ -100,6 +100,13 @@ def is_finished(spec: RunSpec) -> bool:
         return False
 
 
+def step_of_early_end(output: Path) -> int | None:
+    """Return the steps that a complete run has taken if it has ended early (`eval.patience`); None if it has not."""
+    summary = read_json(output / SUMMARY) or {}
+    step = summary.get("steps")
+    return step if "stopped_early" in summary and isinstance(step, int) else None
+
+
 def has_ended_early(output: Path, step: int) -> bool:
     """Return whether the summary in a directory is of a run that has ended early, at the step of its last checkpoint.
 
@@ -107,5 +114,4 @@ def has_ended_early(output: Path, step: int) -> bool:
         output: The run's directory.
         step: Step of the newest checkpoint.
     """
-    summary = read_json(output / SUMMARY) or {}
-    return "stopped_early" in summary and summary.get("steps") == step
+    return step_of_early_end(output) == step

@@ -6,6 +6,7 @@ import dataclasses
 import logging
 from collections.abc import Mapping
 
+from services.common.run.resume import RESOLVED, check_output
 from services.common.stores.store_build import build_spec
 from services.common.stores.teacher_stores import records_of
 from services.supervisor.interrupts import POLL_S
@@ -15,10 +16,12 @@ from services.supervisor.local_run import LocalRun
 from services.supervisor.process_group import RecoveredGroup
 from services.supervisor.process_spec import ProcessSpec
 from services.supervisor.run_directory import QueueDirectory
-from services.supervisor.run_record import RunResult, RunState
+from services.supervisor.run_record import RunResult, RunState, has_ended_early, is_finished
 from services.supervisor.supervised_run import LauncherFactory, StoppedEarly
-from xtoken_core.config.resolved import ResolvedRun
+from xtoken_core.config.resolved import ResolvedRun, parse_resolved_run
 from xtoken_core.config.spec import RunSpec
+from xtoken_core.errors import XtokenError
+from xtoken_core.regular_files import JSON_LIMIT, read_below
 from xtoken_core.teacher_store.files import open_files
 from xtoken_core.teacher_store.identity import identity_of
 from xtoken_core.teacher_store.shards import remove_damaged_indices, remove_unfinished
@@ -106,7 +109,10 @@ class RunWithStoreBuild(LocalRun):
             self._build.stop(now=now)
 
     def _run(self) -> RunResult | None:
-        """Complete the stores of teachers that compute what these lack, then run."""
+        """Complete the stores of teachers that compute what these lack, then run; do nothing for a complete run."""
+        complete = self._complete()
+        if complete is not None:
+            return self._already_finished(complete)
         for number, teacher in enumerate(self.spec.teacher):
             if teacher.store is not None and teacher.store_missing == "compute":
                 ended = self._complete_store(number, teacher.store)
@@ -115,6 +121,19 @@ class RunWithStoreBuild(LocalRun):
                 if ended.state != RunState.COMPLETED:
                     return dataclasses.replace(ended, error=f"completing the store {teacher.store}: {ended.error}")
         return super()._run()
+
+    def _complete(self) -> ResolvedRun | None:
+        """Return the run as its last start has resolved it, if that has trained every step and written the model."""
+        output = self.spec.output
+        if not is_finished(self.spec):
+            return None
+        try:
+            source = output / RESOLVED
+            resolved = parse_resolved_run(read_below(output, RESOLVED, JSON_LIMIT), source=str(source))
+        except (OSError, XtokenError):
+            return None
+        step = check_output(resolved)
+        return resolved if step >= resolved.steps or has_ended_early(output, step) else None
 
     def _complete_store(self, number: int, store: str) -> RunResult:
         """Build what a store lacks, or has damaged, for this run; return how that ended."""

@@ -28,6 +28,7 @@ from services.supervisor.run_record import (
     has_ended_early,
     is_finished,
     read_record,
+    step_of_early_end,
     write_json,
     write_record,
 )
@@ -110,6 +111,7 @@ class SupervisedRun:
         self._checking = ""
         self._known: dict[str, Any] = {}
         self._over_at = 0.0
+        self._ended_at: int | None = None
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._work, name=f"run {run_id}", daemon=True)
 
@@ -158,7 +160,8 @@ class SupervisedRun:
             status = dict(self._supervisor.status())
         if self.result is not None:
             result = self.result
-            return status | {"state": result.state, "error": result.error, "exit_code": result.exit_code}
+            taken = {} if self._ended_at is None else {"step": self._ended_at}
+            return status | taken | {"state": result.state, "error": result.error, "exit_code": result.exit_code}
         if self._stop_requested:
             status["state"] = RunState.STOPPING
         elif RunState(status.get("state", RunState.STARTING)).over:
@@ -274,9 +277,13 @@ class SupervisedRun:
         return tuple(dataclasses.replace(spec, env={**spec.env, **self._environment}) for spec in specs)
 
     def _finish(self, result: RunResult | None) -> None:
+        if result is not None and result.state == RunState.COMPLETED:
+            self._ended_at = step_of_early_end(self.spec.output)  # a queue counts the steps that were left out as done
         with self._lock:
             self.result = result
             if result is not None:
+                if self._ended_at is not None:
+                    self._events.progressed(self._ended_at, self.status().get("steps") or self._ended_at)
                 self._events.ended(result.state, result.error, result.exit_code)
         outcome = f"{result.state} {result.error}".strip() if result else "left to continue without a supervisor"
         log.info("run %s: %s", self.id, outcome)

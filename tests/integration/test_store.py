@@ -158,6 +158,10 @@ def test_a_run_computes_what_its_store_lacks(assets: TinyAssets, tmp_path: Path)
     assert sorted(i for line in steps for i in line["ids"]) == list(range(24))
     assert (sum(line["store_hits"] for line in steps), sum(line["store_misses"] for line in steps)) == (24, 0)
     again = TeacherStore.open(str(tmp_path / "store"))
+    (tmp_path / "store").rename(tmp_path / "elsewhere")
+    result = run_locally(stored, show=False, kind=run_kind(stored))
+    assert result.state == RunState.COMPLETED and not (tmp_path / "store").exists(), "a complete run needs no store"
+    (tmp_path / "elsewhere").rename(tmp_path / "store")
     assert again.missing(range(24)) == []
     for record in set(range(24)) - {5, 7, 8, 9}:
         assert bytes(again.frame(record)) == whole[record]

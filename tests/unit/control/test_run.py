@@ -41,3 +41,29 @@ def test_killing_a_trainer_during_shutdown_is_recorded(tmp_path: Path, monkeypat
         runs.join()
         runs.close()
         shutil.rmtree(sockets)
+
+
+def test_a_run_that_has_ended_early_has_taken_the_steps_of_its_summary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    sockets = tempfile.mkdtemp(prefix="xtoken-test-")
+    monkeypatch.setattr(tempfile, "tempdir", sockets)
+    (tmp_path / "state").mkdir()
+    use_scripted_workers(tmp_path / "state", 4, monkeypatch.setattr)
+    spec = resolved_run(tmp_path / "out", 4).spec
+    spec.output.mkdir()
+    (spec.output / "summary.json").write_text('{"steps": 2, "stopped_early": "no better"}')
+    runs = Runs(tmp_path / "runs")
+    try:
+        run, row = runs.start(spec)
+        assert run is not None
+        run.join()
+        status, ended = run.status(), runs.store.run(row.id)
+        assert ended is not None and ended.state == "completed", ended
+        assert (ended.step, ended.steps) == (status["step"], status["steps"]) == (2, 4)
+    finally:
+        runs.stop_all(now=True)
+        runs.join()
+        runs.close()
+        shutil.rmtree(sockets)

@@ -284,7 +284,7 @@ def test_baseline_of_a_shell_is_listed(client: TestClient, runs: Runs, tmp_path:
     assert "Compare with its baseline" in page and "Train its baseline" not in page
 
     assert client.post("/runs/a/baseline").status_code == 409  # without its specification
-    (made / "summary.json").write_text('{"steps": 2}')
+    (made / "summary.json").write_text('{"steps": 2, "positions": 4000, "stopped_early": "no better"}')
     (made / "spec.json").write_text(json.dumps(spec(tmp_path, output=str(output), teacher=[])))
     refused = client.post("/runs/a/baseline")
     assert refused.status_code == 409 and "belongs to the run a" in refused.text
@@ -292,6 +292,8 @@ def test_baseline_of_a_shell_is_listed(client: TestClient, runs: Runs, tmp_path:
     (made / "eval.jsonl").write_text('{"step": 2, "bits_per_byte": 1.5}\n')
     shown = client.get(client.post("/runs/a/baseline").headers["location"]).text
     assert "1.5000" in shown and "completed" in shown
+    listed = runs.store.run_with_output(made)
+    assert listed is not None and listed.step == 2 and listed.steps is not None and listed.steps > 2
     assert "loss.mode" not in shown  # which a run without a teacher does not read
 
 
