@@ -53,11 +53,11 @@ def remaining(state: Path, known: Path, again: Sequence[str] = ()) -> list[Cell]
     order = {name: number for number, name in enumerate(METHODS)}
     waiting = Counter((cell.condition, cell.method) for cell in set(needed) - set(ready))
 
-    def place(cell: Cell) -> tuple[bool, int, int, bool, int, int]:
+    def sort_key(cell: Cell) -> tuple[bool, int, int, bool, int, int]:
         condition, waits = CONDITIONS[cell.condition], waiting[cell.condition, cell.method]
         return bool(condition.note), -condition.steps, -waits, not _is_first(cell), order[cell.method], cell.seed
 
-    ready.sort(key=place)
+    ready.sort(key=sort_key)
     return [cell for cell in ready if _has_materials(state, cell)]
 
 
@@ -128,7 +128,7 @@ def waiting_for_controls(state: Path, known: Path) -> list[Cell]:
     return list(dict.fromkeys([*needed, *sampled]))
 
 
-def told(state: Path, known: Path) -> list[Cell]:
+def finished_or_missing(state: Path, known: Path) -> list[Cell]:
     """Return the runs that have finished in this directory, and those that the result file lacks.
 
     Args:

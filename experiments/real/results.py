@@ -53,13 +53,13 @@ def merged(known: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]
     runs = {cell_of(run): run for result in (known, found) for run in result["runs"]}
     names = known["conditions"].keys() | found["conditions"].keys()
     rows = [runs[cell] for cell in _in_order(runs)]
-    told = [cell for result in (known, found) for cell in map(cell_of, result["not_run"]) if cell in _ORDER]
+    planned = [cell for result in (known, found) for cell in map(cell_of, result["not_run"]) if cell in _ORDER]
     return {
         "machine": joined_machines(known["machine"], found["machine"]),
         "conditions": {name: vars(condition) for name, condition in CONDITIONS.items() if name in names},
         "teachers": {**known["teachers"], **found["teachers"]},
         "runs": rows,
-        "not_run": [vars(cell) for cell in missing(rows, told)],
+        "not_run": [vars(cell) for cell in missing(rows, planned)],
     }
 
 
