@@ -52,6 +52,9 @@ class SglangEngine(IdsEngine):
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": -1 if sampling.top_k is None else sampling.top_k,
+            # Left out, both may be the defaults of the model's generation_config.json.
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
             "sampling_seed": sampling.seed % SEEDS,
         }
         if sampling.stop:

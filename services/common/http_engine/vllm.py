@@ -54,13 +54,16 @@ class VllmEngine(IdsEngine):
             "max_tokens": sampling.max_tokens,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
+            # What is left out the server takes from the model's generation_config.json: completions would be no samples
+            # of the student.
+            "top_k": -1 if sampling.top_k is None else sampling.top_k,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
             "seed": sampling.seed,
             "logprobs": 1,
             "return_tokens_as_token_ids": True,
             "add_special_tokens": False,
         }
-        if sampling.top_k is not None:
-            body["top_k"] = sampling.top_k
         if sampling.stop:
             body["stop"] = list(sampling.stop)
         choice = member(self.pool.call("POST", "/v1/completions", body, replica=replica), "choices", 0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -30,7 +32,7 @@ VLLM = {
     "path": "/v1/completions",
     "request": {
         "model": "m", "prompt": [5, 6], "max_tokens": 4, "temperature": 0.7, "top_p": 0.9, "top_k": 9,
-        "seed": (1 << 40) + 3, "stop": ["\n"], "logprobs": 1, "return_tokens_as_token_ids": True,
+        "min_p": 0.0, "repetition_penalty": 1.0, "seed": (1 << 40) + 3, "stop": ["\n"], "logprobs": 1, "return_tokens_as_token_ids": True,
         "add_special_tokens": False,
     },
     "answer": {"choices": [{
@@ -44,7 +46,7 @@ SGLANG = {
     "request": {
         "input_ids": [5, 6], "return_logprob": True,
         "sampling_params": {
-            "max_new_tokens": 4, "temperature": 0.7, "top_p": 0.9, "top_k": 9,
+            "max_new_tokens": 4, "temperature": 0.7, "top_p": 0.9, "top_k": 9, "min_p": 0.0, "repetition_penalty": 1.0,
             "sampling_seed": ((1 << 40) + 3) % (1 << 31), "stop": ["\n"],
         },
     },
@@ -90,6 +92,23 @@ def test_a_documented_completion(stack: ExitStack, student: Path, kind: str, rec
     completion = engine.complete([5, 6], WHOLE)
     assert seen[-1] == (recorded["path"], recorded["request"])
     assert (completion.ids, completion.finished, completion.stopped) == ([7, 8], True, True)
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_what_a_run_leaves_out_is_not_left_to_the_model(stack: ExitStack, student: Path, kind: str) -> None:
+    """Servers fill what is missing from the model's `generation_config.json`."""
+    bodies: list[Any] = []
+
+    def answer(method: str, path: str, body: Any, headers: dict[str, str]) -> Answer:
+        bodies.append(body)
+        recorded = VLLM if kind == "vllm" else SGLANG
+        return 200, {}, {"data": [{"id": "m"}]} if path == "/v1/models" else recorded["answer"]
+
+    engine = engine_of(stack, student, kind, answer)
+    engine.served(engine.pool.replicas[0])
+    engine.complete([5, 6], dataclasses.replace(WHOLE, top_k=None))
+    sent = bodies[-1].get("sampling_params", bodies[-1])
+    assert (sent["top_k"], sent["min_p"], sent["repetition_penalty"]) == (-1, 0.0, 1.0)
 
 
 class Generating:
@@ -154,6 +173,31 @@ def test_every_version_is_read_by_the_server(stack: ExitStack, student: Path, tm
             model.get_input_embeddings().weight += torch.randn(model.get_input_embeddings().weight.shape)
     writer.close()
     assert outcomes[0] != outcomes[1]
+
+
+def test_a_worker_killed_while_it_copies_leaves_no_incomplete_directory(
+    stack: ExitStack, student: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answer(method: str, path: str, body: Any, headers: dict[str, str]) -> Answer:
+        return 200, {}, {"success": True, "data": [{"id": "m"}]}
+
+    def dying(source: Path, target: Path) -> None:
+        target.write_bytes(source.read_bytes()[:3])
+        raise KeyboardInterrupt
+
+    engine = engine_of(stack, student, "sglang", answer)
+    writer = WeightsWriter(tmp_path / "weights")
+    stack.callback(writer.close)
+    writer.write(AutoModelForCausalLM.from_pretrained(student), Version(0, 1))
+    vocabulary = Vocabulary([b"x"], torch.tensor([True]), frozenset({0}), 0)
+    directory = tmp_path / "rollout-model"
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(shutil, "copyfile", dying)
+        ServedSampler(engine, vocabulary, RolloutSpec(), student, directory).load(tmp_path / "weights")
+    ServedSampler(engine, vocabulary, RolloutSpec(), student, directory).load(tmp_path / "weights")
+    assert {file.name for file in directory.iterdir()} == {file.name for file in student.iterdir()}
+    for file in student.iterdir():
+        assert file.suffix == ".safetensors" or (directory / file.name).read_bytes() == file.read_bytes()
 
 
 def test_a_token_that_is_no_text_cuts_a_completion(stack: ExitStack, student: Path, tmp_path: Path) -> None:
