@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from services.common.text.run_order import rotated
 from xtoken_core.config import DataSpec
 from xtoken_core.dataset import BadRecord, DataIndex, JoinedIndex, Record, mixed_record_at
 
@@ -48,6 +49,38 @@ def test_every_window_has_the_weights_and_epochs_continue() -> None:
     last = [number for number in order if number >= 70]
     assert all(set(last[i : i + 4]) == {70, 71, 72, 73} for i in range(0, 28, 4))
     assert order[:100] != order[100:200]
+
+
+@pytest.mark.parametrize(
+    ("weights", "per_step", "prompts"),
+    [
+        ((1, 1), 4, 1),
+        ((1, 1), 2, 1),
+        ((3, 1), 8, 2),
+        ((9, 1), 20, 2),
+        ((2, 1, 1), 8, 2),
+        ((1, 3), 8, 2),
+        ((1, 1), 6, 6),
+    ],
+)
+def test_prompts_and_text_come_from_all_sources_by_weight(
+    weights: tuple[int, ...], per_step: int, prompts: int
+) -> None:
+    """Prompts are the last positions of every step, sources recur in every step: the two must not fall together."""
+    sources = [(3000, 1000 * weight) for weight in weights]
+    counts: dict[bool, Counter[int]] = {True: Counter(), False: Counter()}
+    for position in range(400 * per_step):
+        read = mixed_record_at(rotated(position, per_step), sources=sources, seed=0, shuffle=True)
+        counts[position % per_step >= per_step - prompts][read // 3000] += 1
+    for found in counts.values():
+        for source, weight in enumerate(weights):
+            assert found[source] == pytest.approx(found.total() * weight / sum(weights), rel=0.05)
+
+
+@given(step=st.integers(0, 10**9), per_step=st.integers(1, 64))
+def test_a_step_keeps_its_positions(step: int, per_step: int) -> None:
+    window = range(step * per_step, (step + 1) * per_step)
+    assert sorted(rotated(position, per_step) for position in window) == list(window)
 
 
 def test_texts_of_one_length_are_ordered_apart() -> None:
