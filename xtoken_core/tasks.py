@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from xtoken_core.regular_files import MIB, read_regular
 
 MAX_BYTES = 64 * MIB
 KEYS = {"prompt", "messages", "answer", "choices", "match"}
-NUMBER = re.compile(r"[-+\N{MINUS SIGN}]?\d[\d,]*(?:\.\d+)?|[-+\N{MINUS SIGN}]?\.\d+")
+NUMBER = re.compile(r"[-+\N{MINUS SIGN}]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,3}(?!\d))?")
 LONGEST_NUMBER = 1000
 
 
@@ -136,7 +137,7 @@ def _texts(record: dict[str, Any], key: str) -> Iterator[str]:
     for value in values if isinstance(values, list) else [values]:
         if isinstance(value, bool) or not isinstance(value, (str, int, float)) or not str(value).strip():
             raise ValueError(f"`{key}` takes a text, a number or a list of them")
-        yield str(value)
+        yield format(Decimal(repr(value)), "f") if isinstance(value, float) and math.isfinite(value) else str(value)
 
 
 def _messages(messages: Any) -> Iterator[dict[str, str]]:
@@ -153,8 +154,8 @@ def _plain(text: str) -> str:
 def _first_number(text: str) -> Decimal | None:
     """Return the first number in a text, without separators of thousands.
 
-    >>> _first_number("about 1,234.50 or 7")
-    Decimal('1234.50')
+    >>> _first_number("about 1,234.50 or 7"), _first_number("1e-05 metres")
+    (Decimal('1234.50'), Decimal('0.00001'))
     """
     match = NUMBER.search(text)
     if match is None or len(match[0]) > LONGEST_NUMBER:
