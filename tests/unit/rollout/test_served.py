@@ -32,7 +32,8 @@ VLLM = {
     "path": "/v1/completions",
     "request": {
         "model": "m", "prompt": [5, 6], "max_tokens": 4, "temperature": 0.7, "top_p": 0.9, "top_k": 9,
-        "min_p": 0.0, "repetition_penalty": 1.0, "seed": (1 << 40) + 3, "stop": ["\n"], "logprobs": 1, "return_tokens_as_token_ids": True,
+        "min_p": 0.0, "repetition_penalty": 1.0, "seed": (1 << 40) + 3, "stop": ["\n"], "logprobs": 1,
+        "return_tokens_as_token_ids": True,
         "add_special_tokens": False,
     },
     "answer": {"choices": [{
