@@ -16,7 +16,7 @@ from services.common.generation.vocabulary import Vocabulary
 from services.common.http_engine.engine import Engine, Sampling
 from services.common.http_engine.errors import SampleRefusedError
 from services.common.http_engine.results import results_of
-from xtoken_core.atomic import atomic_write
+from xtoken_core.atomic import atomic_path, atomic_write
 from xtoken_core.config.rollout import RolloutSpec
 from xtoken_core.model_files import INDEX, SUFFIX, WHOLE
 
@@ -46,6 +46,7 @@ class ServedSampler:
     ) -> None:
         self.engine, self.vocabulary, self.settings = engine, vocabulary, settings
         self.student, self.directory = student, directory
+        self._has_files = False
         self._allowed = vocabulary.allowed.tolist()
         self._threads = ThreadPoolExecutor(
             min(len(engine.pool.replicas) * engine.pool.limit, THREADS), thread_name_prefix="engine"
@@ -63,11 +64,9 @@ class ServedSampler:
             EngineRefusalError: One has not loaded them.
         """
         version, payload = read_weights(path)
-        if not self.directory.exists():
-            self.directory.mkdir(parents=True)
-            for file in self.student.iterdir():
-                if file.is_file() and file.suffix != SUFFIX and file.name != INDEX:
-                    shutil.copyfile(file, self.directory / file.name)
+        if not self._has_files:
+            self._copy_missing()
+            self._has_files = True
         atomic_write(self.directory / WHOLE, payload)
         for replica in self.engine.pool.replicas:
             if not self.engine.name:
@@ -89,6 +88,15 @@ class ServedSampler:
             for prompt, seed in zip(prompts, seeds, strict=True)
         ]
         return results_of(futures, lambda _: progress())
+
+    def _copy_missing(self) -> None:
+        """Copy the student's files that the directory lacks, each whole: a worker may have been killed at this."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        for file in self.student.iterdir():
+            target = self.directory / file.name
+            if file.is_file() and file.suffix != SUFFIX and file.name != INDEX and not target.exists():
+                with atomic_path(target) as scratch:
+                    shutil.copyfile(file, scratch)
 
     def _complete(self, prompt: list[int], seed: int) -> Sampled:
         settings = self.settings
