@@ -108,7 +108,8 @@ def _planned(arguments: argparse.Namespace) -> list[Cell]:
     best = arguments.weights == [BEST]
     if arguments.remaining:
         controls = arguments.stage == "controls"
-        return (remaining.waiting_for_controls if controls else remaining.finished_or_missing)(arguments.state, arguments.out)
+        choose = remaining.waiting_for_controls if controls else remaining.finished_or_missing
+        return choose(arguments.state, arguments.out)
     names = arguments.conditions or ["de-500k"]
     chosen = (names, arguments.methods, [] if best else arguments.weights, arguments.seeds)
     planned = results.tried(cells(*map(tuple, chosen)), results.read_result(arguments.out)["runs"])
