@@ -108,7 +108,12 @@ class RolloutLoop:
             )  # fmt: skip
         positions = list(completions)
         rows = self.collator.completion_rows(list(completions.values()), self.counts)
-        tombstones |= {positions[index]: reason for index, reason in rows.refused.items()}
+        refused = {
+            positions[index]: f"{self.index.location(record_of(self.run, positions[index]))}: {reason}"
+            for index, reason in rows.refused.items()
+        }
+        self._end_if_bad(refused)
+        tombstones |= refused
         for position, reason in tombstones.items():
             log.warning("position %d is skipped: %s", position, reason)
         short = {position: reason[:MAX_REASON] for position, reason in tombstones.items()}
@@ -174,10 +179,21 @@ class RolloutLoop:
                 prompts[position] = self._encoded(record.value)
             except ConversationError as error:
                 tombstones[position] = f"{self.index.location(record.number)}: {error}"
-        if tombstones and run.spec.data.on_bad_record == "fail":
-            position, reason = next(iter(tombstones.items()))
-            end_run(self.worker, f"bad record at position {position}: {reason} (data.on_bad_record = fail)")
+        self._end_if_bad(tombstones)
         return prompts, tombstones
+
+    def _end_if_bad(self, refused: dict[int, str]) -> None:
+        """End the run if positions have bad records and `on_bad_record` is "fail".
+
+        Args:
+            refused: By position, what is bad about its record.
+
+        Raises:
+            InputError: The run is ended.
+        """
+        if refused and self.run.spec.data.on_bad_record == "fail":
+            position, reason = next(iter(refused.items()))
+            end_run(self.worker, f"bad record at position {position}: {reason} (data.on_bad_record = fail)")
 
     def _encoded(self, value: dict[str, Any]) -> tuple[dict[str, Any], Any]:
         """Return a record's prompt and its tokens.

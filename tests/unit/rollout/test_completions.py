@@ -1,18 +1,30 @@
 """Rows of completions: the ids as sampled, the completion alone aligned and counted, no target of cross-entropy."""
 
+import re
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from services.common.generation.published_weights import Version
+from services.common.generation.sampling import Sampled
+from services.common.generation.vocabulary import Vocabulary
+from services.rollout.main import RolloutLoop
 from tests.support.vocabularies import fast, tekken
 from xtoken_core import schema
 from xtoken_core.collate import CollatedRows, loss_counts
 from xtoken_core.collate_generated import Completion, CompletionCollator
 from xtoken_core.config.loss import LossConfig
+from xtoken_core.config.resolved import ResolvedModel, ResolvedRun
+from xtoken_core.config.spec import RunSpec
+from xtoken_core.dataset import DataIndex
+from xtoken_core.errors import InputError
 from xtoken_core.losses.cross_entropy import mean_over_tokens
 from xtoken_core.tokenizing import ConversationError, TextTokenizer
+from xtoken_core.wire.messages import Block
 
 STUDENT, TEACHER = tekken(2000), tekken(8000)
 PROMPT, TEXT = "The quick brown", " fox jumps over"
@@ -111,6 +123,58 @@ def test_a_prompt_that_a_chat_template_does_not_take_is_refused() -> None:
     )
     assert rows.records == []
     assert "has no chat template" in rows.refused[0]
+
+
+class OneCompletion:
+    """A sampler whose every completion is the same token."""
+
+    vocabulary = Vocabulary([b"a"] * len(STUDENT), torch.ones(len(STUDENT), dtype=torch.bool), frozenset(), 0)
+
+    def complete(self, prompts: list[Any], seeds: list[int], progress: Any) -> list[Sampled]:
+        return [Sampled([5]) for _ in prompts]
+
+
+@pytest.mark.parametrize("on_bad_record", ["fail", "skip"])
+def test_a_prompt_that_only_a_teacher_refuses_is_a_bad_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_bad_record: str
+) -> None:
+    data = tmp_path / "prompts.jsonl"
+    data.write_text(2 * '{"messages": [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]}\n')
+    templated = fast(STUDENT.backend_tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
+    templated.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}:"
+    collator = CompletionCollator(
+        student_tokenizer=templated, teacher_tokenizer=[TEACHER], aligner=[None], ctx_length_student=64,
+        ctx_length_teacher=[64],
+    )  # fmt: skip
+    model = {"model": "/no/model", "context_length": 64}
+    spec = RunSpec.model_validate({
+        "output": tmp_path, "student": model, "teacher": model, "loss": {"mode": "alm"},
+        "data": {"path": data, "on_bad_record": on_bad_record, "shuffle": False},
+        "rollout": {"max_new_tokens": 4}, "train": {"samples_per_step": 2},
+    })  # fmt: skip
+    files = [ResolvedModel(vocab_size=8, head_width=8, tokenizer_fingerprint=name) for name in "st"]
+    run = ResolvedRun(
+        spec=spec, student=files[0], teachers=(files[1],), projection_fingerprints=("",), data_fingerprint="d",
+        records=2, positions=2,
+    )  # fmt: skip
+    ended: list[str] = []
+    put: list[dict[int, str]] = []
+    queue = SimpleNamespace(give_up=ended.append, put_block=lambda lease, ids, columns, short: put.append(short))
+    client = SimpleNamespace(stats=lambda: {"sessions": []})
+    worker: Any = SimpleNamespace(run=run, queue=queue, client=client, alive=lambda *_: None)
+    sampler: Any = OneCompletion()
+    index = DataIndex.build([data], field="text", cache_dir=tmp_path / "cache")
+    loop = RolloutLoop(worker, sampler, collator, index)
+    monkeypatch.setattr(loop, "_load", lambda block: Version(0, 1))
+    block = Block(lease=1, first=0, count=2)
+    reason = f"{data}:1: the teacher's tokenizer has no chat template"
+    if on_bad_record == "fail":
+        with pytest.raises(InputError, match=re.escape(reason)):
+            loop._complete(block)
+        assert ended[0].startswith(f"bad record at position 0: {reason}") and not put
+    else:
+        loop._complete(block)
+        assert put[0][0].startswith(reason) and list(put[0]) == [0, 1] and not ended
 
 
 CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add"}}]}
