@@ -26,8 +26,13 @@ def build_spec(spec: RunSpec, teacher: int | None, out: str) -> RunSpec:
         out: Directory or address of the store.
 
     Raises:
-        ConfigError: There is no such teacher, or it sends whole logits.
+        ConfigError: There is no such teacher, it sends whole logits, or its run trains on completions.
     """
+    if spec.rollout is not None:
+        raise ConfigError(
+            "this run has [rollout], and a store holds a teacher's output over given text: leave [rollout] out of the "
+            "run file to build a store of the text"
+        )
     number = teacher_number(spec, teacher)
     chosen = spec.teacher[number]
     if chosen.content == "logits":

@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 
+from services.common.stores.store_build import build_spec
 from xtoken_core.config.loss import LossConfig
 from xtoken_core.config.spec import RunSpec
+from xtoken_core.errors import ConfigError
 
 TRAIN = {"samples_per_step": 24}
 STORED = {"model": Path("m"), "context_length": 256, "store": "s"}
@@ -81,3 +83,8 @@ def test_reverse_forms_of_chain_need_generated_text(form: dict[str, Any]) -> Non
     assert spec({}, loss=loss).rollout is not None
     with pytest.raises(ValueError, match="add \\[rollout\\] or unset it"):
         RunSpec.model_validate({**spec({}, loss=loss).model_dump(), "rollout": None})
+
+
+def test_a_run_that_trains_on_completions_has_no_store_to_build() -> None:
+    with pytest.raises(ConfigError, match=r"leave \[rollout\] out of the run file to build a store"):
+        build_spec(spec({}), None, "store")
