@@ -72,7 +72,7 @@ def build(
         raise ConfigError("--out: name the directory of the store, or set teacher.store in the run file")
     spec = build_spec(run, teacher, target)
     if dry_run:
-        _print(_plan_of(spec, target), as_json=as_json)
+        _print(_plan_of(spec, target, run), as_json=as_json)
         return
     for note in notes if not as_json else ():
         typer.echo(f"default: {note}")
@@ -81,7 +81,7 @@ def build(
     from services.supervisor.store_build import StoreBuild
 
     check_launch(spec)
-    result = run_to_end(StoreBuild(spec, target, verify=verify), as_json=as_json)
+    result = run_to_end(StoreBuild(spec, target, run=run, verify=verify), as_json=as_json)
     if result.error:
         typer.echo(f"error: {result.error}", err=True)
     if result.exit_code:
@@ -136,7 +136,7 @@ def write(
     work(link, rank=rank, name=name, store=out)
 
 
-def _plan_of(spec: RunSpec, target: str) -> dict[str, Any]:
+def _plan_of(spec: RunSpec, target: str, run: RunSpec) -> dict[str, Any]:
     """Return the records, sizes and identity of a build, without starting it."""
     from services.common.run.resolve import resolve_run
     from services.common.stores.teacher_stores import records_of
@@ -145,7 +145,7 @@ def _plan_of(spec: RunSpec, target: str) -> dict[str, Any]:
     from xtoken_core.teacher_store.shards import MANIFEST
     from xtoken_core.teacher_store.store import TeacherStore, numpy_dtype
 
-    resolved = resolve_run(spec)
+    resolved = resolve_run(spec, divided_as=run)
     identity = identity_of(resolved, 0)
     wanted = list(records_of(resolved))
     missing = len(wanted)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from services.common.run.resume import RESOLVED, check_output
 from services.common.stores.store_build import build_spec
-from services.common.stores.teacher_stores import records_of
+from services.common.stores.teacher_stores import check_stores, records_of
 from services.supervisor.interrupts import POLL_S
 from services.supervisor.launchers.base import Launcher
 from services.supervisor.launchers.forks import ForkServer
@@ -38,11 +38,13 @@ class StoreBuild(LocalRun):
     Args:
         spec: From `build_spec`.
         store: Directory or address of the store.
+        run: The run that the store is for: its long documents are divided to fit all of its teachers.
         verify: Read every record that the run needs, and compute those again that are damaged.
     """
 
-    def __init__(self, spec: RunSpec, store: str, *, verify: bool = False) -> None:
+    def __init__(self, spec: RunSpec, store: str, *, run: RunSpec, verify: bool = False) -> None:
         super().__init__(spec, None)
+        self._divided_as = run
         self.store, self._verify = store, verify
 
     def _supervise(
@@ -122,6 +124,12 @@ class RunWithStoreBuild(LocalRun):
                     return dataclasses.replace(ended, error=f"completing the store {teacher.store}: {ended.error}")
         return super()._run()
 
+    def _resolve(self) -> tuple[ResolvedRun, list[str]]:
+        """Return the run as its files say, its stores complete now."""
+        resolved, warnings = super()._resolve()
+        check_stores(resolved, completed=True)
+        return resolved, warnings
+
     def _complete(self) -> ResolvedRun | None:
         """Return the run as its last start has resolved it, if that has trained every step and written the model."""
         output = self.spec.output
@@ -137,7 +145,7 @@ class RunWithStoreBuild(LocalRun):
 
     def _complete_store(self, number: int, store: str) -> RunResult:
         """Build what a store lacks, or has damaged, for this run; return how that ended."""
-        build = StoreBuild(build_spec(self.spec, number, store), store, verify=True)
+        build = StoreBuild(build_spec(self.spec, number, store), store, run=self.spec, verify=True)
         with self._lock:
             if self._stop_requested:
                 raise StoppedEarly

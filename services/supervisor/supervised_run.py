@@ -64,13 +64,15 @@ def launcher_factory(*, tied: bool, forks: Callable[[], ForkServer | None] = lam
     return create
 
 
-def resolve(spec: RunSpec, progress: Callable[[str, float], None]) -> tuple[ResolvedRun, list[str]]:
+def resolve(
+    spec: RunSpec, progress: Callable[[str, float], None], divided_as: RunSpec | None = None
+) -> tuple[ResolvedRun, list[str]]:
     """Return the run with what its files say, and warnings about its settings; see `resolve_run`."""
     check_input_files(spec)
     # Missing files are reported above, before these imports: they take longer than starting Python.
     from services.common.run.resolve import file_warnings, resolve_run
 
-    resolved = resolve_run(spec, progress)
+    resolved = resolve_run(spec, progress, divided_as=divided_as)
     return resolved, list(file_warnings(resolved))
 
 
@@ -105,6 +107,7 @@ class SupervisedRun:
         self._launchers, self._events = launchers, events or SupervisorEvents()
         self._environment = dict(environment or {})
         self._loss = loss
+        self._divided_as: RunSpec | None = None
         self._supervisor: Supervisor | None = None
         self._stop_requested = self._detach_requested = False
         self._text_read: float | None = None
@@ -215,7 +218,7 @@ class SupervisedRun:
 
     def _resolve(self) -> tuple[ResolvedRun, list[str]]:
         """Return the run with what its files say, and warnings; a subclass may read them in another process."""
-        return resolve(self.spec, self._note_check)
+        return resolve(self.spec, self._note_check, self._divided_as)
 
     def _already_finished(self, resolved: ResolvedRun) -> RunResult:
         """Complete without any process: an earlier start has trained every step and written the model."""

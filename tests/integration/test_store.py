@@ -19,6 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from services.common.run.resolve import resolve_run
 from services.common.stores.store_build import build_spec
+from services.common.stores.teacher_stores import check_stores
+from services.common.text import training_text
 from services.control.validation import SpecValidator
 from services.supervisor.launch_check import RefusedError
 from services.supervisor.local_run import run_locally, run_to_end
@@ -30,7 +32,7 @@ from tests.integration.conftest import DEADLINE_S, Crew
 from tests.support.tiny_run import TinyAssets, steps_of, tiny_spec
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.dataset.order import record_at
-from xtoken_core.teacher_store.identity import StoreError
+from xtoken_core.teacher_store.identity import StoreError, identity_of
 from xtoken_core.teacher_store.shards import FRAMES, INDEX, Entry, drop_records
 from xtoken_core.teacher_store.store import TeacherStore, empty_values
 from xtoken_core.tokenizing import TextTokenizer
@@ -40,7 +42,7 @@ Start = Callable[[RunSpec], Crew]
 
 def build(spec: RunSpec, store: Path) -> TeacherStore:
     """Build the store of a run's only teacher."""
-    result = run_to_end(StoreBuild(build_spec(spec, None, str(store)), str(store)), show=False)
+    result = run_to_end(StoreBuild(build_spec(spec, None, str(store)), str(store), run=spec), show=False)
     assert result.state == RunState.COMPLETED, result.error
     return TeacherStore.open(str(store))
 
@@ -65,6 +67,33 @@ def damage(store: Path, entry: Entry) -> None:
     content = bytearray((store / entry.shard).read_bytes())
     content[entry.offset + entry.size // 2] ^= 1
     (store / entry.shard).write_bytes(content)
+
+
+def test_a_build_divides_long_documents_as_its_run_does(
+    assets: TinyAssets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measured(_command: Any, document: bytes, **_: Any) -> list[str]:
+        return [str(min(context for _, _, context in json.loads(document)["sides"]))]
+
+    monkeypatch.setattr(training_text, "lines_of", measured)  # the measurement itself imports transformers
+    teachers: list[dict[str, Any]] = [
+        {"model": assets.teacher, "context_length": 96, "content": "hidden"},
+        {"model": assets.other_teacher, "context_length": 32},
+    ]
+    changes = {"loss": {"mode": "alm", "vocab_topk": None}, "data": {"long": "split"}}
+    spec = tiny_spec(assets, tmp_path, records=12, teacher=teachers, **changes)
+    run = resolve_run(spec)
+    built = resolve_run(build_spec(spec, 0, str(tmp_path / "store")), divided_as=spec)
+    assert run.piece_bytes == built.piece_bytes == 32
+    assert identity_of(built, 0) == identity_of(run, 0)
+    TeacherStore.create(str(tmp_path / "store"), identity_of(built, 0))
+    first = spec.teacher[0].model_copy(update={"store": str(tmp_path / "store"), "store_missing": "compute"})
+    stored = resolve_run(spec.model_copy(update={"teacher": (first, spec.teacher[1])}))
+    with pytest.raises(StoreError, match=r"of the text are not in the store .*, record 0 first"):
+        check_stores(stored, completed=True)
+    other = stored.model_copy(update={"data_fingerprint": "0" * 64})
+    with pytest.raises(StoreError, match=r"what differs is the text \(data\)"):
+        check_stores(other, completed=True)
 
 
 CONTENTS = pytest.mark.parametrize("content", [{"content": "hidden"}, {"content": "topk", "topk": 1000}])
@@ -185,7 +214,7 @@ def test_two_writers_complete_a_store_after_kills_and_a_forced_end(assets: TinyA
     teacher = {"model": assets.teacher, "context_length": 96, "projection": assets.projection, "content": "topk"}
     spec = tiny_spec(assets, tmp_path, records=160, teacher=[teacher], workers={"ranks": 2})
     rng, address = random.Random(4), str(tmp_path / "store")
-    run = StoreBuild(build_spec(spec, None, address), address)
+    run = StoreBuild(build_spec(spec, None, address), address, run=spec)
     run.start()
     try:
         for name in ("trainer-1", "teacher-0-0"):

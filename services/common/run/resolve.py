@@ -17,7 +17,7 @@ from services.common.models.weights import check_weights, served_fingerprint, we
 from services.common.run.teacher_checks import check_teachers, same_tokenizer_of
 from services.common.stores.teacher_stores import check_stores
 from services.common.tables.pair_files import cache_of, check_special_tokens, kind_of, pair_file
-from services.common.text.training_text import mixture_of, open_index, resolve_text
+from services.common.text.training_text import measure_pieces, mixture_of, open_index, resolve_text
 from services.common.tokenizers.chat_templates import read_chat_template
 from services.common.tokenizers.vocabulary import has_chat_template, vocabulary_size
 from xtoken_core.config.eval import EvalSpec
@@ -51,13 +51,14 @@ Progress = Callable[[str, float], None]
 READING = "reading the text"
 
 
-def resolve_run(spec: RunSpec, progress: Progress | None = None) -> ResolvedRun:
+def resolve_run(spec: RunSpec, progress: Progress | None = None, *, divided_as: RunSpec | None = None) -> ResolvedRun:
     """Check every file of a run, index its data and count its positions.
 
     Args:
         spec: The run.
         progress: Called several times a second while the training text is indexed for the first time, or a file about
             two tokenizers is built. It may raise to stop.
+        divided_as: Run of the same text whose division of long documents this one has; None: its own.
 
     Raises:
         InputError: A file is missing, unreadable or does not fit the others.
@@ -78,7 +79,8 @@ def resolve_run(spec: RunSpec, progress: Progress | None = None) -> ResolvedRun:
     obstacle = _obstacle_to_packing(spec)
     _writable(spec.output)
     same_tokenizer = same_tokenizer_of(spec, student, teachers)
-    index, piece_bytes = resolve_text(spec, same_tokenizer, _reading(progress))
+    limit = None if divided_as is None else _piece_bytes(spec, divided_as, progress)
+    index, piece_bytes = resolve_text(spec, same_tokenizer, _reading(progress), limit)
     records = len(index)
     if records == 0:
         raise InputError(f"the training data is empty: {', '.join(map(str, spec.data.paths))}")
@@ -110,6 +112,13 @@ def resolve_run(spec: RunSpec, progress: Progress | None = None) -> ResolvedRun:
     _check_memory(resolved)
     check_stores(resolved)
     return resolved
+
+
+def _piece_bytes(spec: RunSpec, run: RunSpec, progress: Progress | None) -> int:
+    """Return the bytes of another run's pieces at most; the index of the text is kept in this run's cache."""
+    student = tokenizer_fingerprint(run.student.tokenizer_dir)
+    same = [each.projection is None and tokenizer_fingerprint(each.tokenizer_dir) == student for each in run.teacher]
+    return measure_pieces(run.model_copy(update={"output": spec.output}), same, _reading(progress))
 
 
 def _check_tasks(evaluation: EvalSpec) -> None:

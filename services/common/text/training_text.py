@@ -29,7 +29,10 @@ def open_index(
 
 
 def resolve_text(
-    spec: RunSpec, same_tokenizer: Sequence[bool], progress: Callable[[int, int], None] | None = None
+    spec: RunSpec,
+    same_tokenizer: Sequence[bool],
+    progress: Callable[[int, int], None] | None = None,
+    limit: int | None = None,
 ) -> tuple[TextIndex, int]:
     """Return the records of a run, and the bytes of a piece at most; 0 where documents are not divided.
 
@@ -37,15 +40,33 @@ def resolve_text(
         spec: The run's settings.
         same_tokenizer: Per teacher, True if it has the student's tokenizer.
         progress: As of `DataIndex.build`; called with documents while they are divided. It may raise to stop.
+        limit: Bytes of a piece at most, if they are known; None: they are measured.
 
     Raises:
         InputError: The text or a tokenizer cannot be read.
     """
-    limit = 0
-    if spec.data.long == "split":
-        texts = [text for part in _documents(spec, progress) for text in _sample(part)]
-        limit = _measure(spec, same_tokenizer, texts) if texts else 0
+    if limit is None:
+        limit = measure_pieces(spec, same_tokenizer, progress)
     return open_text(spec, limit, progress), limit
+
+
+def measure_pieces(
+    spec: RunSpec, same_tokenizer: Sequence[bool], progress: Callable[[int, int], None] | None = None
+) -> int:
+    """Return the bytes of a run's pieces at most: what every side's context holds; 0 where documents are not divided.
+
+    Args:
+        spec: The run's settings.
+        same_tokenizer: As of `resolve_text`.
+        progress: Likewise.
+
+    Raises:
+        InputError: The text or a tokenizer cannot be read.
+    """
+    if spec.data.long != "split":
+        return 0
+    texts = [text for part in _documents(spec, progress) for text in _sample(part)]
+    return _measure(spec, same_tokenizer, texts) if texts else 0
 
 
 def open_text(spec: RunSpec, limit: int, progress: Callable[[int, int], None] | None = None) -> TextIndex:

@@ -81,7 +81,7 @@ def use_scripted_workers(
     def specs(resolved: ResolvedRun, _file: Path, addresses: Sequence[Address], _loss: str | None) -> list[ProcessSpec]:
         return scripted_members(resolved.spec.output, state, addresses[0], steps, **deeds)
 
-    def resolve(spec: RunSpec, _progress: Any) -> tuple[ResolvedRun, list[str]]:
+    def resolve(spec: RunSpec, _progress: Any, _divided_as: Any) -> tuple[ResolvedRun, list[str]]:
         return resolved_run(spec.output, steps).model_copy(update={"spec": spec}), []
 
     replace(supervised_run, "resolve", resolve)
