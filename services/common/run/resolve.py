@@ -79,12 +79,8 @@ def resolve_run(spec: RunSpec, progress: Progress | None = None, *, divided_as: 
     obstacle = _obstacle_to_packing(spec)
     _writable(spec.output)
     same_tokenizer = same_tokenizer_of(spec, student, teachers)
-    limit = None if divided_as is None else _piece_bytes(spec, divided_as, progress)
-    index, piece_bytes = resolve_text(spec, same_tokenizer, _reading(progress), limit)
+    index, piece_bytes = _training_text(spec, same_tokenizer, divided_as, progress)
     records = len(index)
-    if records == 0:
-        raise InputError(f"the training data is empty: {', '.join(map(str, spec.data.paths))}")
-    _check_messages(spec, index, same_tokenizer)
     if spec.eval is not None:
         for paths in (spec.eval.paths, *((path,) for path in spec.eval.also_by_name.values())):
             open_index(spec, paths, spec.eval.field)
@@ -112,6 +108,22 @@ def resolve_run(spec: RunSpec, progress: Progress | None = None, *, divided_as: 
     _check_memory(resolved)
     check_stores(resolved)
     return resolved
+
+
+def _training_text(
+    spec: RunSpec, same_tokenizer: Sequence[bool], divided_as: RunSpec | None, progress: Progress | None
+) -> tuple[TextIndex, int]:
+    """Return the records of a run, and the bytes of a piece at most; arguments as of `resolve_run`.
+
+    Raises:
+        InputError: There are no records, or a tokenizer cannot take them.
+    """
+    limit = None if divided_as is None else _piece_bytes(spec, divided_as, progress)
+    index, piece_bytes = resolve_text(spec, same_tokenizer, _reading(progress), limit)
+    if len(index) == 0:
+        raise InputError(f"the training data is empty: {', '.join(map(str, spec.data.paths))}")
+    _check_messages(spec, index, same_tokenizer)
+    return index, piece_bytes
 
 
 def _piece_bytes(spec: RunSpec, run: RunSpec, progress: Progress | None) -> int:
