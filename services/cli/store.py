@@ -139,7 +139,7 @@ def write(
 def _plan_of(spec: RunSpec, target: str, run: RunSpec) -> dict[str, Any]:
     """Return the records, sizes and identity of a build, without starting it."""
     from services.common.run.resolve import resolve_run
-    from services.common.stores.teacher_stores import records_of
+    from services.common.stores.teacher_stores import records_of, skip_condition
     from xtoken_core.teacher_store.files import open_files
     from xtoken_core.teacher_store.identity import identity_of
     from xtoken_core.teacher_store.shards import MANIFEST
@@ -152,7 +152,7 @@ def _plan_of(spec: RunSpec, target: str, run: RunSpec) -> dict[str, Any]:
     if MANIFEST in open_files(target).names():
         opened = TeacherStore.open(target)
         opened.identity.check(identity, target)
-        missing = len(opened.missing(wanted))
+        missing = len(opened.missing(wanted, skip_condition(resolved, 0), older=False))
     return {
         "store": target,
         "content": identity.content,
@@ -168,7 +168,7 @@ def _summary_of(opened: TeacherStore) -> dict[str, Any]:
         "store": opened.files.name,
         "content": opened.identity.content,
         "records": len(opened.entries),
-        "skipped": len(opened.skipped),
+        "skipped": len(opened.skipped.keys() - opened.entries.keys()),
         "tokens": tokens,
         "bytes": nbytes,
         "bytes_per_token": round(nbytes / tokens, 2) if tokens else None,

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 
 from services.common.processes.worker import QueueLink, Worker, worker_session
-from services.common.stores.teacher_stores import open_store
+from services.common.stores.teacher_stores import open_store, skip_condition
 from services.common.text.collation import MAX_REASON, end_run, make_collator, open_data, row_counts, serve_blocks
 from services.common.text.run_order import record_of
 from xtoken_core.collate import CrossTokenizerCollator
@@ -35,10 +35,14 @@ def work(link: QueueLink, *, name: str | None) -> None:
         loop.serve()
 
 
-def stores_to_skip(run: ResolvedRun) -> list[TeacherStore]:
-    """Return the stores whose missing records are skipped: the collator looks for them before it makes a row."""
+def stores_to_skip(run: ResolvedRun) -> list[tuple[TeacherStore, str]]:
+    """Return the stores whose missing records are skipped, each with the run's condition (`skip_condition`).
+
+    The collator looks for these records before it makes a row.
+    """
     teachers = enumerate(run.spec.teacher)
-    return [open_store(run, number) for number, spec in teachers if spec.store and spec.store_missing == "skip"]
+    numbers = [number for number, spec in teachers if spec.store and spec.store_missing == "skip"]
+    return [(open_store(run, number), skip_condition(run, number)) for number in numbers]
 
 
 class CollatorLoop:
@@ -88,8 +92,10 @@ class CollatorLoop:
             StoreError: A store cannot be read.
         """
         missing: dict[int, str] = {}
-        for store in self.stores:
-            for record, frame in store.frames(records).items():
+        for store, condition in self.stores:
+            # A record that the build has skipped, under this run's condition, is refused by what refused it there.
+            wanted = [n for n in records if not store.is_skipped(n, condition, older=False)]
+            for record, frame in store.frames(wanted).items():
                 if isinstance(frame, MissingRecordError):
                     missing.setdefault(record, str(frame))
                 elif isinstance(frame, StoreError):

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from services.common.run.resume import RESOLVED, check_output
 from services.common.stores.store_build import build_spec
-from services.common.stores.teacher_stores import check_stores, records_of
+from services.common.stores.teacher_stores import check_stores, records_of, skip_condition
 from services.supervisor.interrupts import POLL_S
 from services.supervisor.launchers.base import Launcher
 from services.supervisor.launchers.forks import ForkServer
@@ -59,7 +59,7 @@ class StoreBuild(LocalRun):
             for name in remove_unfinished(opened.files):
                 log.warning("removed %s, which a killed build has left behind", name)
             self._drop_damaged(opened, resolved)
-            complete = not opened.missing(records_of(resolved))
+            complete = not opened.missing(records_of(resolved), skip_condition(resolved, 0), older=False)
         except BaseException:
             self._clean_up(queues, launcher)
             raise

@@ -10,7 +10,7 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -20,6 +20,8 @@ import torch
 from services.common.batches.step_plan import StepPlan, plan_fields, plan_step
 from services.common.models.loading import pick_device
 from services.common.processes.worker import WAIT_S, QueueLink, StopRequested, Worker, worker_session
+from services.common.stores.teacher_stores import skip_condition
+from services.common.text.collation import open_data
 from services.common.text.run_order import record_of
 from services.trainer.distributed import RankGroup
 from services.trainer.jsonl import JsonLines
@@ -28,12 +30,13 @@ from services.trainer.rings import TeacherRings
 from services.trainer.stored_teachers import array_of
 from xtoken_core import schema
 from xtoken_core.config.resolved import ResolvedRun
+from xtoken_core.dataset import Record
 from xtoken_core.plan import MicroBatch
 from xtoken_core.queue.run.names import TRAINER
 from xtoken_core.served_requests import RequestCounts, take_requests
 from xtoken_core.teacher_store import codec
 from xtoken_core.teacher_store.identity import identity_of
-from xtoken_core.teacher_store.shards import ShardWriter, digest_of
+from xtoken_core.teacher_store.shards import ALWAYS, ShardWriter, Skip, digest_of
 from xtoken_core.teacher_store.store import TeacherStore, parts_of
 from xtoken_core.wire import Column
 from xtoken_core.wire.messages import Claimed
@@ -114,8 +117,9 @@ def first_step(store: TeacherStore, run: ResolvedRun) -> int:
         store: The store.
         run: The build.
     """
+    condition = skip_condition(run, 0)
     for position in range(run.positions):
-        if store.missing([record_of(run, position)]):
+        if store.missing([record_of(run, position)], condition, older=False):
             return position // run.spec.train.samples_per_step
     return run.steps
 
@@ -139,6 +143,7 @@ class StoreWriterLoop:
         same = self.run.same_tokenizer[0]
         self.ids_field = schema.INPUT_IDS.name if same else schema.field_name(schema.TEACHER_INPUT_IDS, 0)
         self.known = set(self.store.entries)
+        self.condition = skip_condition(self.run, 0)
         self.lines = JsonLines(self.run.spec.output / "steps.jsonl")
         self.pool = ThreadPoolExecutor(min(THREADS, len(os.sched_getaffinity(0))), thread_name_prefix="store")
         self.rewinds = self.step = 0
@@ -184,8 +189,7 @@ class StoreWriterLoop:
             self.known.add(frame.record)
             self.shard.add(*frame)
         if self.group.is_leader:
-            for position, reason in outcome.skipped.items():
-                self.shard.skip(record_of(self.run, position), reason)
+            self._skip({record_of(self.run, position): why for position, why in outcome.skipped.items()})
         if self.step + 1 == self.run.steps:
             self._flush()
         # Every rank's records of the last step are on disk before the queue reports the run as done.
@@ -199,6 +203,14 @@ class StoreWriterLoop:
         self._log_step(step, outcome, frames, time.monotonic() - began)
         if stops:
             raise StopRequested
+
+    def _skip(self, reasons: Mapping[int, str]) -> None:
+        """Add records without a row: templates of other runs may take conversations, no run takes other records."""
+        if not reasons:
+            return
+        for record in open_data(self.worker).read(list(reasons)):
+            by_template = isinstance(record, Record) and "messages" in record.value
+            self.shard.skip(record.number, Skip(reasons[record.number], self.condition if by_template else ALWAYS))
 
     def _window(self) -> StepPlan:
         """Return the plan of the next step; all ranks get one, or all stop.

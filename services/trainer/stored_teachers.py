@@ -25,7 +25,7 @@ from xtoken_core.losses.lazy_logits import HeadProjection, Logits
 from xtoken_core.plan import MicroBatch
 from xtoken_core.teacher_store.identity import StoreError
 from xtoken_core.teacher_store.shards import digest_of
-from xtoken_core.teacher_store.store import TeacherStore
+from xtoken_core.teacher_store.store import TeacherStore, is_miss
 from xtoken_core.topk_logits import read_topk
 from xtoken_core.transports.head import load_head
 from xtoken_core.wire import Column, QueueError
@@ -148,11 +148,11 @@ class StoredTeachers:
             return read_topk(on_device, topk_settings(self.run, teacher))
         return HeadProjection(on_device, head)
 
-    def metrics(self, skipped: Iterable[int]) -> dict[str, float | int]:
+    def metrics(self, skipped: Mapping[int, str]) -> dict[str, float | int]:
         """Return this rank's metrics since the last call.
 
         Args:
-            skipped: Positions of the step that have no row.
+            skipped: Positions of the step that have no row, with the reason.
 
         Returns:
             Records that were read; positions that were skipped for what a store does not have; bytes that were read,
@@ -160,11 +160,9 @@ class StoredTeachers:
         """
         if self._pool is None:
             return {}
-        records = [record_of(self.run, position) for position in skipped]
-        misses = sum(any(record not in side.store.skipped for side in self.sides.values()) for record in records)
         values = {
             "store_hits": self._hits,
-            "store_misses": misses,
+            "store_misses": sum(map(is_miss, skipped.values())),
             "store_bytes": self._bytes,
             "store_wait_seconds": round(self.waited_s - self._waited_before, 6),
         }

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -19,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from services.common.run.resolve import resolve_run
 from services.common.stores.store_build import build_spec
-from services.common.stores.teacher_stores import check_stores
+from services.common.stores.teacher_stores import check_stores, skip_condition
 from services.common.text import training_text
 from services.control.validation import SpecValidator
 from services.supervisor.launch_check import RefusedError
@@ -28,12 +29,14 @@ from services.supervisor.run_kinds import run_kind
 from services.supervisor.run_record import RunState
 from services.supervisor.store_build import StoreBuild
 from services.teacher.model import TeacherModel
+from services.trainer.store_writer import StoreWriterLoop, first_step
 from tests.integration.conftest import DEADLINE_S, Crew
 from tests.support.tiny_run import TinyAssets, steps_of, tiny_spec
+from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.dataset.order import record_at
 from xtoken_core.teacher_store.identity import StoreError, identity_of
-from xtoken_core.teacher_store.shards import FRAMES, INDEX, Entry, drop_records
+from xtoken_core.teacher_store.shards import FRAMES, INDEX, Entry, ShardWriter, drop_records
 from xtoken_core.teacher_store.store import TeacherStore, empty_values
 from xtoken_core.tokenizing import TextTokenizer
 
@@ -94,6 +97,36 @@ def test_a_build_divides_long_documents_as_its_run_does(
     other = stored.model_copy(update={"data_fingerprint": "0" * 64})
     with pytest.raises(StoreError, match=r"what differs is the text \(data\)"):
         check_stores(other, completed=True)
+
+
+def test_a_conversation_that_a_template_refuses_is_skipped_for_this_template_only(
+    assets: TinyAssets, tmp_path: Path
+) -> None:
+    data, templates = tmp_path / "train.jsonl", {name: tmp_path / f"{name}.jinja" for name in "ab"}
+    talk = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
+    data.write_text(f"{json.dumps({'messages': talk})}\n{json.dumps({'text': ''})}\n")
+    for name, file in templates.items():
+        file.write_text("{% for m in messages %}" + name + "{{ m.content }}{% endfor %}")
+    model = {"context_length": 64, "chat_template": templates["a"]}
+
+    def run(student: Path, train_on: str = "completions") -> ResolvedRun:
+        changes = {"student": {**model, "model": assets.student, "chat_template": student}, "data": {"path": data}}
+        changes["data"]["train_on"] = train_on
+        teacher = [{**model, "model": assets.teacher, "content": "hidden"}]
+        return resolve_run(tiny_spec(assets, tmp_path, teacher=teacher, loss={"mode": "alm"}, **changes))
+
+    one, other = run(templates["a"]), run(templates["b"])
+    conditions = [skip_condition(each, 0) for each in (one, other, run(templates["a"], "all"))]
+    assert len(set(conditions)) == 3
+    assert skip_condition(run(templates["a"]), 0) == conditions[0]
+    store = TeacherStore.create(str(tmp_path / "store"), identity_of(one, 0))
+    shard = ShardWriter(store.files, 1 << 20)
+    writer: Any = SimpleNamespace(worker=SimpleNamespace(run=one), condition=conditions[0], shard=shard)
+    StoreWriterLoop._skip(writer, {0: "refused", 1: "empty"})
+    shard.flush()
+    store.refresh()
+    assert (first_step(store, one), first_step(store, other)) == (one.steps, 0)
+    assert store.missing(range(2), conditions[1], older=False) == [0]
 
 
 CONTENTS = pytest.mark.parametrize("content", [{"content": "hidden"}, {"content": "topk", "topk": 1000}])
@@ -191,7 +224,7 @@ def test_a_run_computes_what_its_store_lacks(assets: TinyAssets, tmp_path: Path)
     result = run_locally(stored, show=False, kind=run_kind(stored))
     assert result.state == RunState.COMPLETED and not (tmp_path / "store").exists(), "a complete run needs no store"
     (tmp_path / "elsewhere").rename(tmp_path / "store")
-    assert again.missing(range(24)) == []
+    assert again.missing(range(24), "", older=False) == []
     for record in set(range(24)) - {5, 7, 8, 9}:
         assert bytes(again.frame(record)) == whole[record]
     assert not list((stored.output / "logs").glob("teacher*"))

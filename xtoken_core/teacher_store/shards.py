@@ -12,7 +12,7 @@ import secrets
 import zlib
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -24,7 +24,13 @@ FRAMES, INDEX = ".frames", ".json"
 PREFIX = "shard-"
 
 
-class ShardIndex(msgspec.Struct, forbid_unknown_fields=True):
+ALWAYS = "always"
+"""Condition of a record that has no row in any run: its line cannot be used."""
+UNKNOWN = ""
+"""Condition of records that were skipped by a version that did not store it."""
+
+
+class ShardIndex(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     """The index of a shard: columns with one entry per record, in the order of the frames.
 
     Attributes:
@@ -35,6 +41,7 @@ class ShardIndex(msgspec.Struct, forbid_unknown_fields=True):
         tokens: Tokens of the record.
         digests: Of the record's token ids.
         skipped: Records of the text that have no row, with the reason.
+        conditions: Of these, the condition under which they have none (`Skip`).
     """
 
     records: list[int] = []
@@ -44,6 +51,19 @@ class ShardIndex(msgspec.Struct, forbid_unknown_fields=True):
     tokens: list[int] = []
     digests: list[str] = []
     skipped: dict[str, str] = {}
+    conditions: dict[str, str] = {}
+
+
+class Skip(NamedTuple):
+    """A record of the text that has no row.
+
+    Attributes:
+        reason: Why.
+        condition: Digest of the templates and settings under which it has none; `ALWAYS`; or `UNKNOWN`.
+    """
+
+    reason: str
+    condition: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +128,9 @@ class ShardWriter:
         self._frames.append(frame)
         self._bytes += len(frame)
 
-    def skip(self, record: int, reason: str) -> None:
+    def skip(self, record: int, skip: Skip) -> None:
         """Add a record of the text that has no row."""
-        self._index.skipped[str(record)] = reason
+        self._index.skipped[str(record)], self._index.conditions[str(record)] = skip
 
     @property
     def is_full(self) -> bool:
@@ -135,8 +155,8 @@ class ShardWriter:
         return len(body) + len(index)
 
 
-def read_index(files: StoreFiles, name: str) -> tuple[dict[int, Entry], dict[int, str]]:
-    """Return the records of a shard, and its skipped ones with their reasons.
+def read_index(files: StoreFiles, name: str) -> tuple[dict[int, Entry], dict[int, Skip]]:
+    """Return the records of a shard, and its skipped ones.
 
     Args:
         files: The store.
@@ -155,7 +175,8 @@ def read_index(files: StoreFiles, name: str) -> tuple[dict[int, Entry], dict[int
         shard = name.removesuffix(INDEX) + FRAMES
         rows = zip(index.records, *columns, strict=True)
         entries = {record: Entry(shard, *rest) for record, *rest in rows}
-        return entries, {int(record): why for record, why in index.skipped.items()}
+        conditions = index.conditions
+        return entries, {int(n): Skip(why, conditions.get(n, UNKNOWN)) for n, why in index.skipped.items()}
     except (ValueError, msgspec.MsgspecError) as error:
         raise DamagedIndexError(
             f"the index {files.name}/{name} is damaged ({error}): xtoken store build --verify removes it, and computes "
@@ -183,7 +204,10 @@ def drop_records(files: StoreFiles, name: str, records: Set[int]) -> None:
     """
     entries, skipped = read_index(files, name)
     kept = [(record, entry) for record, entry in entries.items() if record not in records]
-    index = ShardIndex(skipped={str(record): why for record, why in skipped.items()})
+    index = ShardIndex(
+        skipped={str(record): skip.reason for record, skip in skipped.items()},
+        conditions={str(record): skip.condition for record, skip in skipped.items()},
+    )
     for record, entry in kept:
         index.records.append(record)
         for column in ("offset", "size", "checksum", "digest"):

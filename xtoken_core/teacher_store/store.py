@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Iterable, Sequence
 
@@ -13,10 +14,12 @@ from xtoken_core.teacher_store.codec import Array
 from xtoken_core.teacher_store.files import MissingFileError, Part, StoreFiles, open_files
 from xtoken_core.teacher_store.identity import StoreError, StoreIdentity
 from xtoken_core.teacher_store.shards import (
+    ALWAYS,
     FRAMES,
     INDEX,
     MANIFEST,
     PREFIX,
+    UNKNOWN,
     Entry,
     drop_records,
     manifest_bytes,
@@ -25,6 +28,7 @@ from xtoken_core.teacher_store.shards import (
 from xtoken_core.transports.ring import TOPK_SCALARS
 
 BUILD_IT = "build it with xtoken store build"
+_MISS = re.compile(r"record \d+ of the text is (not|damaged) in the store")
 
 
 class MissingRecordError(StoreError):
@@ -47,6 +51,7 @@ class TeacherStore:
         self.files, self.identity = files, identity
         self.entries: dict[int, Entry] = {}
         self.skipped: dict[int, str] = {}
+        self._conditions: dict[int, set[str]] = {}
         self._known: set[str] = set()
         self.refresh()
 
@@ -97,7 +102,9 @@ class TeacherStore:
                 entries, skipped = read_index(self.files, name)
                 for record, entry in entries.items():
                     self.entries.setdefault(record, entry)  # of two writers' entries either is right
-                self.skipped.update(skipped)
+                for record, (reason, condition) in skipped.items():
+                    self.skipped[record] = reason
+                    self._conditions.setdefault(record, set()).add(condition)
                 self._known.add(name)
 
     def frame(self, record: int) -> bytes | memoryview:
@@ -175,9 +182,20 @@ class TeacherStore:
                 "restore what the store was built from, or build another one with xtoken store build"
             )
 
-    def missing(self, records: Iterable[int]) -> list[int]:
-        """Return the records that the store has neither stored nor skipped."""
-        return [record for record in records if record not in self.entries and record not in self.skipped]
+    def missing(self, records: Iterable[int], condition: str, *, older: bool) -> list[int]:
+        """Return the records that the store has neither stored nor skipped.
+
+        Args:
+            records: Those that a run reads.
+            condition: The run's (`Skip`).
+            older: Records that an earlier version has skipped, under an unknown condition, are not missing.
+        """
+        return [n for n in records if n not in self.entries and not self.is_skipped(n, condition, older=older)]
+
+    def is_skipped(self, record: int, condition: str, *, older: bool) -> bool:
+        """Return True for a record that was skipped and has no row in a run either; arguments as of `missing`."""
+        known = self._conditions.get(record, set())
+        return bool(known & {condition, ALWAYS}) or (older and UNKNOWN in known)
 
     def damaged(self, records: Sequence[int]) -> dict[int, str]:
         """Return the records that cannot be read, each with its error."""
@@ -238,6 +256,15 @@ class TeacherStore:
             f"record {record} of the text is damaged in the store: {self.files.name}/{entry.shard} at byte "
             f"{entry.offset}: {reason}: {BUILD_IT} --verify"
         )
+
+
+def is_miss(reason: str) -> bool:
+    """Return True if a sample was skipped for a record that is not in a store, or damaged there.
+
+    Args:
+        reason: The reason of its tombstone, with the text of a `MissingRecordError`.
+    """
+    return _MISS.search(reason) is not None
 
 
 def numpy_dtype(identity: StoreIdentity) -> np.dtype:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
+from pathlib import Path
 
 from services.common.files.allowed_paths import Roots
 from services.common.text.run_order import record_of
+from services.common.tokenizers.chat_templates import read_chat_template
 from xtoken_core.config.resolved import ResolvedRun
+from xtoken_core.errors import InputError
 from xtoken_core.teacher_store.identity import StoreError, identity_of
 from xtoken_core.teacher_store.store import BUILD_IT, TeacherStore
 
@@ -47,12 +51,34 @@ def check_stores(run: ResolvedRun, *, completed: bool = False) -> None:
         if spec.store is None or (spec.store_missing == "compute" and not completed):
             continue
         opened = open_store(run, teacher)
-        missing = opened.missing(records_of(run))
+        missing = opened.missing(records_of(run), skip_condition(run, teacher), older=True)
         if missing and spec.store_missing != "skip":
             raise StoreError(
                 f"{len(missing)} records of the text are not in the store {spec.store}, record {missing[0]} first: "
                 f'{BUILD_IT}, or set teacher.{teacher}.store_missing = "skip" or "compute"'
             )
+
+
+def skip_condition(run: ResolvedRun, teacher: int) -> str:
+    """Return the digest of what decides which conversations have no row: tokenizers, chat templates and `train_on`.
+
+    Args:
+        run: The run.
+        teacher: Number of the teacher whose output is stored.
+    """
+    sides = ((run.spec.student, run.student), (run.spec.teacher[teacher], run.teachers[teacher]))
+    parts = [run.spec.data.train_on, str(run.same_tokenizer[teacher])]
+    for spec, files in sides:
+        parts += [files.tokenizer_fingerprint, files.template_fingerprint or _own_template(spec.tokenizer_dir)]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def _own_template(directory: Path) -> str:
+    """Return the SHA-256 of a tokenizer's own chat template; empty without one."""
+    try:
+        return hashlib.sha256(read_chat_template(directory).encode()).hexdigest()
+    except InputError:
+        return ""
 
 
 def records_of(run: ResolvedRun) -> Iterable[int]:

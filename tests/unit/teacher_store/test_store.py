@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,18 @@ from fsspec.asyn import AsyncFileSystem  # type: ignore[import-untyped]
 
 from xtoken_core.teacher_store.codec import Array, pack
 from xtoken_core.teacher_store.identity import StoreError, StoreIdentity
-from xtoken_core.teacher_store.shards import ShardWriter, remove_damaged_indices, remove_unfinished
-from xtoken_core.teacher_store.store import MissingRecordError, TeacherStore, empty_values, parts_of
+from xtoken_core.teacher_store.shards import (
+    ALWAYS,
+    FRAMES,
+    INDEX,
+    UNKNOWN,
+    ShardWriter,
+    Skip,
+    drop_records,
+    remove_damaged_indices,
+    remove_unfinished,
+)
+from xtoken_core.teacher_store.store import MissingRecordError, TeacherStore, empty_values, is_miss, parts_of
 
 BASE: dict[str, Any] = {
     "content": "topk", "text": "a" * 64, "records": 10_000, "append_eos": True, "tokenizer": "b" * 64,
@@ -58,6 +69,11 @@ def read(store: TeacherStore, record: int) -> Array:
     return out
 
 
+def missing(store: TeacherStore, records: Iterable[int], condition: str = "mine", *, older: bool = False) -> list[int]:
+    """The records that a build would compute."""
+    return store.missing(records, condition, older=older)
+
+
 @pytest.fixture(params=["directory", "memory"])
 def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return str(tmp_path / "store") if request.param == "directory" else f"memory://{tmp_path.name}"
@@ -76,14 +92,42 @@ def test_a_second_writer_adds_and_changes_nothing(address: str) -> None:
     writer = ShardWriter(first.files, 1 << 20)
     add(writer, 4)
     add(writer, 9)
-    writer.skip(7, "train.jsonl:8: empty")
-    assert first.missing([4, 7, 9]) == [7, 9]
+    writer.skip(7, Skip("train.jsonl:8: empty", ALWAYS))
+    assert missing(first, [4, 7, 9]) == [7, 9]
     writer.flush()
     before = first.entries[4]
     first.refresh()
-    assert first.missing([4, 7, 9]) == []
+    assert missing(first, [4, 7, 9]) == []
     assert first.skipped == {7: "train.jsonl:8: empty"}
     assert first.entries[4] == before
+
+
+def test_a_skipped_record_is_missing_under_another_condition(address: str) -> None:
+    store = write_store(address, range(2))
+    writer = ShardWriter(store.files, 1 << 20)
+    add(writer, 9)
+    for record, condition in ((2, "mine"), (3, "other"), (4, ALWAYS), (5, UNKNOWN)):
+        writer.skip(record, Skip("refused", condition))
+    writer.flush()
+    opened = TeacherStore.open(address)
+    drop_records(opened.files, opened.entries[9].shard.replace(FRAMES, INDEX), {9})
+    for each in (opened, TeacherStore.open(address)):
+        assert missing(each, range(6)) == [3, 5]
+        assert missing(each, range(6), older=True) == [3]
+        assert missing(each, range(6), "other") == [2, 5]
+    writer.skip(3, Skip("refused", "mine"))
+    writer.flush()
+    opened.refresh()
+    assert [missing(opened, range(6), condition) for condition in ("mine", "other")] == [[5], [2, 5]]
+
+
+def test_what_the_store_lacks_is_told_from_what_a_template_refuses(tmp_path: Path) -> None:
+    store = write_store(str(tmp_path), range(2))
+    (tmp_path / store.entries[1].shard).unlink()
+    for record in (1, 3):
+        error = store.frames([record])[record]
+        assert is_miss(f"train.jsonl:{record + 1}: {error}")
+    assert not is_miss("train.jsonl:4: the student's chat template refuses the messages")
 
 
 @pytest.mark.parametrize(
@@ -169,7 +213,7 @@ def test_records_of_a_shard_that_is_gone_are_missing_and_dropped(address: str, d
     assert {record for record, frame in frames.items() if isinstance(frame, MissingRecordError)} == {3, 9}
     assert bytes(frames[7]) == bytes(opened.frame(7))  # type: ignore[arg-type]
     assert opened.drop_damaged(range(8)) == [0, 1, 2, 3, 4]
-    assert TeacherStore.open(address).missing(range(8)) == [0, 1, 2, 3, 4, 5, 6]
+    assert missing(TeacherStore.open(address), range(8)) == [0, 1, 2, 3, 4, 5, 6]
 
 
 def test_a_damaged_index_is_removed_for_a_build(address: str) -> None:
@@ -183,7 +227,7 @@ def test_a_damaged_index_is_removed_for_a_build(address: str) -> None:
     with pytest.raises(StoreError, match=rf"the index .*{index} is damaged"):
         TeacherStore.open(address)
     assert remove_damaged_indices(store.files) == [index]
-    assert TeacherStore.open(address).missing([0, 4, 7]) == [0, 4]
+    assert missing(TeacherStore.open(address), [0, 4, 7]) == [0, 4]
     assert remove_unfinished(store.files) == [store.entries[0].shard]
 
 
@@ -236,7 +280,7 @@ def test_damaged_records_are_dropped_for_a_build(tmp_path: Path) -> None:
     damaged = TeacherStore.open(str(tmp_path))
     assert damaged.drop_damaged([*range(12), 50]) == [3, 11]
     for opened in (damaged, TeacherStore.open(str(tmp_path))):
-        assert opened.missing(range(20)) == [3, 11]
+        assert missing(opened, range(20)) == [3, 11]
         np.testing.assert_array_equal(read(opened, 19), values_of(19))
     writer = ShardWriter(damaged.files, 1 << 20)
     add(writer, 3)
