@@ -261,12 +261,16 @@ def _run_record(directory: Path) -> dict[str, Any]:
 
 
 def _build_projection(state: Path, condition: Condition) -> None:
+    """Build the projection of a pair, unless the file is there in this version."""
     from services.common.tokenizers.loading import load_tokenizer
     from xtoken_core.projection import build_projection, write_projection
+    from xtoken_core.projection.fingerprint import tokenizer_fingerprint
+    from xtoken_core.projection.pair_cache import outdated
 
     file = state / projection_file(condition)
-    if not file.is_file():
-        student, teacher = (state / "models" / name for name in (condition.student, condition.teacher))
+    student, teacher = (state / "models" / name for name in (condition.student, condition.teacher))
+    prints = tokenizer_fingerprint(student), tokenizer_fingerprint(teacher)
+    if not file.is_file() or outdated(file, "projection", prints) is not None:
         pair = load_tokenizer(student, "student"), load_tokenizer(teacher, "teacher")
         write_projection(build_projection(*pair), file)
 

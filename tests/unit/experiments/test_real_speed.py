@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from experiments.real import page, speed
-from experiments.real.methods import GEMMA3, METHODS, SMOLLM2
+from experiments.real import page, speed, stages
+from experiments.real.methods import CONDITIONS, GEMMA3, METHODS, SMOLLM2, projection_file
 from experiments.real.models import MissingSourceError
 from services.demo.vocabularies import train_student_tokenizer, train_teacher_tokenizer
 from tests.support.tiny_run import documents, make_model, write_jsonl
@@ -54,6 +54,19 @@ def test_a_method_whose_teacher_is_missing_is_named_and_the_rest_is_measured(
     assert speed.main() == 1
     assert "same: there is no" in capsys.readouterr().err
     assert [row["method"] for row in json.loads(out.read_text(encoding="utf-8"))["rows"]] == ["ce"]
+
+
+def test_a_projection_of_another_version_is_built_again(state: Path) -> None:
+    condition = CONDITIONS["de-500k"]
+    file = state / projection_file(condition)
+    stages._build_projection(state, condition)
+    content = file.read_bytes()
+    written = file.stat().st_mtime_ns
+    stages._build_projection(state, condition)
+    assert file.stat().st_mtime_ns == written
+    file.write_bytes(content.replace(b"xtoken-projection-2", b"xtoken-projection-1"))
+    stages._build_projection(state, condition)
+    assert file.read_bytes() == content
 
 
 def test_models_that_are_missing_are_named(tmp_path: Path) -> None:
