@@ -2,7 +2,9 @@
 
 For every method with its first weights, on the same German documents and with the same models as its runs: time of the
 student's forward pass, of the loss and of the backward pass, and the memory that they take above the weights and the
-teacher's logits. The teacher's logits are computed before; its own time is measured apart. Nothing is trained.
+teacher's logits. The teacher's logits are computed before; its own time is measured apart. Nothing is trained. Where
+the teacher with the student's tokenizer has not been made, the model that it continues has its place: of the same
+shape, so that times and memory are the same.
 """
 
 from __future__ import annotations
@@ -194,10 +196,11 @@ def _run_file(state: Path, name: str, device: str, documents: int) -> Path:
     """Write the run file of the measured step: that of the experiment, its layers not compiled."""
     method, cell = METHODS[name], Cell(CONDITION, name, METHODS[name].first_weight, RATE, SEEDS[0])
     prepare(state, [cell])
-    if not (state / "models" / method.teacher).is_dir():
-        raise MissingSourceError(f"there is no {state / 'models' / method.teacher}: run the stage `controls` first")
     write_sample(state / "texts", cell)
     document = tomllib.loads(job(cell, device=device, steps=1).file)
+    if not (state / "models" / method.teacher).is_dir():
+        for table in document["teacher"]:
+            table["model"] = f"models/{CONDITIONS[CONDITION].student}"
     document["name"], document["output"] = f"speed-{name}", f"runs/speed-{name}"
     document["eval"] = {"path": f"texts/{CONDITIONS[CONDITION].source}.validation.jsonl", "kl_documents": documents}
     for table in (document["student"], *document.get("teacher", ())):

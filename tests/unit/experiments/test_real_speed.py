@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -45,15 +46,23 @@ def test_every_part_of_a_step_is_measured(state: Path, tmp_path: Path, monkeypat
     assert rows["ce"]["teacher_ms"] < rows["chain_fading"]["teacher_ms"]
 
 
-def test_a_method_whose_teacher_is_missing_is_named_and_the_rest_is_measured(
+def test_a_method_whose_text_is_missing_is_named_and_the_rest_is_measured(
     state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "speed.json"
     options = ["--device", "cpu", "--documents", "2", "--repeats", "1", "--state", str(state), "--out", str(out)]
-    monkeypatch.setattr("sys.argv", ["speed", *options, "--methods", "same", "ce"])
+    monkeypatch.setattr("sys.argv", ["speed", *options, "--methods", "samples", "ce"])
     assert speed.main() == 1
-    assert "same: there is no" in capsys.readouterr().err
+    assert "samples: there is no" in capsys.readouterr().err
     assert [row["method"] for row in json.loads(out.read_text(encoding="utf-8"))["rows"]] == ["ce"]
+
+
+def test_the_model_that_the_continued_teacher_continues_stands_in_for_it(state: Path) -> None:
+    assert not (state / "models" / METHODS["same"].teacher).exists()
+    row = speed.measure(state, "same", device="cpu", documents=2, repeats=1)
+    assert row["teacher_ms"] > 0
+    document = tomllib.loads((state / "speed-same.toml").read_text(encoding="utf-8"))
+    assert [table["model"] for table in document["teacher"]] == [f"models/{CONDITIONS['de-500k'].student}"]
 
 
 def test_a_projection_of_another_version_is_built_again(state: Path) -> None:
