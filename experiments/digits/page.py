@@ -78,7 +78,6 @@ def page(full: Summary) -> str:
         real=overview.table(real),
         worse=overview.worse(real),
         fitted=overview.fitted_rates(real),
-        outdated=overview.outdated(real),
         other_rates=overview.other_rates(real),
         lacking=lacking(full, reduced),
         papers=papers(full),

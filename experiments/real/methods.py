@@ -142,11 +142,6 @@ METHODS = {
 }
 
 
-OUTDATED = "outdated"
-"""Key of the result file's rows that are to run again: they paired characters with Gemma's tokens of byte fallback, by
-version 1 of the projection or, for losses of papers, in the same way."""
-
-
 RATES = (1e-4, 2e-4, 4e-4)
 """Swept where all methods are compared. Of 5e-5, 1e-4 and 2e-4, tried first, the largest was best for every method."""
 ONE_RATE = (2e-4,)

@@ -33,8 +33,7 @@ def picture(result: Mapping[str, Any]) -> str:
     """
     rows = [*_by_method(result), *_by_text(result)]
     starred = any("*" in name for name, _, _ in rows)
-    daggers = any(summary.MARK in name for name, _, _ in rows)
-    notes = f"{'; *: some learning rates only' * starred}{'; †: to run again' * daggers}"
+    notes = "; *: some learning rates only" * starred
     legend = f"bits per byte below cross-entropy alone, held-out text{notes}"
     words = "; ".join(f"{name}: {value:+.3f}" for name, value, _ in rows)
     lines = head("What a teacher with another tokenizer adds", f"{legend}. {words}.", len(rows), legend)
@@ -52,8 +51,7 @@ def table(result: Mapping[str, Any]) -> str:
     Args:
         result: Content of the result file.
     """
-    names = summary.titles(result)
-    titles = " | ".join(names[name] for name in OTHERS)
+    titles = " | ".join(methods.METHODS[name].title for name in OTHERS)
     lines = [
         f"| text | teacher alone | cross-entropy | default: chain, fading | its gain | {titles} |",
         f"|---|---|---|---|---|{'---|' * len(OTHERS)}",
@@ -69,23 +67,6 @@ def table(result: Mapping[str, Any]) -> str:
         cells = [name_of(condition), f"{teacher:.3f}" if teacher else "", ce, reached, *gains]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
-
-
-def outdated(result: Mapping[str, Any]) -> str:
-    """Return in a sentence which methods are to run again and why; empty if none is.
-
-    Args:
-        result: Content of the result file.
-    """
-    names = [title.removesuffix(summary.MARK) for title in summary.titles(result).values() if summary.MARK in title]
-    if not names:
-        return ""
-    return (
-        f"† **To run again: {'; '.join(names)}.** These runs paired letters, digits, punctuation and spaces with "
-        "Gemma's tokens of byte fallback, which it never writes for them, and left its real tokens without a partner. "
-        "The pairs are right since version 2 of the projection. Chain, ALM, ULD, BPM, ESCD and the teacher with the "
-        "student's tokenizer read no such pairs."
-    )
 
 
 def worse(result: Mapping[str, Any]) -> str:
@@ -126,8 +107,7 @@ def fitted_rates(result: Mapping[str, Any]) -> str:
     return (
         f"**On {text}, most of the gain came from a poor learning rate.** At {rate:g} cross-entropy reaches "
         f"{ce[0]:.3f}, at smaller rates {ce[1]:.3f}, and the default's gain shrinks from {gains[0]} to {gains[1]}. On "
-        f"handbook-de, 0.5 MB, where all losses have a sweep, {rate:g} is cross-entropy's best; gains on other texts "
-        "may shrink too."
+        f"handbook-de, 0.5 MB, where all losses have a sweep, {rate:g} is cross-entropy's best."
     )
 
 
@@ -186,7 +166,7 @@ def past_the_best(result: Mapping[str, Any]) -> str:
         f"| text | later: step | {' | '.join(f'{title}: best | later' for title in titles)} |",
         f"|---|---|{'---|' * 2 * len(names)}",
     ]
-    best = summary.choices(summary.outcomes(result))
+    best = summary.choices(summary.as_shipped(summary.outcomes(result)))
     for condition in _compared(result):
         curves = [_curve(result, condition, name, best.get((condition, name))) for name in names]
         later = max(set.intersection(*map(set, curves)), default=0)
@@ -250,8 +230,8 @@ def name_of(condition: Mapping[str, Any]) -> str:
 
 
 def _rows(result: Mapping[str, Any], condition: str) -> dict[str, summary.Row]:
-    """Return the condition's rows by method, each with the weights chosen on the first data seed."""
-    best = summary.chosen(summary.outcomes(result), summary.FIRST_SEED)
+    """Return the condition's rows by method: the default with its own weights, others with those of the first seed."""
+    best = summary.chosen(summary.as_shipped(summary.outcomes(result)), summary.FIRST_SEED)
     return {
         row.method: row for row in summary.table(result, condition) if best.get((condition, row.method)) == row.weight
     }
@@ -270,9 +250,10 @@ def _by_method(result: Mapping[str, Any]) -> list[tuple[str, float, str]]:
     gains = {row.method: (row.gain, "") for row in _rows(result, CONDITION).values()}
     for partial in sorted(summary.partial_sweeps(result, CONDITION), key=lambda sweep: -len(sweep.rates)):
         gains.setdefault(partial.method, (partial.below[summary.BASELINE], " *"))
-    names = summary.titles(result, CONDITION)
     known = [
-        (names[name], gain, mark) for name, (gain, mark) in gains.items() if gain is not None and name not in NOT_SHOWN
+        (methods.METHODS[name].title, gain, mark)
+        for name, (gain, mark) in gains.items()
+        if gain is not None and name not in NOT_SHOWN
     ]
     ranked = sorted(known, key=lambda row: -row[1])
     return [(f"German: {title}{mark}", gain, "a" if gain > 0 else "b") for title, gain, mark in ranked]

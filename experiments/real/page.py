@@ -51,7 +51,6 @@ def page(result: dict[str, Any]) -> str:
         conditions=conditions,
         compared=compared,
         overview=overview.table(result),
-        outdated=overview.outdated(result),
         other_rates=overview.other_rates(result),
         fitted=overview.fitted_rates(result),
         past=overview.past_the_best(result),
@@ -78,13 +77,13 @@ def _speed() -> dict[str, Any]:
     if not speed.RESULT.is_file():
         return {}
     result = json.loads(speed.RESULT.read_text(encoding="utf-8"))
-    return {**result, "rows": speed.shown(result)}
+    return {**result, "rows": speed.shown(result), "spread": speed.forward_spread(result)}
 
 
 def _entry(result: dict[str, Any], name: str, found: list[summary.Outcome]) -> dict[str, Any]:
     """Return the template's values of a condition."""
-    titles = summary.titles(result, name)
-    condition, best = result["conditions"][name], summary.chosen(found, methods.SEEDS[0])
+    titles = {key: method.title for key, method in methods.METHODS.items()}
+    condition, best = result["conditions"][name], summary.chosen(summary.as_shipped(found), methods.SEEDS[0])
     chosen = [row for row in summary.table(result, name) if best.get((name, row.method)) == row.weight]
     return {
         "name": name,

@@ -14,7 +14,7 @@ from typing import Any
 
 from experiments.jobs import Job, finished, run_all
 from experiments.real.methods import CHAT, CONDITIONS, METHODS, SEEDS, Cell, job
-from experiments.real.results import all_cells, cell_of, current, missing, read_result, without
+from experiments.real.results import all_cells, cell_of, missing, read_result, without
 from experiments.real.stages import finished_rows, prepare, write_sample
 
 LONG_STEPS = 600
@@ -27,7 +27,7 @@ the safe side: by them eight runs that were seen to take 116 GiB together take 1
 
 
 def remaining(state: Path, known: Path, again: Sequence[str] = ()) -> list[Cell]:
-    """Return the runs that can start now, in the order in which they should, outdated ones among them.
+    """Return the runs that can start now, in the order in which they should.
 
     Long ones are first, conditions that repeat another one with a change of settings last. In between come those that
     the most other runs wait for, then first weights, whose learning rates are all known, and the rest method by method.
@@ -40,7 +40,7 @@ def remaining(state: Path, known: Path, again: Sequence[str] = ()) -> list[Cell]
     """
     content = without(read_result(known), again)
     planned = [cell_of(row) for row in (*content["runs"], *content["not_run"])]
-    rows: dict[Cell, Mapping[str, Any]] = {cell_of(row): row for row in current(content["runs"])}
+    rows: dict[Cell, Mapping[str, Any]] = {cell_of(row): row for row in content["runs"]}
     rows |= {cell_of(row): row for row in finished_rows(state, all_cells())}
     needed = missing(list(rows.values()), planned)
     begun = {(cell.condition, cell.method) for cell in needed if _is_first(cell)}

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.machines import joined_machines
-from experiments.real.methods import CONDITIONS, METHODS, OUTDATED, SEEDS, Cell, cells
+from experiments.real.methods import CONDITIONS, METHODS, SEEDS, Cell, cells
 from experiments.real.summary import VALIDATION, Choice, choices, outcomes
 from xtoken_core.atomic import atomic_write
 
@@ -77,15 +77,6 @@ def without(result: Mapping[str, Any], again: Sequence[str]) -> dict[str, Any]:
     dropped = [vars(cell) for cell in map(cell_of, result["runs"]) if cell not in done]
     teachers = {name: row for name, row in result["teachers"].items() if name.removesuffix("-same") not in again}
     return {**result, "teachers": teachers, "runs": rows, "not_run": [*result["not_run"], *dropped]}
-
-
-def current(rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the rows that need not run again.
-
-    Args:
-        rows: Runs of a result file.
-    """
-    return [row for row in rows if not row.get(OUTDATED)]
 
 
 def missing(rows: Sequence[Mapping[str, Any]], planned: Iterable[Cell]) -> list[Cell]:

@@ -8,15 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from experiments.real.methods import METHODS, MICRO_BATCH_TOKENS, OUTDATED
+from experiments.real.methods import METHODS, MICRO_BATCH_TOKENS
 
 VALIDATION = "bits_per_byte"
 BASELINE, CHAIN, DEFAULT = "ce", "chain", "chain_fading"
 """Cross-entropy alone, chain with one weight to the end, and the product's default: chain that fades."""
 FIRST_SEED = 0
 TASK = "task_accuracy_"
-MARK = " †"
-"""Behind the name of a method with rows that are to run again."""
 _GROUP = ("condition", "method", "weight", "seed")
 
 
@@ -154,15 +152,9 @@ def partial_sweeps(result: Mapping[str, Any], condition: str) -> list[PartialSwe
     return sorted(found, key=lambda row: row.test)
 
 
-def titles(result: Mapping[str, Any], condition: str = "") -> dict[str, str]:
-    """Return each method's name in tables, marked with a dagger where rows are outdated.
-
-    Args:
-        result: Content of the result file.
-        condition: The condition whose rows count; empty: all do.
-    """
-    marked = {run["method"] for run in result["runs"] if run.get(OUTDATED) and condition in ("", run["condition"])}
-    return {name: f"{method.title}{MARK * (name in marked)}" for name, method in METHODS.items()}
+def as_shipped(found: Sequence[Outcome]) -> list[Outcome]:
+    """Leave out the default with other weights than its first, which are those that the library sets."""
+    return [o for o in found if o.method != DEFAULT or o.weight == METHODS[DEFAULT].first_weight]
 
 
 def untrained(found: Sequence[Outcome], condition: str) -> list[str]:

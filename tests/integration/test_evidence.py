@@ -29,7 +29,7 @@ BASELINE = "ce"
 METHODS = ("chain", "alm1", "p_kl")
 """Losses whose sign and order are held, fixed before they were repeated."""
 STATE = os.environ.get("XTOKEN_REAL_STATE", "")
-CELLS = (("chain_fading", "even", 4e-4), ("chain", "even", 4e-4), ("ce", "ce", 2e-4), ("p_kl", "even", 4e-4))
+CELLS = (("chain_fading", "even", 4e-4), ("chain", "even", 4e-4), ("p_kl", "even", 4e-4), ("ce", "ce", 2e-4))
 """Runs on half a megabyte of German at their best learning rates, in the order of their outcome; the default first."""
 NOISE = 0.01
 """Bits per byte: three standard deviations of a method over data seeds."""

@@ -15,7 +15,7 @@ from experiments.real import remaining
 from experiments.real.__main__ import main
 from experiments.real.methods import CHAT, CONDITIONS, CONTINUED, METHODS, RATES, Cell
 from experiments.real.page import RESULT
-from experiments.real.results import cell_of, current, rates_of, read_result
+from experiments.real.results import cell_of, rates_of, read_result
 from experiments.real.stages import teachers
 from tests.unit.experiments.test_real_runs import write_run
 
@@ -157,7 +157,7 @@ def test_the_result_file_leaves_only_runs_that_can_be_chosen(state: Path) -> Non
     (state / "models" / CONTINUED).mkdir()
     for cell in remaining.remaining(state, RESULT):
         assert cell.rate in rates_of(cell.condition, cell.method, cell.weight, rows)
-        assert cell not in [cell_of(each) for each in current(rows)]
+        assert cell not in [cell_of(each) for each in rows]
 
 
 def test_memory_is_the_most_that_known_runs_took() -> None:

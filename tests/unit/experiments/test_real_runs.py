@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from experiments import jobs
-from experiments.real import controls, overview, page, predictions, remaining, results, stages, summary, tasks
-from experiments.real.methods import CONDITIONS, CONTINUED, GEMMA3, METHODS, OUTDATED, RATES, SMOLLM2, Cell, cells, job
+from experiments.real import controls, overview, page, predictions, results, stages, summary, tasks
+from experiments.real.methods import CONDITIONS, CONTINUED, GEMMA3, METHODS, RATES, SMOLLM2, Cell, cells, job
 from experiments.real.models import MissingSourceError
 from experiments.real.page import RESULT
 from services.demo.vocabularies import train_student_tokenizer, train_teacher_tokenizer
@@ -237,23 +237,21 @@ def test_the_page_says_what_a_fitting_rate_leaves_of_a_gain() -> None:
     assert overview.fitted_rates(known | {"runs": usual}) == ""
 
 
-def test_outdated_runs_are_marked_and_run_again(tmp_path: Path) -> None:
+def test_the_overview_shows_the_default_with_the_weights_that_the_library_sets() -> None:
+    bits = {("ce", "ce"): 1.5, ("chain", "even"): 1.3, ("chain_fading", "even"): 1.3, ("chain_fading", "strong"): 1.2}
     runs = [
-        {**vars(Cell("de-500k", method, "even", rate, 0)), "curve": curve((0, 1.5, 1.5)), "metrics": {}}
-        for method in ("gold", "uld")
+        {**vars(Cell("de-500k", method, weight, rate, 0)), "curve": curve((9, value, value)), "metrics": {}}
+        for (method, weight), value in bits.items()
         for rate in RATES
     ]
-    runs[1] |= {OUTDATED: True}
-    known = {"machine": {}, "conditions": {}, "teachers": {}, "runs": runs, "not_run": []}
-    names = summary.titles(known)
-    assert (names["gold"], names["uld"]) == ("gold †", "ULD") and summary.titles(known, "fr-500k")["gold"] == "gold"
-    assert "**To run again: gold.**" in overview.outdated(known)
-    results.write_result(file := tmp_path / "real.json", known)
-    (tmp_path / "models").mkdir()
-    again = [cell for cell in remaining.remaining(tmp_path, file) if cell.weight == "even"]
-    assert again == [Cell("de-500k", "gold", "even", RATES[1], 0)]
-    renewed = {**runs[1], OUTDATED: False}
-    assert overview.outdated(results.merged(known, {**known, "runs": [renewed]})) == ""
+    known = {
+        "conditions": {"de-500k": vars(CONDITIONS["de-500k"])},
+        "teachers": {},
+        "runs": runs,
+        "not_run": [],
+    }
+    assert summary.chosen(summary.outcomes(known), 0)["de-500k", "chain_fading"] == "strong"
+    assert "| 1.500 | 1.300 | **+0.200** |" in overview.table(known)
 
 
 def test_the_default_and_cross_entropy_are_compared_at_the_best_of_all_rates() -> None:

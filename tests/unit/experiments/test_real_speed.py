@@ -83,14 +83,20 @@ def test_models_that_are_missing_are_named(tmp_path: Path) -> None:
         speed.measure(tmp_path, "ce", device="cpu", documents=1, repeats=1)
 
 
-def test_rows_are_ordered_by_speed_and_compared_with_cross_entropy() -> None:
+def test_rows_are_ordered_by_the_time_of_the_loss_and_compared_with_cross_entropy() -> None:
     rows = [
-        {"method": name, "tokens_per_second": rate} for name, rate in (("ce", 100.0), ("uld", 25.0), ("chain", 50.0))
+        {"method": name, "tokens_per_second": rate, "loss_ms": loss}
+        for name, rate, loss in (("ce", 100.0, 1.0), ("uld", 25.0, 9.0), ("chain", 50.0, 3.0))
     ]
     found = speed.shown({"rows": rows})
     assert [(row["title"], row["ratio"]) for row in found] == [
         (METHODS[name].title, ratio) for name, ratio in (("ce", 1.0), ("chain", 2.0), ("uld", 4.0))
     ]
+
+
+def test_the_spread_of_one_computation_is_that_of_rows_with_equally_many_micro_batches() -> None:
+    rows = [{"micro_batches": number, "forward_ms": time} for number, time in ((2, 1.0), (3, 5.0), (3, 4.0), (3, 7.0))]
+    assert speed.forward_spread({"rows": rows}) == (3, 4.0, 7.0)
 
 
 def test_the_page_shows_what_was_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -101,4 +107,4 @@ def test_the_page_shows_what_was_measured(monkeypatch: pytest.MonkeyPatch, tmp_p
     machine = {"gpus": ["A GPU"], "cpus": 4, "python": "3", "torch": "2", "transformers": "5"}
     file.write_text(json.dumps({"machine": machine, "condition": "de-500k", "repeats": 7, "rows": [row]}))
     monkeypatch.setattr(speed, "RESULT", file)
-    assert "| chain, one weight to the end | 123,456 |" in page.page(known)
+    assert "| chain, one weight to the end | 2.5 | 1.0 | 3.0 | 3 | 123,456 |" in page.page(known)
