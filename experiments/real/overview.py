@@ -31,6 +31,7 @@ def picture(result: Mapping[str, Any]) -> str:
     Args:
         result: Content of the result file.
     """
+    result = with_sweeps(result)
     rows = [*_by_method(result), *_by_text(result)]
     starred = any("*" in name for name, _, _ in rows)
     notes = "; *: some learning rates only" * starred
@@ -45,12 +46,25 @@ def picture(result: Mapping[str, Any]) -> str:
     return "\n".join([*lines, "</svg>"]) + "\n"
 
 
+def with_sweeps(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a result whose texts have the runs at other learning rates too, so that each method is at its best rate.
+
+    Args:
+        result: Content of the result file.
+    """
+    runs = [{**run, "condition": methods.SWEEPS.get(run["condition"], run["condition"])} for run in result["runs"]]
+    missing = [cell for cell in result["not_run"] if cell["condition"] not in methods.SWEEPS]
+    conditions = {name: each for name, each in result["conditions"].items() if name not in methods.SWEEPS}
+    return {**result, "conditions": conditions, "runs": runs, "not_run": missing}
+
+
 def table(result: Mapping[str, Any]) -> str:
     """Return the table of the default against cross-entropy in Markdown, the texts on which it gains least first.
 
     Args:
         result: Content of the result file.
     """
+    result = with_sweeps(result)
     titles = " | ".join(methods.METHODS[name].title for name in OTHERS)
     lines = [
         f"| text | teacher alone | cross-entropy | default: chain, fading | its gain | {titles} |",
@@ -75,6 +89,7 @@ def worse(result: Mapping[str, Any]) -> str:
     Args:
         result: Content of the result file.
     """
+    result = with_sweeps(result)
     default, constant = (_losses(result, method) for method in (summary.DEFAULT, summary.CHAIN))
     if default:
         lines = [f"**The default loss, chain that fades, is worse than cross-entropy** by {' and by '.join(default)}."]
@@ -119,36 +134,26 @@ def other_rates(result: Mapping[str, Any]) -> str:
     Args:
         result: Content of the result file.
     """
+    best = summary.choices(summary.as_shipped(summary.outcomes(swept := with_sweeps(result))))
     lines = []
     for sweep, name in methods.SWEEPS.items():
-        if sweep not in {run["condition"] for run in result["runs"]}:
-            continue
-        best = {method: _best_of(result, (name, sweep), method) for method in (summary.BASELINE, summary.DEFAULT)}
-        ce, default = best.values()
-        usual = _rows(result, name).get(summary.DEFAULT)
-        if ce and default and usual:
-            own = f"{methods.CONDITIONS[name].source}.test"
-            gain = ce.bits[own] - default.bits[own]
-            cells = [name_of(result["conditions"][name]), f"{ce.rate:g}", f"{default.rate:g}"]
-            lines.append(f"| {' | '.join([*cells, f'{ce.bits[own]:.3f}', _gain(usual), f'{gain:+.3f}'])} |")
+        if _both_ran(result, sweep) and _both_ran(result, name):
+            one, all_rates = _rows(result, name), _rows(swept, name)
+            rates = [f"{best[name, method].rate:g}" for method in (summary.BASELINE, summary.DEFAULT)]
+            ce = [f"{rows[summary.BASELINE].test:.3f}" for rows in (one, all_rates)]
+            gains = [_gain(rows[summary.DEFAULT]) for rows in (one, all_rates)]
+            lines.append(f"| {' | '.join([name_of(result['conditions'][name]), *rates, *ce, *gains])} |")
     if not lines:
         return ""
-    head = "| text | cross-entropy's best rate | the default's | cross-entropy | gain, one rate | each at its best |"
-    return "\n".join([head, "|---|---|---|---|---|---|", *lines])
+    rate = f"{methods.ONE_RATE[0]:g}"
+    rates, ce = "cross-entropy's best rate | the default's", f"cross-entropy at {rate} | at its best"
+    columns = f"| text | {rates} | {ce} | gain at {rate} | each at its best |"
+    return "\n".join([columns, "|---|---|---|---|---|---|---|", *lines])
 
 
-def _best_of(result: Mapping[str, Any], conditions: Sequence[str], method: str) -> summary.Outcome | None:
-    """Return the best outcome of a method's first weights over several conditions; None if one of them lacks it."""
-    found = [
-        outcome
-        for outcome in summary.outcomes(result)
-        if outcome.condition in conditions
-        and (outcome.method, outcome.weight, outcome.seed)
-        == (method, methods.METHODS[method].first_weight, summary.FIRST_SEED)
-    ]
-    if {outcome.condition for outcome in found} != set(conditions):
-        return None
-    return min(found, key=lambda outcome: outcome.bits["validation"])
+def _both_ran(result: Mapping[str, Any], condition: str) -> bool:
+    ran = {run["method"] for run in result["runs"] if run["condition"] == condition}
+    return {summary.BASELINE, summary.DEFAULT} <= ran
 
 
 def past_the_best(result: Mapping[str, Any]) -> str:
@@ -160,6 +165,7 @@ def past_the_best(result: Mapping[str, Any]) -> str:
     Args:
         result: Content of the result file.
     """
+    result = with_sweeps(result)
     names = (summary.BASELINE, summary.CHAIN, summary.DEFAULT)
     titles = [methods.METHODS[name].title for name in names]
     lines = [

@@ -38,9 +38,11 @@ def page(result: dict[str, Any]) -> str:
     found = summary.outcomes(result)
     conditions = [_entry(result, name, found) for name in result["conditions"] if summary.table(result, name)]
     compared = [entry for entry in conditions if {"chain", "ce"} <= set(entry["chosen"]) and not entry.get("tasks")]
+    swept = overview.with_sweeps(result)
+    at_their_best = [_entry(swept, entry["name"], summary.outcomes(swept)) for entry in compared]
     passed = [
         entry
-        for entry in compared
+        for entry in at_their_best
         if entry["teacher"].get(f"bits_per_byte_{entry['own']}", 0.0) > entry["chosen"]["ce"].test
     ]
     waiting = Counter(titles[cell["method"]] for cell in result["not_run"] if cell["seed"] == methods.SEEDS[0])
