@@ -7,6 +7,7 @@ import logging
 from collections.abc import Mapping
 
 from services.common.run.resume import RESOLVED, check_output
+from services.common.stores.build_order import stored_first
 from services.common.stores.store_build import build_spec
 from services.common.stores.teacher_stores import check_stores, records_of, skip_condition
 from services.supervisor.interrupts import POLL_S
@@ -45,25 +46,27 @@ class StoreBuild(LocalRun):
     def __init__(self, spec: RunSpec, store: str, *, run: RunSpec, verify: bool = False) -> None:
         super().__init__(spec, None)
         self._divided_as = run
-        self.store, self._verify = store, verify
+        self.store, self._verify, self._is_complete = store, verify, False
+
+    def _resolve(self) -> tuple[ResolvedRun, list[str]]:
+        """Return the build of what the store lacks, and warnings; create the store if there is none."""
+        resolved, warnings = super()._resolve()
+        # The lock on the build's directory keeps out any other build of this store.
+        for name in remove_damaged_indices(open_files(self.store)) if self._verify else ():
+            log.warning("the index %s of the store %s is damaged: its records are computed again", name, self.store)
+        opened = TeacherStore.create(self.store, identity_of(resolved, 0))
+        for name in remove_unfinished(opened.files):
+            log.warning("removed %s, which a killed build has left behind", name)
+        self._drop_damaged(opened, resolved)
+        missing = opened.missing(records_of(resolved), skip_condition(resolved, 0), older=False)
+        self._is_complete = not missing
+        return stored_first(resolved, missing), warnings
 
     def _supervise(
         self, resolved: ResolvedRun, queues: QueueDirectory, launcher: Launcher,
         recovered: Mapping[str, RecoveredGroup], step: int,
     ) -> RunResult | None:  # fmt: skip
-        try:
-            # The lock on the build's directory keeps out any other build of this store.
-            for name in remove_damaged_indices(open_files(self.store)) if self._verify else ():
-                log.warning("the index %s of the store %s is damaged: its records are computed again", name, self.store)
-            opened = TeacherStore.create(self.store, identity_of(resolved, 0))
-            for name in remove_unfinished(opened.files):
-                log.warning("removed %s, which a killed build has left behind", name)
-            self._drop_damaged(opened, resolved)
-            complete = not opened.missing(records_of(resolved), skip_condition(resolved, 0), older=False)
-        except BaseException:
-            self._clean_up(queues, launcher)
-            raise
-        if complete:
+        if self._is_complete:
             self._events.message(COMPLETE)
             self._known = {"step": resolved.steps, "steps": resolved.steps}
             self._clean_up(queues, launcher)

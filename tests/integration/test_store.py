@@ -22,6 +22,7 @@ from services.common.run.resolve import resolve_run
 from services.common.stores.store_build import build_spec
 from services.common.stores.teacher_stores import check_stores, skip_condition
 from services.common.text import training_text
+from services.common.text.run_order import record_of
 from services.control.validation import SpecValidator
 from services.supervisor.launch_check import RefusedError
 from services.supervisor.local_run import run_locally, run_to_end
@@ -129,6 +130,22 @@ def test_a_conversation_that_a_template_refuses_is_skipped_for_this_template_onl
     assert store.missing(range(2), conditions[1], older=False) == [0]
 
 
+def test_a_build_reads_only_what_its_store_lacks(assets: TinyAssets, tmp_path: Path) -> None:
+    teacher = {"model": assets.teacher, "context_length": 96, "projection": assets.projection, "content": "hidden"}
+    spec, address = tiny_spec(assets, tmp_path, records=24, teacher=[teacher]), str(tmp_path / "store")
+    building = build_spec(spec, None, address)
+    identity = identity_of(resolve_run(building), 0)
+    shard = ShardWriter(TeacherStore.create(address, identity).files, 1 << 20)
+    for record in set(range(24)) - {3, 4, 17, 21}:
+        shard.add(record, 1, "d", b"frame")
+    shard.flush()
+    build = StoreBuild(building, address, run=spec)
+    resolved, _ = build._resolve()
+    assert (resolved.positions, first_step(TeacherStore.open(address), resolved)) == (20, 2)
+    assert {record_of(resolved, position) for position in range(16, 20)} == {3, 4, 17, 21}
+    build.close()
+
+
 CONTENTS = pytest.mark.parametrize("content", [{"content": "hidden"}, {"content": "topk", "topk": 1000}])
 
 
@@ -219,6 +236,10 @@ def test_a_run_computes_what_its_store_lacks(assets: TinyAssets, tmp_path: Path)
     steps = steps_of(stored.output)
     assert sorted(i for line in steps for i in line["ids"]) == list(range(24))
     assert (sum(line["store_hits"] for line in steps), sum(line["store_misses"] for line in steps)) == (24, 0)
+    computed = [
+        line for line in steps_of(tmp_path / "store" / "build") if line["step"] >= 20 // spec.train.samples_per_step
+    ]
+    assert sum(len(line["ids"]) for line in computed) == 4, "records that are stored are not computed again"
     again = TeacherStore.open(str(tmp_path / "store"))
     (tmp_path / "store").rename(tmp_path / "elsewhere")
     result = run_locally(stored, show=False, kind=run_kind(stored))
