@@ -7,6 +7,7 @@ from pathlib import Path
 
 from services.common.files.allowed_paths import Roots
 from services.common.files.input_files import check_input_files
+from services.common.run.split_record import record_split, restore_split
 from services.control.db_events import DatabaseEvents
 from services.control.isolated.inspection import inspect_run
 from services.control.recovery import infer_ending, recover
@@ -49,9 +50,15 @@ class Run(SupervisedRun):
         return self._recover() if self._recovered else super()._run()
 
     def _resolve(self) -> tuple[ResolvedRun, list[str]]:
-        """Resolve the run in a child process if its files are another user's: if there are roots."""
+        """Resolve the run in a child process if its files are another user's: if there are roots.
+
+        What the run's cache lacks of its split text is made again first.
+        """
         if not self._confined:
-            return super()._resolve()
+            restore_split(self.spec, self._note_check)
+            resolved, warnings = super()._resolve()
+            record_split(resolved, self._note_check)
+            return resolved, warnings
         check_input_files(self.spec)  # a missing file is reported before a process is started
         return inspect_run(self.spec, self._note_check, self._environment)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,10 +19,14 @@ import psutil
 import pytest
 import torch
 
+from services.common.files.allowed_paths import Roots
 from services.common.run.resolve import resolve_run
+from services.common.text.held_out import split_text
+from services.control.isolated.inspection import inspect_run
 from services.supervisor.run_record import is_finished
 from services.trainer.checkpoint import Checkpoints, Cursor
 from tests.support.tiny_run import RUN_NAME, TinyAssets, steps_of, tiny_spec
+from xtoken_core.config.eval import EvalSpec
 from xtoken_core.config.spec import RunSpec
 
 DEADLINE_S = 180.0
@@ -179,6 +184,47 @@ def test_interrupting_a_run_in_place_stops_it_in_order(tmp_path: Path, assets: T
     assert "Shutting down gracefully" in command.said() and "Traceback" not in command.said()
     assert json.loads((spec.output / "run.json").read_text())["state"] == "stopped"
     assert len(list((spec.output / "checkpoints").iterdir())) == 1, "the trainer has saved where it was"
+
+
+def test_the_inspection_of_a_run_without_its_cache_makes_it_again(tmp_path: Path, assets: TinyAssets) -> None:
+    spec = tiny_spec(assets, tmp_path, records=240)
+    split = split_text(spec.data.paths, spec.output, writes=True)
+    assert split is not None
+    held_out = EvalSpec(path=split[1])
+    spec = spec.model_copy(update={"data": spec.data.model_copy(update={"path": split[0]}), "eval": held_out})
+    environment = Roots.of([tmp_path, assets.student.parent], [tmp_path]).environment
+    first, _ = inspect_run(spec, lambda _activity, _done: None, environment)
+    shutil.rmtree(spec.output / "cache")
+    again, _ = inspect_run(spec, lambda _activity, _done: None, environment)
+    assert again == first and split[1].exists()
+
+
+@pytest.mark.slow
+def test_a_backup_without_the_cache_resumes_on_a_control_plane(tmp_path: Path, assets: TinyAssets) -> None:
+    runs = tmp_path / "runs"
+    spec = tiny_spec(assets, tmp_path, records=400, output=runs / "run", workers={"collators": 1})
+    control, url = serve(tmp_path, assets)
+    try:
+        with httpx.Client(base_url=url, timeout=60) as http:
+            document = spec.model_dump(mode="json", exclude_defaults=True)
+            del document["teacher"][0]["context_length"]  # what is left out is completed, and some text held back
+            answer = http.post("/v1/runs", json=document)
+            assert answer.status_code == 201, answer.text
+            path = answer.headers["location"]
+            assert answer.json()["spec"]["data"]["path"] == str(spec.output / "cache" / "split" / "train.jsonl")
+            control.until(lambda: len(steps_of(spec.output)) >= 3)
+            http.post(f"{path}/stop")
+            control.until(lambda: http.get(path).json()["state"] == "stopped")
+            backup = tmp_path / "backup"
+            spec.output.rename(backup)
+            shutil.copytree(backup, spec.output, ignore=shutil.ignore_patterns("cache"))
+            assert http.post(f"{path}/resume").status_code == 202
+            control.until(lambda: http.get(path).json()["state"] == "completed", WHOLE_RUN_S)
+            trained = http.get(path).json()["summary"]["trained"]
+            assert 0 < trained < 400
+            assert sorted(i for line in steps_of(spec.output) for i in line["ids"]) == list(range(trained))
+    finally:
+        control.process.kill()
 
 
 def finished_output(spec: RunSpec) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from services.common.models.hub import fetch_inputs
 from services.common.run.machine import Machine
 from services.common.run.memory_fit import fit_memory
-from services.common.text.held_out import split_directory, split_text
+from services.common.text.held_out import split_output, split_text
 from xtoken_core.config.base import NONE, absolute_path
 from xtoken_core.config.eval import NOT_IN_A_NAME
 from xtoken_core.config.spec import RunSpec, padded_length, parse_run_spec, read_run_file
@@ -311,8 +311,7 @@ def _exists(path: Path) -> bool:
 
 def _is_of_split(path: Any) -> bool:
     """Return True if a stored `data.path` is a text that the first start has split."""
-    directory = split_directory(Path())
-    return isinstance(path, str) and Path(path).parent.parts[-2:] == directory.parts
+    return isinstance(path, str) and split_output([Path(path)]) is not None
 
 
 def _without_evaluation(defaults: RunDefaults, given: Mapping[str, Any], why: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import filecmp
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -18,6 +18,8 @@ LINES = (".jsonl", ".txt")
 PERCENT = 2
 MOST_HELD_OUT = 4 << 20
 """Bytes that are held back at most."""
+REPORT_BYTES = 16 << 20
+"""Bytes that are read between two reports of progress."""
 TRAIN, HELD_OUT, ORIGIN = "train", "held-out", "origin"
 MADE_OUTPUT = "made-output"
 """File that stands for: the output directory was made for the split text, not by the user."""
@@ -46,8 +48,8 @@ def split_text(paths: Sequence[Path], output: Path, *, writes: bool) -> tuple[Pa
     suffixes = {path.suffix.lower() for path in paths}
     if len(suffixes) != 1 or not suffixes <= set(LINES) or not all(path.is_file() for path in paths):
         return None
-    suffix, directory = suffixes.pop(), split_directory(output)
-    train, held_out = directory / (TRAIN + suffix), directory / (HELD_OUT + suffix)
+    directory = split_directory(output)
+    train, held_out = split_parts(directory, suffixes.pop())
     note = f"{PERCENT}% of the records, chosen by a hash of their text, in {held_out}"
     if writes and not is_split(paths, output):
         is_new = not output.exists()
@@ -57,7 +59,7 @@ def split_text(paths: Sequence[Path], output: Path, *, writes: bool) -> tuple[Pa
                 (directory / MADE_OUTPUT).touch()
             if not _write(paths, (train, held_out), output):
                 return None
-            atomic_write(directory / ORIGIN, _origin(paths))
+            atomic_write(directory / ORIGIN, origin_of(paths))
         except OSError as error:
             raise OutputError(f"cannot write the held-out text below {directory}: {error.strerror}") from error
     return train, held_out, note
@@ -66,6 +68,19 @@ def split_text(paths: Sequence[Path], output: Path, *, writes: bool) -> tuple[Pa
 def split_directory(output: Path) -> Path:
     """Return the directory of both parts of a run's text."""
     return output / "cache" / "split"
+
+
+def split_parts(directory: Path, suffix: str) -> tuple[Path, Path]:
+    """Return the files of the text to train on and of the text that is held back, for a text with this suffix."""
+    return directory / (TRAIN + suffix), directory / (HELD_OUT + suffix)
+
+
+def split_output(paths: Sequence[Path]) -> Path | None:
+    """Return the output directory of the run in whose cache a text was split; None for a whole text."""
+    if len(paths) != 1 or paths[0].stem != TRAIN:
+        return None
+    output = paths[0].parent.parent.parent
+    return output if split_directory(output) == paths[0].parent else None
 
 
 def made_for_split(output: Path) -> bool:
@@ -78,7 +93,7 @@ def is_split(paths: Sequence[Path], output: Path) -> bool:
     directory = split_directory(output)
     try:
         parts = {path.stem for path in directory.iterdir()}
-        return {TRAIN, HELD_OUT} <= parts and (directory / ORIGIN).read_text(encoding="utf-8") == _origin(paths)
+        return {TRAIN, HELD_OUT} <= parts and (directory / ORIGIN).read_text(encoding="utf-8") == origin_of(paths)
     except (OSError, ValueError):
         return False
 
@@ -88,7 +103,12 @@ def is_held_out(line: bytes) -> bool:
     return int.from_bytes(hashlib.sha256(line.strip()).digest()[:8], "big") % 100 < PERCENT
 
 
-def _origin(paths: Sequence[Path]) -> str:
+def origin_of(paths: Sequence[Path]) -> str:
+    """Return the paths, sizes and times of a text's files, one line each.
+
+    Raises:
+        OSError: One is not there.
+    """
     states = ((path.resolve(), path.stat()) for path in paths)
     return "".join(f"{path} {state.st_size} {state.st_mtime_ns}\n" for path, state in states)
 
@@ -97,7 +117,7 @@ def _write(paths: Sequence[Path], targets: tuple[Path, Path], output: Path) -> b
     """Write both files, unless they are there with the same content; False if one would be empty."""
     temporary = [path.with_name(f".{path.name}.{os.getpid()}") for path in targets]
     try:
-        if not _divide(paths, *temporary):
+        if not divide(paths, (temporary[0], temporary[1])):
             return False
         present = [path.is_file() for path in targets]
         if all(present) and all(map(_are_equal, temporary, targets)):
@@ -115,10 +135,25 @@ def _are_equal(path: Path, other: Path) -> bool:
     return filecmp.cmp(path, other, shallow=False)
 
 
-def _divide(paths: Sequence[Path], train: Path, held_out: Path) -> bool:
-    """Write the lines of a text to two files; False if one of them is empty."""
-    size = kept = 0
-    with train.open("wb") as to_train, held_out.open("wb") as to_evaluate:
+def divide(
+    paths: Sequence[Path], targets: tuple[Path, Path], progress: Callable[[float], None] = lambda _: None
+) -> bool:
+    """Write the lines of a text to two files.
+
+    Args:
+        paths: The text.
+        targets: The file of what is trained on, and the file of what is held back.
+        progress: Called at times with the part (0 to 1) of the text that is read; it may raise to stop.
+
+    Returns:
+        False if one of them is empty.
+
+    Raises:
+        OSError: A file cannot be read or written.
+    """
+    size = kept = read = noted = 0
+    total = sum(path.stat().st_size for path in paths)
+    with targets[0].open("wb") as to_train, targets[1].open("wb") as to_evaluate:
         for path in paths:
             with path.open("rb") as source:
                 for line in source:
@@ -127,6 +162,10 @@ def _divide(paths: Sequence[Path], train: Path, held_out: Path) -> bool:
                         size += to_evaluate.write(whole)
                     else:
                         kept += to_train.write(whole)
+                    read += len(line)
+                    if read - noted > REPORT_BYTES:
+                        noted = read
+                        progress(read / max(total, read))
         for file in (to_train, to_evaluate):
             file.flush()
             os.fsync(file.fileno())

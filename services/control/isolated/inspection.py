@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from services.common.processes.child_process import limit_memory
+from services.common.run.split_record import record_split, restore_split
 from services.control.isolated.answers import ask_child, print_error, print_line
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.config.spec import RunSpec
@@ -61,7 +62,10 @@ def main() -> None:
     try:
         from services.common.run.resolve import file_warnings, resolve_run
 
-        run = resolve_run(RunSpec.model_validate_json(sys.stdin.buffer.read()), report)
+        spec = RunSpec.model_validate_json(sys.stdin.buffer.read())
+        restore_split(spec, report)
+        run = resolve_run(spec, report)
+        record_split(run, report)
         print_line({"resolved": run.model_dump(mode="json"), "warnings": list(file_warnings(run))})
     except XtokenError as error:
         print_error(error)
