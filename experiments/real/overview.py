@@ -95,9 +95,10 @@ def worse(result: Mapping[str, Any]) -> str:
         lines = [f"**The default loss, chain that fades, is worse than cross-entropy** by {' and by '.join(default)}."]
     else:
         lines = [
-            "On no measured text is the default loss, chain that fades to cross-entropy, worse than cross-entropy."
-            f"{_within_noise(result)}"
+            "On the test part of no trained text is the default loss, chain that fades to cross-entropy, worse than "
+            f"cross-entropy.{_within_noise(result)}{_on_validation(result)}"
         ]
+    lines += _forgotten(result)
     unknown = [name for name in _compared(result) if summary.DEFAULT not in _rows(result, name)]
     if unknown:
         lines.append(f"It has not run on {'; '.join(name_of(result['conditions'][name]) for name in unknown)}.")
@@ -196,6 +197,35 @@ def _within_noise(result: Mapping[str, Any]) -> str:
     small = [name for name, row in gains.items() if row and row.gain is not None and abs(row.gain) < NOISE]
     texts = "; ".join(name_of(result["conditions"][name]) for name in small)
     return f" Its gain is within the noise of {NOISE:g} bits per byte on {texts}." if small else ""
+
+
+def _on_validation(result: Mapping[str, Any]) -> str:
+    """Return in a sentence where the default is worse on validation by more than the noise; empty if nowhere."""
+    found = summary.as_shipped(summary.outcomes(result))
+    bits = {(o.condition, o.method): o.bits["validation"] for o in found if o.seed == summary.FIRST_SEED}
+    behind = []
+    for name in _compared(result):
+        if (name, summary.DEFAULT) in bits:
+            loss = bits[name, summary.DEFAULT] - bits[name, summary.BASELINE]
+            if loss > NOISE:
+                behind.append(f"{loss:.3f} on {name_of(result['conditions'][name])}")
+    return f" **On validation it is worse** by {'; by '.join(behind)}." if behind else ""
+
+
+def _forgotten(result: Mapping[str, Any]) -> list[str]:
+    """Return in a sentence what the default forgets more than cross-entropy does, each at its best learning rate."""
+    found = []
+    for name in _compared(result):
+        rows = _rows(result, name)
+        if summary.DEFAULT in rows:
+            ce, default = rows[summary.BASELINE].others, rows[summary.DEFAULT].others
+            worse = [f"{text.removesuffix('.test')} {default[text] - ce[text]:.3f}" for text in sorted(default)]
+            worse = [line for line in worse if float(line.split()[1]) > NOISE]
+            if worse:
+                found.append(f"after {name_of(result['conditions'][name])}: {', '.join(worse)}")
+    if not found:
+        return []
+    return [f"**Each at its best learning rate, it forgets more of other text**, in bits per byte {'; '.join(found)}."]
 
 
 def _losses(result: Mapping[str, Any], method: str) -> list[str]:

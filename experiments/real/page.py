@@ -69,6 +69,7 @@ def page(result: dict[str, Any]) -> str:
         compiled=sum(run.get("compiled", False) for run in result["runs"]),
         micro_batch=methods.MICRO_BATCH_TOKENS,
         weights=methods.WEIGHTS,
+        sweeps={*methods.SWEEPS, *methods.SWEEPS.values()},
         samples=methods.SAMPLES_PER_STEP,
         speed=_speed(),
     )
