@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 
@@ -64,12 +64,13 @@ class Rows(Record, tag="rows", kw_only=True):
 
 
 class BlockRows(Record, tag="block_rows", kw_only=True):
-    """A block of a run was put.
+    """A block of a run was put, or what is left of one that a rewind has re-opened.
 
     Attributes:
         ids: Positions with a row.
         tombstones: Reasons of positions that were put without one.
-        dead: Reasons of positions whose row has died and is gone, in a snapshot.
+        dead: Reasons of positions that are dead, in a snapshot.
+        partial: These are not all positions of the block, in a snapshot.
         columns: Heads of the columns.
         sizes: Bytes of each buffer.
     """
@@ -79,6 +80,7 @@ class BlockRows(Record, tag="block_rows", kw_only=True):
     dead: dict[int, str] = {}
     columns: list[ColumnHead] = []
     sizes: list[int] = []
+    partial: bool = False
 
 
 class Done(Record, tag="done", kw_only=True):
@@ -279,29 +281,36 @@ def _run_records(part: RunPartition) -> Iterator[Entry]:
     yield AtStep(partition=name, step=run.cursor, skipped=skipped, dead=dead), ()
     if run.failed:  # before any record that would let the run fail for another reason
         yield GivenUp(partition=name, reason=run.failed), ()
+    samples, size = run.samples, run.blocks.block_size
+    held = {p // size for p in (*samples.samples, *samples.dead) if p >= start}
     for first, stop in run.blocks.done.intervals():
-        for block in range(max(first, start // run.blocks.block_size), stop):
-            yield from _block_records(part, block)
+        held.update(range(max(first, start // size), stop))
+    for block in sorted(held):
+        yield from _block_records(part, block)
     for block, times in run.blocks.refused.items():
-        if block not in run.blocks.done:
-            yield BlockRefused(partition=name, block=block, reason="", times=times), ()
-    yield from _refusals(part, [s for s in run.samples.samples.values() if s.id >= start])
+        yield BlockRefused(partition=name, block=block, reason="", times=times), ()
+    yield from _refusals(part, samples.samples.values())
 
 
 def _block_records(part: RunPartition, block: int) -> Iterator[Entry]:
-    run = part.run
+    """Yield what a block holds; one that a rewind has re-opened may hold a part of its positions only."""
+    run, signals = part.run, set(part.run.slots.fields)
     positions = range(*run.blocks.bounds(block))
-    ids = [p for p in positions if p in run.samples.samples]
-    tombstones = {p: run.skipped[p] for p in positions if p in run.skipped and p not in run.samples.samples}
-    dead = {p: run.samples.dead[p] for p in positions if p in run.samples.dead and p not in run.samples.samples}
-    times = run.blocks.refused.get(block, 0)
-    if times >= run.samples.max_attempts and len(dead) == len(positions) and not tombstones:
-        yield BlockRefused(partition=part.name, block=block, reason=dead[positions[0]], times=times), ()
-        return
-    held = [run.samples.samples[p].fields for p in ids]
-    fields = sorted(frozenset.intersection(*held) - set(run.slots.fields)) if held else []
-    heads, buffers = pack_columns(part.store.read(ids, fields))
+    fields_of = {p: run.samples.samples[p].fields - signals for p in positions if p in run.samples.samples}
+    tombstones = {p: run.skipped[p] for p in positions if p in run.skipped and p not in fields_of}
+    dead = {p: run.samples.dead[p] for p in positions if p in run.samples.dead}
+    done, combinations = block in run.blocks.done, set(fields_of.values())
+    if not done or len(combinations) > 1:  # rows from before a rewind may have other fields than those put later
+        for fields in sorted(combinations, key=sorted):
+            yield _block_rows(part, [p for p in fields_of if fields_of[p] == fields], fields, partial=True)
+    if done:
+        common = frozenset.intersection(*combinations) if combinations else frozenset()
+        yield _block_rows(part, list(fields_of), common, tombstones=tombstones, dead=dead)
+    elif dead:
+        yield BlockRows(partition=part.name, ids=[], dead=dead, partial=True), ()
+
+
+def _block_rows(part: RunPartition, ids: list[int], fields: Iterable[str], **rest: Any) -> Entry:
+    heads, buffers = pack_columns(part.store.read(ids, sorted(fields)))
     sizes = [buffer.nbytes for buffer in buffers]
-    yield BlockRows(
-        partition=part.name, ids=ids, tombstones=tombstones, dead=dead, columns=heads, sizes=sizes
-    ), buffers  # fmt: skip
+    return BlockRows(partition=part.name, ids=ids, columns=heads, sizes=sizes, **rest), buffers

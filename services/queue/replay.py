@@ -132,10 +132,7 @@ def _apply_to_tasks(part: TaskPartition, head: Record, buffers: Sequence[Buffer]
             part.store.drop(samples.finish(head.task, head.ids))
             part.drop(head.gone)
         case Refused():
-            for sample in (samples.samples[i] for i in head.ids if i in samples.samples):
-                sample.attempts += head.times
-                if sample.attempts >= samples.max_attempts:
-                    samples.mark_dead(sample.id, head.reason)
+            samples.count_refusals(head.ids, head.reason, head.times)
         case Finished():
             for start, stop in head.intervals:
                 samples.finished.add(start, stop)
@@ -154,29 +151,30 @@ def _check_block(run: RunProtocol, block: int) -> int:
 
 
 def _apply_to_run(part: RunPartition, head: Record, buffers: Sequence[Buffer]) -> None:
-    run, to = part.run, {"id": OWNER, "session": OWNER, "partition": part.name}
+    run = part.run
     match head:
         case BlockRows():
             columns = _columns_of(part, head, buffers)
-            first = min([*head.ids, *head.tombstones, *head.dead], default=-1)
-            block = _check_block(run, first // run.blocks.block_size)
-            part.keep(head.ids, columns, run.fill_block(block, head.ids, columns, head.tombstones, head.dead))
+            positions = [*head.ids, *head.tombstones, *head.dead]
+            block = _check_block(run, min(positions, default=-1) // run.blocks.block_size)
+            if not head.partial:
+                new = run.fill_block(block, head.ids, columns, head.tombstones, head.dead)
+            elif max(positions) < run.blocks.bounds(block)[1]:
+                new = run.admit(head.ids, columns, head.dead)
+            else:
+                raise ValueError(f"position {max(positions)} is not in block {block}")
+            part.keep(head.ids, columns, new)
         case BlockRefused():
-            block = _check_block(run, head.block)
-            for _ in range(min(head.times, run.samples.max_attempts)):
-                lease = run.blocks.lease(run.samples.next_lease_id(), OWNER, block)
-                run.nack(m.Nack(**to, lease=lease.id, ids=[], reason=head.reason))
+            run.refuse_block(_check_block(run, head.block), head.reason, head.times)
         case Refused():
-            task = next(iter(run.samples.tasks))  # the first teacher's; without teachers, the trainer's
-            for sample_id in head.ids * min(head.times, run.samples.max_attempts):
-                if sample_id in run.samples.samples and sample_id not in run.samples.dead:
-                    claim = run.samples.claim_ids(OWNER, task, [sample_id])
-                    if claim is not None:
-                        run.nack(m.Nack(**to, lease=claim.id, ids=[sample_id], reason=head.reason))
+            run.mark_dead(run.samples.count_refusals(head.ids, head.reason, head.times), head.reason)
         case AtStep(acked=True):
-            skipped, dead = dict(run.skipped), dict(run.samples.dead)
-            part.rewind(m.Rewind(**to, step=head.step, skipped=skipped, dead=dead))
+            if head.step == run.cursor + 1:
+                part.store.drop(run.advance())
+            elif head.step != run.cursor:  # equal for an acknowledgement that was repeated
+                raise ValueError(f"step {head.step} is not the one after step {run.cursor}")
         case AtStep():
+            to = {"id": OWNER, "session": OWNER, "partition": part.name}
             part.rewind(m.Rewind(**to, step=head.step, skipped=head.skipped, dead=head.dead))
         case GivenUp():
             run.fail(head.reason)

@@ -165,6 +165,7 @@ class RunPart:
         self.skipped.update(tombstones)
         self.done.update(tombstones)
         self.filled.add(block)
+        self.refusals.pop(block, None)
         del self.blocks[f["lease"]]
         return {"type": "stored", "room": max(0, room - nbytes)}
 
@@ -177,6 +178,7 @@ class RunPart:
             self.refusals[block] = self.refusals.get(block, 0) + 1
             if self.refusals[block] >= self.max_attempts:
                 self.filled.add(block)
+                del self.refusals[block]
                 self.bury(list(self.block(block)), f["reason"])
             return {"type": "ok"}
         lease = self.held(session, f["lease"])
@@ -367,6 +369,7 @@ class RunPart:
             row.update(teach="ready", signal=False, train=False)
         known = {*range(first), *self.rows, *self.skipped, *self.dead}
         self.filled = {b for b in range(self.run["positions"]) if self.block(b) and known.issuperset(self.block(b))}
+        self.refusals = {b: n for b, n in self.refusals.items() if b not in self.filled}
         kept = {*range(first)}.union(*map(self.block, self.filled))
         self.skipped = {p: r for p, r in self.skipped.items() if p in kept}
         self.done = {*range(first), *self.skipped, *self.dead}

@@ -136,6 +136,23 @@ def test_a_block_after_the_record_that_failed_its_run_is_read(tmp_path: Path) ->
     assert part.run.failed.startswith("2 dead letters")
 
 
+@pytest.mark.parametrize(
+    ("record", "words"),
+    [
+        (r.BlockRows(partition="r", ids=[], dead={1: "bad", 2: "bad"}, partial=True), "position 2 is not in block 0"),
+        (r.AtStep(partition="r", step=2, acked=True), "step 2 is not the one after step 0"),
+    ],
+    ids=["foreign position", "step left out"],
+)
+def test_a_record_that_does_not_fit_its_run_is_refused(tmp_path: Path, record: r.Record, words: str) -> None:
+    sizes = {"positions": 8, "samples_per_step": 2, "block_size": 2, "span": 6, "teachers": 1, "ranks": 1, "slots": 2}
+    run = m.OpenPartition(id="a", session="s", partition="r", tasks=[], run=m.RunDef(**sizes, document=b""))
+    body = written(tmp_path, r.Opened(partition="r", definition=run), r.AtStep(partition="r", step=0), record)
+    (tmp_path / "j" / "00000007.journal").write_bytes(body)
+    with pytest.raises(InputError, match=f"record 4 contradicts those before it: {words}"):
+        Kept(tmp_path / "j")
+
+
 def test_a_segment_that_is_no_file_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "00000007.journal")
     with pytest.raises(InputError, match="not a regular file"):

@@ -166,13 +166,20 @@ class Samples:
         """Count a failed attempt for `ids`, give the whole lease back and return the ids that died of it."""
         lease = self.held(lease_id)
         self.give_back(lease_id)
+        return self.count_refusals(set(ids).intersection(lease.ids), reason)
+
+    def count_refusals(self, ids: Iterable[int], reason: str, times: int = 1) -> list[int]:
+        """Count failed attempts for the `ids` that are held; return those that died of it."""
         died = []
-        for sample_id in set(ids).intersection(lease.ids):
-            sample = self.samples[sample_id]
-            sample.attempts += 1
+        for sample_id in ids:
+            sample = self.samples.get(sample_id)
+            if sample is None:
+                continue
+            sample.attempts += times
             if sample.attempts >= self.max_attempts:
+                if sample_id not in self.dead:
+                    died.append(sample_id)
                 self.mark_dead(sample_id, reason)
-                died.append(sample_id)
         return sorted(died)
 
     def mark_dead(self, sample_id: int, reason: str) -> None:

@@ -71,3 +71,23 @@ def test_restart_at_the_end_leaves_no_block() -> None:
     blocks = Blocks(positions=4, block_size=2, span=4)
     blocks.restart(4, IntervalSet())
     assert blocks.lowest_free(4) is None
+
+
+def test_refusals_are_forgotten_once_their_block_is_done() -> None:
+    blocks = Blocks(positions=10, block_size=2, span=10)
+    for block in (0, 1, 2, 3):
+        assert blocks.count_refusals(block, 2) == 2
+    blocks.finish_below(2)
+    blocks.finish(1)
+    assert blocks.refused == {2: 2, 3: 2}
+    blocks.restart(0, filled(4, 5))
+    assert blocks.refused == {3: 2}
+    assert blocks.count_refusals(0, 1) == 1
+
+
+def test_a_step_that_is_done_revokes_the_leases_of_its_blocks() -> None:
+    blocks = Blocks(positions=10, block_size=2, span=10)
+    blocks.lease(1, "a", 0)
+    blocks.lease(2, "a", 1)
+    blocks.finish_below(2)
+    assert list(blocks.leases) == [2]

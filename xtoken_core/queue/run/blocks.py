@@ -31,7 +31,7 @@ class Blocks:
     Attributes:
         done: Blocks of which every position has its row or tombstone.
         leases: Blocks being worked on, by lease id.
-        refused: Refusals per block.
+        refused: Refusals per block that is not done.
     """
 
     def __init__(
@@ -74,9 +74,16 @@ class Blocks:
             block = self.done.first_gap(block + 1)
         return None
 
+    def finish(self, block: int) -> None:
+        """Mark a block as done; its refusals are forgotten."""
+        self.done.add(block)
+        self.refused.pop(block, None)
+
     def finish_below(self, position: int) -> None:
-        """Mark every block below a position, a step's boundary, as done."""
+        """Mark every block below a position, a step's boundary, as done, and revoke the leases of those."""
         self.done.add(0, position // self.block_size)
+        self.leases = {number: lease for number, lease in self.leases.items() if lease.block not in self.done}
+        self._forget_refusals()
 
     def lease(self, lease_id: int, session: str, block: int) -> BlockLease:
         """Lease a free block to a session."""
@@ -94,10 +101,9 @@ class Blocks:
             raise QueueError("lease_revoked", f"block lease {lease_id} was revoked")
         return lease
 
-    def refuse(self, lease_id: int) -> int:
-        """Give a leased block back as impossible; return how often that has happened to it."""
-        block = self.leases.pop(lease_id).block
-        self.refused[block] = self.refused.get(block, 0) + 1
+    def count_refusals(self, block: int, times: int) -> int:
+        """Count refusals of a block; return how many it has."""
+        self.refused[block] = self.refused.get(block, 0) + times
         return self.refused[block]
 
     def end_session(self, session: str) -> None:
@@ -117,3 +123,7 @@ class Blocks:
             if filled.first_gap(first) >= last:
                 self.done.add(block)
             block += 1
+        self._forget_refusals()
+
+    def _forget_refusals(self) -> None:
+        self.refused = {block: times for block, times in self.refused.items() if block not in self.done}

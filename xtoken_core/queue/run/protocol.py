@@ -86,24 +86,25 @@ class RunProtocol(RunState):
     ) -> list[int]:  # fmt: skip
         """Finish a block with its rows and tombstones; return the new rows.
 
+        A position whose row was kept when a rewind re-opened the block keeps it, and gets no tombstone.
+
         The replay of a journal calls it too, where the run may have failed by a record before this one, and positions
-        may be `dead` without a row.
+        may be `dead`, with or without a row.
 
         Raises:
             QueueError: `bad_request`, as for `put_block`.
         """
-        if sorted([*ids, *tombstones, *(dead.keys() - tombstones.keys())]) != list(range(*self.blocks.bounds(block))):
+        named = [*ids, *tombstones, *(dead.keys() - {*ids, *tombstones})]
+        if sorted(named) != list(range(*self.blocks.bounds(block))):
             raise QueueError("bad_request", f"a row or a tombstone for each position of block {block} is needed")
         if ids and schema.INPUT_IDS.name not in set(fields):
             raise QueueError("bad_request", f"the rows of a block need the column {schema.INPUT_IDS.name!r}")
-        new = self.samples.produce(ids, fields)
+        new = self.admit(ids, fields, dead)
         for position, reason in tombstones.items():
-            self.skipped[position] = reason
-            self.finished.add(position)
-        for position, reason in dead.items():
-            self.samples.mark_dead(position, reason)
-            self.finished.add(position)
-        self.blocks.done.add(block)
+            if position not in self.samples.samples:
+                self.skipped[position] = reason
+                self.finished.add(position)
+        self.blocks.finish(block)
         return new
 
     # Collators, teachers and trainers
@@ -116,13 +117,12 @@ class RunProtocol(RunState):
         """
         if request.lease in self.blocks.leases:
             block = self.blocks.held(request.lease, request.session).block
-            if self.blocks.refuse(request.lease) >= self.samples.max_attempts:
-                self.blocks.done.add(block)
-                self._mark_dead(range(*self.blocks.bounds(block)), request.reason)
+            del self.blocks.leases[request.lease]
+            self.refuse_block(block, request.reason)
         else:
             self.samples.held(request.lease, request.session)
             self.slots.refuse(request.session, request.lease)
-            self._mark_dead(self.samples.refuse(request.lease, request.ids, request.reason), request.reason)
+            self.mark_dead(self.samples.refuse(request.lease, request.ids, request.reason), request.reason)
         return m.Ok()
 
     # Teachers and trainers
@@ -294,11 +294,7 @@ class RunProtocol(RunState):
         if step > self.cursor or idle:
             at = f"the run is at step {self.cursor}, and {len(idle)} of its samples are not leased by a trainer"
             raise QueueError("conflict", f"step {step} cannot be acknowledged: {at}")
-        self._drop(rows)
-        self.cursor = step + 1
-        self.finished.add(0, min(self.cursor * self.samples_per_step, self.positions))  # other groups' share too
-        self.blocks.finish_below(self.cursor * self.samples_per_step)
-        return rows
+        return self.advance()
 
     def publish(self, request: m.Publish) -> m.Ok:
         """Let rollout workers use the trainer's weights of the current step.

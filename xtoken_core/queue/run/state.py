@@ -122,6 +122,7 @@ class RunState:
 
     def _replace_below(self, start: int, skipped: Mapping[int, str], dead: Mapping[int, str]) -> None:
         """Replace what is skipped and dead below `start` by the checkpoint's record, which counts there."""
+        start = min(start, self.positions)
         for mine, recorded in ((self.skipped, skipped), (self.samples.dead, dead)):
             for position in [p for p in mine if p < start]:
                 del mine[position]
@@ -146,18 +147,43 @@ class RunState:
         for position in [p for p in self.skipped if p >= start and not self.blocks.is_done(p)]:
             del self.skipped[position]
         self.finished = IntervalSet()
-        self.finished.add(0, start)
+        self.finished.add(0, min(start, self.positions))
         for position in sorted({*self.skipped, *self.samples.dead}):
             if position >= start:
                 self.finished.add(position)
 
-    def _mark_dead(self, positions: Iterable[int], reason: str) -> None:
+    def refuse_block(self, block: int, reason: str, times: int = 1) -> None:
+        """Count refusals of a block, whose positions die of `max_attempts`."""
+        if self.blocks.count_refusals(block, times) >= self.samples.max_attempts:
+            self.blocks.finish(block)
+            self.mark_dead(range(*self.blocks.bounds(block)), reason)
+
+    def admit(self, ids: Sequence[int], fields: Iterable[str], dead: Mapping[int, str]) -> list[int]:
+        """Add rows and dead positions, however many are allowed to die; return the new rows."""
+        new = self.samples.produce(ids, fields)
+        for position, reason in dead.items():
+            self.samples.mark_dead(position, reason)
+            self.finished.add(position)
+        return new
+
+    def advance(self) -> list[int]:
+        """Move past the current step; return the positions whose rows were dropped."""
+        rows = [p for p in self.window(self.cursor) if p in self.samples.samples]
+        self._drop(rows)
+        self.cursor += 1
+        start = self.cursor * self.samples_per_step
+        self.finished.add(0, min(start, self.positions))  # other groups' share too
+        self.blocks.finish_below(start)
+        return rows
+
+    def mark_dead(self, positions: Sequence[int], reason: str) -> None:
+        """Make positions dead letters; if there are any, and too many in all, the run fails."""
         for position in positions:
             self.samples.mark_dead(position, reason)
             self.finished.add(position)
         self.slots.free_dead()
         dead, allowed = self.samples.dead, self.definition.max_dead
-        if len(dead) > allowed:
+        if positions and len(dead) > allowed:
             ids = ", ".join(map(str, sorted(dead)[:20]))
             self.fail(f"{len(dead)} dead letters, {allowed} are allowed: {ids}: {reason}")
 
