@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-import tempfile
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
@@ -48,7 +48,7 @@ class SplitRecord(ConfigModel):
     @property
     def paths(self) -> tuple[Path, ...]:
         """The files of the text."""
-        return tuple(Path(line.rsplit(" ", 2)[0]) for line in self.origin.splitlines())
+        return tuple(Path(line.rsplit(" ", 2)[0]) for line in self.origin.split("\n") if line)
 
 
 def record_split(run: ResolvedRun, progress: Progress) -> None:
@@ -116,19 +116,23 @@ def restore_split(spec: RunSpec, progress: Progress) -> None:
     for path in record.paths:
         if not check_allowed(path, "data.path").is_file():
             raise InputError(f"{path}, of which this run has held a part back, is not there: restore it or {directory}")
+    # Named after the run, which only one process starts at a time: a start that was killed has left a part of the text.
+    scratch = directory / f".{hashlib.sha256(bytes(spec.output)).hexdigest()[:16]}"
+    made, origin = split_parts(scratch, parts[0].suffix), scratch / ORIGIN
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=directory, prefix=".") as scratch:
-            made = split_parts(Path(scratch), parts[0].suffix)
-            divide(record.paths, made, lambda done: progress(RESTORING, done))
-            if _digests(made, progress) != record.parts:
-                texts = ", ".join(map(str, record.paths))
-                raise InputError(f"{texts} is no longer the text that this run began with: restore it or {directory}")
-            for path, part in zip(made, parts, strict=True):
-                path.replace(part)
-        atomic_write(directory / ORIGIN, origin_of(record.paths))
+        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir(parents=True)
+        divide(record.paths, made, lambda done: progress(RESTORING, done))
+        if _digests(made, progress) != record.parts:
+            texts = ", ".join(map(str, record.paths))
+            raise InputError(f"{texts} is no longer the text that this run began with: restore it or {directory}")
+        atomic_write(origin, origin_of(record.paths))
+        for path, part in zip((*made, origin), (*parts, directory / ORIGIN), strict=True):
+            path.replace(part)
     except OSError as error:
         raise OutputError(f"cannot split the text again into {directory}: {error.strerror}") from error
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _read(output: Path) -> SplitRecord | None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from services.common.files.allowed_paths import OutsideError, Roots
 from services.common.run import split_record
-from services.common.run.split_record import FILE, record_split, restore_split
-from services.common.text.held_out import split_directory, split_output, split_text
+from services.common.run.split_record import FILE, SplitRecord, record_split, restore_split
+from services.common.text.held_out import origin_of, split_directory, split_output, split_text
 from tests.support.runs import resolved_run
+from xtoken_core import atomic
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.errors import ConfigError, InputError
 
@@ -121,6 +124,43 @@ def test_a_baseline_restores_the_text_of_its_run_and_records_none(run: ResolvedR
     restore_split(baseline.spec, nothing)
     assert contents(run.spec.output)["train.txt"] == before
     assert list(output.iterdir()) == []
+
+
+def test_what_a_killed_start_has_left_is_removed(run: ResolvedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(_activity: str, _done: float) -> None:
+        raise KeyboardInterrupt
+
+    output = run.spec.output
+    shutil.rmtree(output / "cache")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(shutil, "rmtree", lambda *_arguments, **_options: None)
+        restore_split(run.spec, stop)
+    assert len(list(split_directory(output).iterdir())) == 1
+    restore_split(run.spec, nothing)
+    assert {"train.txt", "held-out.txt", "origin"} == set(contents(output))
+
+
+def test_two_runs_of_one_process_restore_a_text_at_a_time(run: ResolvedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    specs = [run.spec, run.spec.model_copy(update={"output": run.spec.output.with_name("out-baseline")})]
+    before = contents(run.spec.output)
+    shutil.rmtree(run.spec.output / "cache")
+    barrier, sync = threading.Barrier(2, timeout=10), atomic.sync
+
+    def together(path: Path) -> None:
+        barrier.wait()
+        sync(path)
+
+    monkeypatch.setattr(atomic, "sync", together)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda spec: restore_split(spec, nothing), specs))
+    again = contents(run.spec.output)
+    assert again == {name: before[name] for name in ("train.txt", "held-out.txt", "origin")}
+
+
+@pytest.mark.parametrize("name", ["a b.txt", "a\x0cb.txt", "a\x85b.txt", "a\u2028b.txt"])
+def test_the_name_of_a_text_may_hold_what_ends_a_line_elsewhere(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).touch()
+    assert SplitRecord(origin=origin_of([tmp_path / name]), parts=("", "")).paths == (tmp_path / name,)
 
 
 def test_no_text_outside_the_roots_is_read(run: ResolvedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
