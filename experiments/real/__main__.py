@@ -29,7 +29,7 @@ from typing import Any
 
 from experiments.jobs import SHORTEST_S
 from experiments.real import models, predictions, remaining, results, stages, summary, texts
-from experiments.real.methods import CONDITIONS, METHODS, PATIENCE, SEEDS, WEIGHTS, Cell, cells
+from experiments.real.methods import CONDITIONS, METHODS, PATIENCE, SEEDS, TITLES, WEIGHTS, Cell, cells
 from xtoken_core.errors import InputError
 
 RESULTS = Path(__file__).parent / "results"
@@ -169,9 +169,8 @@ def _train(arguments: argparse.Namespace) -> bool:
 
 
 def _print_tables(result: dict[str, Any], names: list[str]) -> None:
-    titles = {name: method.title for name, method in METHODS.items()}
     for name in names:
-        print(f"{name}\n\n{summary.markdown(result, name, titles)}")
+        print(f"{name}\n\n{summary.markdown(result, name, TITLES)}")
     print("\n".join(predictions.compare(result)))
 
 

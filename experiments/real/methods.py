@@ -142,6 +142,8 @@ METHODS = {
 }
 
 
+TITLES = {name: method.title for name, method in METHODS.items()}
+
 RATES = (1e-4, 2e-4, 4e-4)
 """Swept where all methods are compared. Of 5e-5, 1e-4 and 2e-4, tried first, the largest was best for every method."""
 ONE_RATE = (2e-4,)

@@ -65,7 +65,7 @@ def table(result: Mapping[str, Any]) -> str:
         result: Content of the result file.
     """
     result = with_sweeps(result)
-    titles = " | ".join(methods.METHODS[name].title for name in OTHERS)
+    titles = " | ".join(methods.TITLES[name] for name in OTHERS)
     lines = [
         f"| text | teacher alone | cross-entropy | default: chain, fading | its gain | {titles} |",
         f"|---|---|---|---|---|{'---|' * len(OTHERS)}",
@@ -168,7 +168,7 @@ def past_the_best(result: Mapping[str, Any]) -> str:
     """
     result = with_sweeps(result)
     names = (summary.BASELINE, summary.CHAIN, summary.DEFAULT)
-    titles = [methods.METHODS[name].title for name in names]
+    titles = [methods.TITLES[name] for name in names]
     lines = [
         f"| text | later: step | {' | '.join(f'{title}: best | later' for title in titles)} |",
         f"|---|---|{'---|' * 2 * len(names)}",
@@ -219,10 +219,10 @@ def _forgotten(result: Mapping[str, Any]) -> list[str]:
         rows = _rows(result, name)
         if summary.DEFAULT in rows:
             ce, default = rows[summary.BASELINE].others, rows[summary.DEFAULT].others
-            worse = [f"{text.removesuffix('.test')} {default[text] - ce[text]:.3f}" for text in sorted(default)]
-            worse = [line for line in worse if float(line.split()[1]) > NOISE]
-            if worse:
-                found.append(f"after {name_of(result['conditions'][name])}: {', '.join(worse)}")
+            losses = {text.removesuffix(".test"): default[text] - ce[text] for text in sorted(default)}
+            lines = [f"{text} {loss:.3f}" for text, loss in losses.items() if loss > NOISE]
+            if lines:
+                found.append(f"after {name_of(result['conditions'][name])}: {', '.join(lines)}")
     if not found:
         return []
     return [f"**Each at its best learning rate, it forgets more of other text**, in bits per byte {'; '.join(found)}."]
@@ -287,7 +287,7 @@ def _by_method(result: Mapping[str, Any]) -> list[tuple[str, float, str]]:
     for partial in sorted(summary.partial_sweeps(result, CONDITION), key=lambda sweep: -len(sweep.rates)):
         gains.setdefault(partial.method, (partial.below[summary.BASELINE], " *"))
     known = [
-        (methods.METHODS[name].title, gain, mark)
+        (methods.TITLES[name], gain, mark)
         for name, (gain, mark) in gains.items()
         if gain is not None and name not in NOT_SHOWN
     ]

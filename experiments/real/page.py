@@ -34,12 +34,13 @@ def page(result: dict[str, Any]) -> str:
     Args:
         result: Content of the result file.
     """
-    titles = {name: method.title for name, method in methods.METHODS.items()}
+    titles = methods.TITLES
     found = summary.outcomes(result)
     conditions = [_entry(result, name, found) for name in result["conditions"] if summary.table(result, name)]
     compared = [entry for entry in conditions if {"chain", "ce"} <= set(entry["chosen"]) and not entry.get("tasks")]
     swept = overview.with_sweeps(result)
-    at_their_best = [_entry(swept, entry["name"], summary.outcomes(swept)) for entry in compared]
+    found_swept = summary.outcomes(swept)
+    at_their_best = [_entry(swept, entry["name"], found_swept) for entry in compared]
     passed = [
         entry
         for entry in at_their_best
@@ -85,8 +86,8 @@ def _speed() -> dict[str, Any]:
 
 def _entry(result: dict[str, Any], name: str, found: list[summary.Outcome]) -> dict[str, Any]:
     """Return the template's values of a condition."""
-    titles = {key: method.title for key, method in methods.METHODS.items()}
-    condition, best = result["conditions"][name], summary.chosen(summary.as_shipped(found), methods.SEEDS[0])
+    titles, condition = methods.TITLES, result["conditions"][name]
+    best = summary.chosen(summary.as_shipped(found), methods.SEEDS[0])
     chosen = [row for row in summary.table(result, name) if best.get((name, row.method)) == row.weight]
     return {
         "name": name,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,94 +14,80 @@ from services.control.runs import Runs
 from tests.unit.supervisor.scripted_run import resolved_run, use_scripted_workers
 
 
-def test_killing_a_trainer_during_shutdown_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    sockets = tempfile.mkdtemp(prefix="xtoken-test-")
-    monkeypatch.setattr(tempfile, "tempdir", sockets)
-    state = tmp_path / "state"
-    state.mkdir()
-    use_scripted_workers(state, 1000, monkeypatch.setattr, trainer_0=["start:deaf"])
-    spec = resolved_run(tmp_path / "out", 1000).spec
-    workers = spec.workers.model_copy(update={"stop_timeout_s": 1.0})
-    runs = Runs(tmp_path / "runs")
-    try:
-        run, row = runs.start(spec.model_copy(update={"workers": workers}))
-        assert run is not None
-        steps = state / "steps"
-        while not steps.exists() or len(steps.read_text().split()) < 2:
-            assert not run.over.wait(0.05), run.status()
-        runs.stop(row.id)
-        run.join()
-        lost = "trainer-0 did not exit within 1 s (workers.stop_timeout_s): progress since"
-        ended = runs.store.run(row.id)
-        assert ended is not None
-        assert (ended.state, ended.exit_code) == ("stopped", 130)
-        assert ended.error.startswith(lost)
-        assert [note.message for note in runs.store.notes(row.id)][-1] == f"stopped: {ended.error}"
-    finally:
-        runs.stop_all(now=True)
-        runs.join()
-        runs.close()
-        shutil.rmtree(sockets)
-
-
-def test_a_run_that_has_ended_early_has_taken_the_steps_of_its_summary(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Runs]:
+    """Yield the runs of a control plane, whose workers are to be scripted in `state`; stop them afterwards."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     sockets = tempfile.mkdtemp(prefix="xtoken-test-")
     monkeypatch.setattr(tempfile, "tempdir", sockets)
     (tmp_path / "state").mkdir()
+    found = Runs(tmp_path / "runs")
+    try:
+        yield found
+    finally:
+        found.stop_all(now=True)
+        found.join()
+        found.close()
+        shutil.rmtree(sockets)
+
+
+def test_killing_a_trainer_during_shutdown_is_recorded(
+    tmp_path: Path, runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = tmp_path / "state"
+    use_scripted_workers(state, 1000, monkeypatch.setattr, trainer_0=["start:deaf"])
+    spec = resolved_run(tmp_path / "out", 1000).spec
+    workers = spec.workers.model_copy(update={"stop_timeout_s": 1.0})
+    run, row = runs.start(spec.model_copy(update={"workers": workers}))
+    assert run is not None
+    steps = state / "steps"
+    while not steps.exists() or len(steps.read_text().split()) < 2:
+        assert not run.over.wait(0.05), run.status()
+    runs.stop(row.id)
+    run.join()
+    lost = "trainer-0 did not exit within 1 s (workers.stop_timeout_s): progress since"
+    ended = runs.store.run(row.id)
+    assert ended is not None
+    assert (ended.state, ended.exit_code) == ("stopped", 130)
+    assert ended.error.startswith(lost)
+    assert [note.message for note in runs.store.notes(row.id)][-1] == f"stopped: {ended.error}"
+
+
+def test_a_run_that_has_ended_early_has_taken_the_steps_of_its_summary(
+    tmp_path: Path, runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
     use_scripted_workers(tmp_path / "state", 4, monkeypatch.setattr)
     spec = resolved_run(tmp_path / "out", 4).spec
     spec.output.mkdir()
     (spec.output / "summary.json").write_text('{"steps": 2, "stopped_early": "no better"}')
-    runs = Runs(tmp_path / "runs")
-    try:
-        run, row = runs.start(spec)
-        assert run is not None
-        run.join()
-        status, ended = run.status(), runs.store.run(row.id)
-        assert ended is not None and ended.state == "completed", ended
-        assert (ended.step, ended.steps) == (status["step"], status["steps"]) == (2, 4)
-    finally:
-        runs.stop_all(now=True)
-        runs.join()
-        runs.close()
-        shutil.rmtree(sockets)
+    run, row = runs.start(spec)
+    assert run is not None
+    run.join()
+    status, ended = run.status(), runs.store.run(row.id)
+    assert ended is not None and ended.state == "completed", ended
+    assert (ended.step, ended.steps) == (status["step"], status["steps"]) == (2, 4)
 
 
 def test_a_run_resumes_without_its_cache_from_the_text_that_it_has_split(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, runs: Runs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    sockets = tempfile.mkdtemp(prefix="xtoken-test-")
-    monkeypatch.setattr(tempfile, "tempdir", sockets)
-    (tmp_path / "state").mkdir()
     use_scripted_workers(tmp_path / "state", 1000, monkeypatch.setattr)
     text, output = tmp_path / "text.txt", tmp_path / "out"
     text.write_text("".join(f"line {number}\n" for number in range(400)))
     split = split_text([text], output, writes=True)
     assert split is not None
     spec = resolved_run(output, 1000).spec
-    runs = Runs(tmp_path / "runs")
-    try:
-        run, row = runs.start(spec.model_copy(update={"data": spec.data.model_copy(update={"path": split[0]})}))
-        assert run is not None and run.started.wait(60) and run.refusal is None, run.status()
-        runs.stop(row.id, now=True)
-        run.join()
-        before = split[0].read_bytes()
-        shutil.rmtree(output / "cache")
-        text.write_text(text.read_text() + "one more\n")
-        refused = runs.resume(row.id)
-        refused.join()
-        assert refused.result is not None and "no longer the text that this run began with" in refused.result.error
-        text.write_text(text.read_text().removesuffix("one more\n"))
-        resumed = runs.resume(row.id)
-        assert resumed.started.wait(60) and resumed.refusal is None, resumed.status()
-        assert split[0].read_bytes() == before and len(list(split_directory(output).glob("held-out*"))) == 1
-    finally:
-        runs.stop_all(now=True)
-        runs.join()
-        runs.close()
-        shutil.rmtree(sockets)
+    run, row = runs.start(spec.model_copy(update={"data": spec.data.model_copy(update={"path": split[0]})}))
+    assert run is not None and run.started.wait(60) and run.refusal is None, run.status()
+    runs.stop(row.id, now=True)
+    run.join()
+    before = split[0].read_bytes()
+    shutil.rmtree(output / "cache")
+    text.write_text(text.read_text() + "one more\n")
+    refused = runs.resume(row.id)
+    refused.join()
+    assert refused.result is not None and "no longer the text that this run began with" in refused.result.error
+    text.write_text(text.read_text().removesuffix("one more\n"))
+    resumed = runs.resume(row.id)
+    assert resumed.started.wait(60) and resumed.refusal is None, resumed.status()
+    assert split[0].read_bytes() == before and len(list(split_directory(output).glob("held-out*"))) == 1

@@ -107,13 +107,19 @@ def test_generated_rows_have_no_part_in_the_cross_entropy() -> None:
     )
 
 
-def test_a_prompt_that_a_chat_template_does_not_take_is_refused() -> None:
+def templated_student() -> tuple[Any, CompletionCollator]:
+    """Return a student's tokenizer with a chat template, and a collator whose teacher has none."""
     templated = fast(STUDENT.backend_tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
     templated.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}:"
     collator = CompletionCollator(
         student_tokenizer=templated, teacher_tokenizer=[TEACHER], aligner=[None], ctx_length_student=64,
         ctx_length_teacher=[64],
     )  # fmt: skip
+    return templated, collator
+
+
+def test_a_prompt_that_a_chat_template_does_not_take_is_refused() -> None:
+    templated, collator = templated_student()
     prompt = {"messages": [{"role": "user", "content": "1+1"}]}
     ids = collator.student.prompt(prompt)
     assert templated.decode(ids) == "1+1:"
@@ -140,12 +146,7 @@ def test_a_prompt_that_only_a_teacher_refuses_is_a_bad_record(
 ) -> None:
     data = tmp_path / "prompts.jsonl"
     data.write_text(2 * '{"messages": [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]}\n')
-    templated = fast(STUDENT.backend_tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
-    templated.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}:"
-    collator = CompletionCollator(
-        student_tokenizer=templated, teacher_tokenizer=[TEACHER], aligner=[None], ctx_length_student=64,
-        ctx_length_teacher=[64],
-    )  # fmt: skip
+    _, collator = templated_student()
     model = {"model": "/no/model", "context_length": 64}
     spec = RunSpec.model_validate({
         "output": tmp_path, "student": model, "teacher": model, "loss": {"mode": "alm"},
