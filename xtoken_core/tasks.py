@@ -17,7 +17,8 @@ from xtoken_core.regular_files import MIB, read_regular
 
 MAX_BYTES = 64 * MIB
 KEYS = {"prompt", "messages", "answer", "choices", "match"}
-NUMBER = re.compile(r"[-+\N{MINUS SIGN}]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,3}(?!\d))?")
+_GROUPS = r"(?!0)\d{1,3}(?:,\d{3})+(?!,?\d)"
+NUMBER = re.compile(rf"[-+\N{{MINUS SIGN}}]?(?:(?:{_GROUPS}|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{{1,3}}(?!\d))?")
 LONGEST_NUMBER = 1000
 
 
@@ -154,8 +155,13 @@ def _plain(text: str) -> str:
 def _first_number(text: str) -> Decimal | None:
     """Return the first number in a text, without separators of thousands.
 
+    A comma separates thousands only where every group behind the first has three digits, the first has one to three
+    and no leading zero, and no other digit or comma with a digit follows; any other comma ends the number.
+
     >>> _first_number("about 1,234.50 or 7"), _first_number("1e-05 metres")
     (Decimal('1234.50'), Decimal('0.00001'))
+    >>> _first_number("1,2,3"), _first_number("May 5,2024"), _first_number("1,234,56")
+    (Decimal('1'), Decimal('5'), Decimal('1'))
     """
     match = NUMBER.search(text)
     if match is None or len(match[0]) > LONGEST_NUMBER:

@@ -28,8 +28,9 @@ class TasksSpec(ConfigModel):
     (or `messages`) and `answer`, a text, a number or a list of accepted ones; it may have `choices` and a `match` of
     its own."""
     match: Match = "exact"
-    """`exact`: the first line of the completion is the answer. `number`: the first number in it is. `choice`: of the
-    record's `choices`, the first that occurs in it is. `contains`: the answer occurs anywhere in it."""
+    """`exact`: the first line of the completion is the answer. `number`: the first number in it is; a comma belongs to
+    a number only as in `12,345.6`, not in `5,2024` or `1,2,3`. `choice`: of the record's `choices`, the first that
+    occurs in it is. `contains`: the answer occurs anywhere in it."""
     max_prompts: Count = 200
     """Prompts of each task, the first ones of its file."""
     max_new_tokens: Count = 32
