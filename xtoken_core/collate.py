@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from xtoken_core import schema
-from xtoken_core.alignment import TokenAligner, alignment_from_flat_batch
+from xtoken_core.alignment import AlignmentBatch, TokenAligner, alignment_from_flat_batch
 from xtoken_core.config.base import teacher_name
 from xtoken_core.config.loss import LossConfig
 from xtoken_core.data_plane.batch import BatchedDataDict
@@ -24,6 +24,21 @@ from xtoken_core.wire.columns import Column, bytes_view, offsets_from_lengths
 Batch = BatchedDataDict[Any]
 Counts = Callable[[Mapping[str, Any]], Mapping[str, Tensor]]
 """Makes `[B]` columns from a padded batch: each row's part of the denominators of a step."""
+
+
+class Aligner(Protocol):
+    """What the collator asks of an aligner, as `TokenAligner.align` documents it."""
+
+    def align(
+        self,
+        student_ids: Tensor,
+        teacher_ids: Tensor,
+        *,
+        student_attention_mask: Tensor | None,
+        teacher_attention_mask: Tensor | None,
+        texts: Sequence[str | None] | None = None,
+    ) -> AlignmentBatch:
+        """Cut both tokenizations of `B` samples into chunks."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +68,7 @@ class _Side:
     text: TextTokenizer
     context: int
     divisor: int
-    aligner: TokenAligner | None = None
+    aligner: Aligner | None = None
 
     @property
     def width(self) -> int:
@@ -86,7 +101,8 @@ class CrossTokenizerCollator:
     Args:
         student_tokenizer: The student's tokenizer.
         teacher_tokenizer: The teacher's, or a list of them; None = the same as the student's, which adds no column.
-        aligner: A `TokenAligner` of student and teacher, or a list; None where the tokenizer is the same.
+        aligner: A `TokenAligner` of student and teacher, or any object with its `align`, or a list; None where the
+            tokenizer is the same.
         ctx_length_student: Tokens of a text beyond this are cut off; padded rows are as long.
         ctx_length_teacher: The same for the teacher, or a list.
         make_seq_div_by_student: Padded rows are as long as the next multiple of this.
@@ -100,7 +116,7 @@ class CrossTokenizerCollator:
         *,
         student_tokenizer: Any,
         teacher_tokenizer: Any,
-        aligner: TokenAligner | Sequence[TokenAligner | None] | None,
+        aligner: Aligner | Sequence[Aligner | None] | None,
         ctx_length_student: int,
         ctx_length_teacher: int | Sequence[int | None],
         make_seq_div_by_student: int = 1,
@@ -117,7 +133,7 @@ class CrossTokenizerCollator:
                 (make_seq_div_by_teacher, "make_seq_div_by_teacher"),
             )
         )
-        known = next((a.student for a in aligners if a is not None), None)
+        known = next((a.student for a in aligners if isinstance(a, TokenAligner)), None)
         self.append_eos, self.train_on = append_eos, train_on
         self._student = _Side(
             TextTokenizer(student_tokenizer, "student", known), ctx_length_student, make_seq_div_by_student
@@ -128,7 +144,8 @@ class CrossTokenizerCollator:
             if own is None:
                 continue
             aligner_ = aligner_ or TokenAligner(student_tokenizer, own)
-            text = TextTokenizer(own, teacher_name(index, len(tokenizers)), aligner_.teacher)
+            table = aligner_.teacher if isinstance(aligner_, TokenAligner) else None
+            text = TextTokenizer(own, teacher_name(index, len(tokenizers)), table)
             context, divisor = contexts[index] or ctx_length_student, divisors[index] or 1
             self._teachers.append((index, _Side(text, context, divisor, aligner_)))
 

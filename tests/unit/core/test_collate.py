@@ -10,7 +10,7 @@ from tests.support import vocabularies as v
 from tests.support.alignments import aligner_of
 from tests.support.columns import rows_of
 from xtoken_core import schema
-from xtoken_core.alignment import alignment_from_flat_batch
+from xtoken_core.alignment import AlignmentBatch, alignment_from_flat_batch
 from xtoken_core.collate import CrossTokenizerCollator, loss_counts
 from xtoken_core.config.loss import LossConfig
 from xtoken_core.errors import InputError
@@ -112,6 +112,35 @@ def test_without_append_eos_nothing_is_added(student, teacher):
     )
     out = collator([{"text": "hello"}])
     assert out["input_ids"][0, : out["input_lengths"][0]].tolist() == student.encode("hello")
+
+
+class WholeTextAligner:
+    """An aligner of one's own: every text is one chunk."""
+
+    def align(self, student_ids, teacher_ids, *, student_attention_mask, teacher_attention_mask, texts=None):
+        one = torch.ones(len(student_ids), 1, dtype=torch.bool)
+        return AlignmentBatch(
+            pair_valid=one,
+            pair_is_correct=one,
+            student_exact_partition_mask=torch.zeros_like(student_ids, dtype=torch.bool),
+            teacher_exact_partition_mask=torch.zeros_like(teacher_ids, dtype=torch.bool),
+            student_chunk_id=student_attention_mask - 1,
+            teacher_chunk_id=teacher_attention_mask - 1,
+            num_chunks=one.sum(dim=1),
+        )
+
+
+def test_an_aligner_needs_nothing_but_align(student, teacher):
+    records = [{"text": "hello world"}, {"prompt": "say", "completion": " hello"}, {"messages": CHAT}]
+    settings = {"student_tokenizer": student, "teacher_tokenizer": teacher}
+    settings |= {"ctx_length_student": 64, "ctx_length_teacher": 80}
+    collator = CrossTokenizerCollator(**settings, aligner=WholeTextAligner())
+    out = collator(records)
+    usual = CrossTokenizerCollator(**settings, aligner=aligner_of(student, teacher))(records)
+    assert all(torch.equal(out[name], usual[name]) for name in out if not name.startswith("alignment_"))
+    assert torch.equal(out["alignment_student_chunk_id"], out["token_mask"] - 1)
+    assert torch.equal(out["alignment_teacher_chunk_id"], out["teacher_token_mask"] - 1)
+    assert collator.rows(records).records == [0, 1, 2]
 
 
 def test_tokenize_batch_pads_on_the_right_to_a_multiple(student):
