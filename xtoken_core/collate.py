@@ -18,7 +18,13 @@ from xtoken_core.config.loss import LossConfig
 from xtoken_core.data_plane.batch import BatchedDataDict
 from xtoken_core.dataset.records import PIECE, Piece, UnusableRecordError, loss_multiplier, usable_value
 from xtoken_core.errors import InputError
-from xtoken_core.tokenizing import ConversationError, TextTokenizer, only_answer, tokenize_conversation
+from xtoken_core.tokenizing import (
+    ConversationError,
+    TextTokenizer,
+    UnspellableError,
+    only_answer,
+    tokenize_conversation,
+)
 from xtoken_core.wire.columns import Column, bytes_view, offsets_from_lengths
 
 Batch = BatchedDataDict[Any]
@@ -88,6 +94,9 @@ class _Tokens:
     ids: np.ndarray
     learn: np.ndarray
     cut: bool
+
+
+_NO_TOKENS = _Tokens(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), cut=False)
 
 
 class CrossTokenizerCollator:
@@ -175,7 +184,7 @@ class CrossTokenizerCollator:
                 raise InputError(f"record {index} of the batch: {reason}")
             values.append(value or {"text": ""})
             mask.append(loss_multiplier(record) if value else 0.0)
-        sides, refused = self._tokenize(values)
+        sides, refused = self._tokenize_usable(values)
         for index, reason in refused.items():
             raise InputError(f"record {index} of the batch: {reason}")
         columns = self._columns(values, sides, padded=True)
@@ -192,7 +201,7 @@ class CrossTokenizerCollator:
         checked = [_usable(record) for record in batch]
         refused = {index: reason for index, (value, reason) in enumerate(checked) if value is None}
         usable = [(index, value) for index, (value, _) in enumerate(checked) if value is not None]
-        sides, reasons = self._tokenize([value for _, value in usable])
+        sides, reasons = self._tokenize_usable([value for _, value in usable])
         refused |= {usable[at][0]: reason for at, reason in reasons.items()}
         good = [at for at in range(len(usable)) if at not in reasons]
         if not good:
@@ -236,15 +245,32 @@ class CrossTokenizerCollator:
         ids, mask, _ = _stack(side, rows, side.width)
         return ids, mask
 
+    def _tokenize_usable(self, values: Sequence[Mapping[str, Any]]) -> tuple[list[list[_Tokens]], dict[int, str]]:
+        """Tokenize records on every side; one by one where a side has no token for a character of one of them.
+
+        Returns:
+            Per side (the student's first) the tokens of every record, and by index the reason why one has none.
+        """
+        try:
+            return self._tokenize(values)
+        except UnspellableError as error:
+            if len(values) == 1:
+                return [[_NO_TOKENS] for _ in range(1 + len(self._teachers))], {0: str(error)}
+        parts = [self._tokenize_usable([value]) for value in values]
+        sides = [[row for (row,) in side] for side in zip(*(tokens for tokens, _ in parts), strict=True)]
+        return sides, {index: refused[0] for index, (_, refused) in enumerate(parts) if refused}
+
     def _tokenize(self, values: Sequence[Mapping[str, Any]]) -> tuple[list[list[_Tokens]], dict[int, str]]:
         """Tokenize records on every side.
 
         Returns:
             Per side (the student's first) the tokens of every record, and by index the reason why one has none.
+
+        Raises:
+            UnspellableError: A side has no token for a character of a record, nor an unknown token.
         """
         sides = [self._student, *(side for _, side in self._teachers)]
-        none = np.zeros(0, dtype=np.int64)
-        tokens = [[_Tokens(none, none, cut=False)] * len(values) for _ in sides]
+        tokens = [[_NO_TOKENS] * len(values) for _ in sides]
         refused: dict[int, str] = {}
         plain = [index for index, value in enumerate(values) if "text" in value and PIECE not in value]
         pieces = [index for index, value in enumerate(values) if PIECE in value]

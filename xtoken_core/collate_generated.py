@@ -12,7 +12,7 @@ from torch import Tensor
 
 from xtoken_core import schema
 from xtoken_core.collate import CollatedRows, Counts, CrossTokenizerCollator, _cut, _Side, _Tokens
-from xtoken_core.tokenizing import ConversationError, TextTokenizer
+from xtoken_core.tokenizing import ConversationError, TextTokenizer, UnspellableError
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class CompletionCollator(CrossTokenizerCollator):
         for index, completion in enumerate(completions):
             try:
                 rows.append([self._own(completion), *(_of_teacher(side, completion) for _, side in self._teachers)])
-            except ConversationError as error:
+            except (ConversationError, UnspellableError) as error:
                 refused[index] = str(error)
         kept = [index for index in range(len(completions)) if index not in refused]
         if not kept:
@@ -124,6 +124,7 @@ def _of_teacher(side: _Side, completion: Completion) -> _Tokens:
 
     Raises:
         ConversationError: Its chat template does not take the prompt.
+        UnspellableError: It has no token for a character, nor an unknown token.
     """
     eos = [side.text.eos_id] if completion.ends and side.text.eos_id is not None else []
     rest = np.r_[side.text.proceed(completion.text), np.array(eos, dtype=np.int64)]

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from xtoken_core.errors import InputError
 from xtoken_core.losses.lazy_logits import HeadProjection, WholeLogits, row_logits
 from xtoken_core.packing import PackedRow
+from xtoken_core.tokenizing import TextTokenizer
 
 _ROWS_IN_FLOAT32 = 1024
 
@@ -88,8 +89,8 @@ def evaluate(
         on_fraction: Called after every batch with the fraction of the tokens that has been scored.
 
     Raises:
-        InputError: There is no text, the tokenizer has neither BOS nor EOS, or the head has fewer rows than the
-            tokenizer has ids.
+        InputError: There is no text, the tokenizer has neither BOS nor EOS or no token for a character of the text,
+            or the head has fewer rows than the tokenizer has ids.
     """
     read = _up_to(documents, max_bytes)
     windows, sizes = _windows(tokenizer, read, context_length=context_length, progress=progress)
@@ -134,13 +135,13 @@ def _windows(
     """Return the windows of all documents, and each document's size in bytes.
 
     Raises:
-        InputError: There is none, or the tokenizer has neither BOS nor EOS.
+        InputError: There is none, or the tokenizer has neither BOS nor EOS, or no token for a character.
     """
-    start = _start_token(tokenizer)
+    start, encoder = _start_token(tokenizer), TextTokenizer(tokenizer, "model")
     windows: list[Window] = []
     sizes: list[int] = []
     for text, size in documents:
-        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        ids = encoder.encode([text], specials=False)[0].tolist()
         windows += cut_windows(ids, start=start, context_length=context_length)
         sizes.append(size)
         progress()

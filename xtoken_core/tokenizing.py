@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from xtoken_core.alignment.tables import TokenTable, token_table
+from xtoken_core.alignment.tables import TokenTable, encode_each, token_table
+from xtoken_core.errors import InputError
 
+SHOWN_CHARACTERS = 20
+"""Length of the part of a text that an error quotes."""
 _SENTINELS = ("\n", ":", "x", "。")
 """Prefixes of a continuation: a tokenizer adds its dummy space to them and not to it."""
 MESSAGE_PARTS = ("tool_calls", "reasoning_content", "reasoning", "thinking")
@@ -19,6 +23,10 @@ MESSAGE_PARTS = ("tool_calls", "reasoning_content", "reasoning", "thinking")
 
 class ConversationError(ValueError):
     """A conversation cannot be rendered for training; the text is the reason."""
+
+
+class UnspellableError(InputError, ValueError):
+    """A tokenizer without unknown token has no token for a character of a text."""
 
 
 class TextTokenizer:
@@ -59,6 +67,9 @@ class TextTokenizer:
         Args:
             texts: The texts.
             specials: Add the tokenizer's default special tokens.
+
+        Raises:
+            UnspellableError: The tokenizer has no unknown token, and no token for a character of a text.
         """
         if not texts:
             return []
@@ -69,8 +80,24 @@ class TextTokenizer:
         backend.no_truncation()
         backend.no_padding()
         backend.encode_special_tokens = bool(getattr(self.tokenizer, "split_special_tokens", False))
-        encodings = backend.encode_batch_fast(list(texts), add_special_tokens=specials)
-        return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
+        rows = []
+        for text, ids in zip(texts, encode_each(backend, texts, specials=specials), strict=True):
+            if ids is None:
+                raise self._unspellable(backend, text)
+            rows.append(np.array(ids, dtype=np.int64))
+        return rows
+
+    def _unspellable(self, backend: Any, text: str) -> UnspellableError:
+        """Return the error that names the first character which the tokenizer cannot write."""
+        ends = range(1, len(text))
+        length = 1 + bisect_left(
+            ends, True, key=lambda end: encode_each(backend, [text[:end]], specials=False) == [None]
+        )
+        character, around = text[length - 1], text[max(0, length - SHOWN_CHARACTERS) : length]
+        return UnspellableError(
+            f"the {self.name}'s tokenizer has no token for {character!r} (U+{ord(character):04X}), in {around!r}, and "
+            "no unknown token: leave such texts out, or give the tokenizer an unknown token (unk_id)"
+        )
 
     def begin(self, text: str) -> np.ndarray:
         """Tokenize a text that is to be continued, with the default special tokens before it and none after it."""
@@ -82,7 +109,10 @@ class TextTokenizer:
         if self.table.prefix == "none" or not text:
             return self.encode([text], specials=False)[0]
         for sentinel in _SENTINELS:
-            alone, both = self.encode([sentinel, sentinel + text], specials=False)
+            try:
+                alone, both = self.encode([sentinel, sentinel + text], specials=False)
+            except UnspellableError:
+                continue
             if len(both) > len(alone) and np.array_equal(both[: len(alone)], alone):
                 return both[len(alone) :]
         return self.encode([text], specials=False)[0]

@@ -25,7 +25,7 @@ from xtoken_core.dataset import BadRecord, TextIndex
 from xtoken_core.errors import ConfigError, InputError
 from xtoken_core.queue.run.names import ROLLOUT
 from xtoken_core.regular_files import read_json_object
-from xtoken_core.tokenizing import ConversationError, TextTokenizer
+from xtoken_core.tokenizing import ConversationError, TextTokenizer, UnspellableError
 from xtoken_core.wire import QueueError
 from xtoken_core.wire.messages import Block
 
@@ -177,7 +177,7 @@ class RolloutLoop:
                 continue
             try:
                 prompts[position] = self._encoded(record.value)
-            except ConversationError as error:
+            except (ConversationError, UnspellableError) as error:
                 tombstones[position] = f"{self.index.location(record.number)}: {error}"
         self._end_if_bad(tombstones)
         return prompts, tombstones
@@ -200,6 +200,7 @@ class RolloutLoop:
 
         Raises:
             ConversationError: There is none, or it leaves no room for a completion.
+            UnspellableError: The student has no token for a character, nor an unknown token.
         """
         prompt = prompt_of(value, self.settings.prompt_characters)
         ids = self.collator.student.prompt(prompt) if prompt is not None else ()

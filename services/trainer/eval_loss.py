@@ -21,6 +21,7 @@ from services.trainer.student import Student
 from xtoken_core import schema
 from xtoken_core.collate import CrossTokenizerCollator
 from xtoken_core.config.resolved import ResolvedRun
+from xtoken_core.errors import InputError
 from xtoken_core.losses import CrossTokenizerDistillationLoss, combine_metrics
 from xtoken_core.losses.chunk_classes import CLASSES, COUNT, MEAN
 from xtoken_core.losses.lazy_logits import Logits
@@ -92,7 +93,10 @@ class EvalLoss:
         counts: list[Mapping[str, Tensor]] = []
         for i in range(0, len(texts), rows):
             if self.packed:
-                made = _packed(collator.rows(texts[i : i + rows], count).columns, 1 + len(spec.teacher))
+                collated = collator.rows(texts[i : i + rows], count)
+                for reason in collated.refused.values():
+                    raise InputError(f"the held-out text: {reason}")
+                made = _packed(collated.columns, 1 + len(spec.teacher))
                 self.batches.append(EvalBatch(made.data, made.rows))
                 counts.append(made.data)
             else:

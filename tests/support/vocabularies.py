@@ -169,17 +169,17 @@ def _trained_unigram(byte_fallback: bool, rule: str) -> sentencepiece.SentencePi
 
 
 @cache
-def unigram(*, byte_fallback: bool = True, nfkc: bool = False) -> PreTrainedTokenizerFast:
-    """A small Unigram model trained on `CORPUS`."""
+def unigram(*, byte_fallback: bool = True, nfkc: bool = False, unknown: bool = True) -> PreTrainedTokenizerFast:
+    """A small Unigram model trained on `CORPUS`; without `unknown` it raises for characters that it lacks."""
     model = _trained_unigram(byte_fallback, "nmt_nfkc" if nfkc else "identity")
     vocab = [(model.id_to_piece(i), model.get_score(i)) for i in range(model.get_piece_size())]
-    tokenizer = Tokenizer(models.Unigram(vocab, unk_id=0, byte_fallback=byte_fallback))
+    tokenizer = Tokenizer(models.Unigram(vocab, unk_id=0 if unknown else None, byte_fallback=byte_fallback))
     if nfkc:
         tokenizer.normalizer = normalizers.NFKC()
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
     tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
     tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
-    return fast(tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    return fast(tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>" if unknown else None)
 
 
 @cache

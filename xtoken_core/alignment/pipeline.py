@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from xtoken_core.alignment.normalizer import clusters, compose, flattened, tokenizer_normalizer
-from xtoken_core.alignment.tables import SPECIAL, TEXT, TokenTable, added_strings
+from xtoken_core.alignment.tables import SPECIAL, TEXT, TokenTable, added_strings, model_tokens
 from xtoken_core.alignment.token_decoders import byte_level, content_decoder
 
 _DROPPING = ("Whitespace", "WhitespaceSplit", "BertPreTokenizer", "CharDelimiterSplit")
@@ -198,7 +198,7 @@ class Pipeline:
         spoken = np.flatnonzero(self._table.kinds[ids] != SPECIAL)
         at, limit = 0, 0
         for number, (content, begin) in enumerate(normalized.words, 1):
-            tokens = _model_tokens(self._backend.model, content)
+            tokens = model_tokens(self._backend.model, content)
             if at >= len(spoken):
                 break
             if [t.id for t in tokens[: len(spoken) - at]] != ids[spoken[at : at + len(tokens)]].tolist():
@@ -359,10 +359,3 @@ def _agreement(spelled: bytes, normalized: bytes, last: int | None, *, whole: bo
     a, b = np.frombuffer(spelled[:size], dtype=np.uint8), np.frombuffer(normalized[:size], dtype=np.uint8)
     common = int((a != b).argmax())
     return common if common >= last else None
-
-
-def _model_tokens(model: Any, content: str) -> list[Any]:
-    try:
-        return list(model.tokenize(content))
-    except Exception:  # the package raises bare exceptions, such as for a word outside a vocabulary without unknown
-        return []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -171,14 +171,51 @@ def _unknown(tokenizer: Any) -> int | None:
         return index
     if type(backend.model).__name__ == "Unigram":
         # A character that is none stands for itself in no vocabulary: one token for it is the unknown token.
-        (*_, last) = backend.model.tokenize("\U0010ffff") or [None]
+        (*_, last) = model_tokens(backend.model, "\U0010ffff") or [None]
         return int(last.id) if last is not None and not _BYTE.fullmatch(backend.id_to_token(last.id) or "") else None
     return None
 
 
-def encode_plain(tokenizer: Any, text: str) -> list[int]:
-    """Tokenize a text without the special tokens that a tokenizer adds around it."""
-    return [int(i) for i in tokenizer.encode(text, add_special_tokens=False)]
+def _or_none(encode: Callable[[Any], Any], text: Any) -> Any:
+    """Call an encoder; None if it has no unknown token and its vocabulary lacks a character of the text."""
+    try:
+        return encode(text)
+    except Exception as error:
+        if type(error) is not Exception:  # the package `tokenizers` raises nothing more specific
+            raise
+        return None
+
+
+def model_tokens(model: Any, content: str) -> list[Any]:
+    """Return the tokens of a pre-token by a `tokenizers` model; none if it cannot write it."""
+    return list(_or_none(model.tokenize, content) or ())
+
+
+def encode_plain(tokenizer: Any, text: str) -> list[int] | None:
+    """Tokenize a text without the special tokens that a tokenizer adds around it.
+
+    Returns:
+        The ids; None if the tokenizer has no unknown token, and no token for a character of the text.
+    """
+    ids = _or_none(lambda each: tokenizer.encode(each, add_special_tokens=False), text)
+    return ids if ids is None else [int(i) for i in ids]
+
+
+def encode_each(backend: Any, texts: Sequence[str], *, specials: bool) -> list[list[int] | None]:
+    """Tokenize texts by a `tokenizers` tokenizer: ids of each, None as of `encode_plain`.
+
+    Args:
+        backend: The tokenizer.
+        texts: The texts.
+        specials: Add the tokenizer's default special tokens.
+    """
+    encodings = _or_none(lambda batch: backend.encode_batch_fast(batch, add_special_tokens=specials), list(texts))
+    if encodings is not None:
+        return [encoding.ids for encoding in encodings]
+    if len(texts) == 1:
+        return [None]
+    half = len(texts) // 2
+    return [ids for part in (texts[:half], texts[half:]) for ids in encode_each(backend, part, specials=specials)]
 
 
 def _scheme(tokenizer: Any, tokens: Mapping[int, str | bytes], unknown: int | None) -> token_decoders.Decode:
@@ -186,8 +223,8 @@ def _scheme(tokenizer: Any, tokens: Mapping[int, str | bytes], unknown: int | No
     probes = []
     for text in token_decoders.PROBES:
         ids = encode_plain(tokenizer, text)
-        strings = [tokens.get(i, "") for i in ids if i != unknown]
-        known = len(strings) == len(ids) and all(isinstance(s, str) for s in strings)
+        strings = [tokens.get(i, "") for i in ids or () if i != unknown]
+        known = ids is not None and len(strings) == len(ids) and all(isinstance(s, str) for s in strings)
         probes.append(token_decoders.Probe(text, [_unmarked(str(s), marks) for s in strings] if known else None))
     backend = getattr(tokenizer, "backend_tokenizer", None)
     return token_decoders.choose(probes, _pipeline(backend) if backend is not None else "")
@@ -282,7 +319,7 @@ def _with_habits(table: TokenTable, tokenizer: Any) -> TokenTable:
 
     def spelled(text: str) -> bytes | None:
         ids = encode_plain(tokenizer, text)
-        return None if any(table.kinds[i] == UNKNOWN for i in ids) else table.spell(ids)
+        return None if ids is None or any(table.kinds[i] == UNKNOWN for i in ids) else table.spell(ids)
 
     word, spaced, two = spelled("hello"), spelled(" hello"), spelled("hello you")
     if all(s is None for s in map(spelled, token_decoders.PROBES)):

@@ -8,7 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from xtoken_core.alignment.tables import TEXT, TokenTable, encode_plain, spread, tekkenizer
+from xtoken_core.alignment.tables import (
+    TEXT,
+    TokenTable,
+    encode_each,
+    encode_plain,
+    model_tokens,
+    spread,
+    tekkenizer,
+)
 from xtoken_core.alignment.token_decoders import byte_alphabet, byte_level
 
 _SENTINELS = ("\n", ":", "x", "。")
@@ -44,7 +52,7 @@ class Retokenizer:
 
         Returns:
             `ids`: int64, all pieces one after the other; `counts`: `[n]` int64, how many each spelling became. A
-            spelling that the tokenizer cannot write without its unknown token has none.
+            spelling that the tokenizer cannot write, or not without its unknown token, has none.
         """
         pieces: list[list[int]] = [[]] * len(spellings)
         whole: list[int] = []
@@ -71,17 +79,17 @@ class Retokenizer:
     def _texts(self, texts: Sequence[str]) -> list[list[int]]:
         if self._backend is None:
             return [self._continued(text) for text in texts]
-        return [encoding.ids for encoding in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+        return [ids or [] for ids in encode_each(self._backend, texts, specials=False)]
 
     def _continued(self, text: str) -> list[int]:
         """Tokenize one text by a slow tokenizer, after another text where it would put a space before it."""
         if self.table.prefix == "none":
-            return encode_plain(self._tokenizer, text)
+            return encode_plain(self._tokenizer, text) or []
         for sentinel in _SENTINELS:
             alone, both = encode_plain(self._tokenizer, sentinel), encode_plain(self._tokenizer, sentinel + text)
-            if both[: len(alone)] == alone:
+            if alone is not None and both is not None and both[: len(alone)] == alone:
                 return both[len(alone) :]
-        return encode_plain(self._tokenizer, text)
+        return encode_plain(self._tokenizer, text) or []
 
     def _broken(self, spelling: bytes) -> list[int]:
         if self._tekken is not None:
@@ -89,7 +97,7 @@ class Retokenizer:
             return [int(i) + offset for i in self._tekken._model._encode_single_piece(spelling)]
         if self._backend is not None:
             shown = "".join(self._printable[byte] for byte in spelling)
-            ids = [token.id for token in self._backend.model.tokenize(shown)]
+            ids = [token.id for token in model_tokens(self._backend.model, shown)]
             if ids and byte_level(shown) == spelling == self.table.spell(ids):
                 return ids
         byte_ids = [self._bytes.get(spelling[i : i + 1]) for i in range(len(spelling))]

@@ -11,6 +11,7 @@ from services.common.tokenizers.loading import load_tokenizer
 from xtoken_core.config import ModelSpec
 from xtoken_core.projection.coverage import named_tokens, unnamed_fraction, unreachable_mass
 from xtoken_core.projection.files import read_topk
+from xtoken_core.tokenizing import TextTokenizer
 
 WINDOW, MOST_WINDOWS = 256, 16
 
@@ -25,10 +26,10 @@ def coverage_of_text(file: Path, teacher: Path, text: str, *, mass: bool) -> dic
         mass: The teacher is loaded and measured.
 
     Raises:
-        InputError: The projection or the teacher cannot be read.
+        InputError: The projection or the teacher cannot be read, or the teacher has no token for a character.
     """
     tokenizer = load_tokenizer(teacher, "teacher")
-    ids = torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    ids = torch.from_numpy(TextTokenizer(tokenizer, "teacher").encode([text], specials=False)[0])
     named = named_tokens(read_topk(file), len(tokenizer))
     result = {"unnamed_tokens_of_text": unnamed_fraction(named, ids)}
     if mass:

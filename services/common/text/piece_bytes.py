@@ -15,7 +15,7 @@ from services.common.processes.child_process import limit_memory
 from services.common.tokenizers.loading import load_tokenizer
 from xtoken_core.dataset.pieces import divide
 from xtoken_core.errors import XtokenError
-from xtoken_core.tokenizing import TextTokenizer
+from xtoken_core.tokenizing import TextTokenizer, UnspellableError
 
 QUANTILE = 0.01
 """Fraction of the sample's stretches that may have fewer bytes per token than the bound."""
@@ -31,16 +31,26 @@ def piece_bytes(side: TextTokenizer, context: int, texts: Sequence[str]) -> int:
     Args:
         side: The tokenizer.
         context: Maximum of tokens.
-        texts: The sample.
+        texts: The sample; texts that the tokenizer has no tokens for are left out, as the run skips them.
+
+    Raises:
+        UnspellableError: It has tokens for none of them.
     """
-    ratios = []
+    ratios: list[float] = []
+    unspellable: UnspellableError | None = None
     for text in texts:
         raw = text.encode()
         parts = [raw[begin:end] for begin, end in divide(raw, max(LEAST_BYTES, STRETCH_BYTES * context))]
         # The rest at a text's end is short, and its ratio says little; a text that is all rest counts.
         stretches = [part.decode() for part in (parts[:-1] or parts)]
-        tokens = side.encode(stretches, specials=False)
+        try:
+            tokens = side.encode(stretches, specials=False)
+        except UnspellableError as error:
+            unspellable = error
+            continue
         ratios += [len(s.encode()) / max(1, len(ids)) for s, ids in zip(stretches, tokens, strict=True)]
+    if unspellable is not None and not ratios:
+        raise unspellable
     ratios.sort()
     before, after = side.ends
     room = context - len(before) - len(after) - 1  # and the end of text

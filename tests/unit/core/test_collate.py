@@ -143,6 +143,36 @@ def test_an_aligner_needs_nothing_but_align(student, teacher):
     assert collator.rows(records).records == [0, 1, 2]
 
 
+def test_a_text_without_tokens_refuses_its_own_record(student):
+    other = copy.copy(v.unigram(byte_fallback=False, unknown=False))
+    other.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+    collator = CrossTokenizerCollator(
+        student_tokenizer=student,
+        teacher_tokenizer=other,
+        aligner=None,
+        ctx_length_student=64,
+        ctx_length_teacher=64,
+    )
+    bad = [
+        {"text": "hello Ω"},
+        {"prompt": "hello", "completion": " Ω"},
+        {"prompt": "Ω", "completion": " hello"},
+        {"messages": [{"role": "user", "content": "Ω"}, {"role": "assistant", "content": "hello"}]},
+    ]
+    good = [{"text": "hello there"}, {"prompt": "hello", "completion": " there"}]
+    rows = collator.rows([good[0], *bad, good[1]])
+    alone = collator.rows(good)
+    assert rows.records == [0, 5]
+    assert rows.refused.keys() == {1, 2, 3, 4}
+    assert "teacher's tokenizer has no token for 'Ω' (U+03A9), in 'hello Ω'" in rows.refused[1]
+    assert all("'Ω' (U+03A9)" in reason and "unk_id" in reason for reason in rows.refused.values())
+    assert rows.columns.keys() == alone.columns.keys()
+    for row, expected in zip(rows_of(rows.columns), rows_of(alone.columns), strict=True):
+        assert all(np.array_equal(row[name], value) for name, value in expected.items())
+    with pytest.raises(InputError, match=r"record 1 of the batch: the teacher's tokenizer has no token for 'Ω'"):
+        collator([good[0], bad[0]])
+
+
 def test_tokenize_batch_pads_on_the_right_to_a_multiple(student):
     ids, mask = CrossTokenizerCollator._tokenize_batch(["hello world", "a " * 50], student, 10, 8)
     assert ids.shape == mask.shape == (2, 16)

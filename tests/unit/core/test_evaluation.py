@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from tests.support.vocabularies import unigram
 from xtoken_core.errors import InputError
 from xtoken_core.evaluation import cut_windows, evaluate, sum_nll_and_hits
 
@@ -145,6 +146,8 @@ def test_what_cannot_be_evaluated_is_refused(tokenizer: PreTrainedTokenizerFast)
         evaluate(Uniform(258), tokenizer, ["a"], **settings)
     with pytest.raises(InputError, match="neither a BOS nor an EOS"):
         evaluate(Uniform(259), byte_tokenizer(), ["a"], **settings)
+    with pytest.raises(InputError, match="the model's tokenizer has no token for 'Ω'"):
+        evaluate(Uniform(500), unigram(byte_fallback=False, unknown=False), ["hello Ω"], **settings)
 
 
 @settings(deadline=None, max_examples=100)

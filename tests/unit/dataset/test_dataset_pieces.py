@@ -18,7 +18,7 @@ from xtoken_core.collate import CrossTokenizerCollator
 from xtoken_core.dataset import BadRecord, DataIndex, JoinedIndex, PieceIndex, Record
 from xtoken_core.dataset.pieces import divide
 from xtoken_core.dataset.records import PIECE, Piece
-from xtoken_core.tokenizing import TextTokenizer
+from xtoken_core.tokenizing import TextTokenizer, UnspellableError
 
 LONG = "".join(f"line {n} of a text, naïve 日本 👍🏽\n" for n in range(40))
 LIMIT = 100
@@ -140,3 +140,10 @@ def test_pieces_fit_the_context_that_they_were_measured_for() -> None:
     lengths = [len(ids) for ids in side.encode(parts, specials=True)]
     assert sum(length < 32 for length in lengths) >= 0.97 * len(lengths)
     assert max(lengths) > 20
+
+
+def test_texts_without_tokens_are_not_measured() -> None:
+    side = TextTokenizer(v.unigram(byte_fallback=False, unknown=False), "teacher")
+    assert piece_bytes(side, 32, ["hello there", "hello Ω"]) == piece_bytes(side, 32, ["hello there"])
+    with pytest.raises(UnspellableError, match="the teacher's tokenizer has no token for 'Ω'"):
+        piece_bytes(side, 32, ["hello Ω"])

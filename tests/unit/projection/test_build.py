@@ -20,6 +20,14 @@ PAIRS = {
     "byte-level to sentencepiece": (v.byte_level, lambda: v.sentencepiece_bpe("legacy")),
     "sentencepiece to byte-level": (v.sentencepiece_bpe, lambda: v.byte_level(prefix_space=True)),
     "unigram to byte-level": (v.unigram, v.byte_level),
+    "byte-level to unigram without an unknown token": (
+        v.byte_level,
+        lambda: v.unigram(byte_fallback=False, unknown=False),
+    ),
+    "unigram without an unknown token to byte-level": (
+        lambda: v.unigram(byte_fallback=False, unknown=False),
+        v.byte_level,
+    ),
     "byte-level to slow sentencepiece": (v.byte_level, v.slow_sentencepiece),
     "byte-level to wordpiece": (v.byte_level, v.wordpiece),
 }

@@ -13,7 +13,7 @@ from services.common.generation.published_weights import Version
 from services.common.generation.sampling import Sampled
 from services.common.generation.vocabulary import Vocabulary
 from services.rollout.main import RolloutLoop
-from tests.support.vocabularies import fast, tekken
+from tests.support.vocabularies import fast, tekken, unigram
 from xtoken_core import schema
 from xtoken_core.collate import CollatedRows, loss_counts
 from xtoken_core.collate_generated import Completion, CompletionCollator
@@ -129,6 +129,21 @@ def test_a_prompt_that_a_chat_template_does_not_take_is_refused() -> None:
     )
     assert rows.records == []
     assert "has no chat template" in rows.refused[0]
+
+
+def test_a_completion_that_a_teacher_has_no_token_for_is_refused() -> None:
+    collator = CompletionCollator(
+        student_tokenizer=STUDENT, teacher_tokenizer=[unigram(byte_fallback=False, unknown=False)], aligner=[None],
+        ctx_length_student=64, ctx_length_teacher=[64],
+    )  # fmt: skip
+    completions = [
+        Completion({"text": "hello"}, *[np.array(STUDENT.encode(t)) for t in ("hello", text)], text, False, False, 0)
+        for text in (" there", " Ω")
+    ]
+    rows = collator.completion_rows(completions, loss_counts(LossConfig(mode="p_kl"), [False]))
+    assert rows.records == [0]
+    assert rows.refused.keys() == {1}
+    assert "the teacher's tokenizer has no token for 'Ω'" in rows.refused[1]
 
 
 class OneCompletion:
