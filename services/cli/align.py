@@ -100,9 +100,10 @@ def check(
 ) -> None:
     """Align every text of some files and count chunks; fails if a chunk does not spell the same on both sides.
 
-    Records that cannot be used are counted as skipped. A record with misfits has tokens in no chunk beyond those that
-    any text may have: specials and a space that a tokenizer sets around it, and the rest of a text that was cut.
-    Messages are rendered by each side's chat template, and their answers are aligned, as in a run.
+    It also fails if no text has a chunk that does. Records that cannot be used are counted as skipped. A record with
+    misfits has tokens in no chunk beyond those that any text may have: specials and a space that a tokenizer sets
+    around it, and the rest of a text that was cut. Messages are rendered by each side's chat template, and their
+    answers are aligned, as in a run.
     """
     from xtoken_core.alignment.check import CheckReport
     from xtoken_core.errors import ConfigError, XtokenError
@@ -132,9 +133,11 @@ def check(
     if total.counts.incorrect_chunks:
         raise XtokenError(
             f"{total.counts.incorrect_chunks} of {total.counts.chunks} chunks do not spell the same on both sides, the "
-            f"first in {total.first_incorrect}: a special token's name inside the text does that; look at it with "
-            "xtoken align show"
+            f"first in {total.first_incorrect}; look at it with xtoken align show"
         )
+    if not total.is_usable:
+        example = total.example or "they are empty"
+        raise XtokenError(f"none of {total.records} texts has a chunk that both sides spell: {example}")
 
 
 def _check_files(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from time import perf_counter
 from typing import Any
@@ -14,6 +16,7 @@ from torch import Tensor
 from xtoken_core.alignment.aligner import TokenAligner
 from xtoken_core.alignment.batch import AlignmentBatch
 from xtoken_core.alignment.report import AlignmentReport, Encoder, summarize
+from xtoken_core.alignment.tables import UNKNOWN
 
 
 @dataclass(frozen=True)
@@ -56,11 +59,13 @@ class Misfit:
         location: File and line.
         student_tokens: Number of unmatched student tokens.
         teacher_tokens: Number of unmatched teacher tokens.
+        cause: What the text or a tokenizer has that leaves tokens unmatched; empty if that is not known.
     """
 
     location: str
     student_tokens: int
     teacher_tokens: int
+    cause: str = ""
 
 
 @dataclass(frozen=True)
@@ -74,7 +79,7 @@ class CheckReport:
             every text and what truncation leaves without a counterpart.
         first_skipped: The first record that cannot be used.
         first_misfit: The first record with such tokens.
-        first_incorrect: Location of the first record with an incorrect chunk.
+        first_incorrect: Location of the first record with an incorrect chunk, and the cause if it is known.
         counts: Counts of tokens and chunks.
     """
 
@@ -90,6 +95,19 @@ class CheckReport:
         firsts = ("first_skipped", "first_misfit", "first_incorrect")
         values = {f.name: (getattr(self, f.name), getattr(other, f.name)) for f in fields(self)}
         return CheckReport(**{name: a or b if name in firsts else a + b for name, (a, b) in values.items()})
+
+    @property
+    def is_usable(self) -> bool:
+        """True if some text has a chunk that is correct."""
+        return self.counts.correct_chunks > self.counts.special_pairs
+
+    @property
+    def example(self) -> str:
+        """A record that cannot be used or has tokens in no chunk, and why; empty if there is none."""
+        skipped, misfit = self.first_skipped, self.first_misfit
+        if skipped is not None:
+            return _place(skipped.location, skipped.reason)
+        return _place(misfit.location, misfit.cause or "it has tokens in no chunk") if misfit is not None else ""
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values."""
@@ -110,7 +128,7 @@ class CheckReport:
             "skipped": f"  first: {skipped.location}: {skipped.reason}" if skipped else "",
             "records_with_misfits": (
                 f"  first: {misfit.location}: {misfit.student_tokens} of the student "
-                f"and {misfit.teacher_tokens} of the teacher in no chunk"
+                + _place(f"and {misfit.teacher_tokens} of the teacher in no chunk", misfit.cause)
                 if misfit
                 else ""
             ),
@@ -148,12 +166,13 @@ def check_records(
     batch = aligner.align(s, t, student_attention_mask=s_mask, teacher_attention_mask=t_mask, texts=texts)
     seconds = perf_counter() - began
     incorrect = (batch.pair_valid & ~batch.pair_is_correct).any(dim=1).nonzero()
+    places = (_place(rows[number].record.location, _cause(rows[number], sides)) for number in incorrect[:, 0].tolist())
     misfits = list(_misfits(rows, sides, batch, context))
     return replace(
         report,
         misfits=len(misfits),
-        first_misfit=next(iter(misfits), None),
-        first_incorrect=rows[int(incorrect[0])].record.location if len(incorrect) else "",
+        first_misfit=next((replace(misfit, cause=_cause(row, sides)) for row, misfit in misfits), None),
+        first_incorrect=next(places, ""),
         counts=replace(summarize(aligner, batch, s, s_mask, t_mask), seconds=seconds),
     )
 
@@ -161,22 +180,26 @@ def check_records(
 def _tokenized(sides: Sequence[Encoder], records: Sequence[Record]) -> tuple[list[_Row], list[Record]]:
     """Return the usable records with their tokens, and the others with the reason."""
     whole = [index for index, record in enumerate(records) if record.tokenize is None and record.text is not None]
-    encoded = [side.encode([str(records[index].text) for index in whole], specials=True) for side in sides]
-    rows = {
-        index: _Row(records[index], ids, [np.ones_like(i) for i in ids])
-        for index, *ids in zip(whole, *encoded, strict=True)
-    }
-    skipped = []
+    encoded: dict[int, Sequence[np.ndarray]] = {}
+    with suppress(ValueError):  # of one record; all are encoded one by one then
+        texts = [str(records[index].text) for index in whole]
+        encoded = dict(
+            zip(whole, zip(*(side.encode(texts, specials=True) for side in sides), strict=True), strict=True)
+        )
+    rows, skipped = [], []
     for index, record in enumerate(records):
-        if record.tokenize is not None:
-            try:
+        try:
+            if record.tokenize is not None:
                 ids, masks = zip(*record.tokenize(), strict=True)
-                rows[index] = _Row(record, ids, masks, is_part=True)
-            except ValueError as error:
-                skipped.append(replace(record, reason=str(error)))
-        elif record.text is None:
-            skipped.append(record)
-    return [rows[index] for index in sorted(rows)], skipped
+                rows.append(_Row(record, ids, masks, is_part=True))
+            elif record.text is not None:
+                own = encoded.get(index) or [side.encode([record.text], specials=True)[0] for side in sides]
+                rows.append(_Row(record, own, [np.ones_like(ids) for ids in own]))
+            else:
+                skipped.append(record)
+        except ValueError as error:
+            skipped.append(replace(record, reason=str(error)))
+    return rows, skipped
 
 
 def _padded(rows: Sequence[_Row], side: int, context: int | None) -> tuple[Tensor, Tensor]:
@@ -192,19 +215,59 @@ def _padded(rows: Sequence[_Row], side: int, context: int | None) -> tuple[Tenso
 
 def _misfits(
     rows: Sequence[_Row], sides: tuple[Encoder, Encoder], batch: AlignmentBatch, context: int | None
-) -> Iterator[Misfit]:
+) -> Iterator[tuple[_Row, Misfit]]:
     """Yield the records with unmatched tokens other than those at their ends."""
     chunks = (batch.student_chunk_id.numpy(), batch.teacher_chunk_id.numpy())  # [B, T_s], [B, T_t]
     for number, row in enumerate(rows):
         truncated = context is not None and any(len(ids) > context for ids in row.ids)
-        unmatched = [
+        ours, theirs = (
             _unmatched_part(mask, chunk[number][: len(ids)], truncated=truncated)
             if row.is_part
             else _unmatched(side, ids, chunk[number][: len(ids)], truncated=truncated)
             for side, ids, mask, chunk in zip(sides, row.ids, row.masks, chunks, strict=True)
-        ]
-        if any(unmatched):
-            yield Misfit(row.record.location, *unmatched)
+        )
+        if ours or theirs:
+            yield row, Misfit(row.record.location, ours, theirs)
+
+
+def _place(location: str, cause: str) -> str:
+    return f"{location}: {cause}" if cause else location
+
+
+def _cause(row: _Row, sides: tuple[Encoder, Encoder]) -> str:
+    """Return why the two sides of a row do not spell the same, as far as its text and its tokens show it."""
+    text = row.record.text or ""
+    names = [{literal.decode("utf-8", "replace") for literal in side.table.literals.values()} for side in sides]
+    aligned = [ids[mask > 0] for ids, mask in zip(row.ids, row.masks, strict=True)]
+    for what, side, ids, specials in zip(("student", "teacher"), sides, aligned, names, strict=True):
+        rest = text
+        for name in specials:
+            rest = rest.replace(name, " ")
+        for character in dict.fromkeys(rest):
+            if _is_unwritten(side, character):
+                return f"the {what}'s tokenizer has no token for {character!r} (U+{ord(character):04X})"
+        if (side.table.kinds[ids] == UNKNOWN).any():
+            return f"the {what}'s tokenizer writes its unknown token for a part of it"
+    for name in sorted(names[0] | names[1]):
+        if name and name in text:
+            return f"the text holds the name {name!r} of a special token"
+    return ""
+
+
+def _is_unwritten(side: Encoder, character: str) -> bool:
+    """Return True if a tokenizer has no tokens for a letter, digit or sign."""
+    if unicodedata.category(character)[0] not in "LNPS":  # others may be dropped, or part of another character
+        return False
+    try:
+        (ids,) = side.encode([character], specials=False)
+    except ValueError:
+        return False  # it is written inside this text
+    if (side.table.kinds[ids] == UNKNOWN).any():
+        return True
+    try:
+        return not side.table.spell(ids).strip().decode()
+    except UnicodeDecodeError:
+        return True
 
 
 def _unmatched_part(mask: np.ndarray, chunk: np.ndarray, *, truncated: bool) -> int:

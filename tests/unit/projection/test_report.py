@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
@@ -14,7 +15,7 @@ from services.cli.projection import projection_app
 from tests.support import vocabularies as v
 from tests.support.alignments import aligner_of, table_of
 from tests.support.tiny_run import documents, make_assets, write_jsonl
-from xtoken_core.errors import InputError
+from xtoken_core.errors import InputError, XtokenError
 from xtoken_core.projection import BuildOptions, TopKProjection, build_projection, write_projection
 from xtoken_core.projection.report import category, inspect_projection, overlap
 
@@ -176,9 +177,82 @@ def test_align_check_says_where_the_first_token_is_that_has_no_counterpart(direc
     found = json.loads(done.stdout)["total"]
     assert found["unchunked_teacher_tokens"] > len(texts)
     assert found["records_with_misfits"] == 2
-    assert found["first_misfit"] == {"location": f"{lines}:3", "student_tokens": 3, "teacher_tokens": 0}
+    first = {"location": f"{lines}:3", "student_tokens": 3, "teacher_tokens": 0, "cause": ""}
+    assert found["first_misfit"] == first
     shown = RUNNER.invoke(align_app, ["check", *pair, str(lines), *context]).output
     assert f"first: {lines}:3: 3 of the student" in shown
+
+
+def without_alphabet():
+    """A byte-level BPE that drops the bytes which its training text did not have."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=60, special_tokens=["</s>"], show_progress=False)
+    tokenizer.train_from_iterator(["low lower <lowest>/"], trainer)
+    return v.fast(tokenizer, eos_token="</s>")
+
+
+LACKS = "the {}'s tokenizer has no token for '☃' (U+2603)"
+
+
+@pytest.mark.parametrize("make", [without_alphabet, v.wordpiece, lambda: v.unigram(byte_fallback=False)])
+@pytest.mark.parametrize("side", ["student", "teacher"])
+def test_align_check_names_the_character_that_a_tokenizer_has_no_token_for(tmp_path, make, side):
+    other = {"student": "teacher", "teacher": "student"}[side]
+    make().save_pretrained(tmp_path / side)
+    v.byte_level().save_pretrained(tmp_path / other)
+    lines = tmp_path / "texts.jsonl"
+    lines.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("low lower", "low ☃ lower", "low ☃")))
+    pair = ["--student", str(tmp_path / "student"), "--teacher", str(tmp_path / "teacher")]
+    done = RUNNER.invoke(align_app, ["check", *pair, str(lines)])
+    assert isinstance(done.exception, XtokenError)
+    assert f"the first in {lines}:2: {LACKS.format(side)};" in str(done.exception)
+
+
+def test_align_check_names_the_special_token_in_a_text(tmp_path):
+    v.unigram().save_pretrained(tmp_path / "student")
+    v.byte_level().save_pretrained(tmp_path / "teacher")
+    lines = tmp_path / "texts.jsonl"
+    lines.write_text('{"text": "low"}\n{"text": "low<s>"}\n')
+    pair = ["--student", str(tmp_path / "student"), "--teacher", str(tmp_path / "teacher")]
+    done = RUNNER.invoke(align_app, ["check", *pair, str(lines)])
+    cause = "the text holds the name '<s>' of a special token"
+    assert f"{lines}:2: 1 of the student and 3 of the teacher in no chunk: {cause}" in done.output
+
+
+@pytest.mark.parametrize(
+    ("make", "records", "reason"),
+    [
+        (without_alphabet, [{"text": "☃"}, {"text": "☃☃"}], LACKS.format("student")),
+        (lambda: v.unigram(byte_fallback=False, unknown=False), [{"text": "low ☃"}], LACKS.format("student")),
+        (v.byte_level, [{"messages": [{"role": "assistant", "content": "low"}]}], "has no chat template"),
+    ],
+    ids=["dropped", "refused", "skipped"],
+)
+def test_align_check_fails_where_no_text_can_be_used(tmp_path, make, records, reason):
+    make().save_pretrained(tmp_path / "student")
+    v.byte_level().save_pretrained(tmp_path / "teacher")
+    lines = tmp_path / "texts.jsonl"
+    lines.write_text("".join(json.dumps(record) + "\n" for record in records))
+    pair = ["--student", str(tmp_path / "student"), "--teacher", str(tmp_path / "teacher")]
+    done = RUNNER.invoke(align_app, ["check", *pair, str(lines)])
+    assert done.exit_code == 1
+    assert isinstance(done.exception, XtokenError)
+    assert f"none of {len(records)} texts has a chunk that both sides spell: {lines}:1: " in str(done.exception)
+    assert reason in str(done.exception)
+
+
+def test_align_check_goes_on_behind_a_text_without_tokens(tmp_path):
+    v.unigram(byte_fallback=False, unknown=False).save_pretrained(tmp_path / "student")
+    v.byte_level().save_pretrained(tmp_path / "teacher")
+    lines = tmp_path / "texts.jsonl"
+    lines.write_text('{"text": "low ☃"}\n{"text": "low"}\n')
+    pair = ["--student", str(tmp_path / "student"), "--teacher", str(tmp_path / "teacher")]
+    done = RUNNER.invoke(align_app, ["check", *pair, str(lines), "--json"], catch_exceptions=False)
+    total = json.loads(done.stdout)["total"]
+    assert (total["records"], total["skipped"], total["incorrect_chunks"]) == (2, 1, 0)
+    assert LACKS.format("student") in total["first_skipped"]["reason"]
 
 
 @pytest.mark.parametrize("app", [projection_app, align_app], ids=["projection", "align"])
