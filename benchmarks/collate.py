@@ -39,8 +39,9 @@ import transformers  # noqa: E402
 
 from tests.support import vocabularies  # noqa: E402
 from xtoken_core.alignment import TokenAligner, TokenTable  # noqa: E402
-from xtoken_core.collate import CrossTokenizerCollator, loss_counts  # noqa: E402
+from xtoken_core.collate import CrossTokenizerCollator  # noqa: E402
 from xtoken_core.config.loss import LossConfig  # noqa: E402
+from xtoken_core.losses.masks import loss_counts  # noqa: E402
 from xtoken_core.projection import build_projection, write_projection  # noqa: E402
 
 CAPS = (512, 2048, 8192)

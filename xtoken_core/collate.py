@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -12,9 +12,9 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from xtoken_core import schema
-from xtoken_core.alignment import AlignmentBatch, TokenAligner, alignment_from_flat_batch
+from xtoken_core.alignment import TokenAligner
+from xtoken_core.alignment.batch import Aligner
 from xtoken_core.config.base import teacher_name
-from xtoken_core.config.loss import LossConfig
 from xtoken_core.data_plane.batch import BatchedDataDict
 from xtoken_core.dataset.records import PIECE, Piece, UnusableRecordError, loss_multiplier, usable_value
 from xtoken_core.errors import InputError
@@ -30,21 +30,6 @@ from xtoken_core.wire.columns import Column, bytes_view, offsets_from_lengths
 Batch = BatchedDataDict[Any]
 Counts = Callable[[Mapping[str, Any]], Mapping[str, Tensor]]
 """Makes `[B]` columns from a padded batch: each row's part of the denominators of a step."""
-
-
-class Aligner(Protocol):
-    """What the collator asks of an aligner, as `TokenAligner.align` documents it."""
-
-    def align(
-        self,
-        student_ids: Tensor,
-        teacher_ids: Tensor,
-        *,
-        student_attention_mask: Tensor | None,
-        teacher_attention_mask: Tensor | None,
-        texts: Sequence[str | None] | None = None,
-    ) -> AlignmentBatch:
-        """Cut both tokenizations of `B` samples into chunks."""
 
 
 @dataclass(frozen=True)
@@ -196,7 +181,7 @@ class CrossTokenizerCollator:
 
         Args:
             batch: Records.
-            counts: Makes further `[B]` columns from the padded batch (`loss_counts`).
+            counts: Makes further `[B]` columns from the padded batch (`losses.masks.loss_counts`).
         """
         checked = [_usable(record) for record in batch]
         refused = {index: reason for index, (value, reason) in enumerate(checked) if value is None}
@@ -368,33 +353,6 @@ class CrossTokenizerCollator:
             view = bytes_view(values.data) if values.size else memoryview(b"")  # an empty array cannot be cast
             columns[name] = Column("jagged", str(array.dtype), len(array), (), view, offsets[axis])
         return columns
-
-
-def loss_counts(config: LossConfig, same_tokenizer: Sequence[bool]) -> Counts:
-    """Return a function that counts `ce_tokens` and, per teacher with its own tokenizer, `kd_chunks` of a batch.
-
-    Args:
-        config: The run's loss settings.
-        same_tokenizer: Per teacher of the run, True if it shares the student's tokenizer.
-    """
-    from xtoken_core.losses.masks import ce_token_counts, kd_chunk_counts
-
-    def counts(batch: Mapping[str, Any]) -> dict[str, Tensor]:
-        found = {schema.CE_TOKENS.name: ce_token_counts(batch[schema.TOKEN_MASK.name])}
-        for index, same in enumerate(same_tokenizer):
-            if not same:
-                aligned = alignment_from_flat_batch(batch, index)
-                found[schema.field_name(schema.KD_CHUNKS, index)] = kd_chunk_counts(
-                    aligned.student_chunk_id,
-                    aligned.teacher_chunk_id,
-                    aligned.pair_valid,
-                    aligned.pair_is_correct,
-                    config,
-                    teacher=index,
-                )
-        return found
-
-    return counts
 
 
 def _aligned_text(value: Mapping[str, Any]) -> str | None:

@@ -18,11 +18,11 @@ from services.common.text.collation import MAX_REASON, end_run, make_collator, o
 from services.common.text.run_order import record_of
 from services.rollout.prompts import prompt_of
 from services.rollout.served import MODEL, ServedSampler
-from xtoken_core.collate import loss_counts
 from xtoken_core.collate_generated import Completion, CompletionCollator
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.dataset import BadRecord, TextIndex
 from xtoken_core.errors import ConfigError, InputError
+from xtoken_core.losses.masks import loss_counts
 from xtoken_core.queue.run.names import ROLLOUT
 from xtoken_core.regular_files import read_json_object
 from xtoken_core.tokenizing import ConversationError, TextTokenizer, UnspellableError

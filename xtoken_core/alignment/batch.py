@@ -6,9 +6,9 @@ normaliser's output for that span. It is *exact* if, additionally, the two spell
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from jaxtyping import Bool, Int64
@@ -42,6 +42,21 @@ class AlignmentBatch:
     def flat(self, teacher: int | None = None) -> dict[str, Tensor]:
         """Return the fields under their transport names, `alignment_*` or `alignment_{teacher}_*`."""
         return {flat_name(field.name, teacher): getattr(self, field.name) for field in fields(self)}
+
+
+class Aligner(Protocol):
+    """Part of a `TokenAligner` that the collator uses."""
+
+    def align(
+        self,
+        student_ids: Tensor,
+        teacher_ids: Tensor,
+        *,
+        student_attention_mask: Tensor | None,
+        teacher_attention_mask: Tensor | None,
+        texts: Sequence[str | None] | None = None,
+    ) -> AlignmentBatch:
+        """Cut both tokenizations of `B` samples into chunks."""
 
 
 def flat_name(field: str, teacher: int | None = None) -> str:

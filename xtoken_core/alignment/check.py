@@ -106,8 +106,8 @@ class CheckReport:
         """A record that cannot be used or has tokens in no chunk, and why; empty if there is none."""
         skipped, misfit = self.first_skipped, self.first_misfit
         if skipped is not None:
-            return _place(skipped.location, skipped.reason)
-        return _place(misfit.location, misfit.cause or "it has tokens in no chunk") if misfit is not None else ""
+            return _with_cause(skipped.location, skipped.reason)
+        return _with_cause(misfit.location, misfit.cause or "it has tokens in no chunk") if misfit is not None else ""
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values."""
@@ -128,7 +128,7 @@ class CheckReport:
             "skipped": f"  first: {skipped.location}: {skipped.reason}" if skipped else "",
             "records_with_misfits": (
                 f"  first: {misfit.location}: {misfit.student_tokens} of the student "
-                + _place(f"and {misfit.teacher_tokens} of the teacher in no chunk", misfit.cause)
+                + _with_cause(f"and {misfit.teacher_tokens} of the teacher in no chunk", misfit.cause)
                 if misfit
                 else ""
             ),
@@ -166,13 +166,15 @@ def check_records(
     batch = aligner.align(s, t, student_attention_mask=s_mask, teacher_attention_mask=t_mask, texts=texts)
     seconds = perf_counter() - began
     incorrect = (batch.pair_valid & ~batch.pair_is_correct).any(dim=1).nonzero()
-    places = (_place(rows[number].record.location, _cause(rows[number], sides)) for number in incorrect[:, 0].tolist())
+    named = (
+        _with_cause(rows[number].record.location, _cause(rows[number], sides)) for number in incorrect[:, 0].tolist()
+    )
     misfits = list(_misfits(rows, sides, batch, context))
     return replace(
         report,
         misfits=len(misfits),
         first_misfit=next((replace(misfit, cause=_cause(row, sides)) for row, misfit in misfits), None),
-        first_incorrect=next(places, ""),
+        first_incorrect=next(named, ""),
         counts=replace(summarize(aligner, batch, s, s_mask, t_mask), seconds=seconds),
     )
 
@@ -230,7 +232,7 @@ def _misfits(
             yield row, Misfit(row.record.location, ours, theirs)
 
 
-def _place(location: str, cause: str) -> str:
+def _with_cause(location: str, cause: str) -> str:
     return f"{location}: {cause}" if cause else location
 
 

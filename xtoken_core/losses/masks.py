@@ -6,14 +6,15 @@ token and pair beside it; the first token of a sample is predicted by none there
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from xtoken_core import schema
+from xtoken_core.alignment.batch import alignment_from_flat_batch
 from xtoken_core.config.loss import EXACT_FILTERING_MODES, WHOLE_CHUNK_MODES, LossConfig, LossMode
 from xtoken_core.ops.chunk_mean.reference import chunk_sizes
 
@@ -231,6 +232,32 @@ def ce_token_counts(token_mask: Int[Tensor, "B T_s"]) -> Int[Tensor, " B"]:
         int64 counts of next-token predictions.
     """
     return token_mask[:, 1:].sum(dim=1).long()
+
+
+def loss_counts(config: LossConfig, same_tokenizer: Sequence[bool]) -> Callable[[Mapping[str, Any]], dict[str, Tensor]]:
+    """Return a function that counts `ce_tokens` and, per teacher with its own tokenizer, `kd_chunks` of a batch.
+
+    Args:
+        config: The run's loss settings.
+        same_tokenizer: Per teacher of the run, True if it shares the student's tokenizer.
+    """
+
+    def counts(batch: Mapping[str, Any]) -> dict[str, Tensor]:
+        found = {schema.CE_TOKENS.name: ce_token_counts(batch[schema.TOKEN_MASK.name])}
+        for index, same in enumerate(same_tokenizer):
+            if not same:
+                aligned = alignment_from_flat_batch(batch, index)
+                found[schema.field_name(schema.KD_CHUNKS, index)] = kd_chunk_counts(
+                    aligned.student_chunk_id,
+                    aligned.teacher_chunk_id,
+                    aligned.pair_valid,
+                    aligned.pair_is_correct,
+                    config,
+                    teacher=index,
+                )
+        return found
+
+    return counts
 
 
 def predicted_ids(ids: Int[Tensor, "B T"]) -> Int[Tensor, "B T"]:

@@ -13,11 +13,12 @@ from services.common.processes.worker import WAIT_S, Worker
 from services.common.text.training_text import open_text
 from services.common.tokenizers.loading import aligners_of, tokenizer_of
 from xtoken_core import schema
-from xtoken_core.collate import Counts, loss_counts
+from xtoken_core.collate import Counts
 from xtoken_core.collate_generated import CompletionCollator, marks_of_text
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.dataset import TextIndex
 from xtoken_core.errors import ConfigError, InputError
+from xtoken_core.losses.masks import loss_counts
 from xtoken_core.queue.run.names import SUPERVISOR
 from xtoken_core.wire import QueueError
 from xtoken_core.wire.messages import Block

@@ -7,9 +7,10 @@ from tests.support import vocabularies
 from xtoken_core import schema
 from xtoken_core.chain.build import build_tables
 from xtoken_core.chain.tables import ChainTables
-from xtoken_core.collate import CrossTokenizerCollator, loss_counts
+from xtoken_core.collate import CrossTokenizerCollator
 from xtoken_core.config import LossConfig
 from xtoken_core.losses import CrossTokenizerDistillationLoss, LossTeacher, combine_metrics
+from xtoken_core.losses.masks import loss_counts
 
 CONFIG = LossConfig(mode="chain")
 PAIRS = {

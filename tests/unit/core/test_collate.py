@@ -11,9 +11,10 @@ from tests.support.alignments import aligner_of
 from tests.support.columns import rows_of
 from xtoken_core import schema
 from xtoken_core.alignment import AlignmentBatch, alignment_from_flat_batch
-from xtoken_core.collate import CrossTokenizerCollator, loss_counts
+from xtoken_core.collate import CrossTokenizerCollator
 from xtoken_core.config.loss import LossConfig
 from xtoken_core.errors import InputError
+from xtoken_core.losses.masks import loss_counts
 from xtoken_core.tokenizing import ConversationError, TextTokenizer, tokenize_conversation
 
 LLAMA_STYLE = (

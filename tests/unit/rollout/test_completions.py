@@ -15,7 +15,7 @@ from services.common.generation.vocabulary import Vocabulary
 from services.rollout.main import RolloutLoop
 from tests.support.vocabularies import fast, tekken, unigram
 from xtoken_core import schema
-from xtoken_core.collate import CollatedRows, loss_counts
+from xtoken_core.collate import CollatedRows
 from xtoken_core.collate_generated import Completion, CompletionCollator
 from xtoken_core.config.loss import LossConfig
 from xtoken_core.config.resolved import ResolvedModel, ResolvedRun
@@ -23,6 +23,7 @@ from xtoken_core.config.spec import RunSpec
 from xtoken_core.dataset import DataIndex
 from xtoken_core.errors import InputError
 from xtoken_core.losses.cross_entropy import mean_over_tokens
+from xtoken_core.losses.masks import loss_counts
 from xtoken_core.tokenizing import ConversationError, TextTokenizer
 from xtoken_core.wire.messages import Block
 
