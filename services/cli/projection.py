@@ -34,7 +34,7 @@ def build(
     top_k: Annotated[int, typer.Option(min=1, max=32, help="Entries of a row, at most.")] = 4,
     forward: Annotated[bool, typer.Option(help="Student tokens re-tokenized by the teacher.")] = True,
     reverse: Annotated[bool, typer.Option(help="Teacher tokens re-tokenized by the student, added.")] = False,
-    specials: Annotated[bool, typer.Option(help="Specials by the likeness of their names.")] = True,
+    specials: Annotated[bool, typer.Option(help="Specials whose names mean the same pinned to each other.")] = True,
     exact: Annotated[bool, typer.Option(help="Tokens of equal bytes pinned to each other.")] = True,
     as_reference: Annotated[bool, typer.Option(help="Build as the public tools do, for comparison.")] = False,
     special_token: SpecialTokensOption = None,

@@ -89,7 +89,7 @@ class TeacherSpec(ModelSpec, ServedSpec):
     special_tokens: dict[str, str] = Field({})
     """Special tokens of the student with their partners of this teacher, such as `{"<|user|>" = "<start_of_turn>"}`;
     an empty name: none. Alignment, projection and chain tables pair them in place of tokens of the same name, or, in a
-    projection, of a similar one. Beginning and end of text pair by themselves."""
+    projection, of the same meaning. Beginning and end of text pair by themselves."""
     weight: Positive = 1.0
     """Its weight in the sum over teachers."""
     gpu: Annotated[int | None, Field(ge=0)] = None

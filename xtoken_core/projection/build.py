@@ -19,7 +19,7 @@ from xtoken_core.errors import ConfigError
 from xtoken_core.projection.files import TopKProjection
 from xtoken_core.projection.fingerprint import special_tokens_metadata, tokenizer_fingerprint
 from xtoken_core.projection.retokenize import Retokenizer, piece_ranks
-from xtoken_core.projection.specials import special_entries
+from xtoken_core.projection.specials import special_entries, specials_of_one_meaning
 
 FIRST_WEIGHT, DECAY, PIECES = 0.9, 0.1, 4
 ROW_LIMIT = 32
@@ -33,11 +33,11 @@ class BuildOptions:
     Attributes:
         forward: Student tokens re-tokenized by the teacher.
         reverse: Teacher tokens re-tokenized by the student, added to it.
-        specials: Specials by the likeness of their names.
+        specials: Pin specials whose names mean the same to each other.
         exact: Pin tokens of equal bytes, and the bos and eos of both sides, to each other.
         top_k: Entries of a row, at most.
         as_reference: Build as the public tools do, for comparison: slot 32 of every row weighs 0.2 and is kept in
-            the cut, and tokens match by their raw strings.
+            the cut, tokens match by their raw strings, and specials by the likeness of their names.
     """
 
     forward: bool = True
@@ -106,11 +106,8 @@ def build_projection(
     progress(0.6)
     if options.reverse:
         parts.append(reverse_entries(teacher, Retokenizer(student_tokenizer, student)))
-    if options.specials:
-        pinned_teachers = {*manual.values()} if options.as_reference else set(pins[1].tolist())
-        free = {index: literal for index, literal in teacher.literals.items() if index not in pinned_teachers}
-        ours = {index: literal for index, literal in student.literals.items() if index not in manual}
-        parts.append(Entries(*special_entries(ours, free)))
+    if options.specials and options.as_reference:
+        parts.append(Entries(*special_entries(*_unpaired(student, teacher, manual))))
     progress(0.9)
     indices, weights = cut_rows(Entries.join(*parts), rows, pins, options)
     if not options.as_reference:
@@ -161,21 +158,34 @@ def exact_pins(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return pairs (student ids, teacher ids) of equal tokens, ascending by student id.
 
-    Text tokens of equal bytes, specials of one name, bos with bos and eos with eos. If several teacher tokens have
-    the same bytes, the lowest id is taken of those that the tokenizer writes: `<0x61>` of byte fallback is none of them
-    where a token `a` is. The public tools match equal raw strings and nothing else.
+    Text tokens of equal bytes, specials of one name, bos with bos and eos with eos; then other specials whose names
+    mean the same. If several teacher tokens have the same bytes, the lowest id is taken of those that the tokenizer
+    writes: `<0x61>` of byte fallback is none of them where a token `a` is. The public tools match equal raw strings and
+    nothing else.
     """
-    if not options.exact:
-        return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
-    if options.as_reference:
+    pairs: dict[int, int] = {}
+    if options.exact and options.as_reference:
         theirs = tokenizers[1].get_vocab()
         pairs = {i: theirs[token] for token, i in tokenizers[0].get_vocab().items() if token in theirs}
-    else:
+    elif options.exact:
         pairs = _same_roles(student, teacher)
         pairs |= _same(dict(student.literals), dict(teacher.literals))
         pairs |= _same(_written_pieces(student), _written_pieces(teacher))
+    if options.specials and not options.as_reference:
+        pairs |= specials_of_one_meaning(*_unpaired(student, teacher, pairs))
     ids = np.array(sorted(pairs), dtype=np.int64)
     return ids, np.array([pairs[i] for i in ids.tolist()], dtype=np.int64)
+
+
+def _unpaired(
+    student: TokenTable, teacher: TokenTable, pairs: Mapping[int, int | None]
+) -> tuple[dict[int, bytes], dict[int, bytes]]:
+    """Return the names of both sides' specials that are in no pair."""
+    theirs = set(pairs.values())
+    return (
+        {index: name for index, name in student.literals.items() if index not in pairs},
+        {index: name for index, name in teacher.literals.items() if index not in theirs},
+    )
 
 
 def _written_pieces(table: TokenTable) -> dict[int, bytes]:

@@ -19,9 +19,10 @@ from xtoken_core.regular_files import TOKENIZER_LIMIT, open_regular, read_regula
 
 STUDENT_KEY, TEACHER_KEY = "student_fingerprint", "teacher_fingerprint"
 SPECIAL_TOKENS_KEY = "special_tokens"
-FORMAT_KEY, FORMAT = "format", "xtoken-projection-2"
+FORMAT_KEY, FORMAT = "format", "xtoken-projection-3"
 _FORMATS = "xtoken-projection-"
-"""How the format of every version begins. Version 1 paired characters with tokens of byte fallback."""
+"""How the format of every version begins. Version 1 paired characters with tokens of byte fallback, version 2 specials
+of similar names."""
 _MAX_HEADER = 1 << 20
 _ALTERNATIVES = ("tokenizer.json", "tekken.json")
 _OTHERS = ("*.model", "*.model.v*", "vocab.json", "merges.txt", "vocab.txt", "*.tiktoken", "added_tokens.json")

@@ -1,4 +1,4 @@
-"""Pairs of special tokens by the similarity of their names."""
+"""Pairs of special tokens by their names: of one meaning, or, as the public tools do, of similar ones."""
 
 from __future__ import annotations
 
@@ -12,11 +12,52 @@ LEAST, BEST, WEIGHT = 0.3, 32, 0.8
 _RATIO, _JACCARD = 0.6, 0.4
 _SPECIAL = re.compile(r"<.+>", re.DOTALL)
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+_SIGNS = re.compile(r"[\W_]+")
+_SAME = {
+    "imstart": "startofturn",
+    "startheaderid": "startofturn",
+    "imend": "endofturn",
+    "eot": "endofturn",
+    "eotid": "endofturn",
+    "finetunerightpadid": "pad",
+}
+"""Names without signs and another one that means the same: of the ends of a turn in a conversation, and of padding."""
 
 
 def is_special_name(name: str) -> bool:
     """Return whether a name is `<...>` but no byte token such as `<0x0A>`."""
     return bool(_SPECIAL.fullmatch(name)) and not _BYTE.fullmatch(name)
+
+
+def specials_of_one_meaning(student: Mapping[int, bytes], teacher: Mapping[int, bytes]) -> dict[int, int]:
+    """Pair specials whose names differ only in signs and case, or say the same in other words.
+
+    Args:
+        student: Names of the student's specials by id.
+        teacher: Likewise.
+
+    Returns:
+        Teacher ids by student id; of several the lowest.
+
+    >>> specials_of_one_meaning({0: b"[PAD]", 1: b"<|im_end|>"}, {7: b"<end_of_turn>", 8: b"<pad>"})
+    {0: 8, 1: 7}
+    """
+    pairs: dict[int, int] = {}
+    for key in (_bare, _meaning):
+        taken = set(pairs.values())
+        theirs = {key(name): index for index, name in sorted(teacher.items(), reverse=True) if index not in taken}
+        named = {index: key(name) for index, name in student.items() if index not in pairs}
+        pairs |= {index: theirs[name] for index, name in named.items() if name and name in theirs}
+    return pairs
+
+
+def _bare(literal: bytes) -> str:
+    return _SIGNS.sub("", literal.decode("utf-8", "replace")).lower()
+
+
+def _meaning(literal: bytes) -> str:
+    name = _bare(literal)
+    return _SAME.get(name, name)
 
 
 def similarity(a: str, b: str) -> float:

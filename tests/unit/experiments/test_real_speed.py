@@ -73,7 +73,7 @@ def test_a_projection_of_another_version_is_built_again(state: Path) -> None:
     written = file.stat().st_mtime_ns
     stages._build_projection(state, condition)
     assert file.stat().st_mtime_ns == written
-    file.write_bytes(content.replace(b"xtoken-projection-2", b"xtoken-projection-1"))
+    file.write_bytes(content.replace(b"xtoken-projection-3", b"xtoken-projection-2"))
     stages._build_projection(state, condition)
     assert file.read_bytes() == content
 

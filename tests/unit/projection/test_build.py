@@ -1,11 +1,11 @@
 """The steps of building a projection, against their definitions written out in loops."""
 
-import copy
 from difflib import SequenceMatcher
 
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer
 
 from tests.support import vocabularies as v
 from tests.support.alignments import aligner_of
@@ -165,14 +165,58 @@ def test_both_ends_and_specials_of_one_name_are_pinned():
         assert back.indices[index].tolist() == [student.eos_token_id, -1, -1, -1]
 
 
+def with_specials(base, *names):
+    tokenizer = v.fast(Tokenizer.from_str(base.backend_tokenizer.to_str()), eos_token=base.eos_token)
+    tokenizer.add_special_tokens({"additional_special_tokens": list(names)})
+    return tokenizer
+
+
 @pytest.mark.parametrize("specials", [True, False])
 def test_specials_of_similar_names_are_paired_as_asked(specials):
-    student, teacher = copy.deepcopy((v.characters(), v.byte_level()))
-    student.add_special_tokens({"additional_special_tokens": ["<|start_of_turn|>"]})
-    teacher.add_special_tokens({"additional_special_tokens": ["<start_of_turn>"]})
+    student = with_specials(v.characters(), "<|start_of_turn|>")
+    teacher = with_specials(v.byte_level(), "<start_of_turn>")
     projection = build_projection(student, teacher, BuildOptions(forward=False, specials=specials))
     row = projection.indices[student.convert_tokens_to_ids("<|start_of_turn|>")]
     assert (teacher.convert_tokens_to_ids("<start_of_turn>") in row.tolist()) is specials
+
+
+@pytest.mark.parametrize("as_reference", [False, True], ids=["own", "as reference"])
+def test_specials_of_similar_names_are_paired_as_reference_only(as_reference):
+    """Of one entry a row's normalised weight is 1, however little the names are alike."""
+    student = with_specials(v.byte_level(), "<empty_output>", "<gh_stars>", "<jupyter_start>")
+    teacher = with_specials(v.sentencepiece_bpe(), "<start_of_turn>", "<end_of_turn>", "<mask>")
+    projection = build_projection(student, teacher, BuildOptions(as_reference=as_reference, top_k=1))
+    rows = {
+        name: [teacher.convert_ids_to_tokens(int(t)) for t in projection.indices[student.convert_tokens_to_ids(name)]]
+        for name in ("<empty_output>", "<gh_stars>")
+        if projection.likelihoods[student.convert_tokens_to_ids(name), 0] == 1
+    }
+    assert rows == ({"<empty_output>": ["<end_of_turn>"], "<gh_stars>": ["<mask>"]} if as_reference else {})
+    empty = projection.likelihoods[student.convert_tokens_to_ids("<jupyter_start>")].sum() == 0
+    assert bool(empty) is not as_reference
+
+
+def test_specials_of_one_meaning_are_pinned():
+    ours = ["<|im_start|>", "<|im_end|>", "[PAD]", "<|Tool_Call|>", "<a>", "<|eot_id|>"]
+    theirs = ["<start_of_turn>", "<end_of_turn>", "<pad>", "<tool_call>", "<b>", "<eot>"]
+    student, teacher = with_specials(v.byte_level(), *ours), with_specials(v.sentencepiece_bpe(), *theirs)
+    projection = build_projection(student, teacher)
+    found = {
+        name: teacher.convert_ids_to_tokens(int(projection.indices[student.convert_tokens_to_ids(name), 0]))
+        for name in ours
+        if projection.likelihoods[student.convert_tokens_to_ids(name)].tolist() == [1, 0, 0, 0]
+    }
+    assert found == {**dict(zip(ours[:4], theirs[:4], strict=True)), "<|eot_id|>": "<end_of_turn>"}
+    without = build_projection(student, teacher, BuildOptions(specials=False))
+    assert int(without.likelihoods[student.convert_tokens_to_ids("<|im_end|>")].sum()) == 0
+
+
+def test_a_special_that_is_pinned_has_no_other_partner():
+    student = with_specials(v.byte_level(), "<|im_end|>", "<end_of_turn>")
+    teacher = with_specials(v.sentencepiece_bpe(), "<end_of_turn>")
+    projection = build_projection(student, teacher)
+    rows = [projection.indices[student.convert_tokens_to_ids(name), 0] for name in ("<|im_end|>", "<end_of_turn>")]
+    assert [int(row) for row in rows] == [-1, teacher.convert_tokens_to_ids("<end_of_turn>")]
 
 
 def test_specials_by_likeness():

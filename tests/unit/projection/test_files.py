@@ -254,8 +254,8 @@ def test_a_matrix_of_another_pair_is_refused(tmp_path):
 
 def test_a_matrix_of_another_version_is_refused(built, tmp_path):
     p.write_projection(built, path := tmp_path / "old.safetensors")
-    path.write_bytes(path.read_bytes().replace(b"xtoken-projection-2", b"xtoken-projection-1"))
-    with pytest.raises(InputError, match=r"has the format xtoken-projection-1, this version reads .* build it again"):
+    path.write_bytes(path.read_bytes().replace(b"xtoken-projection-3", b"xtoken-projection-2"))
+    with pytest.raises(InputError, match=r"has the format xtoken-projection-2, this version reads .* build it again"):
         read_topk(path)
 
 
