@@ -17,6 +17,7 @@ from xtoken_core.losses import (
     shifted_chunk_ids,
     valid_chunk_mask,
 )
+from xtoken_core.losses.cross_entropy import next_token_weights
 
 CONFIGS = {
     "p_kl": LossConfig(vocab_topk=None),
@@ -46,6 +47,22 @@ def gradient_and_metrics(case, config, **denominators):
 def test_the_shift_moves_ids_to_the_predicting_position():
     ids = torch.tensor([[0, 0, 1, -1], [-1, 2, 2, 3]])
     assert shifted_chunk_ids(ids).tolist() == [[0, 1, -1, -1], [2, 2, 3, -1]]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_rows_of_any_weights_are_no_targets_of_the_cross_entropy(packed):
+    """Text has the version -1; the first weights have the version 0."""
+    shape = (1, 9) if packed else (3, 3)
+    batch = {
+        "input_ids": torch.zeros(shape, dtype=torch.int64),
+        "token_mask": torch.ones(shape, dtype=torch.int64),
+        "sample_mask": torch.ones(3),
+        "weights_version": torch.tensor([-1, 0, 4]),
+    }
+    if packed:
+        batch["packed_sample"] = torch.arange(3).repeat_interleave(3)[None]
+    weights = next_token_weights(batch)
+    assert weights.tolist() == ([[1, 1, 0, 0, 0, 0, 0, 0]] if packed else [[1, 1], [0, 0], [0, 0]])
 
 
 def test_a_chunk_needs_both_sides_and_a_valid_pair():

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.unit.losses.loss_cases import V_S, make_case
+from tests.unit.losses.test_topk import filled, largest
 from xtoken_core import schema
 from xtoken_core.config import LossConfig
 from xtoken_core.losses import CrossTokenizerDistillationLoss
@@ -15,14 +16,21 @@ from xtoken_core.losses.lazy_logits import HeadProjection
 CONFIG = LossConfig(vocab_topk=12, temperature=2.0)
 
 
+def named_tokens(case):
+    indices, likelihoods = case.teachers[0].rows()
+    return set(indices[(indices >= 0) & (likelihoods > 0)].tolist())
+
+
 def expected(case):
     """Mean over valid chunks of the mean over their predicting positions, by the definition."""
-    indices, likelihoods = case.teachers[0].rows()
-    named = set(indices[(indices >= 0) & (likelihoods > 0)].tolist())
+    named = named_tokens(case)
     logits = case.teacher_logits[0][..., :31]
     columns = logits.flatten(0, 1).amax(0).topk(12).indices
     missing = torch.tensor([c not in named for c in columns.tolist()])
-    mass = (logits[..., columns] / 2.0).softmax(-1)[..., missing].sum(-1)
+    return mean_over_chunks(case, (logits[..., columns] / 2.0).softmax(-1)[..., missing].sum(-1))
+
+
+def mean_over_chunks(case, mass):
     view = ChunkView.of(schema.with_numbers(case.batch), 0, CONFIG, "p_kl")
     rows, chunks = view.valid.nonzero(as_tuple=True)
     means = [mass[row][view.teacher_chunk_id[row] == chunk].mean() for row, chunk in zip(rows, chunks, strict=True)]
@@ -39,6 +47,24 @@ def test_it_is_the_mean_over_valid_chunks(blockwise):
     metrics = loss(case.batch, head, case.teacher_logits)[1]
     assert 0 < metrics["unreachable_mass_t0"] < 1
     torch.testing.assert_close(metrics["unreachable_mass_t0"], expected(case).float())
+
+
+@pytest.mark.parametrize("compared", [None, 12, 30])
+@pytest.mark.parametrize("k", [6, 31])
+def test_of_the_largest_logits_the_rest_counts_by_its_tokens(k, compared):
+    """All tokens that are not compared are one class, which counts by how many of its tokens no row names."""
+    case, named = make_case(seed=3), named_tokens(make_case(seed=3))
+    config = CONFIG.model_copy(update={"vocab_topk": compared})
+    topk = largest(case, config, k)
+    columns = topk.column_maximum().sort(descending=True, stable=True).indices[: compared or 31].tolist()
+    p = filled(topk).div(config.temperature).softmax(-1)
+    mass = p[..., [c for c in columns if c not in named]].sum(-1)
+    if others := set(range(31)) - set(columns):
+        mass += p[..., list(others)].sum(-1) * len(others - named) / len(others)
+    loss = CrossTokenizerDistillationLoss(config, student_vocab_size=V_S, teachers=case.teachers)
+    metrics = loss(case.batch, case.student_logits, [topk])[1]
+    assert 0 < metrics["unreachable_mass_t0"] < 1
+    torch.testing.assert_close(metrics["unreachable_mass_t0"], mean_over_chunks(case, mass).float())
 
 
 def test_a_token_of_every_row_leaves_none_unreachable():
