@@ -136,7 +136,7 @@ def check(
             f"first in {total.first_incorrect}; look at it with xtoken align show"
         )
     if not total.is_usable:
-        example = total.example or "they are empty"
+        example = total.example or "there is no text to align"
         raise XtokenError(f"none of {total.records} texts has a chunk that both sides spell: {example}")
 
 

@@ -239,11 +239,11 @@ def _with_cause(location: str, cause: str) -> str:
 def _cause(row: _Row, sides: tuple[Encoder, Encoder]) -> str:
     """Return why the two sides of a row do not spell the same, as far as its text and its tokens show it."""
     text = row.record.text or ""
-    names = [{literal.decode("utf-8", "replace") for literal in side.table.literals.values()} for side in sides]
+    names = [{name.decode("utf-8", "replace") for name in side.table.literals.values() if name} for side in sides]
     aligned = [ids[mask > 0] for ids, mask in zip(row.ids, row.masks, strict=True)]
     for what, side, ids, specials in zip(("student", "teacher"), sides, aligned, names, strict=True):
         rest = text
-        for name in specials:
+        for name in sorted(specials, key=len, reverse=True):
             rest = rest.replace(name, " ")
         for character in dict.fromkeys(rest):
             if _is_unwritten(side, character):
@@ -251,7 +251,7 @@ def _cause(row: _Row, sides: tuple[Encoder, Encoder]) -> str:
         if (side.table.kinds[ids] == UNKNOWN).any():
             return f"the {what}'s tokenizer writes its unknown token for a part of it"
     for name in sorted(names[0] | names[1]):
-        if name and name in text:
+        if name in text:
             return f"the text holds the name {name!r} of a special token"
     return ""
 

@@ -188,7 +188,10 @@ def _or_none(encode: Callable[[Any], Any], text: Any) -> Any:
 
 def model_tokens(model: Any, content: str) -> list[Any]:
     """Return the tokens of a pre-token by a `tokenizers` model; none if it cannot write it."""
-    return list(_or_none(model.tokenize, content) or ())
+    try:
+        return list(model.tokenize(content))
+    except Exception:  # the package raises bare exceptions, such as for a word outside a vocabulary without unknown
+        return []
 
 
 def encode_plain(tokenizer: Any, text: str) -> list[int] | None:

@@ -26,7 +26,7 @@ PAIRS = {"<gh_stars>": "", "<user_turn>": "<speaker>"}
 def pair() -> tuple[Any, Any]:
     student, teacher = v.byte_level(400), v.byte_level(280)
     student.add_special_tokens({"additional_special_tokens": ["<gh_stars>", "<user_turn>", "<both>"]})
-    teacher.add_special_tokens({"additional_special_tokens": ["<starts>", "<speaker>", "<user_turn>", "<both>"]})
+    teacher.add_special_tokens({"additional_special_tokens": ["<|gh_stars|>", "<speaker>", "<user_turn>", "<both>"]})
     return student, teacher
 
 
