@@ -10,7 +10,7 @@ import ast
 import builtins
 import copy
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,7 +50,9 @@ class Mutant:
         return f"{self.path}: {self.before} => {self.after}"
 
 
-def draw(root: Path, paths: Sequence[str], count: int, seed: int) -> list[Mutant]:
+def draw(
+    root: Path, paths: Sequence[str], count: int, seed: int, lines: Mapping[str, Collection[int]] | None = None
+) -> list[Mutant]:
     """Draw mutants without replacement.
 
     Args:
@@ -58,9 +60,15 @@ def draw(root: Path, paths: Sequence[str], count: int, seed: int) -> list[Mutant
         paths: Files and folders of the package, relative to it.
         count: How many; fewer if the package has fewer.
         seed: Of the draw.
+        lines: By file, relative to the root, the lines to change; None for all.
     """
     files = sorted(file for path in paths for file in _files(root / path))
-    sites = [(file, number) for file in files for number in range(_count(file.read_text(encoding="utf-8")))]
+    sites = [
+        (file, number)
+        for file in files
+        for number, line in enumerate(_lines(file.read_text(encoding="utf-8")))
+        if lines is None or line in lines[file.relative_to(root).as_posix()]
+    ]
     chosen = random.Random(seed).sample(sites, min(count, len(sites)))
     return [_mutant(root, file, number) for file, number in sorted(chosen)]
 
@@ -69,8 +77,9 @@ def _files(path: Path) -> list[Path]:
     return [path] if path.is_file() else list(path.rglob("*.py"))
 
 
-def _count(source: str) -> int:
-    return sum(1 for _ in _changes(ast.parse(source)))
+def _lines(source: str) -> list[int]:
+    """Return the line of every change of a module."""
+    return [node.lineno for node, _, _ in _changes(ast.parse(source))]  # type: ignore[attr-defined]  # see `_mutant`
 
 
 def _mutant(root: Path, file: Path, number: int) -> Mutant:

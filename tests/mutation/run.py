@@ -1,12 +1,16 @@
 """Run each package's tests on mutants of it and write which are noticed.
 
     python -m tests.mutation.run [--packages plan wire] [--jobs N] [--seconds S] [--count 100] [--seed 1] [--out FILE]
+    python -m tests.mutation.run --since COMMIT [--without PATTERN ...] [--jobs N] [--seconds S] [...]
 
 A mutant that cannot be told from the original is listed in `equivalent.toml` with the reason and not counted. The
 result file names every survivor. It is written as the work proceeds, and a later call resumes from it: a package that
 is complete is run again only if its source has changed, or, on the mutants that were not noticed, if its tests have.
 With `--seconds` the call ends after that time; its exit status is 3 if there is more to do. A mutant is noticed by a
 test that fails with it, fails with it again and passes without it.
+
+With `--since` the mutants are drawn from all product lines that have changed since a commit, and each is run on the
+unit, contract and operator tests that concern its file: that call a function of it, or import its module or package.
 """
 
 from __future__ import annotations
@@ -18,14 +22,17 @@ import hashlib
 import json
 import multiprocessing
 import os
+import re
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
 import tomllib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -36,14 +43,15 @@ from tests.mutation.mutants import Mutant, draw
 from tests.mutation.plugins import AbsentPackages, Limits
 from tests.mutation.pool import CURRENT, Pool, Slots, fork
 from tests.mutation.progress import NOTICED, SURVIVED, UNNOTICED, Event, Events, Progress, fold
-from tests.mutation.selection import CallRecorder, Calls, Only, candidates, file_of, function_around
+from tests.mutation.selection import CallRecorder, Calls, Only, candidates, concerning, file_of, function_around
 from tests.mutation.trials import Trials
 from xtoken_core.atomic import atomic_write
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "tests" / "mutation" / "results.json"
 EQUIVALENT = ROOT / "tests" / "mutation" / "equivalent.toml"
-COPIED = ("xtoken_core", "services", "tests", "proto", "docs", "deploy", "benchmarks", "experiments", "pyproject.toml")
+PRODUCT = ("services", "xtoken", "xtoken_core")
+COPIED = (*PRODUCT, "tests", "proto", "docs", "deploy", "benchmarks", "experiments", "pyproject.toml")
 PRELOADED = (
     "beartype", "hypothesis", "jaxtyping", "msgspec", "numpy", "pydantic", "pytest", "tensordict", "tokenizers",
     "torch", "transformers", "zmq",
@@ -57,10 +65,17 @@ WRITTEN_EVERY_S = 3.0
 
 
 class Package(NamedTuple):
-    """A package to mutate and the tests that should notice."""
+    """A package to mutate and the tests that should notice.
+
+    Attributes:
+        paths: Files and folders.
+        tests: Files and folders.
+        lines: By file, the lines to mutate; None for all.
+    """
 
     paths: tuple[str, ...]
     tests: tuple[str, ...]
+    lines: Mapping[str, Collection[int]] | None = None
 
 
 PACKAGES = {
@@ -91,6 +106,36 @@ PACKAGES = {
         ),
     ),
 }  # fmt: skip
+
+
+TESTS_OF_CHANGES = (
+    *(f"tests/unit/{name}" for name in (
+        "alignment", "api", "chain", "cli", "common", "config", "control", "core", "data_plane", "dataset", "demo",
+        "losses", "projection", "queue", "rollout", "supervisor", "teacher", "teacher_store", "trainer",
+    )),
+    "tests/contract", "tests/ops",
+)  # fmt: skip
+
+
+def changed_since(root: Path, commit: str, without: Sequence[str]) -> Package:
+    """Return the product lines that differ from a commit's, as a package.
+
+    Args:
+        root: Root of the tree.
+        commit: The commit.
+        without: Patterns of paths to leave out.
+    """
+    command = ["git", "diff", "--unified=0", "--find-renames", "--no-color", "--no-ext-diff", commit, "--", *PRODUCT]
+    diff = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True).stdout
+    lines: dict[str, set[int]] = {}
+    for line in diff.splitlines():
+        if line.startswith("+++ "):
+            path = line[4:].removeprefix("b/")
+        elif hunk := re.match(r"@@ -\S+ \+(\d+)(?:,(\d+))? @@", line):
+            first, count = int(hunk[1]), int(hunk[2] or 1)
+            lines.setdefault(path, set()).update(range(first, first + count))
+    chosen = {p: n for p, n in lines.items() if p.endswith(".py") and n and not any(fnmatch(p, w) for w in without)}
+    return Package(tuple(sorted(chosen)), TESTS_OF_CHANGES, chosen)
 
 
 def source_hash(root: Path, paths: Sequence[str]) -> str:
@@ -125,7 +170,7 @@ def run_tests(folder: Path, tests: Sequence[str], plugins: Sequence[object], *op
     others = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and Path(path) != ROOT]
     os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), *others])
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
-    for name in [name for name in sys.modules if name.partition(".")[0] in ("tests", "xtoken_core", "services")]:
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("tests", *PRODUCT)]:
         del sys.modules[name]
     import pytest
     from hypothesis import HealthCheck, Phase, settings
@@ -180,7 +225,10 @@ class Work:
             mutant = self.mutants[number]
             source = (self.root / mutant.path).read_text(encoding="utf-8")
             function = function_around(mutant.path, source, mutant.line)
-            nodes[number] = candidates(progress.calls, function, progress.collected)
+            calls = progress.calls
+            if self.package.lines is not None:
+                calls = concerning(calls, tree, mutant.path)
+            nodes[number] = candidates(calls, function, progress.collected)
             if not nodes[number]:
                 self.events.add(number=number, outcome=SURVIVED)
                 del nodes[number]
@@ -261,8 +309,10 @@ def start_of(drawn: dict[str, Any], tests: str, earlier: Mapping[str, Any]) -> l
 
 def prepare(root: Path, name: str, package: Package, arguments: argparse.Namespace, scratch: Path) -> Work:
     """Draw a package's mutants and take over what the result file has of them."""
-    mutants = draw(root, package.paths, arguments.count, arguments.seed)
+    mutants = draw(root, package.paths, arguments.count, arguments.seed, package.lines)
     drawn = {"seed": arguments.seed, "mutants": len(mutants), "mutated": source_hash(root, package.paths)}
+    if package.lines is not None:
+        drawn |= {"without": arguments.without}
     report = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
     start = start_of(drawn, source_hash(root, package.tests), report.get(name, {}))
     return Work(name, root, package, drawn, mutants, Events(scratch / f"{name}.jsonl", start))
@@ -305,6 +355,8 @@ def main() -> int:
     """Run the packages that are asked for and add them to the result file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--packages", nargs="+", choices=sorted(PACKAGES), default=sorted(PACKAGES))
+    parser.add_argument("--since", metavar="COMMIT", help="mutate the lines changed since then, instead of packages")
+    parser.add_argument("--without", nargs="+", default=[], metavar="PATTERN", help="paths that --since leaves out")
     parser.add_argument("--jobs", type=int, default=1, help="mutants side by side, over all packages")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this time, to resume later")
     parser.add_argument("--count", type=int, default=100)
@@ -320,7 +372,10 @@ def main() -> int:
         import_module(name)
     with tempfile.TemporaryDirectory(prefix="m-") as scratch:
         folder = Path(scratch).resolve()
-        works = [prepare(ROOT, name, PACKAGES[name], arguments, folder) for name in arguments.packages]
+        packages = {name: PACKAGES[name] for name in arguments.packages}
+        if arguments.since:
+            packages = {f"since-{arguments.since}": changed_since(ROOT, arguments.since, arguments.without)}
+        works = [prepare(ROOT, name, package, arguments, folder) for name, package in packages.items()]
         return 0 if run_all(works, arguments.out, arguments.jobs, deadline, folder) else 3
 
 

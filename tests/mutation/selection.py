@@ -185,6 +185,30 @@ def candidates(calls: Mapping[str, Test], function: str, collected: Iterable[str
     return ordered(calls, [node for node in calls if file_of(node) in files])
 
 
+def concerning(calls: Calls, root: Path, path: str) -> Calls:
+    """Return the tests that call a function of a file, and those of test files that import its module or package."""
+    module = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    package = module.rpartition(".")[0]
+    names = {module, package} if "." in package else {module}
+    importing = {file for file in {file_of(node) for node in calls} if names & _imports(root / file)}
+    return {
+        node: test
+        for node, test in calls.items()
+        if file_of(node) in importing or any(function.startswith(f"{path}:") for function in test.functions)
+    }
+
+
+def _imports(file: Path) -> set[str]:
+    """Return the modules that a file imports, and with their module's name the names that it imports from them."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
 def function_around(path: str, source: str, line: int) -> str:
     """Return the innermost function in whose body a line is, as `path:line` of its code; empty outside of one."""
     around = [
