@@ -55,6 +55,8 @@ def test_a_run_that_keeps_its_best_student_is_judged_by_that() -> None:
     line = final_line(kept)
     assert "2.1000 bits per byte on held-out text after step 40, the best (since step 0: better by 0.2290)" in line
     assert ("best", "2.1000 of step 40") in metrics_of(kept)
+    none_yet = kept | {"best_evaluation": None, "evaluation": EVALUATIONS["first_evaluation"]}
+    assert "2.3290 bits per byte on held-out text after step 0; model in" in final_line(none_yet)
     last = kept["summary"] | {"held_out": {"step": 100}}  # the checkpoint of step 40 was missing
     assert "2.3800 bits per byte on held-out text after step 100" in final_line(kept | {"summary": last})
 
@@ -64,6 +66,11 @@ def test_the_console_prints_a_warning_once_and_the_end_the_change() -> None:
     view = LineView(Console(file=file, width=400))
     for _ in range(3):
         view.show(status(state="running"))
+    assert file.getvalue().count("worse than at step 0") == 1
+    later = status()["last"] | {"unreachable_mass_t1": 0.3}
+    for _ in range(2):
+        view.show(status(state="running", last=later))
+    assert file.getvalue().count("30% of the probability of teacher 1") == 1, "a warning that comes after others"
     assert file.getvalue().count("worse than at step 0") == 1
     assert "2.3800 bits per byte on held-out text (since step 0: worse by 0.0510)" in final_line(status())
 
