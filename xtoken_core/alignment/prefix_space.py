@@ -47,7 +47,7 @@ def find_dummy_prefixes(
         elif prefix == "missing":
             spaced &= ~_begins_with_space(sides, ids, rows, first, spaces, 1 - side)
         else:
-            continues = ~_begins_with_space(sides, ids, rows, first, spaces, side)
+            continues = _has_one_space(sides, ids, rows, first, spaces, side)
             if np.count_nonzero(gaps):
                 continues |= (own > rows.first[mine]) & (ids.take(own - 1, mode="wrap") == absent[side])
             spaced &= ~(continues & _begins_with_space(sides, ids, rows, first, spaces, 1 - side))
@@ -100,3 +100,15 @@ def _begins_with_space(
     alone = sides.lengths.take(ids.take(first[mine])) == 1
     begins: np.ndarray = (spaces[mine] > 1) | (alone & (sides.leading_spaces.take(after) > 0))
     return begins
+
+
+def _has_one_space(
+    sides: TokenArrays, ids: np.ndarray, rows: FlatLayout, first: np.ndarray, spaces: np.ndarray, side: int
+) -> np.ndarray:
+    """Return `[B]` bool: the row begins with a single space, and text follows it."""
+    mine = rows.of(side)
+    after = ids.take(np.minimum(first[mine] + 1, rows.last[mine]))
+    alone = sides.lengths.take(ids.take(first[mine])) == 1
+    follows = (sides.leading_spaces.take(after) == 0) & (sides.kinds.take(after) == TEXT)
+    one: np.ndarray = (spaces[mine] == 1) & (~alone | follows)
+    return one
