@@ -260,9 +260,8 @@ class CrossTokenizerCollator:
         plain = [index for index, value in enumerate(values) if "text" in value and PIECE not in value]
         pieces = [index for index, value in enumerate(values) if PIECE in value]
         for side, of_side in zip(sides, tokens, strict=True):
-            encoded = side.text.encode([values[index]["text"] for index in pieces], specials=False)
-            for index, ids in zip(pieces, encoded, strict=True):
-                of_side[index] = self._piece(side, ids, values[index][PIECE])
+            for index in pieces:
+                of_side[index] = self._piece(side, values[index]["text"], values[index][PIECE])
             encoded = side.text.encode([values[index]["text"] for index in plain], specials=True)
             for index, ids in zip(plain, encoded, strict=True):
                 of_side[index] = self._close(side, ids, np.ones_like(ids))
@@ -292,10 +291,11 @@ class CrossTokenizerCollator:
             ids, learn = np.r_[ids, eos], np.r_[learn, 1]
         return _cut(side, ids, learn)
 
-    def _piece(self, side: _Side, ids: np.ndarray, piece: Piece) -> _Tokens:
-        """Add a document's special tokens before its first piece and after its last one only."""
+    def _piece(self, side: _Side, text: str, piece: Piece) -> _Tokens:
+        """Tokenize a piece: the special tokens before a text are before each, those after one end the last."""
         before, after = side.text.ends
-        ids = np.concatenate([before if piece.first else [], ids, after if piece.last else []]).astype(np.int64)
+        own = side.text.encode([text], specials=False)[0] if piece.first else side.text.proceed(text)
+        ids = np.concatenate([before, own, after if piece.last else []]).astype(np.int64)
         return (self._close if piece.last else _cut)(side, ids, np.ones_like(ids))
 
     def _columns(self, values: Sequence[Mapping[str, Any]], sides: Sequence[list[_Tokens]], *, padded: bool) -> Batch:

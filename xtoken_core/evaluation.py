@@ -44,10 +44,15 @@ class EvalResult:
 
 @dataclass(frozen=True)
 class Window:
-    """A stretch of one document: `targets[i]` follows `inputs[i]`."""
+    """A stretch of one document: each of the last inputs is followed by a target, those before are context only."""
 
     inputs: list[int]
     targets: list[int]
+
+    @property
+    def skipped(self) -> list[int]:
+        """A 0 for every input without a target."""
+        return [0] * (len(self.inputs) - len(self.targets))
 
 
 def evaluate(
@@ -66,11 +71,11 @@ def evaluate(
 ) -> EvalResult:
     """Measure a causal language model on text, every document in full.
 
-    A document is tokenized without special tokens and cut into windows of `context_length` targets. The first
-    window starts with BOS (EOS, if the tokenizer has no BOS), every later one with the token before its first
-    target, so each token of the text is predicted exactly once; what closes a document is not counted. The head is
-    cut to the tokenizer's vocabulary. A tokenizer that normalises its input is measured on what it keeps, per byte
-    of the original.
+    A document is tokenized without special tokens and cut into windows of at most `context_length` inputs, in which
+    each token is predicted exactly once; what closes a document is not counted. What the tokenizer puts before a text
+    by default, such as BOS, begins every window: models trained with it are much worse without. With one that adds
+    nothing, the first window begins with BOS, or else EOS. The head is cut to the tokenizer's vocabulary. A tokenizer
+    that normalises its input is measured on what it keeps, per byte of the original.
 
     Args:
         model: Maps `input_ids` and `attention_mask` `[B, T]` int64 to `.logits` `[B, T, V_m]`; on `device`.
@@ -89,8 +94,8 @@ def evaluate(
         on_fraction: Called after every batch with the fraction of the tokens that has been scored.
 
     Raises:
-        InputError: There is no text, the tokenizer has neither BOS nor EOS or no token for a character of the text,
-            or the head has fewer rows than the tokenizer has ids.
+        InputError: There is no text, the tokenizer has nothing to begin it with or no token for a character, the context
+            is too short for that, or the head has fewer rows than the tokenizer has ids.
     """
     read = _up_to(documents, max_bytes)
     windows, sizes = _windows(tokenizer, read, context_length=context_length, progress=progress)
@@ -135,14 +140,15 @@ def _windows(
     """Return the windows of all documents, and each document's size in bytes.
 
     Raises:
-        InputError: There is none, or the tokenizer has neither BOS nor EOS, or no token for a character.
+        InputError: As of `evaluate`.
     """
-    start, encoder = _start_token(tokenizer), TextTokenizer(tokenizer, "model")
+    encoder = TextTokenizer(tokenizer, "model")
+    start, again = _beginning(encoder)
     windows: list[Window] = []
     sizes: list[int] = []
     for text, size in documents:
         ids = encoder.encode([text], specials=False)[0].tolist()
-        windows += cut_windows(ids, start=start, context_length=context_length)
+        windows += cut_windows(ids, start=start, again=again, context_length=context_length)
         sizes.append(size)
         progress()
     if not sizes:
@@ -150,23 +156,51 @@ def _windows(
     return windows, sizes
 
 
-def cut_windows(ids: list[int], *, start: int, context_length: int) -> list[Window]:
-    """Cut a document into windows: every token is a target once, `context_length` of them per window.
+def cut_windows(ids: list[int], *, start: list[int], again: list[int], context_length: int) -> list[Window]:
+    """Cut a document into windows, in which every token is a target once.
 
-    >>> [(w.inputs, w.targets) for w in cut_windows([5, 6, 7], start=1, context_length=2)]
+    >>> [(w.inputs, w.targets) for w in cut_windows([5, 6, 7], start=[1], again=[], context_length=2)]
     [([1, 5], [5, 6]), ([6], [7])]
+    >>> [(w.inputs, w.targets) for w in cut_windows([5, 6, 7, 8], start=[1], again=[1], context_length=2)]
+    [([1, 5], [5, 6]), ([1, 6], [7]), ([1, 7], [8])]
+
+    Args:
+        ids: Tokens of the document.
+        start: Tokens before the first window; not empty.
+        again: Tokens before the token that every later window begins with.
+        context_length: Inputs of a window at most.
+
+    Raises:
+        InputError: `context_length` has no room for a token after `again`.
     """
-    if context_length < 1:
-        raise ValueError(f"context_length must be positive, not {context_length}")
-    inputs = [start, *ids[:-1]]
-    cuts = range(0, len(ids), context_length)
-    return [Window(inputs[i : i + context_length], ids[i : i + context_length]) for i in cuts]
+    if context_length <= len(again):
+        raise InputError(
+            f"context_length = {context_length} is too short to measure a text: with what the tokenizer puts before "
+            f"it, a window has at least {len(again) + 1} tokens"
+        )
+    windows: list[Window] = []
+    at = 0
+    while at < len(ids):
+        context = [*again, ids[at - 1]] if at else start
+        targets = ids[at : at + context_length - len(context) + 1]
+        windows.append(Window([*context, *targets[:-1]], targets))
+        at += len(targets)
+    return windows
 
 
-def _start_token(tokenizer: PreTrainedTokenizerBase) -> int:
+def _beginning(encoder: TextTokenizer) -> tuple[list[int], list[int]]:
+    """Return the tokens before a document's first window, and those before each later one.
+
+    Raises:
+        InputError: The tokenizer adds none, and has neither BOS nor EOS.
+    """
+    before, _ = encoder.ends
+    if before:
+        return before, before
+    tokenizer = encoder.tokenizer
     for token in (tokenizer.bos_token_id, tokenizer.eos_token_id):
         if isinstance(token, int):
-            return token
+            return [token], []
     raise InputError(
         f"the tokenizer {tokenizer.name_or_path!r} has neither a BOS nor an EOS token: "
         "without one, a document's first token cannot be predicted"
@@ -258,11 +292,11 @@ def _padded(
     """Return a function that computes the logits of windows, each in a row."""
 
     def computed() -> ScoredBatch:
-        inputs, mask = _pad([window.inputs for window in batch], device)
-        targets, _ = _pad([window.targets for window in batch], device)
+        inputs, there = _pad([window.inputs for window in batch], device)
+        targets, mask = _pad_targets([[window] for window in batch], device)
         if outputs is not None:
             return ScoredBatch(outputs(inputs), targets, mask)
-        return ScoredBatch(model(input_ids=inputs, attention_mask=mask.long(), use_cache=False).logits, targets, mask)
+        return ScoredBatch(model(input_ids=inputs, attention_mask=there.long(), use_cache=False).logits, targets, mask)
 
     return computed
 
@@ -274,8 +308,8 @@ def _packed(
 
     def computed() -> ScoredBatch:
         row = PackedRow(tuple(len(window.inputs) for window in batch), sum(len(window.inputs) for window in batch))
-        inputs, mask = _pad([[token for window in batch for token in window.inputs]], device)
-        targets, _ = _pad([[token for window in batch for token in window.targets]], device)
+        inputs, _ = _pad([[token for window in batch for token in window.inputs]], device)
+        targets, mask = _pad_targets([batch], device)
         return ScoredBatch(outputs(inputs, row), targets, mask)
 
     return computed
@@ -289,6 +323,13 @@ def _pad(rows: list[list[int]], device: torch.device) -> tuple[Int[Tensor, "B T"
         padded[i, : len(row)] = torch.tensor(row)
     mask = torch.arange(padded.shape[1]) < lengths[:, None]
     return padded.to(device), mask.to(device)
+
+
+def _pad_targets(rows: list[list[Window]], device: torch.device) -> tuple[Int[Tensor, "B T"], Bool[Tensor, "B T"]]:
+    """Return the targets of rows of windows, each where its input is, and the mask of the positions that have one."""
+    targets, _ = _pad([[token for window in row for token in window.skipped + window.targets] for row in rows], device)
+    mask, _ = _pad([[flag for w in row for flag in w.skipped + [1] * len(w.targets)] for row in rows], device)
+    return targets, mask.bool()
 
 
 def sum_nll_and_hits(

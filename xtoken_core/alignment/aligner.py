@@ -66,9 +66,9 @@ class TokenAligner:
         differ = self._pipelines[0].normalizer != self._pipelines[1].normalizer
         # A side that was truncated may end where the other tokenizer has added or replaced text.
         self._doubts_edits = differ and any(pipeline.rewrites for pipeline in self._pipelines)
-        # Another character may have become the space before which a tokenizer sees no need to add one.
+        # Another character may have become the space by which the other side is seen to have added none.
         self._doubts_spaces = differ and any(
-            table.prefix == "missing" and other.normalizer.makes_spaces
+            table.prefix != "none" and other.normalizer.makes_spaces
             for table, other in zip(tables, self._pipelines[::-1], strict=True)
         )
         self._sides = build_token_arrays(

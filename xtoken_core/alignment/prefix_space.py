@@ -16,8 +16,9 @@ def find_dummy_prefixes(
 
     Those are the first text token of a row and of every separately tokenized stretch (one after absent tokens)
     and, for some tokenizers, those after a special. A tokenizer that adds a space only where it is missing, or whose
-    row begins behind a gap, has added none to a row that begins with a space on the other side too; where both add one
-    only if it is missing, it counts as the text's, since both sides spell it.
+    row begins behind a gap or with a single space, has added none to a row that begins with a space on the other side
+    too: the row continues a text. Where both add one only if it is missing, it counts as the text's, since both sides
+    spell it.
 
     Args:
         sides: Both sides' arrays.
@@ -45,9 +46,11 @@ def find_dummy_prefixes(
             spaced &= spaces[rows.of(1 - side)] == 0
         elif prefix == "missing":
             spaced &= ~_begins_with_space(sides, ids, rows, first, spaces, 1 - side)
-        elif np.count_nonzero(gaps):
-            unsure = (own > rows.first[mine]) & (ids.take(own - 1, mode="wrap") == absent[side])
-            spaced &= ~(unsure & _begins_with_space(sides, ids, rows, first, spaces, 1 - side))
+        else:
+            continues = _has_one_space(sides, ids, rows, first, spaces, side)
+            if np.count_nonzero(gaps):
+                continues |= (own > rows.first[mine]) & (ids.take(own - 1, mode="wrap") == absent[side])
+            spaced &= ~(continues & _begins_with_space(sides, ids, rows, first, spaces, 1 - side))
         dummy_prefixed.append(own[spaced])
         breaks = sides.kinds.take(quiet[part]) != TEXT if sides.tables[side].prefix_after_special else gaps
         if np.count_nonzero(breaks):
@@ -97,3 +100,15 @@ def _begins_with_space(
     alone = sides.lengths.take(ids.take(first[mine])) == 1
     begins: np.ndarray = (spaces[mine] > 1) | (alone & (sides.leading_spaces.take(after) > 0))
     return begins
+
+
+def _has_one_space(
+    sides: TokenArrays, ids: np.ndarray, rows: FlatLayout, first: np.ndarray, spaces: np.ndarray, side: int
+) -> np.ndarray:
+    """Return `[B]` bool: the row begins with a single space, and text follows it."""
+    mine = rows.of(side)
+    after = ids.take(np.minimum(first[mine] + 1, rows.last[mine]))
+    alone = sides.lengths.take(ids.take(first[mine])) == 1
+    follows = (sides.leading_spaces.take(after) == 0) & (sides.kinds.take(after) == TEXT)
+    one: np.ndarray = (spaces[mine] == 1) & (~alone | follows)
+    return one

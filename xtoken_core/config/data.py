@@ -48,8 +48,9 @@ class DataSpec(ConfigModel):
     append_eos: bool = True
     """Append the end-of-text token to every document that was not truncated, on both sides."""
     long: Literal["cut", "split"] = "cut"
-    """A document longer than the contexts: cut it there, or divide it at line or word ends into several records. Their
-    size in bytes follows from the bytes per token of a sample; one that is still too long is cut."""
+    """A document longer than the contexts: cut it there, or divide it at line or word ends into several records, each
+    of which begins as a text does (BOS). Their size in bytes follows from the bytes per token of a sample; one that is
+    still too long is cut."""
     train_on: Literal["completions", "all"] = "completions"
     """Of records with `prompt` and `completion`, or with `messages`: learn the completion, or the assistant's messages;
     or `all`, prompts and every role's messages too. Plain text is learnt whole in either case."""

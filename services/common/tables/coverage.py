@@ -36,7 +36,9 @@ def coverage_of_text(file: Path, teacher: Path, text: str, *, mass: bool) -> dic
         with torch.inference_mode():
             spec = ModelSpec(model=teacher, context_length=WINDOW)
             model = load_model(spec, "teacher", torch.device("cpu")).eval()  # type: ignore[no-untyped-call]
-            windows = ids[: WINDOW * MOST_WINDOWS].split(WINDOW)  # type: ignore[no-untyped-call]
-            logits = (model(input_ids=window[None], use_cache=False).logits[0] for window in windows)
+            before = ids.new_tensor(TextTokenizer(tokenizer, "teacher").ends[0])
+            windows = ids[: WINDOW * MOST_WINDOWS].split(WINDOW - len(before))  # type: ignore[no-untyped-call]
+            rows = (torch.cat([before, window])[None] for window in windows)
+            logits = (model(input_ids=row, use_cache=False).logits[0] for row in rows)
             result["unreachable_mass"] = unreachable_mass(named, logits)
     return result

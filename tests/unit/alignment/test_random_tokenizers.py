@@ -77,6 +77,8 @@ def test_marked_chunks_are_right(with_text):
         pytest.param(607, False, id="added text on both sides, truncated"),
         pytest.param(353, False, id="a mark that is dropped, truncated"),
         pytest.param(852, False, id="another character becomes a space"),
+        pytest.param(260, False, id="another character becomes the space of a continued text"),
+        pytest.param(865, True, id="an added space that the row ends with"),
         pytest.param(142, True, id="an added space before dropped text"),
         pytest.param(104, True, id="an added space alone"),
     ],

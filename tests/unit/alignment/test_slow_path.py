@@ -106,6 +106,16 @@ def test_a_text_that_begins_with_a_space_needs_no_other():
     assert find_dummy_prefixes(sides, ids, rows, none).tolist() == [0, 2]
 
 
+def test_a_row_that_continues_a_text_has_no_space_of_its_tokenizer():
+    pieces = [b" a", b"b", b"  a"]
+    tables = [replace(table_of(pieces), prefix=prefix) for prefix in ("always", "none")]
+    sides = build_token_arrays(*tables, pieces, pieces)
+    rows = FlatLayout(1, (2, 2))
+    for student, teacher, found in (([0, 1], [0, 1], []), ([2, 1], [0, 1], [0]), ([0, 1], [1, 1], [0])):
+        ids = np.array([*student, *(np.array(teacher) + sides.offset)])
+        assert find_dummy_prefixes(sides, ids, rows, np.zeros(0, dtype=np.int64)).tolist() == found
+
+
 def test_a_row_that_ends_inside_of_a_word_is_placed_by_the_model():
     tokenizer = v.wordpiece()
     table = token_table(tokenizer)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -25,6 +25,18 @@ def byte_tokenizer(**special: str) -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+
+
+def adding_tokenizer(*tokens: str) -> PreTrainedTokenizerFast:
+    """One token per UTF-8 byte; these tokens are put before every text, as Gemma's does with its BOS."""
+    tokenizer = byte_tokenizer(bos_token=tokens[-1], eos_token="</s>", pad_token="<pad>")
+    tokenizer.add_tokens(list(tokens), special_tokens=True)
+    ids = tokenizer.convert_tokens_to_ids(list(tokens))
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{' '.join(tokens)} $A", special_tokens=list(zip(tokens, ids, strict=True))
+    )
+    assert tokenizer("a")["input_ids"][:-1] == ids
+    return tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -46,13 +58,24 @@ def llama(head: int) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def brute_force(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, text: str, context: int) -> float:
-    """Predict one token at a time, each from the tokens before it in its own window."""
+def brute_force(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, text: str, context: int, added: int = 0
+) -> float:
+    """Predict one token at a time, each from the tokens before it in its own window.
+
+    Every window begins with the `added` tokens that the tokenizer puts before a text.
+    """
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    before = [tokenizer.bos_token_id, *ids]
+    special = tokenizer("a")["input_ids"][:added]
+    before = [*(special[-1:] or [tokenizer.bos_token_id]), *ids]
     total = 0.0
+    begin = 0
     for i, token in enumerate(ids):
-        window = before[i - i % context : i + 1]
+        lead = special[: added if begin else added - 1] if added else []
+        if len(lead) + i - begin == context:
+            begin, lead = i, special
+        window = [*lead, *before[begin : i + 1]]
+        assert len(window) <= context
         with torch.no_grad():
             logits = model(input_ids=torch.tensor([window])).logits[0, -1, : len(tokenizer)]
         total -= torch.log_softmax(logits.double(), dim=-1)[token].item()
@@ -71,6 +94,24 @@ def test_every_token_counts_once(tokenizer: PreTrainedTokenizerFast, head: int, 
     assert result.nll_nats == pytest.approx(expected, rel=1e-5)
     assert result.bits_per_byte == pytest.approx(expected / math.log(2) / size, rel=1e-5)
     assert (result.bytes, result.tokens, result.documents) == (size, size, 4)
+
+
+@pytest.mark.parametrize("added", [1, 2])
+@pytest.mark.parametrize("context", [3, 7, 500])
+def test_every_window_begins_with_what_the_tokenizer_puts_before_a_text(added: int, context: int) -> None:
+    tokenizer, model = adding_tokenizer(*["<mask>", "<bos>"][-added:]), llama(300).eval()
+    result = evaluate(model, tokenizer, TEXTS, context_length=context, batch_tokens=64, device="cpu", max_bytes=10**6)
+    expected = sum(brute_force(model, tokenizer, text, context, added) for text in TEXTS)
+    assert result.nll_nats == pytest.approx(expected, rel=1e-5)
+    assert result.tokens == result.bytes == sum(len(text.encode()) for text in TEXTS)
+
+
+def test_a_context_that_only_what_is_put_before_a_text_fills_is_refused_in_one_line() -> None:
+    settings = {"batch_tokens": 8, "device": "cpu", "max_bytes": 99}
+    with pytest.raises(InputError, match=r"context_length = 1 is too short .* at least 2 tokens") as refused:
+        evaluate(Uniform(300), adding_tokenizer("<bos>"), ["ab"], context_length=1, **settings)
+    assert "\n" not in str(refused.value)
+    assert evaluate(Uniform(300), adding_tokenizer("<bos>"), ["ab"], context_length=2, **settings).tokens == 2
 
 
 def test_batches_change_nothing_but_rounding_and_repetition_nothing_at_all(
@@ -153,10 +194,23 @@ def test_what_cannot_be_evaluated_is_refused(tokenizer: PreTrainedTokenizerFast)
 @settings(deadline=None, max_examples=100)
 @given(ids=st.lists(st.integers(0, 99), max_size=40), context=st.integers(1, 45))
 def test_windows_predict_each_token_from_the_one_before(ids: list[int], context: int) -> None:
-    windows = cut_windows(ids, start=-1, context_length=context)
+    windows = cut_windows(ids, start=[-1], again=[], context_length=context)
     assert [t for w in windows for t in w.targets] == ids
     assert [i for w in windows for i in w.inputs] == [-1, *ids][: len(ids)]
     assert all(len(w.inputs) == len(w.targets) <= context for w in windows)
+
+
+@settings(deadline=None, max_examples=100)
+@given(ids=st.lists(st.integers(0, 99), max_size=40), added=st.integers(1, 2), room=st.integers(1, 45))
+def test_windows_repeat_what_begins_a_text(ids: list[int], added: int, room: int) -> None:
+    special, context = list(range(-added, 0)), added + room
+    windows = cut_windows(ids, start=special, again=special, context_length=context)
+    assert [t for w in windows for t in w.targets] == ids
+    before: list[int] = []
+    for number, window in enumerate(windows):
+        assert window.inputs == [*special, *before, *window.targets[:-1]]
+        assert len(window.inputs) == context or (number == len(windows) - 1 and len(window.inputs) < context)
+        before = window.targets[-1:]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from services.common.text.piece_bytes import piece_bytes
 from tests.support import vocabularies as v
-from tests.support.alignments import aligner_of
+from tests.support.alignments import aligner_of, spelled
 from tests.support.columns import rows_of
 from xtoken_core.collate import CrossTokenizerCollator
 from xtoken_core.dataset import BadRecord, DataIndex, JoinedIndex, PieceIndex, Record
@@ -108,9 +108,14 @@ def test_pieces_of_several_texts_are_numbered_as_one(tmp_path: Path) -> None:
     assert joined.location(numbers[2]).startswith(f"{tmp_path / 'two' / 'data.jsonl'}:2, bytes 0 to ")
 
 
-@pytest.mark.parametrize("student", [v.sentencepiece_bpe("legacy"), v.byte_level(bos=True)], ids=["spaces", "bytes"])
-def test_only_the_ends_of_a_document_are_closed_and_pieces_align(tmp_path: Path, student: Any) -> None:
+@pytest.mark.parametrize(
+    ("student", "adds_bos"),
+    [(v.sentencepiece_bpe("legacy"), True), (v.byte_level(bos=True), True), (v.byte_level(), False)],
+    ids=["spaces", "bytes", "no-bos"],
+)
+def test_every_piece_begins_as_a_text_and_the_last_one_ends_as_one(student: Any, adds_bos: bool) -> None:
     teacher = v.byte_level(bos=True)
+    table = TextTokenizer(student, "student").table
     collator = CrossTokenizerCollator(
         student_tokenizer=student, teacher_tokenizer=teacher, aligner=aligner_of(student, teacher),
         ctx_length_student=400, ctx_length_teacher=400,
@@ -124,10 +129,14 @@ def test_only_the_ends_of_a_document_are_closed_and_pieces_align(tmp_path: Path,
         values = [{"text": part, PIECE: Piece(n == 0, n == ends[-1])} for n, part in zip(ends, parts, strict=True)]
         rows = rows_of(collator.rows(values).columns)
         for number, row in enumerate(rows):
-            first, last = number == 0, number == len(rows) - 1
+            last = number == len(rows) - 1
             for ids, tokenizer in ((row["input_ids"], student), (row["teacher_0_input_ids"], teacher)):
-                assert (int(ids[0]) == tokenizer.bos_token_id) == first
+                assert (int(ids[0]) == tokenizer.bos_token_id) == (adds_bos or tokenizer is teacher)
                 assert (int(ids[-1]) == tokenizer.eos_token_id) == last
+            dummy = b" " if number == 0 and table.prefix != "none" else b""
+            assert (
+                spelled(table, row["input_ids"][int(adds_bos) : -1 if last else None]) == dummy + parts[number].encode()
+            )
             assert row["alignment_0_pair_is_correct"].all()
             assert not row["truncated"]
 
