@@ -35,10 +35,10 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from services.supervisor.launchers.local import LOOPBACK, free_port
-from services.trainer.checkpoint_files import build_index, read_index, read_tensors, write_index, write_rank_file
-from services.trainer.staging import local_part
 from xtoken_core.atomic import sync_tree
+from xtoken_services.supervisor.launchers.local import LOOPBACK, free_port
+from xtoken_services.trainer.checkpoint_files import build_index, read_index, read_tensors, write_index, write_rank_file
+from xtoken_services.trainer.staging import local_part
 
 RESULTS = Path(__file__).parent / "results" / "checkpoint.json"
 WIDTH = 1024

@@ -102,9 +102,9 @@ def measured(arguments: argparse.Namespace) -> dict[str, Any]:
     import torch
     from safetensors.torch import save_file
 
-    from services.teacher.prepare import devices_of, prepared_model
-    from services.teacher.shards import send_tokens, started_shards
     from xtoken_core.packing import PackedRow
+    from xtoken_services.teacher.prepare import devices_of, prepared_model
+    from xtoken_services.teacher.shards import send_tokens, started_shards
 
     run = run_of(arguments)
     devices = devices_of(run.spec, 0, 0)

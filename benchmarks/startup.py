@@ -41,11 +41,11 @@ MUST_S = 8.0
 
 def command(tree: Path, *arguments: str) -> subprocess.Popen[bytes]:
     """Start an `xtoken` command of a tree."""
-    path = [str(tree), *filter(None, [os.environ.get("PYTHONPATH")])]
+    path = [str(tree), str(tree / "services"), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", "services.cli", *arguments], env=environment, cwd=tree,
+        [sys.executable, "-P", "-m", "xtoken_services.cli", *arguments], env=environment, cwd=tree,
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
 

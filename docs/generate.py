@@ -25,12 +25,12 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 DOCS = Path(__file__).parent
-sys.path.insert(0, str(DOCS.parent))
+sys.path[:0] = [str(DOCS.parent), str(DOCS.parent / "services")]
 
-from services.cli.app import app  # noqa: E402 - found by the line above
-from services.control.app import create_app  # noqa: E402
-from services.control.runs import Runs  # noqa: E402
 from xtoken_core.config import RunSpec  # noqa: E402
+from xtoken_services.cli.app import app  # noqa: E402 - found by the line above
+from xtoken_services.control.app import create_app  # noqa: E402
+from xtoken_services.control.runs import Runs  # noqa: E402
 
 MAKE = "python docs/generate.py"
 INDEX_MARKS = "<!-- index: written by docs/generate.py -->", "<!-- end of index -->"
@@ -55,7 +55,7 @@ With `--json` every command that has a result prints it as JSON: one document, o
 `xtoken --install-completion` installs completion for your shell (bash, zsh, fish, PowerShell): commands, options, and
 the run ids of the control plane.
 
-<!-- Written by `{make}` from services/cli: change that, not this. -->
+<!-- Written by `{make}` from services/xtoken_services/cli: change that, not this. -->
 
 {sections}
 
@@ -77,7 +77,7 @@ REST = """# REST interface
 Requests of `xtoken control`, generated from its OpenAPI description (`/openapi.json`, browsable at `/docs`).
 Authentication is described in [operations](operations.md#access-control). Times are ISO 8601 with a zone, sizes bytes.
 
-<!-- Written by `{make}` from the control plane's OpenAPI: change services/control, not this. -->
+<!-- Written by `{make}` from the control plane's OpenAPI: change services/xtoken_services/control, not this. -->
 
 {requests}
 ## Errors

@@ -138,14 +138,15 @@ def _start(state: Path, job: Job, device: int | None) -> subprocess.Popen[bytes]
     threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS"), "1")
     environment = {**os.environ, **threads, "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
     # The losses of the field are imported by a run's processes, and this package is not installed.
-    environment["PYTHONPATH"] = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    paths = [str(_ROOT), str(_ROOT / "services"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment["PYTHONPATH"] = os.pathsep.join(paths)
     if device is not None:
         environment["CUDA_VISIBLE_DEVICES"] = str(device)
     if job.low_priority:
         environment[_MPS_PRIORITY] = "1"  # below normal; without MPS nobody reads it
     with file.with_suffix(".log").open("ab") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", "services.cli", "run", str(file), *job.options],
+            [sys.executable, "-m", "xtoken_services.cli", "run", str(file), *job.options],
             stdout=log,
             stderr=subprocess.STDOUT,
             env=environment,

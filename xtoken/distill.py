@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from services.common.run.defaults import fill_run_defaults, load_run
-from services.supervisor.local_run import run_locally
-from services.supervisor.run_kinds import run_kind
-from services.supervisor.run_record import MODEL, SUMMARY, RunState
 from xtoken_core.errors import ConfigError, XtokenError
+from xtoken_services.common.run.defaults import fill_run_defaults, load_run
+from xtoken_services.supervisor.local_run import run_locally
+from xtoken_services.supervisor.run_kinds import run_kind
+from xtoken_services.supervisor.run_record import MODEL, SUMMARY, RunState
 
 Callback = Callable[[dict[str, Any]], None]
 

@@ -94,8 +94,8 @@ def evaluate(
         on_fraction: Called after every batch with the fraction of the tokens that has been scored.
 
     Raises:
-        InputError: There is no text, the tokenizer has nothing to begin it with or no token for a character, the context
-            is too short for that, or the head has fewer rows than the tokenizer has ids.
+        InputError: There is no text, the tokenizer has nothing to begin it with or no token for a character, the
+            context is too short for that, or the head has fewer rows than the tokenizer has ids.
     """
     read = _up_to(documents, max_bytes)
     windows, sizes = _windows(tokenizer, read, context_length=context_length, progress=progress)

@@ -34,11 +34,15 @@ class Plane:
         self.log = directory / "control.log"
         pinned = ["taskset", "-c", str(core)] if core is not None else []
         command = [
-            *pinned, sys.executable, "-m", "services.cli", "control", "--port", "0", "--runs-dir", str(self.runs),
-            "--root", str(directory), "--on-exit", "stop",
+            *pinned, sys.executable, "-m", "xtoken_services.cli", "control", "--port", "0",
+            "--runs-dir", str(self.runs), "--root", str(directory), "--on-exit", "stop",
         ]  # fmt: skip
         packages = os.environ.get("PYTHONPATH", "")
-        env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{packages}", "OMP_NUM_THREADS": "1"}
+        env = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "services"), packages]),
+            "OMP_NUM_THREADS": "1",
+        }
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, env=env)
         wait(lambda: "serving at" in self.log.read_text())
@@ -90,8 +94,8 @@ def store_runs(directory: Path, count: int) -> None:
     """Store runs that are over in a control plane's database."""
     from sqlalchemy.orm import Session
 
-    from services.control.store import RunRow, Store, now
-    from services.supervisor.run_record import RunState
+    from xtoken_services.control.store import RunRow, Store, now
+    from xtoken_services.supervisor.run_record import RunState
 
     directory.mkdir(parents=True)
     store = Store(directory)

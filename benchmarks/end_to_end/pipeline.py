@@ -82,7 +82,7 @@ def pipeline(
         return len(timeline.rows) >= spec["train"]["max_steps"]
 
     with log.open("w", encoding="utf-8") as out:
-        command = [sys.executable, "-m", "services.cli", "run", str(file)]
+        command = [sys.executable, "-m", "xtoken_services.cli", "run", str(file)]
         code = _run(command, out, timeout_s, {**os.environ, **DUMPS, **(env or {})}, directory, follow)
     timeline.poll()
     for weights in ("checkpoints", "model"):  # ten gigabytes, and no reader

@@ -25,10 +25,10 @@ import torch
 
 from benchmarks.node_groups.ray_nodes import RayNodes
 from benchmarks.node_groups.torchrun import POLL_S, TorchrunGroups
-from services.control.runs import Runs
 from tests.support.tiny_run import TinyAssets, make_assets, steps_of, tiny_spec
 from xtoken_core.atomic import atomic_write
 from xtoken_core.config.spec import RunSpec
+from xtoken_services.control.runs import Runs
 
 RESULT = Path(__file__).parents[1] / "results" / "node_groups.json"
 NODES = 2

@@ -13,9 +13,9 @@ from typing import IO
 
 import psutil
 
-from services.common.run.resolve import resolve_run
-from services.supervisor.launchers.local import LOOPBACK, free_port
 from xtoken_core.config.spec import RunSpec
+from xtoken_services.common.run.resolve import resolve_run
+from xtoken_services.supervisor.launchers.local import LOOPBACK, free_port
 
 ROOT = Path(__file__).parents[2]
 RESTART_DELAY_S = 0.5
@@ -102,7 +102,7 @@ class TorchrunGroups:
             env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
             if spec.workers.device == "cuda":
                 env["CUDA_VISIBLE_DEVICES"] = str(node)
-            program = [sys.executable, "-m", "services.cli"]
+            program = [sys.executable, "-m", "xtoken_services.cli"]
             meeting = ["--nnodes", str(nodes), "--node-rank", str(node), "--nproc-per-node", "1"]
             meeting += ["--master-addr", LOOPBACK, "--master-port", str(port), "--max-restarts", "0"]
             commands = {
@@ -111,7 +111,7 @@ class TorchrunGroups:
                 "teacher": [*program, "teacher", "--queue", *address],
                 "trainer": [
                     sys.executable, "-m", "torch.distributed.run", *meeting,
-                    "-m", "services.cli", "trainer", "--queue", *address,
+                    "-m", "xtoken_services.cli", "trainer", "--queue", *address,
                 ],
             }  # fmt: skip
             self.groups.append(

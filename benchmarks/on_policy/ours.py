@@ -74,7 +74,7 @@ def measure(
     text = run_file(options, batch, directory / "out", steps=steps, mode=mode, graphs=graphs)
     (directory / "run.toml").write_text(text)
     with (directory / "xtoken-run.log").open("w", encoding="utf-8") as log:
-        command = [sys.executable, "-m", "services.cli", "run", str(directory / "run.toml")]
+        command = [sys.executable, "-m", "xtoken_services.cli", "run", str(directory / "run.toml")]
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
         try:
             process.wait(timeout_s)

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from services.common.generation.published_weights import Version, WeightsWriter, load_weights
-from services.common.generation.sampling import Sampler, seed_of
-from services.common.generation.vocabulary import Vocabulary
 from xtoken_core.config.rollout import RolloutSpec
+from xtoken_services.common.generation.published_weights import Version, WeightsWriter, load_weights
+from xtoken_services.common.generation.sampling import Sampler, seed_of
+from xtoken_services.common.generation.vocabulary import Vocabulary
 
 REPEATS = 5
 

@@ -63,8 +63,12 @@ def checkout(commit: str) -> Iterator[Path]:
 
 def environment(tree: Path) -> dict[str, str]:
     """Return the environment in which Python imports from a tree, and packages from where they are now."""
-    others = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and Path(path) != ROOT]
-    return os.environ | {"PYTHONPATH": os.pathsep.join([str(tree), *others])}
+    others = [
+        path
+        for path in os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        if path and not Path(path).is_relative_to(ROOT)
+    ]
+    return os.environ | {"PYTHONPATH": os.pathsep.join([str(tree), str(tree / "services"), *others])}
 
 
 class Sides:

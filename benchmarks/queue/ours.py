@@ -45,7 +45,7 @@ def server(address: Address, *extra: str) -> Iterator[psutil.Process]:
     command = [
         sys.executable,
         "-m",
-        "services.cli",
+        "xtoken_services.cli",
         "queue",
         "--bind",
         address.url,

@@ -13,8 +13,8 @@ from typing import Any
 import zmq
 
 from benchmarks.queue.workload import BATCH, BATCHES, PASSES, Phase, alone, batch, buffers_of
-from services.queue.memory import one_heap
 from xtoken_core.data_plane.allocator import CLIENT_KEEPS, set_allocator
+from xtoken_services.queue.memory import one_heap
 
 
 def serve(url: str) -> dict[str, Any]:

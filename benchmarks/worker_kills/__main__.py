@@ -22,11 +22,11 @@ import torch
 
 from benchmarks.worker_kills.forks import ForkLauncher
 from benchmarks.worker_kills.lane import VICTIMS, Lane, trained_ids
-from services.common.processes.worker import SILENCE_S, WAIT_S
-from services.supervisor.launchers.local import LocalLauncher
-from services.supervisor.run_record import RunState
 from tests.support.tiny_run import make_assets, tiny_spec
 from xtoken_core.config.spec import RunSpec
+from xtoken_services.common.processes.worker import SILENCE_S, WAIT_S
+from xtoken_services.supervisor.launchers.local import LocalLauncher
+from xtoken_services.supervisor.run_record import RunState
 
 RESULT = Path(__file__).parents[1] / "results" / "worker_kills.json"
 DEADLINE_S = SILENCE_S + WAIT_S

@@ -19,19 +19,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from services.supervisor import os_process
-from services.supervisor.launchers.base import STATUS_FILE, Handle
-from services.supervisor.launchers.local import AttachedHandle, LocalLauncher
-from services.supervisor.os_process import MARK
+from xtoken_services.supervisor import os_process
+from xtoken_services.supervisor.launchers.base import STATUS_FILE, Handle
+from xtoken_services.supervisor.launchers.local import AttachedHandle, LocalLauncher
+from xtoken_services.supervisor.os_process import MARK
 
 ROOT = Path(__file__).parents[2]
 FORKED = ("collator", "rollout", "teacher", "trainer")
 PRELOADED = (
-    "services.cli",
-    "services.collator.main",
-    "services.rollout.main",
-    "services.teacher.main",
-    "services.trainer.main",
+    "xtoken_services.cli",
+    "xtoken_services.collator.main",
+    "xtoken_services.rollout.main",
+    "xtoken_services.teacher.main",
+    "xtoken_services.trainer.main",
     "transformers.models.llama.modeling_llama",
 )
 PR_SET_PDEATHSIG = 1
@@ -52,7 +52,7 @@ class ForkLauncher(LocalLauncher):
 
     def start(self, command: Sequence[str], env: Mapping[str, str], log: Path, **place: Any) -> Handle:
         """Start a process by forking, like `LocalLauncher.start`."""
-        arguments = list(command[4:])  # python -P -m services.cli ...
+        arguments = list(command[4:])  # python -P -m xtoken_services.cli ...
         if arguments[0] not in FORKED:
             return super().start(command, env, log, **place)
         order = {"arguments": arguments, "env": dict(env), "log": str(log)}
@@ -93,7 +93,7 @@ def serve() -> None:
 
 
 def _become(arguments: list[str], env: dict[str, str], log: str) -> None:
-    """Become a worker as `python -m services.cli ARGUMENTS` would be; does not return."""
+    """Become a worker as `python -m xtoken_services.cli ARGUMENTS` would be; does not return."""
     status = 1
     try:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -105,7 +105,7 @@ def _become(arguments: list[str], env: dict[str, str], log: str) -> None:
         os.environ.clear()
         os.environ.update(env)
         sys.argv = ["xtoken", *arguments]
-        importlib.import_module("services.cli").main()
+        importlib.import_module("xtoken_services.cli").main()
     except SystemExit as left:
         status = left.code if isinstance(left.code, int) else 1
     finally:

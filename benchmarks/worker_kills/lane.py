@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from services.common.run.resolve import resolve_run
-from services.supervisor.launchers.base import Launcher
-from services.supervisor.process_spec import build_process_specs
-from services.supervisor.run_record import RunResult
-from services.supervisor.supervisor import Limits, Supervisor
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.data_plane.address import Address
+from xtoken_services.common.run.resolve import resolve_run
+from xtoken_services.supervisor.launchers.base import Launcher
+from xtoken_services.supervisor.process_spec import build_process_specs
+from xtoken_services.supervisor.run_record import RunResult
+from xtoken_services.supervisor.supervisor import Limits, Supervisor
 
 Victim = Literal["teacher-0-0", "trainer-0"]
 VICTIMS: tuple[Victim, ...] = ("teacher-0-0", "trainer-0")

@@ -24,8 +24,8 @@ import torch
 from benchmarks.worker_kills.__main__ import DEADLINE_S, LIMIT, memory_at_rest, used
 from benchmarks.worker_kills.forks import ForkLauncher
 from benchmarks.worker_kills.lane import VICTIMS, Lane
-from services.supervisor.run_record import RunState
 from xtoken_core.config.spec import RunSpec
+from xtoken_services.supervisor.run_record import RunState
 
 RESULT = Path(__file__).parents[1] / "results" / "resume.json"
 RUNS = ("undisturbed", "undisturbed again", "killed")

@@ -63,8 +63,8 @@ def scratch(state: Path, scale: Scale, *, side_by_side: int, only: tuple[str, ..
 
 def project(state: Path) -> None:
     """Build the projection from the student's vocabulary to that of the teacher that splits numbers."""
-    from services.common.tokenizers.loading import load_tokenizer
     from xtoken_core.projection import build_projection, write_projection
+    from xtoken_services.common.tokenizers.loading import load_tokenizer
 
     file = state / "projection.safetensors"
     if not file.is_file() and (state / CROSS).is_dir() and (state / "student-0").is_dir():

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from experiments.digits.settings import Scale
-from services.demo.corpus import is_held_out, library_files
+from xtoken_services.demo.corpus import is_held_out, library_files
 
 HELD_OUT_ONE_IN = 16
 SHOWN = 3

@@ -11,13 +11,13 @@ import torch
 from experiments.digits.settings import Scale
 from experiments.digits.text import Texts, read_texts
 from experiments.on_policy.methods import METHODS, PROMPT_CHARACTERS, file_of
-from services.common.generation.sampling import seed_of
-from services.common.run.resolve import resolve_run
-from services.common.tokenizers.loading import tokenizer_of
-from services.rollout.main import make_sampler
-from services.rollout.prompts import prompt_of
 from xtoken_core.config.spec import load_run_spec
 from xtoken_core.tokenizing import TextTokenizer
+from xtoken_services.common.generation.sampling import seed_of
+from xtoken_services.common.run.resolve import resolve_run
+from xtoken_services.common.tokenizers.loading import tokenizer_of
+from xtoken_services.rollout.main import make_sampler
+from xtoken_services.rollout.prompts import prompt_of
 
 SAMPLED = 96
 """Documents that are measured."""

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from experiments.real.sources import MODELS, PackagedModel
-from services.common.models.gguf import check_merges
+from xtoken_services.common.models.gguf import check_merges
 
 
 class MissingSourceError(RuntimeError):

@@ -121,16 +121,16 @@ class _Step:
     """
 
     def __init__(self, state: Path, name: str, device: str, documents: int) -> None:
-        from services.common.models.loading import pick_device
-        from services.common.run.defaults import load_run
-        from services.common.run.resolve import resolve_run
-        from services.common.text.training_text import open_index
-        from services.common.tokenizers.loading import tokenizer_of
-        from services.trainer.eval_loss import EvalLoss, on_device
-        from services.trainer.main import make_loss
-        from services.trainer.student import load_student
-        from services.trainer.timing import DeviceTimer
         from xtoken_core import schema
+        from xtoken_services.common.models.loading import pick_device
+        from xtoken_services.common.run.defaults import load_run
+        from xtoken_services.common.run.resolve import resolve_run
+        from xtoken_services.common.text.training_text import open_index
+        from xtoken_services.common.tokenizers.loading import tokenizer_of
+        from xtoken_services.trainer.eval_loss import EvalLoss, on_device
+        from xtoken_services.trainer.main import make_loss
+        from xtoken_services.trainer.student import load_student
+        from xtoken_services.trainer.timing import DeviceTimer
 
         file = _run_file(state, name, device, documents)
         spec, _ = load_run(file)

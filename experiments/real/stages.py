@@ -262,10 +262,10 @@ def _run_record(directory: Path) -> dict[str, Any]:
 
 def _build_projection(state: Path, condition: Condition) -> None:
     """Build the projection of a pair, unless the file is there in this version."""
-    from services.common.tokenizers.loading import load_tokenizer
     from xtoken_core.projection import build_projection, write_projection
     from xtoken_core.projection.fingerprint import tokenizer_fingerprint
     from xtoken_core.projection.pair_cache import outdated
+    from xtoken_services.common.tokenizers.loading import load_tokenizer
 
     file = state / projection_file(condition)
     student, teacher = (state / "models" / name for name in (condition.student, condition.teacher))
@@ -277,9 +277,9 @@ def _build_projection(state: Path, condition: Condition) -> None:
 
 def _build_tables(state: Path, condition: Condition) -> None:
     """Build the chain tables where runs read them: runs that start together would each build them."""
-    from services.common.tables.build_pair_file import build_pair_file
     from xtoken_core.projection.fingerprint import tokenizer_fingerprint
     from xtoken_core.projection.pair_cache import PairCache
+    from xtoken_services.common.tables.build_pair_file import build_pair_file
 
     student, teacher = (state / "models" / name for name in (condition.student, condition.teacher))
     prints = tokenizer_fingerprint(student), tokenizer_fingerprint(teacher)

@@ -93,7 +93,7 @@ def prepare(state: Path, methods: list[str]) -> None:
     condition = CONDITIONS[CONDITION]
     write_sample(state / "texts", Cell(CONDITION, "chain", "even", RATE, 0))
     sides = {side: str(state / "models" / getattr(condition, side)) for side in ("student", "teacher")}
-    command = [sys.executable, "-m", "services.cli", "chain", "inspect", "x", "--json"]
+    command = [sys.executable, "-m", "xtoken_services.cli", "chain", "inspect", "x", "--json"]
     for side, directory in sides.items():
         command += [f"--{side}", directory]
     subprocess.run(command, capture_output=True, check=True)
@@ -195,7 +195,7 @@ def build(file: Path, store: Path, until: float) -> bool:
     began = time.monotonic()
     if until - began < LEAST_S:
         return False
-    command = [sys.executable, "-m", "services.cli", "store", "build", str(file), "--out", str(store), "--json"]
+    command = [sys.executable, "-m", "xtoken_services.cli", "store", "build", str(file), "--out", str(store), "--json"]
     with GpuMemory() as memory:
         try:
             made = subprocess.run(command, capture_output=True, text=True, timeout=until - began, check=False)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from services.teacher.model import CHUNK_TOKENS, TeacherModel
 from xtoken_core.transports.ring import TOPK_SCALARS, TopKSettings
+from xtoken_services.teacher.model import CHUNK_TOKENS, TeacherModel
 
 SORTED_K = 64
 """Tokens that the comparison with a sort of whole rows selects."""

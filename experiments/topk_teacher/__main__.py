@@ -24,18 +24,18 @@ import torch
 from torch import Tensor
 
 from experiments.digits.stages import machine
-from services.common.models.loading import load_model
-from services.common.run.resolve import resolve_run
-from services.common.text.training_text import open_index
-from services.common.tokenizers.loading import load_tokenizer
-from services.trainer.eval_loss import EvalLoss, on_device
-from services.trainer.main import make_loss
 from xtoken_core import schema
 from xtoken_core.atomic import atomic_write
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.losses.masks import predicted_ids
 from xtoken_core.topk_logits import largest_logits
 from xtoken_core.transports.ring import TopKSettings
+from xtoken_services.common.models.loading import load_model
+from xtoken_services.common.run.resolve import resolve_run
+from xtoken_services.common.text.training_text import open_index
+from xtoken_services.common.tokenizers.loading import load_tokenizer
+from xtoken_services.trainer.eval_loss import EvalLoss, on_device
+from xtoken_services.trainer.main import make_loss
 
 RESULT = Path(__file__).with_name("results") / "topk_teacher.json"
 SIZES = (16, 64, 256)

@@ -41,7 +41,7 @@ def loader(name: str, models: Path | None) -> Callable[[], Any] | None:
         directory = None if models is None else models / FOLDERS[name]
         if directory is None or not (directory / "tokenizer.json").exists():
             return None
-        from services.common.tokenizers.loading import load_tokenizer
+        from xtoken_services.common.tokenizers.loading import load_tokenizer
 
         return lambda: load_tokenizer(directory, name)
     try:

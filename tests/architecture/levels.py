@@ -2,7 +2,7 @@
 
 Imports under `if TYPE_CHECKING:` are left out, as they never run; imports inside functions count.
 
-    python -m tests.architecture.levels services.control [--rooms]
+    python -m tests.architecture.levels xtoken_services.control [--rooms]
 
 prints the longest chain.
 """

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.architecture.conftest import ROOT
-from tests.architecture.test_source import HOUSE, name_of, source_files, tree_of
+from tests.architecture.test_source import HOUSE, PACKAGES, name_of, source_files, tree_of
 from xtoken_core.ops import op_names
 
 PLACE = re.compile(r"[\w.]+:(\w+)")
@@ -73,7 +73,7 @@ def imported(path: Path) -> dict[str, str]:
     return {
         alias.asname or alias.name: node.module
         for node in ast.walk(tree_of(path))
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] in HOUSE
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] in PACKAGES
         for alias in node.names
     }
 

@@ -7,20 +7,18 @@ import re
 import subprocess
 import sys
 import tomllib
-from fnmatch import fnmatch
-from importlib.metadata import distribution
 from pathlib import Path
 
 import httpx
 import pytest
 
-from services.common.text.training_text import open_index
 from tests.architecture.conftest import ROOT, run_code, run_without, started_without
 from xtoken_core.config.resolved import ResolvedModel, ResolvedRun
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.data_plane.address import Address
 from xtoken_core.data_plane.task_client import TaskClient
 from xtoken_core.data_plane.zmq_transport import ZmqTransport
+from xtoken_services.common.text.training_text import open_index
 
 HEAVY = ["torch", "numpy", "zmq", "transformers", "tensordict", "triton", "pyarrow", "tokenizers", "fastapi"]
 MODELS = ["torch", "transformers", "tensordict", "triton"]
@@ -53,13 +51,13 @@ def test_the_rules_of_the_queue_stand_on_no_sockets_and_no_tensors(part: str) ->
     assert not loaded_by(f"xtoken_core.{part}") & {"torch", "numpy", "zmq", "transformers", "tensordict"}
 
 
-@pytest.mark.parametrize("package", ["services.queue", "services.supervisor", "services.control"])
+@pytest.mark.parametrize("package", ["xtoken_services.queue", "xtoken_services.supervisor", "xtoken_services.control"])
 def test_a_process_without_models_has_no_torch_in_any_of_its_modules(package: str) -> None:
     assert not loaded_by(package) & set(MODELS)
 
 
 def test_the_supervisor_needs_no_web_server_and_no_database() -> None:
-    loaded = {name.partition(".")[0] for name in loaded_by("services.supervisor")}
+    loaded = {name.partition(".")[0] for name in loaded_by("xtoken_services.supervisor")}
     assert not loaded & {"fastapi", "uvicorn", "starlette", "sqlalchemy", "alembic", "httpx"}
 
 
@@ -75,7 +73,7 @@ import sys
 from tests.architecture.without import Blocked
 sys.meta_path.insert(0, Blocked(set(sys.argv[1].split(","))))
 import typer
-from services.cli.app import app
+from xtoken_services.cli.app import app
 
 def show(command, path):
     print("::", *path)
@@ -94,7 +92,7 @@ def test_the_help_of_every_command_needs_nothing_heavy() -> None:
 
 
 def test_the_command_line_itself_starts_without_anything_heavy() -> None:
-    done = run_without(HEAVY, "services.cli", "--help")
+    done = run_without(HEAVY, "xtoken_services.cli", "--help")
     assert done.returncode == 0, done.stderr
     assert "Usage: xtoken" in done.stdout
 
@@ -102,7 +100,7 @@ def test_the_command_line_itself_starts_without_anything_heavy() -> None:
 def test_a_mistake_in_a_run_file_is_told_before_anything_heavy_is_imported(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text('output = "out"\n[student]\nmodel = "m"\ncontext_length = 1\n', encoding="utf-8")
-    done = run_without(HEAVY, "services.cli", "run", str(file))
+    done = run_without(HEAVY, "xtoken_services.cli", "run", str(file))
     assert done.returncode == 2
     assert "student.context_length: input should be greater than or equal to 2" in done.stderr
     assert "Traceback" not in done.stderr
@@ -140,7 +138,7 @@ def test_the_queue_serves_a_run_without_torch(tmp_path: Path) -> None:
     private = tmp_path / "q"
     private.mkdir(mode=0o700)
     address = f"ipc://{private}/s"
-    with started_without(MODELS, "services.cli", "queue", "--bind", address, "--run", str(file)):
+    with started_without(MODELS, "xtoken_services.cli", "queue", "--bind", address, "--run", str(file)):
         client = TaskClient(ZmqTransport(Address.parse(address), patience_s=60))
         try:
             assert client.hello("collator-0", "collator", incarnation=1, silence_s=30, needs_run=True, wait_s=5)
@@ -152,7 +150,7 @@ def test_the_queue_serves_a_run_without_torch(tmp_path: Path) -> None:
 
 def test_the_control_plane_serves_without_torch(tmp_path: Path) -> None:
     arguments = ("control", "--port", "0", "--runs-dir", str(tmp_path / "runs"))
-    with started_without(MODELS, "services.cli", *arguments) as process:
+    with started_without(MODELS, "xtoken_services.cli", *arguments) as process:
         assert process.stdout is not None
         lines = iter(process.stdout.readline, "")
         said = next((line for line in lines if "serving at" in line), None)
@@ -163,23 +161,19 @@ def test_the_control_plane_serves_without_torch(tmp_path: Path) -> None:
         assert httpx.get(f"{url[0]}/v1/runs", timeout=30).json() == {"runs": [], "next": None}
 
 
-def test_no_package_called_proto_comes_with_the_distribution(tmp_path: Path) -> None:
-    """The name belongs to proto-plus, which other packages of an environment install."""
-    code = (
-        "import importlib.util; spec = importlib.util.find_spec('proto'); "
-        "print([] if spec is None else [spec.origin, *(spec.submodule_search_locations or [])])"
-    )
+def test_the_name_proto_is_left_to_other_packages(tmp_path: Path) -> None:
+    """It belongs to proto-plus, which other packages of an environment install: the tree's folder never wins."""
+    (tmp_path / "proto").mkdir()
+    (tmp_path / "proto" / "__init__.py").touch()
+    code = f"import sys; sys.path.append({str(tmp_path)!r}); import xtoken_services, proto; print(proto.__file__)"
     isolated = [sys.executable, "-I", "-c", code]
     done = subprocess.run(isolated, capture_output=True, text=True, check=True, cwd=tmp_path)
-    assert str(ROOT) not in done.stdout
+    assert done.stdout.strip() == str(tmp_path / "proto" / "__init__.py")
     assert not list((ROOT / "proto").rglob("__init__.py"))
 
 
 def test_the_distribution_installs_the_library_and_the_services_only() -> None:
-    expected = {"services", "xtoken", "xtoken_core"}
-    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["setuptools"]["packages"]["find"]
-    packages = {file.parent.name for file in ROOT.glob("*/__init__.py")}
-    assert {name for name in packages if any(fnmatch(name, each) for each in patterns["include"])} == expected
-    installed = distribution("xtoken").read_text("top_level.txt")
-    assert installed is not None
-    assert {*installed.split()} <= expected
+    targets = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["hatch"]["build"]["targets"]
+    packages = [Path(folder) for folder in targets["wheel"]["packages"]]
+    assert {folder.name for folder in packages} == {"xtoken", "xtoken_core", "xtoken_services"}
+    assert all((ROOT / folder / "py.typed").is_file() for folder in packages)

@@ -26,7 +26,8 @@ PICKLERS = {"dill", "cloudpickle", "joblib", "jsonpickle", "marshal", "shelve"}
 PICKLE_ERRORS = {"PickleError", "PicklingError", "UnpicklingError"}
 
 
-HOUSE = ("xtoken", "xtoken_core", "services")
+HOUSE = ("xtoken", "xtoken_core", "services/xtoken_services")
+PACKAGES = tuple(Path(folder).name for folder in HOUSE)
 BESIDE = ("docs", "proto", "benchmarks", "experiments")
 
 

@@ -87,15 +87,15 @@ DETERMINERS = (
 """First words of a function's docstring that begin a noun phrase; so do plurals, and words with a sign in them."""
 
 OLD_MODULES = {
-    "services": "cli",
-    "services/common": "align_cli projection_cli batches budget busy completions heads roots steps",
-    "services/control": (
+    "services/xtoken_services": "cli",
+    "services/xtoken_services/common": "align_cli projection_cli batches budget busy completions heads roots steps",
+    "services/xtoken_services/control": (
         "access account admission adoption curves fleet groups guard interrupts journal lines nvml observer place "
         "policy sites supervisor watch"
     ),
-    "services/control/web": "aligning nvml places reference shown starting toml",
-    "services/queue": "guard journal records",
-    "services/trainer": (
+    "services/xtoken_services/control/web": "aligning nvml places reference shown starting toml",
+    "services/xtoken_services/queue": "guard journal records",
+    "services/xtoken_services/trainer": (
         "adapters chosen figures group held_out precision records reports shares signals stopwatch"
     ),
     "xtoken_core": "data protocol",

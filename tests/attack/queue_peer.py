@@ -14,11 +14,11 @@ from typing import Any
 import msgpack
 import zmq
 
-from services.queue.server import FAILED
 from tests.attack.target import Attack, FaultError, Target, connect
 from tests.contract.attacker import Attacker
 from tests.contract.fuzz import corpus, mutated
 from tests.contract.reference_client import Client, RefusedError, UnreachableError
+from xtoken_services.queue.server import FAILED
 
 MANY_IDS = 65_536
 BIG_ID = 1 << 40

@@ -49,7 +49,8 @@ class Stage:
         temporary = Path(tempfile.mkdtemp(prefix="xa-", dir=directory))
         token = directory / "token"
         command = [
-            sys.executable, "-m", "services.cli", "control", "--port", "0", "--runs-dir", str(directory / "runs"),
+            sys.executable, "-m", "xtoken_services.cli", "control", "--port", "0",
+            "--runs-dir", str(directory / "runs"),
             "--root", str(directory / "readable"), "--token-file", str(token), "--on-exit", "stop",
         ]  # fmt: skip
         env = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(temporary)}

@@ -130,7 +130,7 @@ def serve(place: Path, assets: TinyAssets, *arguments: str) -> Iterator[Plane]:
         write_jsonl(held_out, documents(20, seed=3))
         tasks.write_text("".join(f'{{"prompt": "def {name}", "answer": ["(", "="]}}\n' for name in "abcdef"))
     log = place / "control.log"
-    command = [sys.executable, "-m", "services.cli", "control", "--port", "0", "--runs-dir", str(place / "runs")]
+    command = [sys.executable, "-m", "xtoken_services.cli", "control", "--port", "0", "--runs-dir", str(place / "runs")]
     with log.open("w") as output:
         process = subprocess.Popen(
             [*command, "--root", str(data), "--on-exit", "stop", *arguments], stdout=output, stderr=output,

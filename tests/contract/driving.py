@@ -12,8 +12,6 @@ from typing import Any
 
 import msgspec
 
-from services.queue.server import Server
-from services.queue.write_ahead_log import WriteAheadLog
 from tests.contract.oracle import Answer
 from tests.contract.peers import column_from, neutral_from
 from tests.contract.processes import ipc_address
@@ -23,6 +21,8 @@ from xtoken_core.data_plane.zmq_transport import ZmqTransport
 from xtoken_core.queue.engine import Engine
 from xtoken_core.wire import messages as m
 from xtoken_core.wire import pack_columns, unpack_columns
+from xtoken_services.queue.server import Server
+from xtoken_services.queue.write_ahead_log import WriteAheadLog
 
 PATIENCE_S = 20.0
 TICK_S = 0.004

@@ -25,13 +25,13 @@ from typing import Any
 import psutil
 import zmq
 
-from services.queue.server import FAILED
 from tests.contract.peers import Place, ints
 from tests.contract.processes import queue_process, tcp_address
 from xtoken_core.data_plane.address import Address
 from xtoken_core.data_plane.task_client import TaskClient
 from xtoken_core.data_plane.zmq_transport import ZmqTransport
 from xtoken_core.wire import messages as m
+from xtoken_services.queue.server import FAILED
 
 GOLDEN = Path(__file__).parents[2] / "proto" / "golden"
 SESSION = b"5f1c0a2b3c4d5e6f708192a3b4c5d6e7"

@@ -9,8 +9,6 @@ from typing import Any
 
 import msgspec
 
-from services.queue import log_records as r
-from services.queue.replay import apply
 from xtoken_core.errors import InputError
 from xtoken_core.queue.engine import Engine
 from xtoken_core.queue.partition import PriorLease
@@ -18,6 +16,8 @@ from xtoken_core.queue.run.partition import RunPartition
 from xtoken_core.queue.run.slots import SlotState
 from xtoken_core.wire import Column, QueueError, pack_columns
 from xtoken_core.wire import messages as m
+from xtoken_services.queue import log_records as r
+from xtoken_services.queue.replay import apply
 
 SIZES: list[dict[str, int]] = [
     {"samples_per_step": 2, "block_size": 2, "span": 6, "prompts": 2, "max_staleness": 1},

@@ -12,11 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from services.queue.server import Server
 from xtoken_core.data_plane.address import Address
 from xtoken_core.data_plane.task_client import TaskClient
 from xtoken_core.data_plane.zmq_transport import ZmqTransport
 from xtoken_core.queue.engine import Engine
+from xtoken_services.queue.server import Server
 
 ROOT = Path(__file__).parents[2]
 UP_S = 30.0
@@ -37,7 +37,7 @@ def start_queue(
     preexec_fn: Callable[[], None] | None = None,
 ) -> subprocess.Popen[bytes]:
     """Start a queue at an address, its log going to `stderr`; returns once it answers."""
-    command = [sys.executable, "-m", "services.cli", "queue", "--bind", address.url, *arguments]
+    command = [sys.executable, "-m", "xtoken_services.cli", "queue", "--bind", address.url, *arguments]
     if address.token_file is not None:
         command += ["--token-file", str(address.token_file)]
     process = subprocess.Popen(command, cwd=ROOT, stderr=stderr, preexec_fn=preexec_fn)

@@ -17,8 +17,6 @@ from typing import Any
 import psutil
 import pytest
 
-from services.queue.connection_guard import ConnectionGuard
-from services.queue.endpoint import Endpoint
 from tests.contract import reference_client
 from tests.contract.attacker import Attacker
 from tests.contract.peers import Place, ints
@@ -30,6 +28,8 @@ from xtoken_core.data_plane.zmq_transport import ZmqTransport
 from xtoken_core.errors import QueueUnreachableError
 from xtoken_core.wire import messages as m
 from xtoken_core.wire.bounds import MAX_FRAMES, MAX_IDS
+from xtoken_services.queue.connection_guard import ConnectionGuard
+from xtoken_services.queue.endpoint import Endpoint
 
 LONGEST_WAIT_S = 5.0
 """Of an honest request, on a machine that does other work too."""
@@ -147,7 +147,7 @@ def _connected(address: Address) -> socket.socket:
 def test_the_memory_guard_needs_no_descriptor() -> None:
     source = (
         "import os, resource\n"
-        "from services.queue.memory import resident_bytes\n"
+        "from xtoken_services.queue.memory import resident_bytes\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (32, 32))\n"
         "before, held = resident_bytes(), []\n"
         "try:\n"

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from services.queue.segment import LARGE_BYTES
-from services.queue.write_ahead_log import WriteAheadLog
 from tests.contract.peers import LibraryPeer, ints
 from tests.contract.reference_client import RefusedError
 from xtoken_core.data_plane.memory_transport import MemoryQueue
 from xtoken_core.errors import ConfigError, InputError, XtokenError
+from xtoken_services.queue.segment import LARGE_BYTES
+from xtoken_services.queue.write_ahead_log import WriteAheadLog
 
 TASKS = [{"name": "a", "requires": ["x"]}, {"name": "b", "requires": ["x", "v"]}]
 SLACK = 4096
@@ -181,7 +181,7 @@ def test_failed_flush_stops_the_queue(kept: Kept, monkeypatch: pytest.MonkeyPatc
     def refuse(_file: int) -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr("services.queue.write_ahead_log.os.fdatasync", refuse)
+    monkeypatch.setattr("xtoken_services.queue.write_ahead_log.os.fdatasync", refuse)
     peer.call("put", partition="p", ids=[0], columns={"x": ints([0])})
     with pytest.raises(XtokenError, match="cannot flush the journal in"):
         kept.journal.sync()

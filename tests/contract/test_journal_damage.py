@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from services.queue import log_records as r
-from services.queue.segment import CHECK, HEADER, PREFIX, Writer
 from tests.contract.test_journal import Kept, filled, samples_after
 from xtoken_core.errors import InputError
 from xtoken_core.wire import ColumnHead
 from xtoken_core.wire import messages as m
+from xtoken_services.queue import log_records as r
+from xtoken_services.queue.segment import CHECK, HEADER, PREFIX, Writer
 
 
 @pytest.mark.parametrize("version", [b"2", b"4"], ids=["older", "newer"])

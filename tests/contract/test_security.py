@@ -15,9 +15,6 @@ import zmq
 from prometheus_client.parser import text_string_to_metric_families
 from typer.testing import CliRunner
 
-from services.cli.queue import queue_app
-from services.queue.authenticator import REFUSED, WELCOME, Authenticator
-from services.queue.waiting import MAX_WAITING_OF_SESSION
 from tests.contract import reference_client
 from tests.contract.peers import Place, ints
 from tests.contract.processes import free_port, ipc_address, queue_thread
@@ -28,6 +25,9 @@ from xtoken_core.data_plane.keys import client_keys, create_client_keys, create_
 from xtoken_core.data_plane.task_client import TaskClient
 from xtoken_core.data_plane.zmq_transport import ZmqTransport
 from xtoken_core.errors import ConfigError, InputError, QueueUnreachableError
+from xtoken_services.cli.queue import queue_app
+from xtoken_services.queue.authenticator import REFUSED, WELCOME, Authenticator
+from xtoken_services.queue.waiting import MAX_WAITING_OF_SESSION
 
 MEMORY = 64 << 20
 HELLO = {"type": "hello", "id": "a.1", "versions": [1], "name": "w", "role": "r", "incarnation": 1}
@@ -241,7 +241,7 @@ def test_a_slow_view_keeps_its_session(short_tmp: Path, monkeypatch: pytest.Monk
     def look(client: TaskClient, *, every: float, once: bool) -> None:
         silences.append((every, next(iter(server.engine.sessions.live.values())).silence))
 
-    monkeypatch.setattr("services.queue.top.show", look)
+    monkeypatch.setattr("xtoken_services.queue.top.show", look)
     with queue_thread(address, memory_limit=MEMORY) as server:
         for every in ("1", "33", "3600"):
             assert CliRunner().invoke(queue_app, ["top", "--queue", address.url, "--every", every]).exit_code == 0
@@ -261,7 +261,7 @@ def test_options_without_the_one_that_they_need_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], message: str
 ) -> None:
     for name in ("setproctitle", "one_heap", "Server"):
-        monkeypatch.setattr(f"services.queue.main.{name}", lambda *_, **__: None)
+        monkeypatch.setattr(f"xtoken_services.queue.main.{name}", lambda *_, **__: None)
     result = CliRunner().invoke(queue_app, ["--bind", f"ipc://{tmp_path}/q", *options])
     assert isinstance(result.exception, ConfigError)
     assert message in str(result.exception)

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import precondition, rule, run_state_machine_as_test
 
-from services.queue import server
 from tests.contract.driving import TICK_S, Driven, DrivenMemory, driven_server
 from tests.contract.machine import LIMIT, WORKERS, QueueMachine
+from xtoken_services.queue import server
 
 PROFILE = settings(
     deadline=None,

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from services.queue import server, waiting
 from tests.contract import driving
 from tests.contract.test_stateful import PROFILE, machine
 from xtoken_core.queue import engine, sessions
@@ -27,6 +26,7 @@ from xtoken_core.queue.tasks.partition import TaskPartition
 from xtoken_core.queue.tasks.samples import OrderedSamples
 from xtoken_core.wire import QueueError
 from xtoken_core.wire import messages as m
+from xtoken_services.queue import server, waiting
 
 EXAMPLES = 400
 Patch = pytest.MonkeyPatch

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from services.queue import server
 from tests.contract.driving import TICK_S, Driven, DrivenMemory, driven_server
 from tests.contract.run_machine import LIMIT, RunMachine
 from tests.contract.test_stateful import PROFILE
@@ -19,6 +18,7 @@ from xtoken_core.queue.run.blocks import Blocks
 from xtoken_core.queue.run.slots import SlotTable
 from xtoken_core.queue.samples import Samples
 from xtoken_core.wire import QueueError
+from xtoken_services.queue import server
 
 Patch = pytest.MonkeyPatch
 

@@ -16,7 +16,6 @@ import psutil
 import pytest
 import zmq
 
-from services.queue.server import Server
 from tests.contract import reference_client
 from tests.contract.peers import Place, ints
 from tests.contract.processes import ipc_address, queue_process, queue_thread, start_queue, tcp_address
@@ -28,6 +27,7 @@ from xtoken_core.errors import ConfigError, InputError, QueueUnreachableError, X
 from xtoken_core.queue.engine import Engine
 from xtoken_core.wire import Column, pack_columns
 from xtoken_core.wire import messages as m
+from xtoken_services.queue.server import Server
 
 ANSWER_MS = 10_000
 TASKS = [{"name": "a", "requires": ["x"]}]

@@ -12,11 +12,11 @@ import msgpack
 import psutil
 import pytest
 
-from services.queue.connection_guard import HELD_FACTOR, SPARE_BYTES
 from tests.contract.attacker import Attacker
 from tests.contract.peers import Place, ints
 from tests.contract.processes import ipc_address, queue_process, tcp_address
 from xtoken_core.data_plane.address import Address
+from xtoken_services.queue.connection_guard import HELD_FACTOR, SPARE_BYTES
 
 MEMORY = 32 << 20
 BETWEEN_LOOKS = 160 << 20

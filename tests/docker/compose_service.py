@@ -190,13 +190,15 @@ class ComposeService:
     def _packages() -> list[str]:
         """Return the directories of packages that only this process's PYTHONPATH names: an image has them installed."""
         named = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-        return [path for path in named if path and Path(path).is_dir() and not (Path(path) / "services").is_dir()]
+        return [
+            path for path in named if path and Path(path).is_dir() and not (Path(path) / "xtoken_services").is_dir()
+        ]
 
     def command(self) -> list[str]:
-        """Return the service's command line, its program being `python -m services.cli`."""
+        """Return the service's command line, its program being `python -m xtoken_services.cli`."""
         assert self._image["entrypoint"] == ["xtoken"]
         arguments = [self.inside(str(word)) for word in self.service["command"]]
-        return [sys.executable, "-P", "-m", "services.cli", *arguments]
+        return [sys.executable, "-P", "-m", "xtoken_services.cli", *arguments]
 
     def start(self, log: Path) -> subprocess.Popen[bytes]:
         """Start the service; its output goes to a file."""
@@ -258,8 +260,8 @@ class ComposeService:
 
 def copy_program(folder: Path) -> Path:
     """Copy the packages that the image installs, readable by all."""
-    for name in ("xtoken_core", "services"):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for source in (ROOT / "xtoken_core", ROOT / "services" / "xtoken_services"):
+        shutil.copytree(source, folder / source.name, ignore=shutil.ignore_patterns("__pycache__"))
     return open_to_all(folder)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import atheris
 
-with atheris.instrument_imports(include=["xtoken_core", "services", "tomllib", "tests.fuzz.targets"]):
+with atheris.instrument_imports(include=["xtoken_core", "xtoken_services", "tomllib", "tests.fuzz.targets"]):
     from tests.fuzz.targets import TARGETS
 
 CHECK_EVERY = 64

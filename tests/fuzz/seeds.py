@@ -8,12 +8,12 @@ from pathlib import Path
 
 import msgspec
 
-from services.queue import log_records as records
 from tests.fuzz.targets import RUN, Peers, body_of, joined, sealed
 from xtoken_core.wire import messages as m
 from xtoken_core.wire import pack_columns
 from xtoken_core.wire.columns import Column, ColumnHead, offsets_from_lengths
 from xtoken_core.wire.objects import object_column
+from xtoken_services.queue import log_records as records
 
 ROOT = Path(__file__).parents[2]
 BREAKING = {"frames": ["OwCDpHR5cGWjo2EuOadzZXNzaW9u2SA1ZgEAAAAyYjNjNDJhM2I0YzVRNmU3"]}

@@ -13,10 +13,6 @@ from pathlib import Path
 
 import msgspec
 
-from services.control.isolated.toml_text import check_document
-from services.queue import log_records as records
-from services.queue.replay import apply
-from services.queue.segment import CHECK, HEADER, PREFIX, Reader
 from xtoken_core.config.spec import parse_run_spec
 from xtoken_core.errors import ConfigError, InputError
 from xtoken_core.model_files import INDEX, SUFFIX, weight_files
@@ -26,6 +22,10 @@ from xtoken_core.queue.run.names import COLLATOR, TEACHER, TRAINER
 from xtoken_core.wire import QueueError, gather_rows, object_values, pack_columns, select_rows, unpack_columns
 from xtoken_core.wire import messages as m
 from xtoken_core.wire.columns import ColumnHead
+from xtoken_services.control.isolated.toml_text import check_document
+from xtoken_services.queue import log_records as records
+from xtoken_services.queue.replay import apply
+from xtoken_services.queue.segment import CHECK, HEADER, PREFIX, Reader
 
 LENGTH = struct.Struct("<H")
 MEMORY = 1 << 20

@@ -13,14 +13,14 @@ import psutil
 import pytest
 
 from benchmarks.worker_kills.forks import ForkLauncher
-from services.common.run.resolve import resolve_run
-from services.supervisor.launchers.local import LocalLauncher
-from services.supervisor.process_spec import build_process_specs
-from services.supervisor.run_record import RunResult
-from services.supervisor.supervisor import Limits, Supervisor
 from tests.support.tiny_run import RUN_NAME, TinyAssets, make_assets, steps_of
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.data_plane.address import Address
+from xtoken_services.common.run.resolve import resolve_run
+from xtoken_services.supervisor.launchers.local import LocalLauncher
+from xtoken_services.supervisor.process_spec import build_process_specs
+from xtoken_services.supervisor.run_record import RunResult
+from xtoken_services.supervisor.supervisor import Limits, Supervisor
 
 DEADLINE_S = 240.0
 
@@ -134,7 +134,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[RunSpec], Crew]
     yield make
     for crew in crews:
         crew.close()
-    children = [p for p in psutil.Process().children(recursive=True) if "services.cli" in command_of(p)]
+    children = [p for p in psutil.Process().children(recursive=True) if "xtoken_services.cli" in command_of(p)]
     assert children == [], f"processes are left: {children}"
     left = [path for path in Path("/dev/shm").iterdir() if RUN_NAME in path.name]
     assert left == [], f"shared memory is left: {left}"

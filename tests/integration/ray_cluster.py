@@ -20,10 +20,10 @@ from typing import Any
 import psutil
 from ray.cluster_utils import Cluster
 
-from services.control.run import Run
-from services.control.runs import Runs
 from tests.support.tiny_run import make_assets, steps_of, tiny_spec
 from xtoken_core.config.spec import RunSpec
+from xtoken_services.control.run import Run
+from xtoken_services.control.runs import Runs
 
 CPUS = 8
 STORE_BYTES = 80 << 20
@@ -108,7 +108,7 @@ def command_of(process: psutil.Process) -> str:
         command = " ".join(process.cmdline())
     except (psutil.Error, OSError):
         return ""
-    return command if here and ("services.cli" in command or command.startswith("xtoken ")) else ""
+    return command if here and ("xtoken_services.cli" in command or command.startswith("xtoken ")) else ""
 
 
 def completes(directory: Path) -> dict[str, Any]:

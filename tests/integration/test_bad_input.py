@@ -16,16 +16,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from services.supervisor.run_record import RunState
 from tests.integration.conftest import Crew
 from tests.support.tiny_run import TinyAssets, documents, tiny_spec, write_jsonl
 from xtoken_core.config.spec import RunSpec
+from xtoken_services.supervisor.run_record import RunState
 
 Change = Callable[[Path, TinyAssets], dict[str, Any]]
 
 
 def xtoken(
-    *arguments: str, timeout: float = 120, program: tuple[str, ...] = ("-m", "services.cli")
+    *arguments: str, timeout: float = 120, program: tuple[str, ...] = ("-m", "xtoken_services.cli")
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *program, *arguments],
@@ -231,7 +231,7 @@ def test_a_run_that_needs_a_missing_package_starts_nothing(
 ) -> None:
     raw = raw_spec(assets, tmp_path)
     raw[part] = raw[part] | change
-    without = f"import sys; sys.modules[{package!r}] = None; from services.cli import main; main()"
+    without = f"import sys; sys.modules[{package!r}] = None; from xtoken_services.cli import main; main()"
     line = only_line(xtoken("run", str(run_file(tmp_path, raw)), program=("-c", without)))
     place = f"{part}.{next(iter(change))}"
     assert line == f"error: {place} needs {package}: install it by pip install 'xtoken[{extra}]'"
@@ -313,7 +313,7 @@ def test_a_last_checkpoint_that_cannot_be_written_is_told_when_the_run_has_stopp
 
 
 def test_a_run_with_a_model_that_cannot_be_packed_is_padded_and_says_so(assets: TinyAssets, tmp_path: Path) -> None:
-    from services.common.run.resolve import file_warnings, resolve_run
+    from xtoken_services.common.run.resolve import file_warnings, resolve_run
 
     assert resolve_run(tiny_spec(assets, tmp_path, records=16)).packed
     assert not resolve_run(tiny_spec(assets, tmp_path, records=16, train={"packing": "off"})).packed
@@ -327,8 +327,8 @@ def test_a_run_with_a_model_that_cannot_be_packed_is_padded_and_says_so(assets: 
 
 
 def test_a_checkpoint_of_another_run_is_refused(assets: TinyAssets, tmp_path: Path) -> None:
-    from services.common.run.resolve import resolve_run
-    from services.trainer.checkpoint import Checkpoints, Cursor
+    from xtoken_services.common.run.resolve import resolve_run
+    from xtoken_services.trainer.checkpoint import Checkpoints, Cursor
 
     spec = tiny_spec(assets, tmp_path, records=16)
     checkpoints = Checkpoints(spec.output / "checkpoints", resolve_run(spec))

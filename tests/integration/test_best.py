@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from services.supervisor.run_record import RunState, has_ended_early
-from services.trainer.export_checkpoint import export_checkpoint, step_of_best
 from tests.integration.conftest import Crew
 from tests.support.tiny_run import TinyAssets, documents, steps_of, tiny_spec, write_jsonl
 from xtoken_core.config.spec import RunSpec
+from xtoken_services.supervisor.run_record import RunState, has_ended_early
+from xtoken_services.trainer.export_checkpoint import export_checkpoint, step_of_best
 
 Start = Callable[[RunSpec], Crew]
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import tomli_w
 
-from services.trainer.export_checkpoint import export_checkpoint
 from tests.contract.processes import ROOT, free_port
 from tests.support.tiny_run import TinyAssets, steps_of, tiny_spec
+from xtoken_services.trainer.export_checkpoint import export_checkpoint
 
 LIMIT_S = 120.0
 
@@ -30,7 +30,7 @@ class Hand:
     def starts(self, kind: str, *arguments: str) -> subprocess.Popen[bytes]:
         to = "--bind" if kind == "queue" else "--queue"
         with (self.directory / f"{kind}-{len(self.started)}.log").open("wb") as log:
-            command = [sys.executable, "-m", "services.cli", kind, to, *self.where, *arguments]
+            command = [sys.executable, "-m", "xtoken_services.cli", kind, to, *self.where, *arguments]
             self.started.append(subprocess.Popen(command, cwd=ROOT, stderr=log))
         return self.started[-1]
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks.worker_kills.forks import ForkLauncher
-from services.common.run.resolve import resolve_run
-from services.supervisor.run_record import RunState
 from tests.integration.conftest import Crew
 from tests.support.tiny_run import TinyAssets, documents, steps_of, tiny_spec, write_jsonl
+from xtoken_services.common.run.resolve import resolve_run
+from xtoken_services.supervisor.run_record import RunState
 
 Start = Callable[..., Crew]
 

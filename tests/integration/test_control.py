@@ -19,25 +19,27 @@ import psutil
 import pytest
 import torch
 
-from services.common.files.allowed_paths import Roots
-from services.common.run.resolve import resolve_run
-from services.common.text.held_out import split_text
-from services.control.isolated.inspection import inspect_run
-from services.supervisor.run_record import is_finished
-from services.trainer.checkpoint import Checkpoints, Cursor
 from tests.support.tiny_run import RUN_NAME, TinyAssets, steps_of, tiny_spec
 from xtoken_core.config.eval import EvalSpec
 from xtoken_core.config.spec import RunSpec
+from xtoken_services.common.files.allowed_paths import Roots
+from xtoken_services.common.run.resolve import resolve_run
+from xtoken_services.common.text.held_out import split_text
+from xtoken_services.control.isolated.inspection import inspect_run
+from xtoken_services.supervisor.run_record import is_finished
+from xtoken_services.trainer.checkpoint import Checkpoints, Cursor
 
 DEADLINE_S = 180.0
 WHOLE_RUN_S = 600.0
-WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from services.cli import main; main()"
+WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from xtoken_services.cli import main; main()"
 
 
 class Command:
     """A running `xtoken` command; its temporary files go to a directory of their own."""
 
-    def __init__(self, directory: Path, *arguments: str, program: tuple[str, ...] = ("-m", "services.cli")) -> None:
+    def __init__(
+        self, directory: Path, *arguments: str, program: tuple[str, ...] = ("-m", "xtoken_services.cli")
+    ) -> None:
         self.temporary = directory / "tmp"
         self.temporary.mkdir(exist_ok=True)
         self.output = directory / f"{arguments[0]}.output"
@@ -84,7 +86,7 @@ def run_file(spec: RunSpec, directory: Path) -> Path:
 
 
 def serve(
-    directory: Path, assets: TinyAssets, *arguments: str, program: tuple[str, ...] = ("-m", "services.cli")
+    directory: Path, assets: TinyAssets, *arguments: str, program: tuple[str, ...] = ("-m", "xtoken_services.cli")
 ) -> tuple[Command, str]:
     """A control plane whose runs may read the tiny assets and the directory; and its URL."""
     roots = ("--root", str(assets.student.parent), "--root", str(directory))

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from services.demo.run import run_demo
-from services.demo.specs import StudentTraining
-from services.demo.teacher import TeacherTraining
 from tests.doc_blocks import ROOT, commands_of, fenced
+from xtoken_services.demo.run import run_demo
+from xtoken_services.demo.specs import StudentTraining
+from xtoken_services.demo.teacher import TeacherTraining
 
 SMALL = {
     "context_length": 64, "samples_per_step": 4, "max_steps": 6, "micro_batch_tokens": 256, "warmup_steps": 1,

@@ -10,6 +10,7 @@ import sys
 import sysconfig
 import venv
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -24,21 +25,37 @@ SMALL = (
     "eval.max_bytes=2000", "eval.every=2", "workers.collators=1", "workers.device=cpu",
 )  # fmt: skip
 DEMO = """
-import sys, services
+import sys, xtoken_services, services
+assert services.OWN
 from pathlib import Path
-from services.demo.run import run_demo
-from services.demo.specs import StudentTraining
-from services.demo.teacher import TeacherTraining
-assert Path(services.__file__).is_relative_to(sys.prefix), services.__file__
+from xtoken_services.demo.run import run_demo
+from xtoken_services.demo.specs import StudentTraining
+from xtoken_services.demo.teacher import TeacherTraining
+assert Path(xtoken_services.__file__).is_relative_to(sys.prefix), xtoken_services.__file__
 run_demo(Path("demo-out"), teacher=TeacherTraining(steps=4), student=StudentTraining(steps=2, eval_every=2))
+"""
+
+TYPED = """
+from pathlib import Path
+import services
+import xtoken
+from xtoken_core.config.spec import RunSpec
+from xtoken_services.cli import main
+
+assert services.OWN
+result: xtoken.DistillResult = xtoken.distill(student=Path("s"), teacher=Path("t"), data="train.jsonl")
+xtoken.distill(show="yes")  # type: ignore[arg-type]
+spec: type[RunSpec] = RunSpec
+RunSpec.absent  # type: ignore[attr-defined]
+main.absent  # type: ignore[attr-defined]
 """
 
 
 def xtoken(directory: Path, *arguments: str) -> str:
     """Run a command in a directory; return what it prints."""
     result = subprocess.run(
-        [sys.executable, "-P", "-m", "services.cli", *arguments], cwd=directory, capture_output=True, text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(directory / "cache")},
+        [sys.executable, "-P", "-m", "xtoken_services.cli", *arguments], cwd=directory, capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/services", "XDG_CACHE_HOME": str(directory / "cache")},
     )  # fmt: skip
     assert result.returncode == 0, result.stderr[-2000:]
     return result.stdout
@@ -67,7 +84,23 @@ def test_first_run_in_five_commands(tmp_path: Path) -> None:
     assert checked == shown
 
 
-def test_demo_from_a_wheel(tmp_path: Path) -> None:
+class Installed(NamedTuple):
+    """The wheel in an environment of its own, and a user's project outside the tree with a package `services`."""
+
+    scripts: Path
+    project: Path
+    env: dict[str, str]
+
+    def run(self, *command: str | Path) -> None:
+        """Run a command in the project."""
+        done = subprocess.run(command, cwd=self.project, env=self.env, capture_output=True, text=True)
+        assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    """Build the wheel from a copy of the tree and install it."""
+    tmp_path = tmp_path_factory.mktemp("wheel")
     tree, dist, home = tmp_path / "tree", tmp_path / "dist", tmp_path / "venv"
     tree.mkdir()
     for name in ("xtoken", "xtoken_core", "services"):
@@ -83,12 +116,22 @@ def test_demo_from_a_wheel(tmp_path: Path) -> None:
     (own / "dependencies.pth").write_text(f"{Path(pytest.__file__).parents[1]}\n")
     [wheel] = dist.glob("*.whl")
     subprocess.run([*pip, "--python", str(home / "bin" / "python"), "install", "--no-deps", str(wheel)], check=True)
-    outside = tmp_path / "outside"
-    outside.mkdir()
-    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    shown = subprocess.run([home / "bin" / "xtoken", "demo", "--help"], cwd=outside, env=clean, capture_output=True)
-    assert shown.returncode == 0, shown.stderr.decode()[-2000:]
-    demo = subprocess.run([home / "bin" / "python", "-c", DEMO], cwd=outside, env=clean, capture_output=True, text=True)
-    assert demo.returncode == 0, (demo.stdout + demo.stderr)[-4000:]
-    assert (outside / "demo-out" / "report.html").is_file()
-    assert (outside / "demo-out" / "runs" / "distilled" / "model" / "model.safetensors").is_file()
+    project = tmp_path / "project"
+    (project / "services").mkdir(parents=True)
+    (project / "services" / "__init__.py").write_text("OWN = True\n")
+    (project / "typed.py").write_text(TYPED)
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return Installed(home / "bin", project, env)
+
+
+def test_demo_from_a_wheel(installed: Installed) -> None:
+    installed.run(installed.scripts / "xtoken", "demo", "--help")
+    installed.run(installed.scripts / "python", "-c", DEMO)
+    assert (installed.project / "demo-out" / "report.html").is_file()
+    assert (installed.project / "demo-out" / "runs" / "distilled" / "model" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("editable", [False, True], ids=["wheel", "editable"])
+def test_mypy_sees_the_types(installed: Installed, editable: bool) -> None:
+    python = sys.executable if editable else str(installed.scripts / "python")
+    installed.run(sys.executable, "-m", "mypy", "--strict", "--python-executable", python, "typed.py")

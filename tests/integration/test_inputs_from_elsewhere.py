@@ -39,7 +39,7 @@ def run(directory: Path, tables: str, **environment: str) -> dict[str, Any]:
     file.write_text(f'output = "out"\neval = "none"\n{tables}{SETTINGS}', encoding="utf-8")
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(directory / "cache"), **environment}
     done = subprocess.run(
-        [sys.executable, "-m", "services.cli", "run", str(file)], cwd=ROOT, env=variables, capture_output=True,
+        [sys.executable, "-m", "xtoken_services.cli", "run", str(file)], cwd=ROOT, env=variables, capture_output=True,
         text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]

@@ -19,15 +19,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from services.common.http_engine.check import check_servers
-from services.common.http_engine.engine import Sampling
-from services.common.http_engine.errors import SampleRefusedError
-from services.common.http_engine.factory import open_engine
-from services.supervisor.local_run import run_locally
-from services.supervisor.run_record import RunState
 from tests.support.tiny_run import TinyAssets, steps_of, tiny_spec, write_jsonl
 from xtoken_core.config.served import ServedSpec
 from xtoken_core.tokenizing import TextTokenizer
+from xtoken_services.common.http_engine.check import check_servers
+from xtoken_services.common.http_engine.engine import Sampling
+from xtoken_services.common.http_engine.errors import SampleRefusedError
+from xtoken_services.common.http_engine.factory import open_engine
+from xtoken_services.supervisor.local_run import run_locally
+from xtoken_services.supervisor.run_record import RunState
 
 NAMES = ("XTOKEN_LLAMA_PYTHON", "XTOKEN_LLAMA_GGUF", "XTOKEN_LLAMA_MODEL")
 PYTHON, GGUF, MODEL = (os.environ.get(name, "") for name in NAMES)

@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.common.run.resolve import file_warnings, resolve_run
-from services.common.run.resume import check_output
-from services.supervisor.run_record import RunState
 from tests.integration.conftest import Crew
 from tests.support.collators import CollatorCrew
 from tests.support.tiny_run import TinyAssets, documents, steps_of, tiny_spec, write_jsonl
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import ConfigError
+from xtoken_services.common.run.resolve import file_warnings, resolve_run
+from xtoken_services.common.run.resume import check_output
+from xtoken_services.supervisor.run_record import RunState
 
 
 def spec_of(assets: TinyAssets, directory: Path, weights: tuple[float, float] = (3, 1), **changes: Any) -> RunSpec:

@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.worker_kills.forks import ForkLauncher
-from services.common.run.baseline import baseline_of
-from services.supervisor.run_record import RunState
 from tests.integration.conftest import Crew
 from tests.support.tiny_run import TinyAssets, documents, steps_of, tiny_spec, write_jsonl
+from xtoken_services.common.run.baseline import baseline_of
+from xtoken_services.supervisor.run_record import RunState
 
 Start = Callable[..., Crew]
 

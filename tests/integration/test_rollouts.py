@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from benchmarks.worker_kills.forks import ForkLauncher
-from services.supervisor.run_record import RunState
 from tests.integration.conftest import Crew
 from tests.support.tiny_run import TinyAssets, make_assets, steps_of, tiny_spec
 from tests.support.trained_student import train_briefly
 from xtoken_core.config.spec import RunSpec
+from xtoken_services.supervisor.run_record import RunState
 
 Start = Callable[..., Crew]
 EXACT = ("ids", "loss", "grad_norm", "completion_tokens", "finished", "staleness")

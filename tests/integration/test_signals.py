@@ -12,12 +12,12 @@ import psutil
 import pytest
 import torch
 
-from services.common.run.resolve import resolve_run
-from services.supervisor.run_record import RunState
 from tests.integration.conftest import Crew
 from tests.support.tiny_run import TinyAssets, documents, steps_of, tiny_spec, write_jsonl
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import ConfigError
+from xtoken_services.common.run.resolve import resolve_run
+from xtoken_services.supervisor.run_record import RunState
 
 Start = Callable[[RunSpec], Crew]
 

@@ -18,19 +18,6 @@ import tomli_w
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from services.common.run.resolve import resolve_run
-from services.common.stores.store_build import build_spec
-from services.common.stores.teacher_stores import check_stores, skip_condition
-from services.common.text import training_text
-from services.common.text.run_order import record_of
-from services.control.validation import SpecValidator
-from services.supervisor.launch_check import RefusedError
-from services.supervisor.local_run import run_locally, run_to_end
-from services.supervisor.run_kinds import run_kind
-from services.supervisor.run_record import RunState
-from services.supervisor.store_build import StoreBuild
-from services.teacher.model import TeacherModel
-from services.trainer.store_writer import StoreWriterLoop, first_step
 from tests.integration.conftest import DEADLINE_S, Crew
 from tests.support.tiny_run import TinyAssets, steps_of, tiny_spec
 from xtoken_core.config.resolved import ResolvedRun
@@ -40,6 +27,19 @@ from xtoken_core.teacher_store.identity import StoreError, StoreIdentity, identi
 from xtoken_core.teacher_store.shards import FRAMES, INDEX, Entry, ShardWriter, drop_records
 from xtoken_core.teacher_store.store import TeacherStore, empty_values
 from xtoken_core.tokenizing import TextTokenizer
+from xtoken_services.common.run.resolve import resolve_run
+from xtoken_services.common.stores.store_build import build_spec
+from xtoken_services.common.stores.teacher_stores import check_stores, skip_condition
+from xtoken_services.common.text import training_text
+from xtoken_services.common.text.run_order import record_of
+from xtoken_services.control.validation import SpecValidator
+from xtoken_services.supervisor.launch_check import RefusedError
+from xtoken_services.supervisor.local_run import run_locally, run_to_end
+from xtoken_services.supervisor.run_kinds import run_kind
+from xtoken_services.supervisor.run_record import RunState
+from xtoken_services.supervisor.store_build import StoreBuild
+from xtoken_services.teacher.model import TeacherModel
+from xtoken_services.trainer.store_writer import StoreWriterLoop, first_step
 
 Start = Callable[[RunSpec], Crew]
 
@@ -267,7 +267,17 @@ def test_a_run_computes_what_its_store_lacks(assets: TinyAssets, tmp_path: Path)
     file = tmp_path / "again.toml"
     document = spec.model_dump(mode="json", exclude_none=True) | {"eval": "none"}  # else it would hold back some text
     file.write_text(tomli_w.dumps(document))
-    command = [sys.executable, "-m", "services.cli", "store", "build", file, "--out", tmp_path / "store", "--verify"]
+    command = [
+        sys.executable,
+        "-m",
+        "xtoken_services.cli",
+        "store",
+        "build",
+        file,
+        "--out",
+        tmp_path / "store",
+        "--verify",
+    ]
     subprocess.run(command, check=True, timeout=DEADLINE_S)
     assert TeacherStore.open(str(tmp_path / "store")).damaged(range(24)) == {}
 

@@ -14,12 +14,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from services.common.run.resolve import resolve_run
-from services.supervisor.run_record import RunState
 from tests.integration.conftest import Crew
 from tests.support.tiny_run import TinyAssets, documents, make_model, steps_of, tiny_spec, write_jsonl
 from tests.unit.trainer.students import make_model as make_student
 from xtoken_core.config.spec import RunSpec
+from xtoken_services.common.run.resolve import resolve_run
+from xtoken_services.supervisor.run_record import RunState
 
 Start = Callable[[RunSpec], Crew]
 

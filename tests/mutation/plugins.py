@@ -15,7 +15,7 @@ import pytest
 
 from tests.mutation.selection import Test
 
-OWN = ("tests", "xtoken_core", "services", "benchmarks", "experiments")
+OWN = ("tests", "xtoken_core", "xtoken_services", "benchmarks", "experiments")
 
 
 class Limits:

@@ -164,13 +164,18 @@ def workspace(root: Path, folder: Path) -> Path:
 def run_tests(folder: Path, tests: Sequence[str], plugins: Sequence[object], *options: str) -> int:
     """Run tests of a copied tree with pytest plugins, in a process that runs nothing else."""
     os.chdir(folder)
-    sys.path.insert(0, str(folder))
+    sys.path[:0] = [str(folder), str(folder / "services")]
     sys.dont_write_bytecode = True
     # Processes that the tests start read the copy, and packages where this process has them.
-    others = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and Path(path) != ROOT]
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), *others])
+    others = [
+        path
+        for path in os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        if path and not Path(path).is_relative_to(ROOT)
+    ]
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), str(folder / "services"), *others])
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
-    for name in [name for name in sys.modules if name.partition(".")[0] in ("tests", *PRODUCT)]:
+    own = ("tests", "xtoken", "xtoken_core", "xtoken_services")
+    for name in [name for name in sys.modules if name.partition(".")[0] in own]:
         del sys.modules[name]
     import pytest
     from hypothesis import HealthCheck, Phase, settings

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from services.demo.vocabularies import train_teacher_tokenizer
-from services.trainer.checkpoint import Checkpoints, Cursor
-from services.trainer.optimizer import StudentOptimizer
-from services.trainer.student import Student, load_student
 from tests.support.runs import resolved_run
 from tests.support.tiny_run import documents
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.config.spec import RunSpec
+from xtoken_services.demo.vocabularies import train_teacher_tokenizer
+from xtoken_services.trainer.checkpoint import Checkpoints, Cursor
+from xtoken_services.trainer.optimizer import StudentOptimizer
+from xtoken_services.trainer.student import Student, load_student
 
 
 def run_directory(directory: Path, model: PreTrainedModel, *, positions: int = 80, **changes: Any) -> ResolvedRun:

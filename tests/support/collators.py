@@ -12,13 +12,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from services.common.run.resolve import resolve_run
 from tests.contract.processes import ROOT, UP_S, ipc_address, start_queue
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.data_plane.run_client import RunClient
 from xtoken_core.data_plane.task_client import TaskClient
 from xtoken_core.data_plane.zmq_transport import ZmqTransport
 from xtoken_core.queue.run.names import TRAINER
+from xtoken_services.common.run.resolve import resolve_run
 
 DEADLINE_S = 900.0
 
@@ -50,7 +50,7 @@ class CollatorCrew:
 
     def start(self, name: str) -> None:
         """Add a collator; one of the same name is replaced in the queue's eyes."""
-        command = [sys.executable, "-m", "services.cli", "collator", "--queue", self._url, "--name", name]
+        command = [sys.executable, "-m", "xtoken_services.cli", "collator", "--queue", self._url, "--name", name]
         self._collators[name] = subprocess.Popen(command, cwd=ROOT, stderr=self._log)
 
     def signal(self, name: str, number: signal.Signals) -> None:

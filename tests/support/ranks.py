@@ -7,14 +7,18 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from services.supervisor.launchers.local import LOOPBACK, free_port
+from xtoken_services.supervisor.launchers.local import LOOPBACK, free_port
 
 ROOT = Path(__file__).parents[2]
 
 
 def start_ranks(command: Sequence[str], size: int) -> list[subprocess.Popen[str]]:
     """Start a command once per rank; a single one is given nobody to meet."""
-    shared = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    shared = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": f"{ROOT}:{ROOT}/services:{os.environ.get('PYTHONPATH', '')}",
+    }
     if size > 1:
         shared |= {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(free_port(LOOPBACK)), "WORLD_SIZE": str(size)}
         shared |= {"TORCHELASTIC_RUN_ID": "test"}

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from services.demo.vocabularies import train_student_tokenizer, train_teacher_tokenizer
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.projection import build_projection, write_projection
+from xtoken_services.demo.vocabularies import train_student_tokenizer, train_teacher_tokenizer
 
 WORDS = re.split(
     " ",

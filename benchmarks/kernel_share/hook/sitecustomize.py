@@ -13,7 +13,7 @@ from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 
-COMMAND, ROLES = "services.cli", ("teacher", "trainer")
+COMMAND, ROLES = "xtoken_services.cli", ("teacher", "trainer")
 SAMPLE_S = 0.002
 POLL_S = 0.01
 DEPTH = 3

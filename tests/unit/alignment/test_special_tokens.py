@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from services.common.tables.build_pair_file import build_pair_file
 from tests.support import vocabularies as v
 from xtoken_core.alignment import TokenAligner
 from xtoken_core.chain import build_tables
@@ -18,6 +17,7 @@ from xtoken_core.chain.files import cached_tables
 from xtoken_core.errors import ConfigError
 from xtoken_core.projection import build_projection
 from xtoken_core.projection.fingerprint import SPECIAL_TOKENS_KEY, projection_header
+from xtoken_services.common.tables.build_pair_file import build_pair_file
 
 PAIRS = {"<gh_stars>": "", "<user_turn>": "<speaker>"}
 

@@ -74,7 +74,7 @@ def test_the_parts_for_ones_own_loop_load_no_service() -> None:
 import json, sys, xtoken
 lazy = "torch" not in sys.modules
 xtoken.TokenizerPair, xtoken.TokenAligner, xtoken.CrossTokenizerDistillationLoss
-print(json.dumps([lazy, sorted(name for name in sys.modules if name.startswith("services"))]))
+print(json.dumps([lazy, sorted(name for name in sys.modules if name.startswith("xtoken_services"))]))
 """
     assert json.loads(run_code(code)) == [True, []]
 

@@ -41,7 +41,7 @@ def test_copies_are_no_kernels():
 
 def test_a_worker_is_profiled_from_its_inside(tmp_path: Path):
     """The thread is in a process of a worker's command line only, and writes what it saw between the two files."""
-    package = tmp_path / "services"
+    package = tmp_path / "xtoken_services"
     package.mkdir()
     (package / "__init__.py").touch()
     loop = "import time, torch\nwhile True:\n    torch.ones(9).sum()\n    time.sleep(0.01)\n"
@@ -50,7 +50,7 @@ def test_a_worker_is_profiled_from_its_inside(tmp_path: Path):
     folder.mkdir()
     path = os.pathsep.join((str(HOOK), str(tmp_path)))
     env = {**os.environ, "PYTHONPATH": path, "XTOKEN_KERNEL_SHARE": str(folder)}
-    words = [sys.executable, "-P", "-m", "services.cli"]
+    words = [sys.executable, "-P", "-m", "xtoken_services.cli"]
     with (
         subprocess.Popen([*words, "trainer"], env=env) as trainer,
         subprocess.Popen([*words, "collator"], env=env) as collator,

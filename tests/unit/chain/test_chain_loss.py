@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from services.common.batches.packed_batch import packed_batch
 from tests.ops.tolerances import GRADIENT, OUTPUT, assert_within
 from tests.support.columns import columns_of as columns_of_rows
 from tests.unit.chain.test_divergence import batch_of, random_logits
@@ -29,6 +28,7 @@ from xtoken_core.ops.chain.reference import chain_parts
 from xtoken_core.schema import with_numbers
 from xtoken_core.topk_logits import largest_logits
 from xtoken_core.transports.ring import TopKSettings
+from xtoken_services.common.batches.packed_batch import packed_batch
 
 DOCUMENTS = ["ab 111 ab", "1 éab é 11", "a", "", "ab 1"]
 V_S, V_T = len(WHOLE.vocab), len(SPLIT.vocab)

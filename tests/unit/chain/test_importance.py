@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 
-from services.common.batches.packed_batch import packed_batch
 from tests.support.columns import columns_of as columns_of_rows
 from tests.unit.chain.test_chain_loss import V_S, VERSIONS, evaluate
 from tests.unit.chain.test_chain_loss import case as case
@@ -17,6 +16,7 @@ from xtoken_core.losses import CrossTokenizerDistillationLoss, HeadProjection
 from xtoken_core.losses.common import ChunkView
 from xtoken_core.losses.importance import chunk_weights
 from xtoken_core.schema import with_numbers
+from xtoken_services.common.batches.packed_batch import packed_batch
 
 CAP = 1.5
 CONFIG = LossConfig(mode="chain", ce_loss_scale=0.0, importance_cap=CAP)

@@ -5,11 +5,11 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from services.cli.chain import chain_app
-from services.common.tables.build_pair_file import build_pair_file
 from tests.unit.chain.test_edges import SPLIT, WHOLE
 from tests.unit.chain.tiny_tokenizers import TinyTokenizer
 from xtoken_core.errors import InputError
+from xtoken_services.cli.chain import chain_app
+from xtoken_services.common.tables.build_pair_file import build_pair_file
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-import services.cli.app as cli
+import xtoken_services.cli.app as cli
 from xtoken_core.errors import InputError, StaleSessionError, XtokenError
 from xtoken_core.wire import QueueError
 
@@ -79,12 +79,12 @@ def test_interrupt_exits_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def xtoken(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "services.cli", *arguments], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "xtoken_services.cli", *arguments], capture_output=True, text=True, check=False
     )
 
 
 def test_help_loads_nothing_heavy() -> None:
-    block = f"import sys; sys.modules.update(dict.fromkeys({HEAVY!r})); import services.cli.app as c; "
+    block = f"import sys; sys.modules.update(dict.fromkeys({HEAVY!r})); import xtoken_services.cli.app as c; "
     program = block + "sys.argv = ['xtoken', '--help']; c.main()"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -139,7 +139,7 @@ def test_bad_run_file_loads_nothing_heavy(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text('output = "out"\nstuden = 3\n')
     block = "import sys; sys.modules.update(dict.fromkeys(('torch', 'transformers', 'fastapi', 'zmq'))); "
-    program = block + f"import services.cli.app as c; sys.argv = ['xtoken', 'run', {str(file)!r}]; c.main()"
+    program = block + f"import xtoken_services.cli.app as c; sys.argv = ['xtoken', 'run', {str(file)!r}]; c.main()"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     lines = done.stderr.splitlines()
@@ -184,7 +184,7 @@ def test_servers_exit_with_0_on_a_signal(server: str, number: signal.Signals, tm
         "control": ["control", "--port", "0", "--runs-dir", str(tmp_path / "runs")],
     }[server]
     (tmp_path / "private").mkdir(mode=0o700)
-    started = subprocess.Popen([sys.executable, "-m", "services.cli", *words], stderr=subprocess.PIPE, text=True)
+    started = subprocess.Popen([sys.executable, "-m", "xtoken_services.cli", *words], stderr=subprocess.PIPE, text=True)
     assert started.stderr is not None
     with started:
         said = next(line for line in started.stderr if "serving at" in line)
@@ -209,7 +209,10 @@ def test_control_plane_on_a_network_needs_a_token(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_queue_address_loads_nothing_heavy(queue: str, token: str, said: str, tmp_path: Path) -> None:
-    block = "import sys; sys.modules.update(dict.fromkeys(('torch', 'transformers'))); import services.cli.app as c; "
+    block = (
+        "import sys; sys.modules.update(dict.fromkeys(('torch', 'transformers'))); "
+        "import xtoken_services.cli.app as c; "
+    )
     (tmp_path / "open").write_text("a token that all may read")
     arguments = ["xtoken", "trainer", "--queue", queue, "--token-file", str(tmp_path / token)]
     program = block + f"sys.argv = {arguments!r}; c.main()"

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from services.cli.app import app
-from services.cli.options import resolved_text
 from tests.unit.supervisor.scripted_run import resolved_run
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import ConfigError
+from xtoken_services.cli.app import app
+from xtoken_services.cli.options import resolved_text
 
-WEB_AND_DATABASE = {"services.control", "fastapi", "uvicorn", "starlette", "sqlalchemy", "alembic", "httpx"}
+WEB_AND_DATABASE = {"xtoken_services.control", "fastapi", "uvicorn", "starlette", "sqlalchemy", "alembic", "httpx"}
 HEAVY = {"torch", "transformers", "tensordict", "numpy", "pyarrow", "tokenizers", "safetensors"}
 
 RUN_AND_LIST_MODULES = """
@@ -29,7 +29,7 @@ from typing import Any
 
 import pytest
 from typer.testing import CliRunner
-from services.cli.app import app
+from xtoken_services.cli.app import app
 if sys.argv[2] == "scripted":
     from tests.unit.supervisor.scripted_run import use_scripted_workers
     use_scripted_workers(Path(sys.argv[3]), 3)
@@ -99,7 +99,7 @@ def test_missing_field_loads_no_supervisor(tmp_path: Path) -> None:
     file.write_text(file.read_text().replace('[data]\npath = "/no/data"\n', ""))
     status, modules, _ = run_and_list_modules(file, tmp_path, scripted=False)
     assert "data: field required" in str(status)
-    assert not below(modules, WEB_AND_DATABASE | HEAVY | {"services.supervisor"})
+    assert not below(modules, WEB_AND_DATABASE | HEAVY | {"xtoken_services.supervisor"})
 
 
 @pytest.mark.parametrize(

@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-import services.cli.app as cli
-from services.control.auth import Auth
-from services.control.client import ControlClient, RefusedError, run_at
-from services.control.runs import Runs
-from services.control.serve import HttpServer
-from services.supervisor.run_record import RunState
+import xtoken_services.cli.app as cli
 from tests.unit.control.stored_runs import make_runs, put, spec
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import XtokenError
+from xtoken_services.control.auth import Auth
+from xtoken_services.control.client import ControlClient, RefusedError, run_at
+from xtoken_services.control.runs import Runs
+from xtoken_services.control.serve import HttpServer
+from xtoken_services.supervisor.run_record import RunState
 
 TOKEN = "a-token-of-some-length"
 Command = Callable[..., Result]

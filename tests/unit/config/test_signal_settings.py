@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from services.common.batches.step_plan import ring_shape, selects_columns
-from services.trainer.loggers import wandb_id
 from tests.support.runs import resolved_run
 from xtoken_core.config.document import read_stored
 from xtoken_core.config.loss import LossConfig
@@ -19,6 +17,8 @@ from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.config.spec import RunSpec, parse_run_spec
 from xtoken_core.config.validation_errors import describe
 from xtoken_core.errors import ConfigError
+from xtoken_services.common.batches.step_plan import ring_shape, selects_columns
+from xtoken_services.trainer.loggers import wandb_id
 
 HIDDEN = ["cuda_ipc_hidden", "shared_memory_hidden", "queue"]
 

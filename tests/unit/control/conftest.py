@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from fastapi.testclient import TestClient
 
-from services.control.app import create_app
-from services.control.runs import Runs
 from tests.unit.control.stored_runs import HERE, make_runs
+from xtoken_services.control.app import create_app
+from xtoken_services.control.runs import Runs
 
 
 @pytest.fixture

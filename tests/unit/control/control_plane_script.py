@@ -11,9 +11,9 @@ import argparse
 import time
 from pathlib import Path
 
-from services.common.processes.logs import set_up
-from services.control.runs import Runs
 from tests.unit.supervisor.scripted_run import resolved_run, use_scripted_workers
+from xtoken_services.common.processes.logs import set_up
+from xtoken_services.control.runs import Runs
 
 
 def main() -> None:

@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from services.common.files.allowed_paths import Roots
-from services.control.runs import Runs
-from services.control.store import AttemptRow, RunRow, now
-from services.control.validation import SpecValidator
-from services.supervisor.run_record import RunState
+from xtoken_services.common.files.allowed_paths import Roots
+from xtoken_services.control.runs import Runs
+from xtoken_services.control.store import AttemptRow, RunRow, now
+from xtoken_services.control.validation import SpecValidator
+from xtoken_services.supervisor.run_record import RunState
 
 HERE = "http://127.0.0.1:8400"
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from services.common.files.allowed_paths import Roots
-from services.control.isolated.align_server import AlignServer
 from tests.unit.core.test_evaluation import byte_tokenizer
 from xtoken_core.errors import InputError
+from xtoken_services.common.files.allowed_paths import Roots
+from xtoken_services.control.isolated.align_server import AlignServer
 
 TIMEOUT_S = 120.0
 

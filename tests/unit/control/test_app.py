@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from services.control.app import create_app
-from services.control.http_limits import MAX_BODY_BYTES
-from services.control.runs import Runs
-from services.supervisor.run_record import RunState
 from tests.unit.control.stored_runs import HERE, make_runs, put, spec
+from xtoken_services.control.app import create_app
+from xtoken_services.control.http_limits import MAX_BODY_BYTES
+from xtoken_services.control.runs import Runs
+from xtoken_services.supervisor.run_record import RunState
 
 JSON = {"content-type": "application/json"}
 
@@ -59,7 +59,7 @@ def test_readiness_with_an_emptied_database(client: TestClient, runs: Runs) -> N
 
 
 def broken() -> dict[str, int]:
-    from services.control.store import StoreError
+    from xtoken_services.control.store import StoreError
 
     raise StoreError("the disk is gone")
 
@@ -151,8 +151,8 @@ def test_output_conflicts(client: TestClient, runs: Runs, tmp_path: Path) -> Non
 
 
 def test_idempotency_key(client: TestClient, runs: Runs, tmp_path: Path) -> None:
-    from services.control.runs import _digest
     from xtoken_core.config.spec import RunSpec
+    from xtoken_services.control.runs import _digest
 
     body = spec(tmp_path)
     put(runs, key="k", digest=_digest(RunSpec.model_validate(body)))

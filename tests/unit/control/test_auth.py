@@ -10,12 +10,12 @@ import pytest
 from fastapi.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 
-from services.control import sessions
-from services.control.app import create_app
-from services.control.auth import COOKIE, Auth, is_loopback, read_token
-from services.control.runs import Runs
 from tests.unit.control.stored_runs import HERE, make_runs
 from xtoken_core.errors import ConfigError
+from xtoken_services.control import sessions
+from xtoken_services.control.app import create_app
+from xtoken_services.control.auth import COOKIE, Auth, is_loopback, read_token
+from xtoken_services.control.runs import Runs
 
 TOKEN = "a-token-of-some-length"
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from services.control.runs import Runs
 from tests.unit.control.stored_runs import put
+from xtoken_services.control.runs import Runs
 
 SIDE = {
     "student": [["1+1", -1], ["=<", 4], ["2", 5]], "teacher": [["1", -1], ["+1", -1], ["=<", 4], ["2", 5]],

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from services.control.web import form
-from services.control.web.fields import EXCLUDED, field_names, sections
-from services.control.web.loss_terms import MODES_OF_SETTING, OF_SEVERAL_TEACHERS
 from tests.unit.control.stored_runs import spec
 from xtoken_core.config.spec import RunSpec
+from xtoken_services.control.web import form
+from xtoken_services.control.web.fields import EXCLUDED, field_names, sections
+from xtoken_services.control.web.loss_terms import MODES_OF_SETTING, OF_SEVERAL_TEACHERS
 
 
 def full(tmp_path: Path) -> RunSpec:

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from services.control import http_limits
-from services.control.auth import Auth
-from services.control.runs import Runs
-from services.control.serve import HttpServer, serve
-from services.control.sessions import MAX_DELAYED
 from tests.unit.control.stored_runs import make_runs
 from xtoken_core.errors import ConfigError
+from xtoken_services.control import http_limits
+from xtoken_services.control.auth import Auth
+from xtoken_services.control.runs import Runs
+from xtoken_services.control.serve import HttpServer, serve
+from xtoken_services.control.sessions import MAX_DELAYED
 
 TOKEN = "a-token-of-some-length"
 HEAD = b"GET /livez HTTP/1.1\r\nHost: 127.0.0.1\r\n"

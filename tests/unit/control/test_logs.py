@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from services.control import logs, shared_logs
-from services.control.logs import Follower, last_attempts, logs_in, merged
-from services.control.shared_logs import LogStream, SharedLogs, pause_after
+from xtoken_services.control import logs, shared_logs
+from xtoken_services.control.logs import Follower, last_attempts, logs_in, merged
+from xtoken_services.control.shared_logs import LogStream, SharedLogs, pause_after
 
 
 def write(output: Path, name: str, text: str = "") -> None:

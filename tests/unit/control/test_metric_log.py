@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from services.control import metric_log
-from services.control.metric_log import MetricLog
-from services.supervisor.json_files import best_line
+from xtoken_services.control import metric_log
+from xtoken_services.control.metric_log import MetricLog
+from xtoken_services.supervisor.json_files import best_line
 
 
 @pytest.fixture(autouse=True)

@@ -10,15 +10,6 @@ from typing import Any
 
 import pytest
 
-from services.control.validation import RefusedError, SpecValidator, check_launch
-from services.queue.main import of_group
-from services.supervisor.launchers.base import NODE_LOST_EXIT
-from services.supervisor.launchers.local import free_port
-from services.supervisor.launchers.ray import RayLauncher, cpus_of, gpus_of
-from services.supervisor.process_group import describe_exit
-from services.supervisor.process_spec import build_process_specs, threads_of_model_workers
-from services.supervisor.run_directory import KEYS, QueueDirectory
-from services.supervisor.run_record import RunState
 from tests.support.runs import resolved_run
 from tests.unit.control.stored_runs import make_runs, put
 from tests.unit.control.stored_runs import spec as raw_spec
@@ -26,6 +17,15 @@ from xtoken_core.config.spec import RunSpec
 from xtoken_core.data_plane.address import Address
 from xtoken_core.data_plane.keys import allowed_keys, client_keys, server_keys
 from xtoken_core.errors import ConfigError, XtokenError
+from xtoken_services.control.validation import RefusedError, SpecValidator, check_launch
+from xtoken_services.queue.main import of_group
+from xtoken_services.supervisor.launchers.base import NODE_LOST_EXIT
+from xtoken_services.supervisor.launchers.local import free_port
+from xtoken_services.supervisor.launchers.ray import RayLauncher, cpus_of, gpus_of
+from xtoken_services.supervisor.process_group import describe_exit
+from xtoken_services.supervisor.process_spec import build_process_specs, threads_of_model_workers
+from xtoken_services.supervisor.run_directory import KEYS, QueueDirectory
+from xtoken_services.supervisor.run_record import RunState
 
 RAY = {"launcher": "ray", "device": "cpu"}
 
@@ -185,7 +185,7 @@ def test_a_run_whose_package_is_gone_is_not_resumed(tmp_path: Path, monkeypatch:
 
 
 def test_over_http_no_cluster_is_named(tmp_path: Path) -> None:
-    from services.common.files.allowed_paths import Roots
+    from xtoken_services.common.files.allowed_paths import Roots
 
     validator = SpecValidator(Roots.of([tmp_path], [tmp_path]), tmp_path)
     with pytest.raises(RefusedError, match=r"ray\.address"):

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from services.control.app import create_app
-from services.control.runs import Runs
-from services.supervisor import os_process
-from services.supervisor.supervisor import POLL_S
 from tests.unit.control.stored_runs import HERE
 from tests.unit.supervisor.scripted_run import resolved_run, use_scripted_workers
 from xtoken_core.data_plane.queue_client import QueueClient
+from xtoken_services.control.app import create_app
+from xtoken_services.control.runs import Runs
+from xtoken_services.supervisor import os_process
+from xtoken_services.supervisor.supervisor import POLL_S
 
 STEPS, HELD = 8, 4
 ROUNDS = 30

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from services.control.runs import Runs
-from services.control.store import AttemptRow, RunRow, Store
-from services.supervisor import os_process
-from services.supervisor.os_process import Identity
+from xtoken_services.control.runs import Runs
+from xtoken_services.control.store import AttemptRow, RunRow, Store
+from xtoken_services.supervisor import os_process
+from xtoken_services.supervisor.os_process import Identity
 
 ROOT = Path(__file__).parents[3]
 PLANE = Path(__file__).with_name("control_plane_script.py")
@@ -36,7 +36,7 @@ class Planes:
     def start(self, *arguments: str) -> subprocess.Popen[bytes]:
         """Another control plane."""
         hold = ("--do", f"trainer_0:step{HELD}:always await go")
-        env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        env = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/services", "OMP_NUM_THREADS": "1"}
         with (self.directory / f"plane.{len(self.started)}.log").open("wb") as log:
             command = [sys.executable, str(PLANE), str(self.directory), str(STEPS), *hold, *arguments]
             self.started.append(subprocess.Popen(command, stdout=log, stderr=log, env=env))
@@ -240,7 +240,7 @@ def test_reused_pid() -> None:
 
 
 def test_failure_counts_continue(tmp_path: Path) -> None:
-    from services.supervisor.process_group import RestartPolicy
+    from xtoken_services.supervisor.process_group import RestartPolicy
 
     policy = RestartPolicy(2, failures=2, highest_step=5)
     assert policy.record_failure(5) is None

@@ -6,9 +6,9 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from services.control.store import Store
-from services.control.web import rendered
-from services.control.web.rendered import RenderedPages
+from xtoken_services.control.store import Store
+from xtoken_services.control.web import rendered
+from xtoken_services.control.web.rendered import RenderedPages
 
 
 def test_pages_are_rendered_again_after_a_change_and_after_a_while() -> None:

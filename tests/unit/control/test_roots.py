@@ -9,13 +9,13 @@ import pytest
 import torch
 from pydantic import BaseModel
 
-from services.common.files.allowed_paths import URLS, VARIABLE, OutsideError, Roots, check_allowed
-from services.common.text.training_text import open_index
-from services.common.tokenizers.loading import load_tokenizer
 from tests.unit.control.stored_runs import spec
 from xtoken_core.config.resolved import ResolvedModel, ResolvedRun
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import ConfigError
+from xtoken_services.common.files.allowed_paths import URLS, VARIABLE, OutsideError, Roots, check_allowed
+from xtoken_services.common.text.training_text import open_index
+from xtoken_services.common.tokenizers.loading import load_tokenizer
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def test_link_within_a_model_directory(roots: Roots, tmp_path: Path) -> None:
 
 
 def test_trainer_checks_the_projection(roots: Roots, tmp_path: Path) -> None:
-    from services.trainer.main import make_loss
+    from xtoken_services.trainer.main import make_loss
 
     file = tmp_path / "data" / "projection.safetensors"
     file.symlink_to(tmp_path / "secret.txt")

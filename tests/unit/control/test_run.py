@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from services.common.text.held_out import split_directory, split_text
-from services.control.runs import Runs
 from tests.unit.supervisor.scripted_run import resolved_run, use_scripted_workers
+from xtoken_services.common.text.held_out import split_directory, split_text
+from xtoken_services.control.runs import Runs
 
 
 @pytest.fixture

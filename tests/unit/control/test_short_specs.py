@@ -12,14 +12,14 @@ import pytest
 from fastapi.testclient import TestClient
 from pydantic import ValidationError
 
-from services.common.run.defaults import fill_run_defaults
-from services.common.run.machine import Machine
-from services.control.api.short_specs import complete, start_short
-from services.control.runs import Runs
-from services.control.web import form
 from tests.unit.control.stored_runs import put, spec
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import ConfigError, InputError
+from xtoken_services.common.run.defaults import fill_run_defaults
+from xtoken_services.common.run.machine import Machine
+from xtoken_services.control.api.short_specs import complete, start_short
+from xtoken_services.control.runs import Runs
+from xtoken_services.control.web import form
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from services.control import db_file
-from services.control.store import (
+from xtoken_services.control import db_file
+from xtoken_services.control.store import (
     FILE,
     VERSION,
     AttemptRow,
@@ -24,7 +24,7 @@ from services.control.store import (
     TakenError,
     now,
 )  # fmt: skip
-from services.supervisor.run_record import RunState
+from xtoken_services.supervisor.run_record import RunState
 
 
 def row(name: str, **columns: object) -> RunRow:

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from fastapi.testclient import TestClient
 
-from services.common.files.allowed_paths import Roots
-from services.control import table_builds
-from services.control.table_builds import BusyError, TableBuild, TableBuilds
 from xtoken_core.projection.pair_cache import PairKind
+from xtoken_services.common.files.allowed_paths import Roots
+from xtoken_services.control import table_builds
+from xtoken_services.control.table_builds import BusyError, TableBuild, TableBuilds
 
 DEADLINE_S = 120.0
 

@@ -14,16 +14,16 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from services.control.app import create_app
-from services.control.auth import COOKIE, Auth
-from services.control.runs import Runs
-from services.control.web.charts import charts_of
-from services.control.web.compare_page import differing_settings
-from services.supervisor.run_record import RunState
 from tests.unit.control.stored_runs import HERE, put, spec
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.config.text_only import CROSS_ENTROPY_ONLY
 from xtoken_core.losses.chunk_classes import CLASSES, GENERATED
+from xtoken_services.control.app import create_app
+from xtoken_services.control.auth import COOKIE, Auth
+from xtoken_services.control.runs import Runs
+from xtoken_services.control.web.charts import charts_of
+from xtoken_services.control.web.compare_page import differing_settings
+from xtoken_services.supervisor.run_record import RunState
 
 TOKEN = "a-token-that-is-long-enough"
 

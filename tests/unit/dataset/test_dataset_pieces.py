@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.common.text.piece_bytes import piece_bytes
 from tests.support import vocabularies as v
 from tests.support.alignments import aligner_of, spelled
 from tests.support.columns import rows_of
@@ -19,6 +18,7 @@ from xtoken_core.dataset import BadRecord, DataIndex, JoinedIndex, PieceIndex, R
 from xtoken_core.dataset.pieces import divide
 from xtoken_core.dataset.records import PIECE, Piece
 from xtoken_core.tokenizing import TextTokenizer, UnspellableError
+from xtoken_services.common.text.piece_bytes import piece_bytes
 
 LONG = "".join(f"line {n} of a text, naïve 日本 👍🏽\n" for n in range(40))
 LIMIT = 100

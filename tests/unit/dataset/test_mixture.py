@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from services.common.text.run_order import rotated
 from xtoken_core.config import DataSpec
 from xtoken_core.dataset import BadRecord, DataIndex, JoinedIndex, Record, mixed_record_at
+from xtoken_services.common.text.run_order import rotated
 
 SIZES = st.lists(st.tuples(st.integers(1, 40), st.floats(0.05, 20)), min_size=1, max_size=4)
 

@@ -8,8 +8,8 @@ from xml.etree import ElementTree
 import pytest
 from rich.console import Console
 
-from services.demo.report import check_comparable, read_lines, read_run, running_mean, table, write_report
 from xtoken_core.errors import InputError
+from xtoken_services.demo.report import check_comparable, read_lines, read_run, running_mean, table, write_report
 
 
 def write_run(directory: Path, *, final: float, kl: float | None, steps: int = 30, size: int = 5000) -> Path:

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from services.demo.run import _train_student, prepare_directory
-from services.demo.specs import CROSS_ENTROPY, DISTILLED, StudentTraining, write_run_files
 from xtoken_core.config import load_run_spec
 from xtoken_core.errors import InputError, XtokenError
+from xtoken_services.demo.run import _train_student, prepare_directory
+from xtoken_services.demo.specs import CROSS_ENTROPY, DISTILLED, StudentTraining, write_run_files
 
 
 def test_runs_differ_in_name_output_and_loss(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from services.demo.teacher import ModelSize, TeacherTraining, train_teacher, write_student
-from services.demo.vocabularies import train_teacher_tokenizer
+from xtoken_services.demo.teacher import ModelSize, TeacherTraining, train_teacher, write_student
+from xtoken_services.demo.vocabularies import train_teacher_tokenizer
 
 TEXTS = [f"def function_{i}(x):\n    return x + {i}\n" for i in range(200)]
 TRAINING = TeacherTraining(steps=30, rows=2, context_length=32, warmup_steps=3, eval_every=10, threads=1)

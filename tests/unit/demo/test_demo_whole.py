@@ -6,10 +6,10 @@ import pytest
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from services.demo.report import read_lines, read_run
-from services.demo.run import run_demo
-from services.demo.specs import StudentTraining
-from services.demo.teacher import TeacherTraining
+from xtoken_services.demo.report import read_lines, read_run
+from xtoken_services.demo.run import run_demo
+from xtoken_services.demo.specs import StudentTraining
+from xtoken_services.demo.teacher import TeacherTraining
 
 
 @pytest.mark.slow

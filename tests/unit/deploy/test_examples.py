@@ -15,9 +15,9 @@ import pytest
 import typer
 import yaml
 
-from services.cli.app import app
-from services.common.run.resolve import largest_row
 from xtoken_core.config import RunSpec, load_run_spec
+from xtoken_services.cli.app import app
+from xtoken_services.common.run.resolve import largest_row
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = sorted((ROOT / "deploy" / "examples").glob("*.toml"))

@@ -9,8 +9,8 @@ import pytest
 import typer
 import yaml
 
-from services.cli.app import app
-from services.control.auth import PROBES
+from xtoken_services.cli.app import app
+from xtoken_services.control.auth import PROBES
 
 FOLDER = Path(__file__).parents[3] / "deploy" / "kubernetes"
 VERSIONS = ("1.30", "1.33", "1.36")

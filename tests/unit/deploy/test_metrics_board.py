@@ -14,12 +14,12 @@ import yaml
 from fastapi.testclient import TestClient
 from prometheus_client import generate_latest
 
-from services.control.app import create_app
-from services.control.runs import Runs
-from services.queue.metrics import Metrics
-from services.trainer import loop
 from xtoken_core.queue.engine import Engine
 from xtoken_core.queue.stats import stats_document
+from xtoken_services.control.app import create_app
+from xtoken_services.control.runs import Runs
+from xtoken_services.queue.metrics import Metrics
+from xtoken_services.trainer import loop
 
 DEPLOY = Path(__file__).parents[3] / "deploy"
 BOARD = DEPLOY / "grafana" / "boards" / "xtoken.json"

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import typer
 
-from services.cli.app import app
 from tests.doc_blocks import PAGES, ROOT, commands_of, shell_commands
+from xtoken_services.cli.app import app
 
 GUIDES = [ROOT / "README.md", ROOT / "docs/quickstart.md", ROOT / "docs/gpu-run.md"]
 """Pages that are followed from the top in a fresh shell."""

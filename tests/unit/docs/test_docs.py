@@ -15,12 +15,12 @@ import pytest
 import typer
 
 import xtoken_core.errors
-from services.cli.app import app
-from services.control.app import create_app
-from services.control.runs import Runs
 from tests.doc_blocks import PAGES, ROOT, fenced
 from xtoken_core.config.base import ConfigModel
 from xtoken_core.config.spec import parse_run_spec
+from xtoken_services.cli.app import app
+from xtoken_services.control.app import create_app
+from xtoken_services.control.runs import Runs
 
 
 @cache

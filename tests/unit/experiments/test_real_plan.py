@@ -13,9 +13,9 @@ from experiments import jobs
 from experiments.real import results, stages, summary
 from experiments.real.methods import METHODS, MICRO_BATCH_TOKENS, PATIENCE, RATES, Cell, cells, job
 from experiments.real.page import RESULT
-from services.trainer.best import best_evaluation
 from tests.unit.experiments.test_real_runs import curve, result, write_run
 from xtoken_core.config.spec import parse_run_spec
+from xtoken_services.trainer.best import best_evaluation
 
 
 def test_other_weights_are_tried_at_the_rate_that_is_best_with_the_first() -> None:

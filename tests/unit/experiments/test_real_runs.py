@@ -15,10 +15,10 @@ from experiments.real import controls, overview, page, predictions, results, sta
 from experiments.real.methods import CONDITIONS, CONTINUED, GEMMA3, METHODS, RATES, SMOLLM2, Cell, cells, job
 from experiments.real.models import MissingSourceError
 from experiments.real.page import RESULT
-from services.demo.vocabularies import train_student_tokenizer, train_teacher_tokenizer
 from tests.support.tiny_run import documents, make_model, write_jsonl
 from xtoken_core.config.spec import parse_run_spec
 from xtoken_core.tasks import read_prompts
+from xtoken_services.demo.vocabularies import train_student_tokenizer, train_teacher_tokenizer
 
 PLANNED = list(cells(tuple(CONDITIONS), tuple(METHODS), (), (0, 1)))
 

@@ -11,8 +11,8 @@ import pytest
 from experiments.real import page, speed, stages
 from experiments.real.methods import CONDITIONS, GEMMA3, METHODS, SMOLLM2, projection_file
 from experiments.real.models import MissingSourceError
-from services.demo.vocabularies import train_student_tokenizer, train_teacher_tokenizer
 from tests.support.tiny_run import documents, make_model, write_jsonl
+from xtoken_services.demo.vocabularies import train_student_tokenizer, train_teacher_tokenizer
 
 PARTS = ("forward_ms", "loss_ms", "backward_ms")
 

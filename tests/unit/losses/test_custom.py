@@ -7,9 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.common.run.custom_loss import check_custom_loss, check_importable
-from services.control.validation import RefusedError, SpecValidator
-from services.supervisor.process_spec import build_process_specs
 from tests.doc_blocks import ROOT, fenced
 from tests.unit.losses.loss_cases import V_S, make_case
 from tests.unit.supervisor.scripted_run import resolved_run
@@ -21,6 +18,9 @@ from xtoken_core.losses.alm import chunk_log_likelihood
 from xtoken_core.losses.common import ChunkView
 from xtoken_core.losses.custom import import_loss, losses_with
 from xtoken_core.schema import with_numbers
+from xtoken_services.common.run.custom_loss import check_custom_loss, check_importable
+from xtoken_services.control.validation import RefusedError, SpecValidator
+from xtoken_services.supervisor.process_spec import build_process_specs
 
 CUSTOM = LossConfig(mode="custom")
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from services.common.batches.packed_batch import packed_batch
 from tests.ops.test_every_mode import MODES
 from tests.ops.tolerances import GRADIENT, OUTPUT, assert_within
 from tests.support.columns import columns_of
 from tests.unit.losses.loss_cases import STUDENT_HEAD, V_S, Case, make_case
 from xtoken_core import schema
 from xtoken_core.losses import CrossTokenizerDistillationLoss, HeadProjection
+from xtoken_services.common.batches.packed_batch import packed_batch
 
 LENGTHS = (6, 4, 1, 5)
 

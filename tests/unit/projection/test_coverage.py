@@ -9,11 +9,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from services.common.tables.coverage import WINDOW, coverage_of_text
 from tests.support.tiny_run import documents, make_assets
 from xtoken_core.projection import write_projection
 from xtoken_core.projection.coverage import named_tokens, unnamed_fraction, unreachable_mass
 from xtoken_core.projection.files import TopKProjection, read_topk
+from xtoken_services.common.tables.coverage import WINDOW, coverage_of_text
 
 PROJECTION = TopKProjection(torch.tensor([[0, 2], [2, -1], [3, 1]]), torch.tensor([[0.5, 0.5], [1.0, 0.0], [1.0, 0.0]]))
 NAMED = torch.tensor([True, False, True, True, False])

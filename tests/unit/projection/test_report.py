@@ -10,14 +10,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
-from services.cli.align import align_app
-from services.cli.projection import projection_app
 from tests.support import vocabularies as v
 from tests.support.alignments import aligner_of, table_of
 from tests.support.tiny_run import documents, make_assets, write_jsonl
 from xtoken_core.errors import InputError, XtokenError
 from xtoken_core.projection import BuildOptions, TopKProjection, build_projection, write_projection
 from xtoken_core.projection.report import category, inspect_projection, overlap
+from xtoken_services.cli.align import align_app
+from xtoken_services.cli.projection import projection_app
 
 RUNNER = CliRunner()
 

@@ -4,7 +4,7 @@ import random
 
 from prometheus_client import CollectorRegistry, Histogram, disable_created_metrics, generate_latest
 
-from services.queue.metrics import BUCKETS_S, PREFIX, Durations
+from xtoken_services.queue.metrics import BUCKETS_S, PREFIX, Durations
 
 
 def test_text_is_that_of_the_library() -> None:

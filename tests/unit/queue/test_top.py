@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from services.queue.top import view
+from xtoken_services.queue.top import view
 
 STATES = {"waiting": 1, "ready": 2, "leased": 3, "done": 4}
 

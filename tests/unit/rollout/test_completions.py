@@ -9,10 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from services.common.generation.published_weights import Version
-from services.common.generation.sampling import Sampled
-from services.common.generation.vocabulary import Vocabulary
-from services.rollout.main import RolloutLoop
 from tests.support.vocabularies import fast, tekken, unigram
 from xtoken_core import schema
 from xtoken_core.collate import CollatedRows
@@ -26,6 +22,10 @@ from xtoken_core.losses.cross_entropy import mean_over_tokens
 from xtoken_core.losses.masks import loss_counts
 from xtoken_core.tokenizing import ConversationError, TextTokenizer
 from xtoken_core.wire.messages import Block
+from xtoken_services.common.generation.published_weights import Version
+from xtoken_services.common.generation.sampling import Sampled
+from xtoken_services.common.generation.vocabulary import Vocabulary
+from xtoken_services.rollout.main import RolloutLoop
 
 STUDENT, TEACHER = tekken(2000), tekken(8000)
 PROMPT, TEXT = "The quick brown", " fox jumps over"

@@ -14,17 +14,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from services.common.generation.published_weights import Version, WeightsWriter
-from services.common.generation.vocabulary import Vocabulary
-from services.common.http_engine.engine import Sampling
-from services.common.http_engine.errors import EngineRefusalError
-from services.common.http_engine.factory import open_engine
-from services.demo.vocabularies import train_teacher_tokenizer
-from services.rollout.served import ServedSampler
 from tests.support.engine_server import Answer, serving
 from tests.support.tiny_run import documents, make_model
 from xtoken_core.config.rollout import RolloutSpec
 from xtoken_core.tokenizing import TextTokenizer
+from xtoken_services.common.generation.published_weights import Version, WeightsWriter
+from xtoken_services.common.generation.vocabulary import Vocabulary
+from xtoken_services.common.http_engine.engine import Sampling
+from xtoken_services.common.http_engine.errors import EngineRefusalError
+from xtoken_services.common.http_engine.factory import open_engine
+from xtoken_services.demo.vocabularies import train_teacher_tokenizer
+from xtoken_services.rollout.served import ServedSampler
 
 WHOLE = Sampling(max_tokens=4, seed=(1 << 40) + 3, temperature=0.7, top_k=9, top_p=0.9, stop=("\n",))
 VLLM = {

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from services.common.stores.store_build import build_spec
 from xtoken_core.config.loss import LossConfig
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import ConfigError
+from xtoken_services.common.stores.store_build import build_spec
 
 TRAIN = {"samples_per_step": 24}
 STORED = {"model": Path("m"), "context_length": 256, "store": "s"}

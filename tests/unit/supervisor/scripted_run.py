@@ -11,14 +11,14 @@ from typing import Any
 
 import psutil
 
-from services.supervisor import supervised_run
-from services.supervisor.launchers.local import LocalLauncher
-from services.supervisor.process_spec import ProcessSpec
-from services.supervisor.run_record import RunResult
-from services.supervisor.supervisor import Limits, Supervisor
 from xtoken_core.config.resolved import ResolvedModel, ResolvedRun
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.data_plane.address import Address
+from xtoken_services.supervisor import supervised_run
+from xtoken_services.supervisor.launchers.local import LocalLauncher
+from xtoken_services.supervisor.process_spec import ProcessSpec
+from xtoken_services.supervisor.run_record import RunResult
+from xtoken_services.supervisor.supervisor import Limits, Supervisor
 
 SCRIPT = Path(__file__).with_name("worker_script.py")
 STEP = 4
@@ -47,7 +47,7 @@ def scripted_members(
     """The queue and one scripted worker of each kind; `trainer_0=["work:kill"]` tells one what to do."""
     file = output / "resolved.json"
     file.write_text(resolved_run(output, steps, ranks).model_dump_json())
-    real = (sys.executable, "-m", "services.cli")
+    real = (sys.executable, "-m", "xtoken_services.cli")
     token = ("--token-file", str(address.token_file)) if address.token_file else ()
     bind = ("--bind", address.url, *token, "--run", str(file))
     found = [ProcessSpec("queue", "queue", "queue", (*real, "queue", *bind))]

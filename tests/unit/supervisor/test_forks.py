@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from services.supervisor import os_process
-from services.supervisor.launchers.base import STATUS_FILE, UNKNOWN_EXIT
-from services.supervisor.launchers.forks import ForkServer, early_fork_server, fork_server_of
-from services.supervisor.launchers.local import ForkedHandle, LocalHandle, LocalLauncher
-from services.supervisor.os_process import MARK
 from tests.support.runs import resolved_run
 from tests.unit.supervisor.scripted_run import alive
 from tests.unit.supervisor.test_launchers import PARENT, SLEEP, finished, read_pid, until
 from xtoken_core.errors import ConfigError
+from xtoken_services.supervisor import os_process
+from xtoken_services.supervisor.launchers.base import STATUS_FILE, UNKNOWN_EXIT
+from xtoken_services.supervisor.launchers.forks import ForkServer, early_fork_server, fork_server_of
+from xtoken_services.supervisor.launchers.local import ForkedHandle, LocalHandle, LocalLauncher
+from xtoken_services.supervisor.os_process import MARK
 
 Start = Callable[..., LocalHandle | ForkedHandle]
 
@@ -118,7 +118,7 @@ def test_processes_outlive_a_killed_server(start: Start, server: ForkServer, tmp
 def test_other_environments_and_the_queue_are_programs(start: Start, server: ForkServer) -> None:
     handle = start("pass", HF_HOME="/elsewhere")  # read when a module is imported
     assert isinstance(handle, LocalHandle) and finished(handle) == 0
-    assert server.start([sys.executable, "-P", "-m", "services.cli", "queue"], {}, 2) is None
+    assert server.start([sys.executable, "-P", "-m", "xtoken_services.cli", "queue"], {}, 2) is None
 
 
 def test_server_whose_imports_fail_is_ready_and_lost(environment: dict[str, str]) -> None:
@@ -129,11 +129,11 @@ def test_server_whose_imports_fail_is_ready_and_lost(environment: dict[str, str]
 
 
 def test_early_server_ends_with_its_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.supervisor.launchers.forks.PRELOADED", ("colorsys",))
+    monkeypatch.setattr("xtoken_services.supervisor.launchers.forks.PRELOADED", ("colorsys",))
     spec = resolved_run(tmp_path).spec
     with early_fork_server(spec) as none:  # a model is missing
         assert none is None
-    monkeypatch.setattr("services.supervisor.launchers.forks.check_input_files", lambda _: None)
+    monkeypatch.setattr("xtoken_services.supervisor.launchers.forks.check_input_files", lambda _: None)
     with pytest.raises(ConfigError), early_fork_server(spec) as server:
         assert server is not None and not server.lost
         raise ConfigError("a setting is wrong")

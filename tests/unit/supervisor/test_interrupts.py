@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from services.supervisor.interrupts import Interrupts
+from xtoken_services.supervisor.interrupts import Interrupts
 
 
 def test_signals_are_counted() -> None:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from services.supervisor.json_files import last_line, read_json
-from services.supervisor.run_record import read_record, write_record
 from xtoken_core.errors import InputError
+from xtoken_services.supervisor.json_files import last_line, read_json
+from xtoken_services.supervisor.run_record import read_record, write_record
 
 
 def test_last_complete_line_without_ids(tmp_path: Path) -> None:

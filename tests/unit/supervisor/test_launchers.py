@@ -13,9 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from services.supervisor.launchers.local import LocalHandle, LocalLauncher
-from services.supervisor.orphan_reaper import watched_at_end
 from tests.unit.supervisor.scripted_run import alive
+from xtoken_services.supervisor.launchers.local import LocalHandle, LocalLauncher
+from xtoken_services.supervisor.orphan_reaper import watched_at_end
 
 SLEEP = "import time; time.sleep(600)"
 PARENT = """
@@ -93,7 +93,7 @@ def test_missing_program(tmp_path: Path) -> None:
 STARTER = """
 import sys, time
 from pathlib import Path
-from services.supervisor.launchers.local import LocalLauncher
+from xtoken_services.supervisor.launchers.local import LocalLauncher
 launcher = LocalLauncher(tied={tied}, private=[Path({private!r})], detached={detached})
 program = {program!r}
 handle = launcher.start([sys.executable, "-c", program], {{}}, Path({log!r}))

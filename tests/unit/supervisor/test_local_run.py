@@ -14,16 +14,16 @@ from typing import Any
 
 import pytest
 
-from services.common.files.directory_lock import sole_owner
-from services.common.text.held_out import split_text
-from services.supervisor import local_run, supervised_run
-from services.supervisor.local_run import run_locally
-from services.supervisor.progress import ProgressView
-from services.supervisor.run_record import RunState
 from tests.unit.supervisor.scripted_run import resolved_run, use_scripted_workers
 from tests.unit.supervisor.test_progress import Broken
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import ConfigError, XtokenError
+from xtoken_services.common.files.directory_lock import sole_owner
+from xtoken_services.common.text.held_out import split_text
+from xtoken_services.supervisor import local_run, supervised_run
+from xtoken_services.supervisor.local_run import run_locally
+from xtoken_services.supervisor.progress import ProgressView
+from xtoken_services.supervisor.run_record import RunState
 
 Scripted = Callable[..., RunSpec]
 
@@ -144,7 +144,7 @@ def test_refused_start_empties_a_directory_that_was_there_before(
 def test_status_has_the_fields_of_the_control_plane(
     scripted_spec: Scripted, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from services.control.api.models import RunStatus, WorkerStatus
+    from xtoken_services.control.api.models import RunStatus, WorkerStatus
 
     assert run_locally(scripted_spec(4), as_json=True).exit_code == 0
     for line in capsys.readouterr().out.splitlines():

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from services.cli.app import app
-from services.supervisor.process_spec import build_process_specs, threads_of_model_workers
 from tests.unit.supervisor.scripted_run import resolved_run
 from xtoken_core.data_plane.address import Address
+from xtoken_services.cli.app import app
+from xtoken_services.supervisor.process_spec import build_process_specs, threads_of_model_workers
 
 
 def test_processes_of_two_ranks(tmp_path: Path) -> None:
@@ -39,7 +39,9 @@ def test_commands_are_accepted_by_the_cli(tmp_path: Path) -> None:
     address = Address.parse("tcp://127.0.0.1:5000", tmp_path / "token")
     for member in build_process_specs(resolved_run(tmp_path, steps=2, ranks=2), tmp_path / "r.json", [address]):
         arguments = member.command_line(3)
-        assert arguments[1:4] == ["-P", "-m", "services.cli"], "a folder `services` where it is started is not ours"
+        assert arguments[1:4] == ["-P", "-m", "xtoken_services.cli"], (
+            "a folder `services` where it is started is not ours"
+        )
         assert str(tmp_path / "token") in arguments
         shown = CliRunner().invoke(app, [*arguments[4:], "--help"])
         assert shown.exit_code == 0, shown.output

@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from services.supervisor.progress import FailsafeView, ProgressView, final_line, open_view, render_status, status_line
+from xtoken_services.supervisor.progress import (
+    FailsafeView,
+    ProgressView,
+    final_line,
+    open_view,
+    render_status,
+    status_line,
+)
 
 
 def status(**changes: Any) -> dict[str, Any]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from services.supervisor.progress import status_line
-from services.supervisor.remaining import evaluations_left, remaining_s
+from xtoken_services.supervisor.progress import status_line
+from xtoken_services.supervisor.remaining import evaluations_left, remaining_s
 
 WORKER = {"name": "trainer-0", "kind": "trainer", "state": "running", "phase": "load", "restarts": 0, "activity": ""}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.supervisor.process_group import LONGEST_DELAY_S, RestartPolicy
+from xtoken_services.supervisor.process_group import LONGEST_DELAY_S, RestartPolicy
 
 
 def test_delays_double_up_to_the_longest_and_the_limit() -> None:

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from services.supervisor.launchers.local import LocalLauncher
-from services.supervisor.process_group import RecoveredGroup
-from services.supervisor.run_record import RunState
-from services.supervisor.supervisor import Limits, Supervisor
 from tests.unit.supervisor.scripted_run import ScriptedRun, alive
 from xtoken_core.data_plane.address import Address, create_token
+from xtoken_services.supervisor.launchers.local import LocalLauncher
+from xtoken_services.supervisor.process_group import RecoveredGroup
+from xtoken_services.supervisor.run_record import RunState
+from xtoken_services.supervisor.supervisor import Limits, Supervisor
 
 HELD_UNTIL_RESTARTED = "step5:await a file that never comes"
 """Keeps a trainer's first process from completing its run before the test has killed another process."""

@@ -7,11 +7,11 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from services.common.models.loading import load_model
-from services.teacher.fp8 import Fp8Linear
-from services.teacher.model import TeacherModel
-from services.teacher.quantized import swap_linears
 from xtoken_core.config.resolved import parse_resolved_run
+from xtoken_services.common.models.loading import load_model
+from xtoken_services.teacher.fp8 import Fp8Linear
+from xtoken_services.teacher.model import TeacherModel
+from xtoken_services.teacher.quantized import swap_linears
 
 directory = Path(sys.argv[1])
 dist.init_process_group("gloo")

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.common.models.loading import pick_device
-from services.teacher.prepare import device_of
 from tests.support.runs import resolved_run
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import ConfigError
+from xtoken_services.common.models.loading import pick_device
+from xtoken_services.teacher.prepare import device_of
 
 
 @pytest.fixture

@@ -11,16 +11,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from services.common.models.loading import load_model, pick_device
-from services.supervisor.launch_check import check_launch
-from services.teacher.model import TeacherModel
-from services.teacher.prepare import prepared_model
-from services.teacher.quantized import swap_linears
-from services.teacher.shards import send_tokens, started_shards
 from tests.support.runs import resolved_run
 from tests.unit.teacher.test_shards import CPU, divided_run
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import ConfigError
+from xtoken_services.common.models.loading import load_model, pick_device
+from xtoken_services.supervisor.launch_check import check_launch
+from xtoken_services.teacher.model import TeacherModel
+from xtoken_services.teacher.prepare import prepared_model
+from xtoken_services.teacher.quantized import swap_linears
+from xtoken_services.teacher.shards import send_tokens, started_shards
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SIZES: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32}
@@ -42,7 +42,7 @@ def deviation(found: Tensor, expected: Tensor) -> float:
 @pytest.mark.parametrize("rows", [(1,), (3, 5), (4, 512)], ids=str)
 def test_a_layer_in_4_bits_is_close_to_the_layer(device: str, dtype: str, rows: tuple[int, ...]) -> None:
     pytest.importorskip("bitsandbytes")
-    from services.teacher.nf4 import Nf4Linear
+    from xtoken_services.teacher.nf4 import Nf4Linear
 
     torch.manual_seed(0)
     layer = nn.Linear(256, 128, device=device, dtype=getattr(torch, dtype))
@@ -85,7 +85,7 @@ def test_parts_in_4_bits_give_the_results_of_a_whole_one(tmp_path: Path, kind: s
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_compiled_teacher_in_4_bits_gives_the_same(tmp_path: Path, device: str) -> None:
     pytest.importorskip("bitsandbytes")
-    from services.teacher.nf4 import Nf4Linear
+    from xtoken_services.teacher.nf4 import Nf4Linear
 
     run = divided_run(tmp_path, "qwen3", gpus=1, **SIZES)
     model = load_model(run.spec.teacher[0], "teacher", torch.device(device))
@@ -103,7 +103,7 @@ def with_teacher(run: RunSpec, **changes: Any) -> RunSpec:
 
 def test_4_bits_are_refused_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    monkeypatch.delitem(sys.modules, "services.teacher.nf4", raising=False)
+    monkeypatch.delitem(sys.modules, "xtoken_services.teacher.nf4", raising=False)
     run = resolved_run(tmp_path, device="cpu")
     check_launch(run.spec)
     spec = with_teacher(run.spec, nf4=True)

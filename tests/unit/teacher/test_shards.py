@@ -11,20 +11,20 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from services.common.models.loading import load_model
-from services.common.models.tensor_parallel import DIVIDED, FAMILIES, QUANTIZED, check_divided, why_not_divided
-from services.supervisor.launch_check import check_launch
-from services.teacher.fp8 import Fp8Linear
-from services.teacher.model import TeacherModel
-from services.teacher.prepare import devices_of, prepared_model
-from services.teacher.quantized import swap_linears
-from services.teacher.shards import send_tokens, started_shards
 from tests.support.ranks import start_ranks
 from tests.support.runs import resolved_run
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import ConfigError
 from xtoken_core.packing import PackedRow
+from xtoken_services.common.models.loading import load_model
+from xtoken_services.common.models.tensor_parallel import DIVIDED, FAMILIES, QUANTIZED, check_divided, why_not_divided
+from xtoken_services.supervisor.launch_check import check_launch
+from xtoken_services.teacher.fp8 import Fp8Linear
+from xtoken_services.teacher.model import TeacherModel
+from xtoken_services.teacher.prepare import devices_of, prepared_model
+from xtoken_services.teacher.quantized import swap_linears
+from xtoken_services.teacher.shards import send_tokens, started_shards
 
 SIZES = {
     "hidden_size": 32,
@@ -160,8 +160,8 @@ def test_more_gpus_than_there_are_are_refused_before_the_start(tmp_path: Path, m
     raw = divided_run(tmp_path, "llama").spec.model_dump()
     spec = RunSpec.model_validate({**raw, "workers": {"device": "auto"}})
     for count in (0, 2):
-        monkeypatch.setattr("services.supervisor.launch_check.count_gpus", lambda count=count: count)
+        monkeypatch.setattr("xtoken_services.supervisor.launch_check.count_gpus", lambda count=count: count)
         check_launch(spec)
-    monkeypatch.setattr("services.supervisor.launch_check.count_gpus", lambda: 1)
+    monkeypatch.setattr("xtoken_services.supervisor.launch_check.count_gpus", lambda: 1)
     with pytest.raises(ConfigError, match=r"teacher\.0\.gpus: the run takes 2 GPUs, this machine has 1: lower"):
         check_launch(spec)

@@ -8,12 +8,6 @@ import pytest
 import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from services.common.models.packed_attention import NAME
-from services.common.run.memory_estimate import check_teacher, weight_bytes
-from services.teacher import model as teacher_model
-from services.teacher.fp8 import Fp8Linear, check_fp8
-from services.teacher.model import TeacherModel, head_is_plain
-from services.teacher.quantized import swap_linears
 from tests.ops.tolerances import OUTPUT, assert_within
 from xtoken_core.errors import ConfigError
 from xtoken_core.losses.masks import predicted_ids
@@ -21,6 +15,12 @@ from xtoken_core.packing import PackedRow
 from xtoken_core.topk_logits import largest_logits, read_topk
 from xtoken_core.transports import RingShape
 from xtoken_core.transports.ring import TopKSettings
+from xtoken_services.common.models.packed_attention import NAME
+from xtoken_services.common.run.memory_estimate import check_teacher, weight_bytes
+from xtoken_services.teacher import model as teacher_model
+from xtoken_services.teacher.fp8 import Fp8Linear, check_fp8
+from xtoken_services.teacher.model import TeacherModel, head_is_plain
+from xtoken_services.teacher.quantized import swap_linears
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 WIDTH = 131

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 
-from services.trainer.distributed import RankGroup
+from xtoken_services.trainer.distributed import RankGroup
 
 
 def main() -> None:

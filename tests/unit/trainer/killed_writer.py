@@ -16,10 +16,10 @@ from pathlib import Path
 
 import torch
 
-from services.common.run.resume import checkpoints_in
-from services.trainer.checkpoint import Checkpoints, Cursor
 from tests.support.runs import resolved_run
 from xtoken_core.config.resolved import ResolvedRun
+from xtoken_services.common.run.resume import checkpoints_in
+from xtoken_services.trainer.checkpoint import Checkpoints, Cursor
 
 KILLS = 20
 

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from services.trainer.checkpoint import Checkpoints, Cursor
-from services.trainer.distributed import RankGroup
-from services.trainer.optimizer import StudentOptimizer
-from services.trainer.student import Student
 from tests.support.runs import resolved_run
 from tests.unit.trainer.students import make_model, nll, settings, tokens
+from xtoken_services.trainer.checkpoint import Checkpoints, Cursor
+from xtoken_services.trainer.distributed import RankGroup
+from xtoken_services.trainer.optimizer import StudentOptimizer
+from xtoken_services.trainer.student import Student
 
 STEPS = 4
 MICRO_BATCHES = 3

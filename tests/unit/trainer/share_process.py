@@ -9,10 +9,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-from services.common.batches.step_plan import StepPlan
-from services.trainer.distributed import RankGroup
-from services.trainer.node_reduce import reduce_plan, step_outcome
 from xtoken_core.plan import RowLengths, plan
+from xtoken_services.common.batches.step_plan import StepPlan
+from xtoken_services.trainer.distributed import RankGroup
+from xtoken_services.trainer.node_reduce import reduce_plan, step_outcome
 
 NODES = 2
 LENGTHS = {0: [(8, 8), (16, 8), (16, 8)], 1: []}

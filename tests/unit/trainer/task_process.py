@@ -6,12 +6,12 @@ import json
 import sys
 from pathlib import Path
 
-from services.trainer.distributed import RankGroup
-from services.trainer.eval_tasks import EvalTasks
-from services.trainer.student import Student
 from tests.unit.core.test_evaluation import byte_tokenizer, llama
 from tests.unit.trainer.students import settings
 from xtoken_core.config.spec import RunSpec
+from xtoken_services.trainer.distributed import RankGroup
+from xtoken_services.trainer.eval_tasks import EvalTasks
+from xtoken_services.trainer.student import Student
 
 
 def main() -> None:

@@ -21,9 +21,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from services.trainer import checkpoint as module
-from services.trainer.checkpoint import Checkpoints, Cursor
-from services.trainer.checkpoint_files import (
+from tests.support.ranks import ROOT
+from tests.support.runs import resolved_run
+from xtoken_core.errors import InputError, OutputError
+from xtoken_services.trainer import checkpoint as module
+from xtoken_services.trainer.checkpoint import Checkpoints, Cursor
+from xtoken_services.trainer.checkpoint_files import (
     INDEX,
     build_index,
     rank_file,
@@ -33,10 +36,7 @@ from services.trainer.checkpoint_files import (
     write_index,
     write_rank_file,
 )
-from services.trainer.staging import local_part
-from tests.support.ranks import ROOT
-from tests.support.runs import resolved_run
-from xtoken_core.errors import InputError, OutputError
+from xtoken_services.trainer.staging import local_part
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "even": (12, 3), "uneven": (7, 2), "fewer rows than ranks": (2, 2), "vector": (5,), "none": (0, 4),

@@ -10,10 +10,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from services.cli.app import app
-from services.trainer.chunk_gradients import CROSS_ENTROPY, Gradients
-from services.trainer.gradient_picture import gradient_picture
 from tests.support.tiny_run import documents, make_assets, write_jsonl
+from xtoken_services.cli.app import app
+from xtoken_services.trainer.chunk_gradients import CROSS_ENTROPY, Gradients
+from xtoken_services.trainer.gradient_picture import gradient_picture
 
 
 def test_norms_and_cosines_of_known_sums() -> None:

@@ -2,7 +2,7 @@
 
 import torch
 
-from services.trainer.completion_samples import _of_sample
+from xtoken_services.trainer.completion_samples import _of_sample
 
 COLUMNS = ("input_ids", "packed_sample", "input_lengths", "chunks")
 

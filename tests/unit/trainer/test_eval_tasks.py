@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from services.common.models.packed_attention import NAME
-from services.common.processes.worker import StopRequested
-from services.trainer.eval_samples import EvalSamples
-from services.trainer.eval_tasks import EvalTasks
-from services.trainer.student import Student
 from tests.support.ranks import start_ranks
 from tests.unit.core.test_evaluation import byte_tokenizer, llama
 from tests.unit.trainer.students import settings
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import InputError
+from xtoken_services.common.models.packed_attention import NAME
+from xtoken_services.common.processes.worker import StopRequested
+from xtoken_services.trainer.eval_samples import EvalSamples
+from xtoken_services.trainer.eval_tasks import EvalTasks
+from xtoken_services.trainer.student import Student
 
 TOKENIZER = byte_tokenizer(bos_token="<s>", eos_token="</s>", pad_token="<pad>")
 PROMPTS = ["2 + 2 =", "a", "The capital of France is", "x" * 9]

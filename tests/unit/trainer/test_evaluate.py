@@ -11,14 +11,6 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from services.common.models.loading import load_model
-from services.common.models.packed_attention import NAME
-from services.common.processes.worker import StopRequested
-from services.trainer import eval_loss as module
-from services.trainer.distributed import RankGroup
-from services.trainer.eval_loss import EvalLoss
-from services.trainer.evaluate import all_cores
-from services.trainer.student import Student
 from tests.ops.tolerances import OUTPUT
 from tests.support.ranks import start_ranks
 from tests.support.runs import resolved_run
@@ -31,6 +23,14 @@ from xtoken_core.evaluation import evaluate
 from xtoken_core.losses import CrossTokenizerDistillationLoss, LossTeacher
 from xtoken_core.losses.lazy_logits import Logits
 from xtoken_core.packing import PackedRow
+from xtoken_services.common.models.loading import load_model
+from xtoken_services.common.models.packed_attention import NAME
+from xtoken_services.common.processes.worker import StopRequested
+from xtoken_services.trainer import eval_loss as module
+from xtoken_services.trainer.distributed import RankGroup
+from xtoken_services.trainer.eval_loss import EvalLoss
+from xtoken_services.trainer.evaluate import all_cores
+from xtoken_services.trainer.student import Student
 
 READ: dict[str, Any] = {"context_length": 8, "batch_tokens": 16, "device": "cpu", "max_bytes": 10**6}
 TEXTS = ["0123456789" * 5, "def f(x):\n    return x"]
@@ -38,7 +38,7 @@ TEXTS = ["0123456789" * 5, "def f(x):\n    return x"]
 WAITING = """
 import sys, time
 from datetime import timedelta
-from services.trainer import distributed as module
+from xtoken_services.trainer import distributed as module
 module.MEETING, module.BEAT = timedelta(seconds=10), timedelta(seconds=0.1)
 group, beats = module.RankGroup.of_environment(), []
 for pg in (module.dist.group.WORLD, group.background):

@@ -13,16 +13,16 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from typer.testing import CliRunner
 
-from services.cli.app import app
-from services.common.files.allowed_paths import VARIABLE, OutsideError, Roots
-from services.trainer import export_checkpoint as module
-from services.trainer.export import export_model
-from services.trainer.export_checkpoint import Export, choose, export_checkpoint
 from tests.architecture.conftest import run_without
 from tests.architecture.test_imports import HEAVY
 from tests.support.checkpointed import run_directory, train, write_lines
 from tests.unit.trainer.students import make_model, tokens
 from xtoken_core.errors import ConfigError, InputError, OutputError
+from xtoken_services.cli.app import app
+from xtoken_services.common.files.allowed_paths import VARIABLE, OutsideError, Roots
+from xtoken_services.trainer import export_checkpoint as module
+from xtoken_services.trainer.export import export_model
+from xtoken_services.trainer.export_checkpoint import Export, choose, export_checkpoint
 
 BF16 = {"dtype": "bfloat16"}
 SPARED = {"compile": True, "checkpoint_activations": True, "blockwise_head": True}
@@ -135,7 +135,7 @@ def test_mistakes_are_told_in_one_line_before_anything_heavy_is_imported(tmp_pat
     output = run.spec.output
 
     def refused(*arguments: str) -> str:
-        done = run_without(HEAVY, "services.cli", "export", *arguments)
+        done = run_without(HEAVY, "xtoken_services.cli", "export", *arguments)
         assert (done.returncode, done.stdout) == (2, "")
         (line,) = done.stderr.splitlines()
         return line

@@ -12,8 +12,11 @@ from typing import Any
 
 import pytest
 
-from services.trainer.jsonl import JsonLines
-from services.trainer.loggers import (
+from tests.support.runs import resolved_run
+from xtoken_core.config.resolved import ResolvedRun
+from xtoken_core.errors import ConfigError
+from xtoken_services.trainer.jsonl import JsonLines
+from xtoken_services.trainer.loggers import (
     ConsoleLogger,
     TensorBoardLogger,
     WandbLogger,
@@ -22,9 +25,6 @@ from services.trainer.loggers import (
     numbers,
     train_line,
 )
-from tests.support.runs import resolved_run
-from xtoken_core.config.resolved import ResolvedRun
-from xtoken_core.errors import ConfigError
 
 ONE = {
     "loss": 2.5, "kl_loss": 2.25, "kl_loss_t0": 2.25, "ce_loss": 1.5, "chunk_mass_t0": 0.98125, "weight_t0": 1.0,

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import yaml
 
-from services.trainer.card_names import base_model, licence_of
-from services.trainer.checkpoint import Cursor
-from services.trainer.export import model_card, position_counts
 from tests.support.runs import resolved_run
 from xtoken_core.config.spec import RunSpec
+from xtoken_services.trainer.card_names import base_model, licence_of
+from xtoken_services.trainer.checkpoint import Cursor
+from xtoken_services.trainer.export import model_card, position_counts
 
 
 def card(directory: Path, teachers: list[dict[str, Any]], **changes: Any) -> str:

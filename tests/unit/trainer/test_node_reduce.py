@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from services.trainer.distributed import RankGroup
 from tests.support.ranks import start_ranks
 from tests.support.runs import resolved_run
+from xtoken_services.trainer.distributed import RankGroup
 
 RANKS = 4
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from services.trainer.export_checkpoint import export_checkpoint
 from tests.support.checkpointed import run_directory
 from tests.support.ranks import start_ranks
 from tests.unit.trainer.students import make_model
+from xtoken_services.trainer.export_checkpoint import export_checkpoint
 
 FSDP = {"train": {"parallel": "fsdp"}}
 KEPT = {"train": {"parallel": "fsdp", "reshard_after_forward": False}}

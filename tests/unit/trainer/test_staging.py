@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from services.trainer.staging import Stage
+from xtoken_services.trainer.staging import Stage
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from services.trainer.distributed import RankGroup
-from services.trainer.step import ClaimedBatch, StepRunner
 from tests.support.runs import resolved_run
 from tests.unit.losses.loss_cases import V_S, Case, make_case
 from xtoken_core.config.loss import LossConfig
@@ -19,6 +17,8 @@ from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.losses import CrossTokenizerDistillationLoss
 from xtoken_core.losses.objective import Selection
 from xtoken_core.plan import MicroBatch
+from xtoken_services.trainer.distributed import RankGroup
+from xtoken_services.trainer.step import ClaimedBatch, StepRunner
 
 
 @pytest.fixture

@@ -12,9 +12,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from services.common.batches.step_plan import topk_settings
-from services.common.text.run_order import record_of
-from services.trainer.stored_teachers import StoredTeachers
 from tests.support.columns import columns_of
 from tests.support.runs import resolved_run
 from xtoken_core.config.resolved import ResolvedRun
@@ -26,6 +23,9 @@ from xtoken_core.teacher_store.identity import StoreIdentity, identity_of
 from xtoken_core.teacher_store.shards import ShardWriter, digest_of
 from xtoken_core.teacher_store.store import TeacherStore, parts_of
 from xtoken_core.topk_logits import TopKLogits, largest_logits, write_topk
+from xtoken_services.common.batches.step_plan import topk_settings
+from xtoken_services.common.text.run_order import record_of
+from xtoken_services.trainer.stored_teachers import StoredTeachers
 
 LENGTHS = (5, 8, 3)
 WIDTH = 8

@@ -9,13 +9,13 @@ import pytest
 import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
-from services.trainer.metrics import flops_per_token
-from services.trainer.optimizer import StudentOptimizer
-from services.trainer.student import Student, check_head, decoder_layers
 from tests.unit.trainer.students import FAMILIES, make_model, nll, settings, tokens
 from xtoken_core.config.train import TrainSpec
 from xtoken_core.errors import ConfigError
 from xtoken_core.losses.lazy_logits import HeadProjection
+from xtoken_services.trainer.metrics import flops_per_token
+from xtoken_services.trainer.optimizer import StudentOptimizer
+from xtoken_services.trainer.student import Student, check_head, decoder_layers
 
 BF16 = {"dtype": "bfloat16"}
 

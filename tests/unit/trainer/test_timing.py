@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from services.trainer.timing import DeviceTimer
+from xtoken_services.trainer.timing import DeviceTimer
 
 
 def test_laps_of_one_name_add_up_and_are_told_once() -> None:

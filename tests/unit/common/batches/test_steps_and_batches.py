@@ -10,14 +10,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from services.common.batches.padding import padded_batch
-from services.common.batches.step_plan import plan_fields, plan_step
 from tests.support.columns import columns_of
 from tests.support.runs import resolved_run
 from xtoken_core import schema
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.data_plane.run_client import StepRows
 from xtoken_core.plan import RowLengths, plan
+from xtoken_services.common.batches.padding import padded_batch
+from xtoken_services.common.batches.step_plan import plan_fields, plan_step
 
 
 def row(student: int, teacher: int, chunks: int, *, teachers: int = 1) -> dict[str, np.ndarray]:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from services.common.files.private_files import check_private_directory, read_private
 from xtoken_core.errors import InputError
+from xtoken_services.common.files.private_files import check_private_directory, read_private
 
 LIMIT = 100
 

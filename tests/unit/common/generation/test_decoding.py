@@ -17,10 +17,10 @@ from transformers import (
     PreTrainedModel,
 )
 
-from services.common.generation.decoding import NAME, Batch, log, size_for
-from services.common.generation.sampling import Sampled, Sampler, seed_of
-from services.common.generation.vocabulary import Vocabulary
 from xtoken_core.config.rollout import RolloutSpec
+from xtoken_services.common.generation.decoding import NAME, Batch, log, size_for
+from xtoken_services.common.generation.sampling import Sampled, Sampler, seed_of
+from xtoken_services.common.generation.vocabulary import Vocabulary
 
 END = 10
 SHAPE = {

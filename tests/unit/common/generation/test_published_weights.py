@@ -17,8 +17,10 @@ import pytest
 import torch
 from torch import nn
 
-from services.common.generation import device_weights, published_weights
-from services.common.generation.published_weights import (
+from xtoken_core.errors import InputError
+from xtoken_core.transports.shared_files import WEIGHTS_PREFIX, remove_stale_files
+from xtoken_services.common.generation import device_weights, published_weights
+from xtoken_services.common.generation.published_weights import (
     HEADER,
     ON_DEVICE,
     WRITING,
@@ -27,8 +29,6 @@ from services.common.generation.published_weights import (
     load_weights,
     read_version,
 )
-from xtoken_core.errors import InputError
-from xtoken_core.transports.shared_files import WEIGHTS_PREFIX, remove_stale_files
 
 WAIT_S = 200.0
 """A process on a GPU may take a minute to import and to open its device."""

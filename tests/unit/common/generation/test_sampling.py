@@ -5,10 +5,10 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from services.common.generation.sampling import Sampler, choose, seed_of, spelled_text
-from services.common.generation.vocabulary import Vocabulary
-from services.rollout.prompts import prompt_of
 from xtoken_core.config.rollout import RolloutSpec
+from xtoken_services.common.generation.sampling import Sampler, choose, seed_of, spelled_text
+from xtoken_services.common.generation.vocabulary import Vocabulary
+from xtoken_services.rollout.prompts import prompt_of
 
 PIECES = [bytes([letter]) for letter in b"abcdefghij"] + [b"", "é".encode()[:1], "é".encode()[1:]]
 END = 10

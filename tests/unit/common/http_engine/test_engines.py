@@ -15,13 +15,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from services.common.http_engine.check import check_servers
-from services.common.http_engine.engine import Engine
-from services.common.http_engine.errors import EngineError, EngineRefusalError
-from services.common.http_engine.factory import open_engine
-from services.demo.vocabularies import train_teacher_tokenizer
-from services.teacher.model import TeacherModel
-from services.teacher.served import ServedTeacher
 from tests.support.engine_server import Answer, ModelHandler, serving
 from tests.support.tiny_run import documents, make_model
 from tests.unit.common.http_engine.recorded import SGLANG, VLLM
@@ -29,6 +22,13 @@ from xtoken_core.config.served import ServedSpec
 from xtoken_core.tokenizing import TextTokenizer
 from xtoken_core.topk_logits import read_topk
 from xtoken_core.transports.ring import TopKSettings
+from xtoken_services.common.http_engine.check import check_servers
+from xtoken_services.common.http_engine.engine import Engine
+from xtoken_services.common.http_engine.errors import EngineError, EngineRefusalError
+from xtoken_services.common.http_engine.factory import open_engine
+from xtoken_services.demo.vocabularies import train_teacher_tokenizer
+from xtoken_services.teacher.model import TeacherModel
+from xtoken_services.teacher.served import ServedTeacher
 
 K = 8
 RECORDED = {"vllm": ("/v1/completions", VLLM), "sglang": ("/generate", SGLANG)}

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from services.common.http_engine.errors import EngineError, EngineRefusalError
-from services.common.http_engine.keys import VARIABLE, read_key
-from services.common.http_engine.pool import EnginePool
 from tests.support.engine_server import Answer, Handler, serving
 from xtoken_core.config.served import ServedSpec
 from xtoken_core.errors import ConfigError, InputError
+from xtoken_services.common.http_engine.errors import EngineError, EngineRefusalError
+from xtoken_services.common.http_engine.keys import VARIABLE, read_key
+from xtoken_services.common.http_engine.pool import EnginePool
 
 KEY = "sk-secret-0123"
 

@@ -10,8 +10,8 @@ from tokenizers.models import Unigram
 from tokenizers.pre_tokenizers import Metaspace
 from transformers import PreTrainedTokenizerFast
 
-from services.common.models.gguf import SAMPLE, SPACES, check_merges
 from xtoken_core.errors import InputError
+from xtoken_services.common.models.gguf import SAMPLE, SPACES, check_merges
 
 FILE = Path("gemma.gguf")
 

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from services.common.files.input_files import check_input_files
-from services.common.models.hub import fetch_inputs, hub_id, hub_name
-from services.common.run.defaults import load_run
-from services.common.run.machine import Machine
-from services.supervisor.run_record import SPEC, write_json
-from services.trainer.push import push_model
 from tests.support.hub_server import HubServer, hub_server
 from tests.unit.common.run.test_defaults import make_model
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import InputError
+from xtoken_services.common.files.input_files import check_input_files
+from xtoken_services.common.models.hub import fetch_inputs, hub_id, hub_name
+from xtoken_services.common.run.defaults import load_run
+from xtoken_services.common.run.machine import Machine
+from xtoken_services.supervisor.run_record import SPEC, write_json
+from xtoken_services.trainer.push import push_model
 
 CPU = Machine(cores=2)
 RUN = 'student = "org/small"\nteacher = "org/large@v2"\ndata = "org/text"\neval = "none"\n'

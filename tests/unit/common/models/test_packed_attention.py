@@ -8,13 +8,13 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from services.common.models.loading import load_model
-from services.common.models.packable import FAMILIES, why_not_packed
-from services.common.models.packed_attention import NAME, check_packing, packed_attention, packed_inputs
 from tests.ops.tolerances import GRADIENT, OUTPUT, assert_within
 from tests.support.runs import resolved_run
 from xtoken_core.errors import ConfigError
 from xtoken_core.packing import PackedRow
+from xtoken_services.common.models.loading import load_model
+from xtoken_services.common.models.packable import FAMILIES, why_not_packed
+from xtoken_services.common.models.packed_attention import NAME, check_packing, packed_attention, packed_inputs
 
 SIZES = {
     "vocab_size": 96,

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from services.common.files.allowed_paths import Roots
-from services.common.processes.child_process import ChildError, lines_of
-from services.control.isolated import toml_text
-from services.control.isolated.inspection import inspect_run
-from services.control.isolated.toml_text import parse_toml
 from tests.unit.control.stored_runs import spec
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import ConfigError, InputError
+from xtoken_services.common.files.allowed_paths import Roots
+from xtoken_services.common.processes.child_process import ChildError, lines_of
+from xtoken_services.control.isolated import toml_text
+from xtoken_services.control.isolated.inspection import inspect_run
+from xtoken_services.control.isolated.toml_text import parse_toml
 
-LIMITED = "from services.common.processes.child_process import limit_memory; limit_memory(); "
+LIMITED = "from xtoken_services.common.processes.child_process import limit_memory; limit_memory(); "
 
 
 def run(program: str, **limits: float) -> list[bytes]:

@@ -8,9 +8,9 @@ import time
 import pytest
 import torch
 
-from services.common.processes.event_callbacks import EventCallbacks
 from xtoken_core.errors import QueueUnreachableError, XtokenError
 from xtoken_core.wire import QueueError
+from xtoken_services.common.processes.event_callbacks import EventCallbacks
 
 CPU = torch.device("cpu")
 SLOW = 100_000_000  # cycles, about 50 ms

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from services.common.processes import worker as module
-from services.common.processes.worker import QueueLink, worker_session
-from services.queue.main import open_run
-from services.queue.server import Server
 from tests.support.runs import resolved_run
 from xtoken_core.data_plane.address import Address, create_token, read_token
 from xtoken_core.errors import QueueUnreachableError, StaleSessionError
 from xtoken_core.queue.engine import Engine
+from xtoken_services.common.processes import worker as module
+from xtoken_services.common.processes.worker import QueueLink, worker_session
+from xtoken_services.queue.main import open_run
+from xtoken_services.queue.server import Server
 
 
 @pytest.fixture

@@ -10,14 +10,14 @@ import torch
 from pydantic import ValidationError
 from torch.nn.functional import cross_entropy
 
-from services.common.run.baseline import baseline_of
-from services.common.run.verdict import Verdict
-from services.supervisor.comparison import compare_with_baseline
 from xtoken_core.config import LossConfig
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import ConfigError
 from xtoken_core.losses import CrossTokenizerDistillationLoss
 from xtoken_core.losses.lazy_logits import HeadProjection
+from xtoken_services.common.run.baseline import baseline_of
+from xtoken_services.common.run.verdict import Verdict
+from xtoken_services.supervisor.comparison import compare_with_baseline
 
 RAW: dict[str, Any] = {
     "output": "/out",

@@ -11,14 +11,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from services.cli.starter import find_inputs, starter_text
-from services.common.files.directory_lock import OccupiedError, sole_owner
-from services.common.run.defaults import load_run
-from services.common.run.machine import Machine
-from services.common.text.held_out import is_held_out
-from services.supervisor.run_record import SPEC, write_json
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import ConfigError, InputError
+from xtoken_services.cli.starter import find_inputs, starter_text
+from xtoken_services.common.files.directory_lock import OccupiedError, sole_owner
+from xtoken_services.common.run.defaults import load_run
+from xtoken_services.common.run.machine import Machine
+from xtoken_services.common.text.held_out import is_held_out
+from xtoken_services.supervisor.run_record import SPEC, write_json
 
 CPU, GPU_24 = Machine(cores=2), Machine(cores=16, gpu_bytes=24 << 30)
 SHORT = 'student = "small"\nteacher = "large"\ndata = "text.jsonl"\n'
@@ -181,7 +181,7 @@ def test_llama_1b_from_qwen3_4b_fits_24_gib(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "text.jsonl").write_text('{"text": "x"}\n' * 9)
     (tmp_path / "run.toml").write_text(SHORT)
     counts = {"small": 1_235_814_400, "large": 4_022_468_096}
-    monkeypatch.setattr("services.common.models.weights.weight_count", lambda directory: counts[directory.name])
+    monkeypatch.setattr("xtoken_services.common.models.weights.weight_count", lambda directory: counts[directory.name])
     spec, _ = load_run(tmp_path / "run.toml", machine=GPU_24)
     assert not spec.train.master_weights and spec.student.blockwise_head
     assert spec.workers.signal == "cuda_ipc_hidden"

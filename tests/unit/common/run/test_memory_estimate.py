@@ -8,9 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from services.common.batches.step_plan import ring_shape
-from services.common.processes.supervised import MARK
-from services.common.run.memory_estimate import (
+from tests.support.runs import resolved_run
+from tests.unit.trainer.students import make_model, nll, tokens
+from xtoken_core.config.resolved import ResolvedRun
+from xtoken_core.errors import ConfigError
+from xtoken_core.losses.base import ChunkLoss
+from xtoken_core.losses.common import LossTeacher
+from xtoken_core.transports.ring import RingShape
+from xtoken_services.common.batches.step_plan import ring_shape
+from xtoken_services.common.processes.supervised import MARK
+from xtoken_services.common.run.memory_estimate import (
     GIB,
     MemoryUse,
     check_room,
@@ -22,15 +29,8 @@ from services.common.run.memory_estimate import (
     student_bytes,
     weight_bytes,
 )
-from services.trainer.optimizer import StudentOptimizer
-from services.trainer.student import Student
-from tests.support.runs import resolved_run
-from tests.unit.trainer.students import make_model, nll, tokens
-from xtoken_core.config.resolved import ResolvedRun
-from xtoken_core.errors import ConfigError
-from xtoken_core.losses.base import ChunkLoss
-from xtoken_core.losses.common import LossTeacher
-from xtoken_core.transports.ring import RingShape
+from xtoken_services.trainer.optimizer import StudentOptimizer
+from xtoken_services.trainer.student import Student
 
 
 def with_models(directory: Path, *, teachers: int = 1, **changes: Any) -> ResolvedRun:

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from services.common.models.packable import why_not_packed
-from services.common.run import resolve
 from tests.unit.control.stored_runs import spec
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import XtokenError
+from xtoken_services.common.models.packable import why_not_packed
+from xtoken_services.common.run import resolve
 
 ODD: list[Any] = [None, True, -1, 10**30, 1e999, "x" * 1000, [], [[]], {}, {"vocab_size": []}]
 KEYS = ("model_type", "vocab_size", "text_config", "n_positions", "max_position_embeddings", "rope_scaling",

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from services.common.run.resolve import file_warnings
-from services.common.run.resume import CHECKPOINTS, VERSION, check_output
-from services.trainer.checkpoint import Checkpoints, Cursor
 from tests.support.runs import resolved_run
 from xtoken_core.config.loss import LossConfig
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.config.train import LoraSpec
 from xtoken_core.errors import ConfigError, InputError
+from xtoken_services.common.run.resolve import file_warnings
+from xtoken_services.common.run.resume import CHECKPOINTS, VERSION, check_output
+from xtoken_services.trainer.checkpoint import Checkpoints, Cursor
 
 
 def with_train(run: ResolvedRun, **changes: object) -> ResolvedRun:

@@ -7,8 +7,8 @@ from typing import Any
 
 from rich.console import Console
 
-from services.common.run.run_warnings import warnings_of
-from services.supervisor.progress import LineView, final_line, metrics_of
+from xtoken_services.common.run.run_warnings import warnings_of
+from xtoken_services.supervisor.progress import LineView, final_line, metrics_of
 
 EVALUATIONS = {
     "first_evaluation": {"step": 0, "bits_per_byte": 2.329},

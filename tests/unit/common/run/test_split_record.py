@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from services.common.files.allowed_paths import OutsideError, Roots
-from services.common.run import split_record
-from services.common.run.split_record import FILE, SplitRecord, record_split, restore_split
-from services.common.text.held_out import origin_of, split_directory, split_output, split_text
 from tests.support.runs import resolved_run
 from xtoken_core import atomic
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.errors import ConfigError, InputError
+from xtoken_services.common.files.allowed_paths import OutsideError, Roots
+from xtoken_services.common.run import split_record
+from xtoken_services.common.run.split_record import FILE, SplitRecord, record_split, restore_split
+from xtoken_services.common.text.held_out import origin_of, split_directory, split_output, split_text
 
 
 def nothing(_activity: str, _done: float) -> None:

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.common.stores import build_order
-from services.common.stores.build_order import stored_first
-from services.common.text.run_order import record_of
 from tests.support.runs import resolved_run
 from xtoken_core.config.resolved import ResolvedRun, parse_resolved_run
+from xtoken_services.common.stores import build_order
+from xtoken_services.common.stores.build_order import stored_first
+from xtoken_services.common.text.run_order import record_of
 
 PER_STEP = 8
 

@@ -7,12 +7,12 @@ from typing import get_args
 
 import pytest
 
-from services.common.tables import pair_files
-from services.common.tables.pair_files import cache_of, kind_of, pair_file
 from tests.support.runs import resolved_run
 from xtoken_core.config.loss import LossMode
 from xtoken_core.errors import InputError
 from xtoken_core.projection.pair_cache import PairCache
+from xtoken_services.common.tables import pair_files
+from xtoken_services.common.tables.pair_files import cache_of, kind_of, pair_file
 
 
 def test_files_of_the_modes() -> None:

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from services.cli.align import align_app
-from services.common.tokenizers.chat_templates import read_chat_template
-from services.common.tokenizers.loading import tokenizer_of
 from tests.support import vocabularies as v
 from tests.support.alignments import aligner_of
 from tests.support.columns import rows_of
 from xtoken_core.collate import CrossTokenizerCollator
 from xtoken_core.config.spec import ModelSpec
 from xtoken_core.errors import InputError
+from xtoken_services.cli.align import align_app
+from xtoken_services.common.tokenizers.chat_templates import read_chat_template
+from xtoken_services.common.tokenizers.loading import tokenizer_of
 
 ANSWERS = ["hello there, héllo 日本", "fine, thank you.\nAnd you?"]
 CHAT = [

@@ -1,5 +1,0 @@
-"""`python -m services.cli`: the same as `xtoken`."""
-
-from services.cli.app import main
-
-main()

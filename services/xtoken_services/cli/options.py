@@ -1,0 +1,206 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+
+import typer
+
+from xtoken_core.errors import ConfigError
+from xtoken_services.common.tokenizers.special_tokens import parse_special_tokens
+
+if TYPE_CHECKING:
+    from xtoken_core.config import RunSpec
+    from xtoken_services.common.processes.worker import QueueLink
+    from xtoken_services.control.client import ControlClient
+
+DEBUG_VARIABLE = "XTOKEN_DEBUG"
+DEFAULT_URL = "http://127.0.0.1:8400"
+URL_VARIABLE = "XTOKEN_CONTROL"
+TOKEN_VARIABLE = "XTOKEN_CONTROL_TOKEN_FILE"
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON; for a stream, one object a line.")]
+
+ControlOption = Annotated[
+    str, typer.Option("--control", metavar="URL", envvar=URL_VARIABLE, help="The control plane.", rich_help_panel=None)
+]
+ControlTokenOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--token-file", envvar=TOKEN_VARIABLE, help="The file with the control plane's token.", show_default=False
+    ),
+]
+
+QueueOption = Annotated[
+    str, typer.Option("--queue", metavar="ADDR", help="The queue's address: ipc://PATH or tcp://HOST:PORT.")
+]
+QueueTokenOption = Annotated[
+    Path | None,
+    typer.Option("--token-file", help="The file with the queue's token, for loopback TCP.", show_default=False),
+]
+KeysOption = Annotated[
+    Path | None,
+    typer.Option("--keys", metavar="DIR", help="The directory of keys, for any other TCP address.", show_default=False),
+]
+NameOption = Annotated[
+    str | None, typer.Option("--name", help="The worker's name in the queue.", show_default="from its kind and rank")
+]
+IncarnationOption = Annotated[
+    int | None,
+    typer.Option(
+        "--incarnation",
+        help="Number of this start of the worker; a higher one replaces a lower one.",
+        show_default="the time",
+    ),
+]
+PatienceOption = Annotated[
+    float, typer.Option("--patience", min=0.1, metavar="SECONDS", help="How long to retry an unanswered request.")
+]
+LossOption = Annotated[
+    str | None,
+    typer.Option(
+        "--loss",
+        metavar="MODULE:CLASS",
+        help='The class of loss.mode = "custom", which is imported and run.',
+        show_default=False,
+    ),
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="TABLE.KEY=VALUE", help="Replace a setting of the run file; repeatable.", show_default=False
+    ),
+]
+RankOption = Annotated[int, typer.Option("--rank", min=0, help="The trainer's rank.")]
+
+
+def control_plane_command(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the options of a control plane's client to a command.
+
+    The command takes a connected client and `as_json`; `--control`, `--token-file` and `--json` come from here. Its
+    signature is rewritten because Typer builds a command line from the signature.
+
+    Args:
+        command: A function of `client`, its own parameters and `as_json`.
+    """
+    # The client's type is imported for type checking only, so that `--help` loads no HTTP library.
+    hints = get_type_hints(command, localns={"ControlClient": Any}, include_extras=True)
+    own = [
+        parameter.replace(annotation=hints[name])
+        for name, parameter in inspect.signature(command).parameters.items()
+        if name not in ("client", "as_json")
+    ]
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    shared = [
+        inspect.Parameter("control", keyword, default=DEFAULT_URL, annotation=ControlOption),
+        inspect.Parameter("token_file", keyword, default=None, annotation=ControlTokenOption),
+        inspect.Parameter("as_json", keyword, default=False, annotation=JsonOption),
+    ]
+
+    @functools.wraps(command)
+    def run(*, control: str, token_file: Path | None, as_json: bool, **values: Any) -> None:
+        with connect(control, token_file) as client:
+            command(client=client, as_json=as_json, **values)
+
+    parameters = [parameter.replace(kind=keyword) for parameter in own] + shared
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    del run.__wrapped__  # or Typer would read the signature of the command itself
+    return run
+
+
+@contextmanager
+def connect(url: str, token_file: Path | None) -> Iterator[ControlClient]:
+    """Open a client of a control plane.
+
+    Raises:
+        ConfigError: The token file cannot be read.
+    """
+    token = read_control_token(token_file)
+    from xtoken_services.control.client import ControlClient
+
+    client = ControlClient(url, token)
+    try:
+        yield client
+    finally:
+        client.close()
+
+
+def read_control_token(file: Path | None) -> str | None:
+    """Return the token in a file; None without a file.
+
+    Raises:
+        ConfigError: It cannot be read.
+    """
+    if file is None:
+        return None
+    try:
+        return file.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it holds no text"
+        raise ConfigError(f"cannot read the token file {file}: {reason}") from error
+
+
+def queue_link(
+    queue: str, token_file: Path | None, keys: Path | None, incarnation: int | None, patience: float
+) -> QueueLink:
+    """Return a worker's link to its queue, whose address is checked before anything heavy is loaded.
+
+    Raises:
+        XtokenError: The address, or the token file, is wrong.
+    """
+    from xtoken_core.data_plane.address import Address, read_token
+    from xtoken_services.common.processes.worker import QueueLink
+
+    address = Address.parse(queue, token_file, keys)
+    if address.token_file is not None and address.token_file.exists():  # a queue that starts later creates it
+        read_token(address.token_file)
+    return QueueLink(queue, token_file, keys, incarnation, patience)
+
+
+def resolved_text(spec: RunSpec, notes: Sequence[str], *, as_json: bool) -> str:
+    """Return a specification as the text of a run file, the defaults that were filled in as comments; or as JSON."""
+    if as_json:
+        return json.dumps({"spec": spec.model_dump(mode="json"), "defaults": list(notes)}, indent=2)
+    import tomli_w
+
+    from xtoken_core.config.document import document_of, without_none
+
+    comments = "".join(f"# default: {note}\n" for note in notes)
+    return comments + tomli_w.dumps(without_none(document_of(spec))).rstrip("\n")
+
+
+def set_up_logging() -> None:
+    """Log to standard error, with debug messages if `--debug` was given."""
+    from xtoken_services.common.processes.logs import set_up
+
+    set_up(debug=bool(os.environ.get(DEBUG_VARIABLE)))
+
+
+StudentOption = Annotated[Path, typer.Option("--student", help="The student's directory (model or tokenizer).")]
+TeacherOption = Annotated[Path, typer.Option("--teacher", help="The teacher's directory.")]
+SpecialTokensOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--special-token",
+        metavar="STUDENT=TEACHER",
+        help="Pair two special tokens, as teacher.special_tokens does; may be repeated.",
+        show_default=False,
+    ),
+]
+
+
+def special_tokens_of(options: list[str] | None) -> dict[str, str]:
+    """Return the pairs of `--special-token`; the names are divided at the last `=`.
+
+    Raises:
+        ConfigError: One has no `=`.
+    """
+    return parse_special_tokens(options or (), "--special-token")

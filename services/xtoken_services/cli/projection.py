@@ -1,0 +1,207 @@
+"""`xtoken projection`: build a projection, look into one, compare vocabularies, draw a matrix."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from xtoken_services.cli.options import SpecialTokensOption, StudentOption, TeacherOption, special_tokens_of
+
+projection_app = typer.Typer(
+    name="projection", help="Build a projection between two vocabularies and look into it.", no_args_is_help=True
+)
+
+FileArgument = Annotated[Path, typer.Argument(metavar="FILE", help="A projection file.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+MOST_UNREACHABLE = 0.1
+COVERAGE = {"unnamed_tokens_of_text": "of text, unnamed", "unreachable_mass": "unreachable mass"}
+UNREACHABLE = (
+    "more than 10% of the teacher on this text is on tokens that no row names: P-KL has no gradient for them; use "
+    'loss.mode = "chain", "alm" or "gold"'
+)
+
+
+@projection_app.command()
+def build(
+    student: StudentOption,
+    teacher: TeacherOption,
+    out: Annotated[Path, typer.Option("--out", help="FILE.safetensors names its pair; others are torch files.")],
+    top_k: Annotated[int, typer.Option(min=1, max=32, help="Entries of a row, at most.")] = 4,
+    forward: Annotated[bool, typer.Option(help="Student tokens re-tokenized by the teacher.")] = True,
+    reverse: Annotated[bool, typer.Option(help="Teacher tokens re-tokenized by the student, added.")] = False,
+    specials: Annotated[bool, typer.Option(help="Specials whose names mean the same pinned to each other.")] = True,
+    exact: Annotated[bool, typer.Option(help="Tokens of equal bytes pinned to each other.")] = True,
+    as_reference: Annotated[bool, typer.Option(help="Build as the public tools do, for comparison.")] = False,
+    special_token: SpecialTokensOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Build the projection from a student's vocabulary to a teacher's."""
+    from xtoken_core.projection.build import BuildOptions, build_projection
+    from xtoken_core.projection.files import write_projection
+    from xtoken_services.common.processes.progress import spinner
+
+    pairs = special_tokens_of(special_token)
+    options = BuildOptions(forward, reverse, specials, exact, top_k, as_reference)
+    with spinner("reading both vocabularies and building the projection", quiet=as_json):
+        ours, theirs = _tokenizer(student, "student"), _tokenizer(teacher, "teacher")
+        projection = build_projection(ours, theirs, options, student_rows=_head_width(student), special_tokens=pairs)
+        write_projection(projection, out, bfloat16=as_reference)
+    pinned = int((projection.likelihoods[:, 0] == 1).sum())
+    empty = int((projection.likelihoods.sum(dim=1) == 0).sum())
+    rows = len(projection.indices)
+    if as_json:
+        result = {"file": str(out), "rows": rows, "top_k": top_k, "one_counterpart": pinned, "empty": empty}
+        typer.echo(json.dumps(result, indent=2))
+        return
+    typer.echo(f"{out}: {rows} rows of {top_k}, {pinned} with one counterpart, {empty} empty")
+
+
+@projection_app.command()
+def inspect(
+    file: FileArgument,
+    student: StudentOption,
+    teacher: TeacherOption,
+    samples: Annotated[int, typer.Option(min=0, help="Rows shown of each kind.")] = 5,
+    text: Annotated[
+        Path | None,
+        typer.Option("--text", help="Measure the coverage of this text.", show_default=False),
+    ] = None,
+    mass: Annotated[
+        bool,
+        typer.Option("--mass", help="With --text: the teacher's probability on uncovered tokens."),
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Show what a projection covers, and warn where it is thin."""
+    from xtoken_core.projection import report
+    from xtoken_core.projection.files import read_topk
+    from xtoken_core.projection.fingerprint import check_projection_pair
+    from xtoken_services.common.processes.progress import spinner
+
+    check_projection_pair(file, student, teacher)
+    coverage = _coverage_of_file(file, teacher, text, mass=mass, quiet=as_json)
+    with spinner("reading both vocabularies", quiet=as_json):
+        summary = report.inspect_projection(
+            read_topk(file), _table(student, "student"), _table(teacher, "teacher"), samples=samples
+        )
+    if as_json:
+        typer.echo(json.dumps(report.as_json(summary) | coverage, ensure_ascii=False, indent=2))
+        return
+    typer.echo(f"rows               {summary.rows} of up to {summary.top_k} teacher tokens")
+    typer.echo(f"  one counterpart  {summary.exact}")
+    typer.echo(f"  several          {summary.spread}")
+    beyond = f", {summary.padding} of them rows of the head beyond the vocabulary" if summary.padding else ""
+    typer.echo(f"  none             {summary.empty}{beyond}")
+    typer.echo(f"teacher tokens     {summary.teacher_covered} named by some row")
+    for name, words in COVERAGE.items():
+        if name in coverage:
+            typer.echo(f"  {words:<16} {coverage[name]:.1%}")
+    typer.echo(
+        f"common tokens      {summary.common_strict} strict, {summary.common_relaxed} relaxed "
+        "(paired by the projection, specials too; overlap counts equal spellings, no specials)"
+    )
+    typer.echo("uncommon by category:")
+    for name, (total, uncommon) in summary.categories.items():
+        typer.echo(f"  {name:<20} {uncommon:>7} of {total}")
+    for kind, rows in summary.samples.items():
+        if rows:
+            typer.echo(f"{kind}:")
+        for name, row in rows:
+            typer.echo(f"  {_quoted(name)} -> " + (", ".join(f"{_quoted(t)} {w:.3f}" for t, w in row) or "nothing"))
+    warnings = [*summary.warnings]
+    if max(coverage.values(), default=0.0) > MOST_UNREACHABLE:
+        warnings.append(UNREACHABLE)
+    for warning in warnings:
+        typer.echo(f"warning: {warning}", err=True)
+
+
+def _coverage_of_file(file: Path, teacher: Path, text: Path | None, *, mass: bool, quiet: bool) -> dict[str, float]:
+    """Return the coverage of a text in a file; empty without one.
+
+    Raises:
+        ConfigError: The probability is wanted without a text.
+    """
+    from xtoken_core.errors import ConfigError
+    from xtoken_services.cli.align import read_text
+
+    if text is None:
+        if mass:
+            raise ConfigError("--mass measures the teacher on a text: name one with --text")
+        return {}
+    from xtoken_services.common.processes.progress import spinner
+    from xtoken_services.common.tables.coverage import coverage_of_text
+
+    with spinner("measuring the text", quiet=quiet):
+        return coverage_of_text(file, teacher, read_text(None, text), mass=mass)
+
+
+@projection_app.command()
+def overlap(
+    tokenizers: Annotated[
+        list[Path] | None, typer.Argument(metavar="DIR...", help="More directories.", show_default=False)
+    ] = None,
+    student: Annotated[Path | None, typer.Option("--student", help="The student's directory.")] = None,
+    teacher: Annotated[Path | None, typer.Option("--teacher", help="The teacher's directory.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show how many spellings each pair of vocabularies has in common, without specials."""
+    from xtoken_core.errors import ConfigError
+    from xtoken_core.projection import report
+    from xtoken_services.common.processes.progress import spinner
+
+    directories = [path for path in (student, teacher, *(tokenizers or ())) if path is not None]
+    if len(directories) < 2:
+        raise ConfigError("overlap takes two directories or more: --student, --teacher, or DIR...")
+    with spinner("reading the vocabularies", quiet=as_json):
+        rows = report.overlap({str(path): _table(path, "vocabulary") for path in directories})
+    if as_json:
+        typer.echo(json.dumps(report.overlap_table(rows), indent=2))
+        return
+    for a, b, both, fraction in rows:
+        typer.echo(f"{a}  {b}  {both} common spellings, {fraction:.3f} of the smaller")
+
+
+@projection_app.command()
+def picture(
+    file: FileArgument,
+    out: Annotated[Path, typer.Option("--out", help="The picture: .png, .svg or .pdf.")],
+    as_json: JsonOption = False,
+) -> None:
+    """Draw a projection's matrix."""
+    from xtoken_core.projection.files import read_topk
+    from xtoken_core.projection.report import draw_projection
+
+    draw_projection(read_topk(file), out, title=file.name)
+    typer.echo(json.dumps({"file": str(out)}) if as_json else str(out))
+
+
+def _tokenizer(directory: Path, what: str) -> Any:
+    from xtoken_services.common.tokenizers.loading import load_tokenizer
+
+    return load_tokenizer(directory, what)
+
+
+def _head_width(directory: Path) -> int | None:
+    """Return the rows of the head of the model in a directory; None if there is only a tokenizer."""
+    try:
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        width = config.get("text_config", config).get("vocab_size")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return width if isinstance(width, int) else None
+
+
+def _quoted(name: str) -> str:
+    """Return a token's name as it is shown: what does not print is escaped, what is escaped already stays."""
+    return "'" + "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in name) + "'"
+
+
+def _table(directory: Path, what: str) -> Any:
+    from xtoken_core.alignment import token_table
+
+    return token_table(_tokenizer(directory, what))

@@ -1,0 +1,130 @@
+"""`xtoken run`: one run, from its specification to its end."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from xtoken_services.cli.options import (
+    ControlTokenOption,
+    JsonOption,
+    LossOption,
+    SetOption,
+    read_control_token,
+    resolved_text,
+)
+
+if TYPE_CHECKING:
+    from xtoken_core.config import RunSpec
+
+
+def run(
+    run_file: Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run's specification.")],
+    control: Annotated[
+        str | None,
+        typer.Option("--control", metavar="URL", help="A control plane to run it on.", show_default="this process"),
+    ] = None,
+    token_file: ControlTokenOption = None,
+    loss: LossOption = None,
+    settings: SetOption = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run", help="Check everything, print the resolved run file with its defaults, and start nothing."
+        ),
+    ] = False,
+    baseline: Annotated[
+        bool,
+        typer.Option(
+            "--baseline", help="Then train the same student by cross-entropy only, in OUTPUT-baseline, and compare."
+        ),
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Distil, and show the run's progress until it ends.
+
+    Ctrl+C shuts down gracefully, a second Ctrl+C forces the run to quit. Rerun the same command to resume from the last
+    checkpoint. Without --control no process outlives this command.
+    """
+    from xtoken_core.errors import ConfigError
+    from xtoken_services.common.run.custom_loss import check_custom_loss
+    from xtoken_services.common.run.defaults import load_run
+
+    spec, notes = load_run(run_file, settings or (), writes=not dry_run)
+    second = None
+    if baseline:
+        from xtoken_services.common.run.baseline import baseline_of
+
+        second = baseline_of(spec)
+    if dry_run:
+        from xtoken_services.cli.dry_run import check_run
+
+        for warning in check_run(run_file, spec, settings or (), None if control else loss):
+            typer.echo(f"warning: {warning}", err=True)
+        typer.echo(resolved_text(spec, notes, as_json=as_json))
+        return
+    if control and loss is not None:
+        raise ConfigError("--loss names code of this machine, which no control plane runs: leave out --control")
+    if not control:
+        check_custom_loss(spec.loss, loss)
+    for note in notes if not as_json else ():
+        typer.echo(f"default: {note}")
+    executor = Executor(control, token_file, as_json)
+    executor.run_to_end(spec, loss)
+    if second is not None:
+        executor.run_to_end(second, None)
+        _print_comparison(spec.output, as_json=as_json)
+    raise typer.Exit(0)
+
+
+def _print_comparison(output: Path, *, as_json: bool) -> None:
+    """Print how a run compares with its baseline, if both have an evaluation."""
+    from xtoken_services.supervisor.comparison import compare_with_baseline
+
+    comparison = compare_with_baseline(output)
+    if as_json:
+        typer.echo(json.dumps({"comparison": None if comparison is None else comparison.document()}))
+    elif comparison is not None:
+        typer.echo(comparison.line())
+
+
+@dataclass(frozen=True)
+class Executor:
+    """The machine that runs are executed on: a control plane, or this process.
+
+    Attributes:
+        control: URL of the control plane; None: this process.
+        token_file: File with its token.
+        as_json: Statuses are printed as JSON.
+    """
+
+    control: str | None
+    token_file: Path | None
+    as_json: bool
+
+    def run_to_end(self, spec: RunSpec, loss: str | None) -> None:
+        """Run one specification to its end.
+
+        Raises:
+            typer.Exit: It did not complete.
+        """
+        if self.control:
+            from xtoken_services.control.client import run_at
+
+            result = run_at(self.control, spec, token=read_control_token(self.token_file), as_json=self.as_json)
+        else:
+            from xtoken_services.supervisor.launchers.forks import early_fork_server
+
+            with early_fork_server(spec) as forks:
+                from xtoken_services.supervisor.local_run import run_locally
+                from xtoken_services.supervisor.run_kinds import run_kind
+
+                result = run_locally(spec, as_json=self.as_json, loss=loss, forks=forks, kind=run_kind(spec))
+        if result.error:
+            typer.echo(f"error: {result.error}", err=True)
+        if result.exit_code:
+            raise typer.Exit(result.exit_code)

@@ -1,0 +1,281 @@
+"""The student's weights as the trainer publishes them for rollout workers: one file, replaced as a whole.
+
+The file is a header and safetensors bytes. The header has the step, a tag that is new at every rewind, and a checksum.
+In shared memory the writer holds a lock on it: one whose lock is free has lost its trainer, and the next start sweeps
+it. A trainer on a GPU keeps the weights themselves in device memory, and the file says how to open it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import logging
+import mmap
+import os
+import re
+import stat
+import struct
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor, nn
+
+from xtoken_core.atomic import atomic_path
+from xtoken_core.config.resolved import ResolvedRun
+from xtoken_core.errors import InputError, OutputError
+from xtoken_core.transports.cuda_memory import CudaError
+from xtoken_core.transports.shared_files import DIRECTORY, WEIGHTS_PREFIX
+from xtoken_services.common.generation.device_weights import (
+    NO_MEMORY,
+    DeviceWeights,
+    read_device_weights,
+    why_not_on_device,
+)
+
+log = logging.getLogger("xtoken.weights")
+
+MAGIC = b"xtokenw1"
+ON_DEVICE = b"xtokenw2"
+"""Magic bytes of a file about weights in device memory."""
+WRITING = -1
+"""Step of a file whose weights in device memory are being written."""
+READS = 100
+"""Attempts to read weights in device memory between two versions."""
+HEADER = struct.Struct("<8sqQI")
+"""Magic bytes, step, tag, CRC-32 of the rest."""
+FILE_NAME = "rollout-weights"
+_FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+@dataclass(frozen=True)
+class Version:
+    """A version of the weights.
+
+    Attributes:
+        step: Optimiser steps behind it.
+        tag: The trainer's since its last rewind.
+    """
+
+    step: int
+    tag: int
+
+
+def weights_file(run: ResolvedRun) -> Path:
+    """Return the file that the trainer publishes to; every process of the run computes the same."""
+    spec = run.spec
+    assert spec.rollout is not None
+    if spec.rollout.weights == "directory":
+        return spec.output / FILE_NAME
+    label = re.sub(r"[^A-Za-z0-9_.]+", "_", spec.name)[:40]
+    digest = hashlib.sha256(os.fsencode(spec.output.absolute())).hexdigest()[:16]
+    return DIRECTORY / f"{WEIGHTS_PREFIX}{label}-{os.geteuid()}-{digest}"
+
+
+class WeightsWriter:
+    """Writer of the published weights, in the trainer.
+
+    Args:
+        path: The file.
+        on_device: Leave the weights of a model on a GPU there, if another process can open its memory.
+    """
+
+    def __init__(self, path: Path, *, on_device: bool = False) -> None:
+        self.path, self.on_device = path, on_device
+        self._lock = -1
+        self._device_weights: DeviceWeights | None = None
+        for abandoned in path.parent.glob(f".{path.name}.*.tmp"):  # by a trainer that was killed while it wrote
+            abandoned.unlink(missing_ok=True)
+
+    def write(self, model: nn.Module, version: Version) -> None:
+        """Replace the published weights.
+
+        Raises:
+            OutputError: There is no room for them.
+        """
+        shared = self._shared(model)
+        if shared is None:
+            self._replace(MAGIC, version, save(_tensors(model)))
+            return
+        description = shared.description()
+        self._replace(ON_DEVICE, Version(WRITING, version.tag), description)
+        shared.write(model)
+        self._replace(ON_DEVICE, version, description)
+
+    def _shared(self, model: nn.Module) -> DeviceWeights | None:
+        """Return the device memory for a model's weights; None if they pass through the file."""
+        if self._device_weights is None and self.on_device:
+            reason = why_not_on_device(model)
+            try:
+                self._device_weights = DeviceWeights(model) if reason is None else None
+            except CudaError as error:
+                if error.code != NO_MEMORY:
+                    raise
+                reason = "the GPU has no room for a second copy of the student's weights"
+            if reason is not None:
+                log.warning("%s: publishing the weights on the host", reason)
+                self.on_device = False
+        return self._device_weights
+
+    def _replace(self, magic: bytes, version: Version, payload: bytes) -> None:
+        """Replace the file.
+
+        Raises:
+            OutputError: There is no room for it.
+        """
+        head = HEADER.pack(magic, version.step, version.tag, zlib.crc32(payload))
+        try:
+            with atomic_path(self.path) as scratch:
+                descriptor = _locked(scratch)
+                with os.fdopen(os.dup(descriptor), "wb") as file:
+                    file.write(head)
+                    file.write(payload)
+        except OSError as error:
+            raise OutputError(
+                f"cannot publish {len(payload)} bytes of weights in {self.path.parent}: {error.strerror}: enlarge it "
+                '(in a container --shm-size) or set rollout.weights = "directory"'
+            ) from error
+        self._unlock()
+        self._lock = descriptor
+
+    def close(self) -> None:
+        """Remove the file."""
+        if self._lock >= 0:
+            self.path.unlink(missing_ok=True)
+            self._unlock()
+
+    def _unlock(self) -> None:
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+
+def read_version(path: Path) -> Version:
+    """Return the version in a file without reading its weights.
+
+    Raises:
+        InputError: There is no such file, or it is another user's or damaged.
+    """
+    descriptor = _open(path)
+    try:
+        return _version(os.read(descriptor, HEADER.size), path)[1]
+    finally:
+        os.close(descriptor)
+
+
+def load_weights(model: nn.Module, path: Path) -> Version:
+    """Copy published weights into a model.
+
+    Args:
+        model: The student, as the trainer loads it.
+        path: The file.
+
+    Returns:
+        The version.
+
+    Raises:
+        InputError: As `read_version`, or the weights are not this model's.
+    """
+    for _ in range(READS):
+        magic, version, payload = _read(path)
+        if magic == MAGIC:
+            _copy(_parsed(payload, path), model, path)
+            return version
+        read_device_weights(payload, model)
+        if read_version(path) == version:
+            return version
+    raise InputError(f"the published weights {path} are replaced faster than they can be read")
+
+
+def read_weights(path: Path) -> tuple[Version, bytes]:
+    """Return the version of published weights and the bytes of a `.safetensors` file with them.
+
+    Raises:
+        InputError: As `load_weights`.
+    """
+    magic, version, payload = _read(path)
+    if magic != MAGIC:
+        raise InputError(f"the published weights {path} are in device memory, of which servers read nothing")
+    return version, save(_parsed(payload, path), metadata={"format": "pt"})
+
+
+def _read(path: Path) -> tuple[bytes, Version, bytes]:
+    descriptor = _open(path)
+    try:
+        mapping = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
+    except (OSError, ValueError) as error:
+        raise InputError(f"the published weights {path} cannot be mapped: {error}") from error
+    finally:
+        os.close(descriptor)
+    with mapping:
+        magic, version, checksum = _version(mapping[: HEADER.size], path)
+        payload = mapping[HEADER.size :]
+    if zlib.crc32(payload) != checksum:
+        raise InputError(f"the published weights {path} are damaged: their checksum differs")
+    return magic, version, payload
+
+
+def _parsed(payload: bytes, path: Path) -> dict[str, Tensor]:
+    try:
+        return load(payload)
+    except (SafetensorError, ValueError) as error:
+        raise InputError(f"the published weights {path} are damaged: {error}") from error
+
+
+def _copy(tensors: Mapping[str, Tensor], model: nn.Module, path: Path) -> None:
+    weights = dict(model.named_parameters())
+    if tensors.keys() != weights.keys() or any(tensors[name].shape != weights[name].shape for name in weights):
+        raise InputError(f"the published weights {path} are not those of the run's student")
+    with torch.no_grad():
+        for name, weight in weights.items():
+            weight.copy_(tensors[name])
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return a model's weights on the host, tied ones once."""
+    return {name: weight.detach().cpu().contiguous() for name, weight in model.named_parameters()}
+
+
+def _version(head: bytes, path: Path) -> tuple[bytes, Version, int]:
+    if len(head) != HEADER.size or not head.startswith((MAGIC, ON_DEVICE)):
+        raise InputError(f"{path} holds no published weights")
+    magic, step, tag, checksum = HEADER.unpack(head)
+    if step == WRITING:
+        raise InputError(f"the published weights {path} are being written")
+    return magic, Version(step, tag), checksum
+
+
+def _locked(path: Path) -> int:
+    """Create a file of mode 0600 and lock it; the lock belongs to the descriptor and follows a rename.
+
+    Raises:
+        OSError: It cannot be created.
+    """
+    while True:
+        path.unlink(missing_ok=True)
+        descriptor = os.open(path, _FLAGS | os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if os.fstat(descriptor).st_nlink:
+            return descriptor
+        os.close(descriptor)  # a sweep removed it in the moment before the lock
+
+
+def _open(path: Path) -> int:
+    """Open a file of weights for reading.
+
+    Raises:
+        InputError: There is none, or it could be another user's.
+    """
+    try:
+        descriptor = os.open(path, _FLAGS | os.O_RDONLY | os.O_NONBLOCK)
+    except OSError as error:
+        raise InputError(f"the published weights {path} cannot be opened: {error.strerror}") from error
+    state = os.fstat(descriptor)
+    if not stat.S_ISREG(state.st_mode) or state.st_uid != os.geteuid() or stat.S_IMODE(state.st_mode) & 0o077:
+        os.close(descriptor)
+        raise InputError(f"the published weights {path} are not a private file of this user: remove it")
+    return descriptor

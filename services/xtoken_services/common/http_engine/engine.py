@@ -1,0 +1,160 @@
+"""Programs that serve a model: what a client needs of each."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from xtoken_services.common.http_engine.errors import EngineRefusalError
+from xtoken_services.common.http_engine.pool import EnginePool, Replica
+from xtoken_services.common.http_engine.scores import PromptScores, items, member, token_id
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A model that a server names.
+
+    Attributes:
+        name: Its name.
+        max_length: Tokens of the longest text, generated ones included; None: the server does not say.
+    """
+
+    name: str
+    max_length: int | None
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Settings of a completion.
+
+    Attributes:
+        max_tokens: Its length at most.
+        seed: Of its random numbers.
+        stop: Texts that end it.
+    """
+
+    max_tokens: int
+    seed: int
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    stop: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """A completion by a server.
+
+    Attributes:
+        ids: Its tokens as sampled, the end of the text included if the server gives it.
+        finished: It ended by itself, not at the limit of its length.
+        stopped: A stop string ended it.
+    """
+
+    ids: list[int]
+    finished: bool
+    stopped: bool = False
+
+
+class Engine(ABC):
+    """A program that serves a model, on one or several servers.
+
+    Args:
+        pool: The servers.
+        model: Name under which it is served; None: the only one of each server.
+        vocab_size: Tokens of its vocabulary.
+
+    Attributes:
+        takes_ids: A request carries token ids; otherwise text, which the server tokenizes.
+    """
+
+    takes_ids = True
+
+    def __init__(self, pool: EnginePool, model: str | None, vocab_size: int) -> None:
+        self.pool, self.vocab_size = pool, vocab_size
+        self._wanted = model
+        self._name = model
+
+    def served(self, replica: Replica) -> ServedModel:
+        """Return the model that a server runs, from OpenAI's list of models.
+
+        Raises:
+            EngineRefusalError: It serves another one, or several and none is named.
+        """
+        listed = member(self.pool.call("GET", "/v1/models", replica=replica), "data")
+        models = {str(member(one, "id")): one for one in listed} if isinstance(listed, list) else {}
+        name = self._wanted or (next(iter(models)) if len(models) == 1 else None)
+        if name not in models:
+            shown = ", ".join(sorted(models))[:200] or "none"
+            raise EngineRefusalError(
+                f"{self.pool.field}.url: {replica.url} serves {shown}: name the one that is meant "
+                f"({self.pool.field}.url_model)"
+            )
+        longest = models[name].get("max_model_len")
+        self._name = name
+        return ServedModel(name, longest if isinstance(longest, int) else None)
+
+    @property
+    def name(self) -> str:
+        """Name of the model in requests, once `served` has read it."""
+        return self._name or ""
+
+    @abstractmethod
+    def tokenize(self, text: str, replica: Replica) -> list[int]:
+        """Return a server's own token ids of a text, with the special tokens that it adds."""
+
+    @abstractmethod
+    def score(self, ids: Sequence[int], k: int, replica: Replica | None = None) -> PromptScores:
+        """Return the log-probabilities of a text, at temperature 1.
+
+        Args:
+            ids: Its tokens, with all special tokens.
+            k: Maximum of tokens of a position; 0: only the text's own.
+            replica: The server; None: any.
+
+        Raises:
+            EngineError: No server has answered in time.
+            EngineRefusalError: A server refuses the request, or answers in another form.
+            SampleRefusedError: The server cannot take this text.
+        """
+
+    @abstractmethod
+    def complete(self, ids: Sequence[int], sampling: Sampling, replica: Replica | None = None) -> Continuation:
+        """Complete a prompt.
+
+        Args:
+            ids: Its tokens, with all special tokens.
+            sampling: Lengths and distribution.
+            replica: The server; None: any.
+
+        Raises:
+            EngineError: No server has answered in time.
+            EngineRefusalError: A server refuses the request, or answers in another form.
+            SampleRefusedError: The server cannot take this text.
+        """
+
+    def load_weights(self, directory: Path, replica: Replica) -> None:
+        """Request that a server reads its weights again.
+
+        Args:
+            directory: Directory of the model, which the server sees under the same path.
+            replica: The server.
+
+        Raises:
+            EngineError: It has not answered in time.
+            EngineRefusalError: It cannot.
+        """
+        raise EngineRefusalError(f"{self.pool.field}.url: {replica.url} takes no new weights: use another program")
+
+
+class IdsEngine(Engine):
+    """A program that takes token ids and has the endpoint `/tokenize`: vLLM and SGLang."""
+
+    def tokenize(self, text: str, replica: Replica) -> list[int]:
+        """See `Engine.tokenize`."""
+        body: dict[str, Any] = {"model": self.name, "prompt": text, "add_special_tokens": True}
+        tokens = member(self.pool.call("POST", "/tokenize", body, replica=replica), "tokens")
+        return [token_id(token, "tokens") for token in items(tokens, len(tokens), "tokens")]

@@ -1,0 +1,361 @@
+"""Defaults of a run file that depend on models, text and machine; stored, and read back on resume. No torch."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from xtoken_core.config.base import NONE, absolute_path
+from xtoken_core.config.eval import NOT_IN_A_NAME
+from xtoken_core.config.spec import RunSpec, padded_length, parse_run_spec, read_run_file
+from xtoken_core.errors import ConfigError
+from xtoken_core.regular_files import read_json_object
+from xtoken_services.common.models.hub import fetch_inputs
+from xtoken_services.common.run.machine import Machine
+from xtoken_services.common.run.memory_fit import fit_memory
+from xtoken_services.common.text.held_out import split_output, split_text
+
+MOST_CONTEXT = 1024
+TEACHER_CONTEXT = 1.25
+"""Tokens of the teacher's context per token of the student's: its tokenizer may need more for the same text."""
+SPEC = "spec.json"
+AUTO = "auto"
+FLOPS_PER_CORE = 1e10
+EVALUATION_S = 30.0
+BYTES_PER_TOKEN = 4
+LEAST_EVALUATION, MOST_EVALUATION = 16 << 10, 1 << 20
+EVALUATIONS = 10
+FILLED = (
+    "output", "student.context_length", "student.dtype", "teacher.context_length", "teacher.dtype", "eval.path",
+    "eval.max_bytes", "eval.every", "train.micro_batch_tokens",
+)  # fmt: skip
+"""Settings that models, text and machine decide where a run file leaves them out. Others change with them only to fit a
+GPU (`xtoken_services.common.run.memory_fit`)."""
+
+
+@dataclass
+class RunDefaults:
+    """A run file's document while its defaults are filled in.
+
+    Attributes:
+        document: The document, with absolute paths.
+        stored: The settings of an earlier start in the same output; empty without one.
+        machine: The machine.
+        notes: One line for every default, in order.
+    """
+
+    document: dict[str, Any]
+    stored: Mapping[str, Any]
+    machine: Machine
+    notes: list[str] = field(default_factory=list)
+
+    def fill(self, name: str, value: Any, why: str = "") -> None:
+        """Set a setting that is missing or `auto`: to its stored value, or else to `value`; None leaves it out.
+
+        Args:
+            name: Dotted path of the setting.
+            value: Its default.
+            why: Reason that is printed beside it.
+        """
+        *path, key = name.split(".")
+        table: Any = self.document
+        for part in path:
+            table = table[int(part)] if isinstance(table, list) else table.setdefault(part, {})
+        if not isinstance(table, dict) or table.get(key, AUTO) != AUTO or (name == "workers.signal" and key in table):
+            return
+        if (earlier := self.stored_value(name)) is not None:
+            value, why = earlier, "as at the first start"
+        table.pop(key, None)
+        if value is not None:
+            table[key] = value
+            shown = name if len(self.document.get("teacher", ())) > 1 else name.replace("teacher.0.", "teacher.", 1)
+            self.notes.append(f"{shown} = {json.dumps(value, default=str)}" + (f" ({why})" if why else ""))
+
+    def given(self, name: str) -> bool:
+        """Return True if the run file names a setting of a table."""
+        table, _, key = name.partition(".")
+        return _part(self.document.get(table), key) not in (None, AUTO)
+
+    def stored_value(self, name: str) -> Any:
+        """Return a setting of the earlier start by its dotted path; None without one."""
+        value: Any = self.stored
+        for part in name.split("."):
+            value = _part(value, part)
+        return value
+
+
+def load_run(
+    path: Path, settings: Sequence[str] = (), *, machine: Machine | None = None, writes: bool = True
+) -> tuple[RunSpec, list[str]]:
+    """Read a run file and fill in what it leaves out.
+
+    Args:
+        path: The run file.
+        settings: `table.key=value` pairs that replace settings of the file.
+        machine: The machine; None: this one.
+        writes: The held-out text is split off now, if it has to be.
+
+    Returns:
+        The specification, and a line for every default that was filled in.
+
+    Raises:
+        InputError: The file cannot be read, or names something of the Hub that cannot be fetched.
+        ConfigError: A setting is wrong.
+    """
+    base = path.resolve().parent
+    name = NOT_IN_A_NAME.sub("-", path.stem).lstrip("._-")[:64]
+    return fill_run_defaults(
+        read_run_file(path), base, source=str(path), settings=settings, name=name, machine=machine, writes=writes
+    )
+
+
+def fill_run_defaults(
+    document: Mapping[str, Any],
+    base: Path,
+    *,
+    source: str,
+    settings: Sequence[str] = (),
+    name: str = "",
+    machine: Machine | None = None,
+    writes: bool = True,
+) -> tuple[RunSpec, list[str]]:
+    """Fill in what the document of a run file leaves out.
+
+    Args:
+        document: The document.
+        base: Directory of its relative paths.
+        source: Name of the document for errors.
+        settings: As for `load_run`.
+        name: The run's name if the document has none.
+        machine: As for `load_run`.
+        writes: As for `load_run`.
+
+    Returns:
+        As `load_run`.
+
+    Raises:
+        InputError: It names something of the Hub that cannot be fetched.
+        ConfigError: A setting is wrong.
+    """
+    try:
+        document = expanded(deepcopy(dict(document)))
+    except RecursionError as error:
+        raise ConfigError(f"{source}: nested too deeply") from error
+    for setting in settings:
+        _override(document, setting)
+    document = expanded(document)
+    document.setdefault("name", name or "run")
+    named = "output" in document
+    document.setdefault("output", f"runs/{document['name']}")
+    output = absolute_path(str(document["output"]), base)
+    stored = _stored(output)
+    fetched = fetch_inputs(document, base, _part(stored, "hub") or {})
+    defaults = RunDefaults(document, stored, machine or Machine.of_this(), fetched)
+    if not named:
+        defaults.notes.append(f'output = "{output}"')
+    _fill_defaults(defaults, base, output, writes=writes)
+    return parse_run_spec(defaults.document, source=source).with_base(base), defaults.notes
+
+
+def _override(document: dict[str, Any], setting: str) -> None:
+    """Apply one `table.key=value`; the value is TOML, or else a string.
+
+    Raises:
+        ConfigError: It has no `=`, or names a part of what is no table.
+    """
+    name, equals, text = setting.partition("=")
+    if not equals or not name.strip():
+        raise ConfigError(f"--set {setting}: it takes table.key=value")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    except RecursionError as error:
+        raise ConfigError(f"--set {name.strip()}: its value is nested too deeply") from error
+    *path, key = name.strip().split(".")
+    table: Any = document
+    for part in path:
+        if isinstance(table, list) and part.isdigit():
+            table = table[int(part)] if int(part) < len(table) else None
+            continue
+        table = _only(table)
+        table = table.setdefault(part, {}) if isinstance(table, dict) else None
+    table = _only(table)
+    if not isinstance(table, dict):
+        raise ConfigError(f"--set {setting}: {'.'.join(path)} is no table of the run file")
+    table[key] = value
+
+
+def _only(table: Any) -> Any:
+    """Return the one table of a list, as of `teacher.weight` where there is one teacher; anything else as it is."""
+    return table[0] if isinstance(table, list) and len(table) == 1 else table
+
+
+def expanded(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a document with the short forms of models and text as tables, and teachers as a list."""
+    expanded = dict(document)
+    for name, key in (("student", "model"), ("data", "path")):
+        if isinstance(expanded.get(name), (str, list)):
+            expanded[name] = {key: expanded[name]}
+    if "teacher" in expanded:
+        teachers = expanded["teacher"]
+        teachers = teachers if isinstance(teachers, list) else [teachers]
+        expanded["teacher"] = [{"model": each} if isinstance(each, str) else each for each in teachers]
+    return expanded
+
+
+def _stored(output: Path) -> dict[str, Any]:
+    """Return the settings with which an earlier start has written to a directory."""
+    try:
+        return read_json_object(output / SPEC)
+    except (OSError, ValueError):
+        return {}
+
+
+def _fill_defaults(defaults: RunDefaults, base: Path, output: Path, *, writes: bool) -> None:
+    document, machine = defaults.document, defaults.machine
+    models = [document.get("student"), *document.get("teacher", ())]
+    if not all(isinstance(table, dict) for table in (*models, document.get("data"))):
+        return  # the specification names what is missing
+    fill_model_defaults(defaults, base)
+    _fill_evaluation(defaults, base, output, writes=writes)
+    if machine.gpu_bytes and not _on_cpu(document):
+        fit_memory(defaults, base)
+
+
+def fill_model_defaults(defaults: RunDefaults, base: Path) -> None:
+    """Fill in context length and dtype of student and teachers, whose tables there are."""
+    document = defaults.document
+    _fill_model(defaults, "student", document["student"], base)
+    for number, teacher in enumerate(document.get("teacher", ())):
+        _fill_model(defaults, f"teacher.{number}", teacher, base)
+
+
+def _fill_model(defaults: RunDefaults, name: str, model: dict[str, Any], base: Path) -> None:
+    """Fill in context length and dtype of a model."""
+    student = defaults.document["student"].get("context_length")
+    longest = _max_length(base / str(model.get("model", "")))
+    wanted = MOST_CONTEXT
+    if name != "student" and isinstance(student, int):
+        wanted = padded_length(int(student * TEACHER_CONTEXT))
+    length = min(wanted, longest) if longest else wanted
+    defaults.fill(f"{name}.context_length", length, f"the model was made for {longest}" if longest else "")
+    on_gpu = bool(defaults.machine.gpu_bytes) and not _on_cpu(defaults.document)
+    defaults.fill(f"{name}.dtype", "bfloat16" if on_gpu else "float32", "on a GPU" if on_gpu else "on a CPU")
+
+
+def _fill_evaluation(defaults: RunDefaults, base: Path, output: Path, *, writes: bool) -> None:
+    """Set the held-out text (by hash if no evaluation is named) and scale the evaluation to the machine."""
+    document = defaults.document
+    if document.get("eval") == NONE:
+        del document["eval"]
+        return
+    given = document.get("eval", {})
+    if isinstance(given, dict) and "path" not in given and not _hold_back(defaults, given, base, output, writes=writes):
+        return
+    if isinstance(document["eval"], dict):
+        defaults.fill("eval.max_bytes", _evaluation_bytes(defaults, base), "about half a minute on this machine")
+        steps = document.get("train", {}).get("max_steps")
+        if isinstance(steps, int):
+            defaults.fill("eval.every", max(1, -(-steps // EVALUATIONS)), f"{EVALUATIONS} times in the run")
+
+
+def _hold_back(
+    defaults: RunDefaults, given: Mapping[str, Any], base: Path, output: Path, *, writes: bool
+) -> bool:  # fmt: skip
+    """Set the text of an evaluation that names none; return False if there is none.
+
+    A text that the first start has split is split again from the files that the run file names now: they may have
+    changed, and the run's directory may have been moved, or copied without its cache.
+    """
+    document = defaults.document
+    earlier, earlier_text = defaults.stored_value("eval"), defaults.stored_value("data.path")
+    if earlier and earlier_text and not _is_of_split(earlier_text):
+        document["eval"] = {**earlier, **given}
+        defaults.notes.append("eval: as at the first start")
+        return True
+    if document["data"].get("sources"):
+        _without_evaluation(defaults, given, "text is only held back of a single data.path")
+        return False
+    if "path" not in document["data"] or (defaults.stored and not earlier):
+        return False
+    path = document["data"]["path"]
+    named = path if isinstance(path, list) else [path]
+    paths = [absolute_path(each, base) for each in named if isinstance(each, str)]
+    if len(paths) < len(named) or not all(map(_exists, paths)):
+        document.pop("eval", None)  # the checks of settings and files name what is wrong or missing
+        return False
+    split = split_text(paths, output, writes=writes)
+    if split is None:
+        _without_evaluation(defaults, given, "no text could be held back")
+        return False
+    train, held_out, note = split
+    document["data"]["path"], document["eval"] = str(train), {**given, "path": str(held_out)}
+    if "field" in document["data"]:
+        document["eval"].setdefault("field", document["data"]["field"])
+    defaults.notes.append(f"eval: {note}")
+    return True
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # a name that is too long
+        return False
+
+
+def _is_of_split(path: Any) -> bool:
+    """Return True if a stored `data.path` is a text that the first start has split."""
+    return isinstance(path, str) and split_output([Path(path)]) is not None
+
+
+def _without_evaluation(defaults: RunDefaults, given: Mapping[str, Any], why: str) -> None:
+    """Add the note that there is no evaluation.
+
+    Raises:
+        ConfigError: The run file sets something of it.
+    """
+    if given:
+        raise ConfigError(f"eval.{next(iter(given))} is set without eval.path, and {why}: name a text in eval.path")
+    defaults.notes.append(f"eval: none, since {why}: name one")
+
+
+def _evaluation_bytes(defaults: RunDefaults, base: Path) -> int:
+    """Return how much text a student can be evaluated on in `EVALUATION_S`: all of it on a GPU."""
+    if defaults.machine.gpu_bytes and not _on_cpu(defaults.document):
+        return MOST_EVALUATION
+    from xtoken_services.common.models.weights import weight_count
+
+    try:
+        weights = weight_count(base / str(defaults.document["student"].get("model", "")))
+    except Exception:  # the check of the model's files reports what is wrong with them
+        weights = 0
+    tokens = EVALUATION_S * defaults.machine.cores * FLOPS_PER_CORE / max(2 * weights, 1)
+    whole = int(min(tokens * BYTES_PER_TOKEN, MOST_EVALUATION)) >> 10 << 10
+    return max(LEAST_EVALUATION, whole)
+
+
+def _max_length(directory: Path) -> int:
+    """Return the longest text that a model was made for; 0 if that is not known."""
+    try:
+        config = read_json_object(directory / "config.json")
+    except (OSError, ValueError):
+        return 0
+    text = config.get("text_config", config)
+    longest = text.get("n_positions", text.get("max_position_embeddings")) if isinstance(text, dict) else None
+    return longest // 8 * 8 if isinstance(longest, int) and longest >= 8 else 0
+
+
+def _on_cpu(document: Mapping[str, Any]) -> bool:
+    return bool(_part(document.get("workers"), "device") == "cpu")
+
+
+def _part(value: Any, name: str) -> Any:
+    if isinstance(value, (list, tuple)):
+        return value[int(name)] if name.isdigit() and int(name) < len(value) else None
+    return value.get(name) if isinstance(value, Mapping) else None

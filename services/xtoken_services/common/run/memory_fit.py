@@ -1,0 +1,152 @@
+"""Micro-batch and memory settings that fit a run to its GPU, where the run file leaves them out. No torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from xtoken_core.config.spec import DEFAULT_TOPK, padded_length
+from xtoken_core.config.train import OptimizerName
+from xtoken_core.regular_files import read_json_object
+from xtoken_core.transports.ring import TOPK_SCALARS
+from xtoken_core.wire.columns import ITEM_SIZES
+
+if TYPE_CHECKING:
+    from xtoken_services.common.run.defaults import RunDefaults
+
+FLOAT32 = ITEM_SIZES["float32"]
+USABLE = 0.9
+"""Fraction of a GPU's memory that is planned for: the rest is the driver's, the libraries' and fragmentation."""
+COPIES = 4
+"""Values that a student keeps per weight: the weight, its gradient, AdamW's two moments."""
+FEWER: dict[OptimizerName, int] = {"adamw": 0, "adamw8bit": 1, "muon": 1, "adafactor": 2}
+"""Values per weight that an optimiser keeps less than AdamW. Muon keeps one moment of most weights, Adafactor next to
+none; that Muon leaves embedding and head to AdamW is not counted."""
+LARGEST = 16384
+"""Tokens of a micro-batch at most: larger ones are hardly faster."""
+BLOCK_ROWS = 2048
+"""Positions of a block of a head that is multiplied block by block."""
+ACTIVATIONS = 34
+"""Values that a layer keeps per token and hidden unit for its backward (Korthikanti et al. 2022, arXiv 2205.05198)."""
+LOGITS_COPIES = 3
+"""Logits, their gradient, and a float32 intermediate of half-precision logits."""
+GIB = 1 << 30
+HIDDEN: dict[str, Any] = {
+    "workers.signal": "cuda_ipc_hidden", "student.blockwise_head": True, "student.checkpoint_activations": True,
+}  # fmt: skip
+"""What saves memory without a change of the result, beyond rounding."""
+NO_MASTERS: dict[str, Any] = {"train.master_weights": False}
+"""What saves more, with changes lost that are smaller than a weight's last bit."""
+
+
+class _Side:
+    """Sizes of one model, from its files."""
+
+    def __init__(self, settings: dict[str, Any], base: Path) -> None:
+        from xtoken_services.common.models.weights import weight_count
+
+        directory = base / Path(str(settings["model"])).expanduser()
+        config = read_json_object(directory / "config.json")
+        text = config.get("text_config", config)
+        stored = settings.get("store") is not None  # then only its head is loaded, if that
+        served = bool(settings.get("url"))
+        self.weights = 0 if stored or served else weight_count(directory)
+        self.item = ITEM_SIZES[settings["dtype"]]
+        self.vocabulary = int(text["vocab_size"])
+        self.hidden = int(text.get("hidden_size", text.get("n_embd", 0)))
+        self.layers = int(text.get("num_hidden_layers", text.get("n_layer", 1)))
+        self.context = padded_length(int(settings["context_length"]))
+        self.content = settings.get("content") or ("topk" if served else "hidden" if stored else None)
+        self.topk = int(settings.get("topk", DEFAULT_TOPK))
+
+
+def fit_memory(defaults: RunDefaults, base: Path) -> None:
+    """Fill in the micro-batch, and what saves memory as far as it is needed for one sample.
+
+    Args:
+        defaults: The run file's document, complete but for these settings.
+        base: Directory of relative paths.
+    """
+    document = defaults.document
+    if defaults.given("train.micro_batch_tokens"):
+        return  # a user who names it has chosen the settings beside it too
+    try:
+        student = _Side(document["student"], base)
+        teachers = [_Side(teacher, base) for teacher in document.get("teacher", ())]
+    except Exception:  # the check of the models' files reports what is wrong with them
+        return
+    longest = max(side.context for side in (student, *teachers))
+    savers: dict[str, Any] = {}
+    tokens = 0
+    for savers in [_stored_savers(defaults)] if defaults.stored else [{}, HIDDEN, HIDDEN | NO_MASTERS]:
+        settings = _with(document, savers)
+        left = defaults.machine.gpu_bytes * USABLE - _kept(student, teachers, settings)
+        tokens = int(left / _per_token(student, teachers, settings)) if left > 0 else 0
+        if tokens >= longest:
+            break
+    for name, value in savers.items():
+        if name != "workers.signal" or (teachers and not _content_is_given(document)):
+            defaults.fill(name, value, "to fit the GPU")
+    fits = max(longest, min(tokens, LARGEST) // longest * longest)
+    why = f"for a GPU of {defaults.machine.gpu_bytes / GIB:.0f} GiB"
+    if "custom" in _modes(document):
+        why += ", without the custom loss's own memory"
+    defaults.fill("train.micro_batch_tokens", fits, why)
+
+
+def _modes(document: dict[str, Any]) -> list[Any]:
+    """Return the modes of the loss that a run file names."""
+    loss = document.get("loss")
+    own = loss.get("teacher_modes") if isinstance(loss, dict) else None
+    return [loss.get("mode"), *(own if isinstance(own, list) else ())] if isinstance(loss, dict) else []
+
+
+def _content_is_given(document: dict[str, Any]) -> bool:
+    """Return whether the run file names what teachers send, or how, by the names that exclude `workers.signal`."""
+    return "transport" in document.get("workers", {}) or any("content" in each for each in document["teacher"])
+
+
+def _stored_savers(defaults: RunDefaults) -> dict[str, Any]:
+    """Return the savers that the first start has used."""
+    return {name: value for name, value in (HIDDEN | NO_MASTERS).items() if defaults.stored_value(name) == value}
+
+
+def _with(document: dict[str, Any], savers: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings that matter here, a saver's value where the document has none of its own."""
+    unset = {"workers.signal": "auto", "train.master_weights": True, "train.optimizer": "adamw"}
+
+    def value_of(name: str) -> Any:
+        table, _, key = name.partition(".")
+        return document.get(table, {}).get(key, savers.get(name, unset.get(name, False)))
+
+    return {name: value_of(name) for name in (*HIDDEN, *NO_MASTERS, "train.optimizer")}
+
+
+def _kept(student: _Side, teachers: list[_Side], settings: dict[str, Any]) -> float:
+    """Return the bytes that stay between micro-batches, and the block of logits of a head that is multiplied so."""
+    masters = settings["train.master_weights"] and student.item < FLOAT32
+    copies = COPIES - FEWER.get(settings["train.optimizer"], 0)
+    state = student.weights * (copies * FLOAT32 + student.item if masters else copies * student.item)
+    block = 0
+    if settings["student.blockwise_head"]:
+        widths = student.vocabulary * LOGITS_COPIES + sum(2 * teacher.vocabulary for teacher in teachers)
+        block = BLOCK_ROWS * widths * student.item
+    return state + block + sum(teacher.weights * teacher.item for teacher in teachers)
+
+
+def _per_token(student: _Side, teachers: list[_Side], settings: dict[str, Any]) -> float:
+    """Return the bytes that one more token of a micro-batch takes on both sides."""
+    hidden = "hidden" in str(settings["workers.signal"])
+
+    def sent(teacher: _Side) -> int:
+        """Return the bytes of one token in a slot."""
+        content = teacher.content or ("hidden" if hidden else "logits")
+        if content == "topk":
+            return (2 * teacher.topk + TOPK_SCALARS) * FLOAT32
+        return (teacher.hidden if content == "hidden" else teacher.vocabulary) * teacher.item
+
+    per_teacher = sum(2 * sent(t) + t.hidden * t.item * 8 for t in teachers)
+    logits = 0 if settings["student.blockwise_head"] else student.vocabulary * student.item * LOGITS_COPIES
+    layers = 1 if settings["student.checkpoint_activations"] else ACTIVATIONS
+    activations = student.hidden * student.item * (student.layers * layers + ACTIVATIONS)
+    return per_teacher + logits + activations

@@ -1,0 +1,382 @@
+"""Resolution of a RunSpec to a ResolvedRun: checks every file before a process starts. No torch."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from xtoken_core.config.eval import EvalSpec
+from xtoken_core.config.loss import DENSE_ONLY, READ_BY, LossConfig, LossMode
+from xtoken_core.config.resolved import ResolvedModel, ResolvedRun
+from xtoken_core.config.spec import PAD_MULTIPLE, ModelSpec, RunSpec, TeacherSpec, padded_length
+from xtoken_core.dataset import TextIndex
+from xtoken_core.errors import ConfigError, InputError, XtokenError
+from xtoken_core.projection.fingerprint import (
+    check_projection_pair,
+    file_fingerprint,
+    is_sparse,
+    tokenizer_fingerprint,
+)
+from xtoken_core.projection.pair_cache import NAMES
+from xtoken_core.tasks import read_prompts
+from xtoken_services.common.batches.step_plan import ring_shape
+from xtoken_services.common.files.allowed_paths import check_allowed, readable_roots
+from xtoken_services.common.files.input_files import check_input_files, read_model_config
+from xtoken_services.common.models.packable import why_not_packed
+from xtoken_services.common.models.tensor_parallel import check_divided
+from xtoken_services.common.models.weights import check_weights, served_fingerprint, weights_fingerprint
+from xtoken_services.common.run.teacher_checks import check_teachers, same_tokenizer_of
+from xtoken_services.common.stores.teacher_stores import check_stores
+from xtoken_services.common.tables.pair_files import cache_of, check_special_tokens, kind_of, pair_file
+from xtoken_services.common.text.training_text import measure_pieces, mixture_of, open_index, resolve_text
+from xtoken_services.common.tokenizers.chat_templates import read_chat_template
+from xtoken_services.common.tokenizers.vocabulary import has_chat_template, vocabulary_size
+
+STUDENT_TOKEN_BYTES = 25  # id and mask int64, exact bool, chunk id int64
+TEACHER_TOKEN_BYTES = 25
+PAIR_BYTES = 2
+ROW_BYTES = 128  # scalars and offsets
+MOST_PASSES = 4
+"""Passes over a text up to which repeated records are about as good as new ones (Muennighoff et al., 2023,
+https://arxiv.org/abs/2305.16264)."""
+LEARNED_POSITIONS = ("opt", "gpt_neo", "xglm", "biogpt", "ctrl", "openai-gpt")
+"""Model types with a learned table of `max_position_embeddings` positions, and none beyond."""
+
+
+Progress = Callable[[str, float], None]
+"""Takes what takes long, in words, and the part (0 to 1) of it that is done."""
+READING = "reading the text"
+
+
+def resolve_run(spec: RunSpec, progress: Progress | None = None, *, divided_as: RunSpec | None = None) -> ResolvedRun:
+    """Check every file of a run, index its data and count its positions.
+
+    Args:
+        spec: The run.
+        progress: Called several times a second while the training text is indexed for the first time, or a file about
+            two tokenizers is built. It may raise to stop.
+        divided_as: Run of the same text whose division of long documents this one has; None: its own.
+
+    Raises:
+        InputError: A file is missing, unreadable or does not fit the others.
+        ConfigError: Settings that only the files show to be impossible.
+    """
+    check_input_files(spec)
+    student = _model("student", spec.student)
+    teachers = tuple(_model(spec.teacher_name(i), teacher) for i, teacher in enumerate(spec.teacher))
+    for number, teacher in enumerate(spec.teacher):
+        if teacher.projection is not None:
+            check_projection_pair(teacher.projection, spec.student.tokenizer_dir, teacher.tokenizer_dir)
+            _check_projection_form(number, teacher.projection, spec.loss.mode_of(number))
+    check_teachers(spec, student, teachers)
+    for number in spec.computed_teachers:
+        name, teacher = spec.teacher_name(number), spec.teacher[number]
+        config = read_model_config(name, teacher.model)
+        check_divided(name, teacher.model, config, teacher.gpus, quantized=teacher.quantized)
+    obstacle = _obstacle_to_packing(spec)
+    _writable(spec.output)
+    same_tokenizer = same_tokenizer_of(spec, student, teachers)
+    index, piece_bytes = _training_text(spec, same_tokenizer, divided_as, progress)
+    records = len(index)
+    if spec.eval is not None:
+        for paths in (spec.eval.paths, *((path,) for path in spec.eval.also_by_name.values())):
+            open_index(spec, paths, spec.eval.field)
+        _check_tasks(spec.eval)
+    mixture = mixture_of(spec, index)
+    positions = spec.data.epochs * (sum(samples for _, samples in mixture) or records)
+    if spec.train.max_steps is not None:
+        positions = min(positions, spec.train.max_steps * spec.train.samples_per_step)
+    pair_files = tuple(_pair_file(spec, number, student, files, progress) for number, files in enumerate(teachers))
+    resolved = ResolvedRun(
+        spec=spec,
+        student=student,
+        teachers=teachers,
+        pair_files=pair_files,
+        projection_fingerprints=tuple(file_fingerprint(path) if path else "" for path in pair_files),
+        data_fingerprint=index.fingerprint,
+        records=records,
+        positions=positions,
+        mixture=mixture,
+        piece_bytes=piece_bytes,
+        bos_in_pieces=piece_bytes > 0,
+        packed=spec.train.packing != "off" and not obstacle,
+        packing_obstacle=obstacle,
+    )
+    _check_signal(resolved)
+    _check_memory(resolved)
+    check_stores(resolved)
+    return resolved
+
+
+def _training_text(
+    spec: RunSpec, same_tokenizer: Sequence[bool], divided_as: RunSpec | None, progress: Progress | None
+) -> tuple[TextIndex, int]:
+    """Return the records of a run, and the bytes of a piece at most; arguments as of `resolve_run`.
+
+    Raises:
+        InputError: There are no records, or a tokenizer cannot take them.
+    """
+    limit = None if divided_as is None else _piece_bytes(spec, divided_as, progress)
+    index, piece_bytes = resolve_text(spec, same_tokenizer, _reading(progress), limit)
+    if len(index) == 0:
+        raise InputError(f"the training data is empty: {', '.join(map(str, spec.data.paths))}")
+    _check_messages(spec, index, same_tokenizer)
+    return index, piece_bytes
+
+
+def _piece_bytes(spec: RunSpec, run: RunSpec, progress: Progress | None) -> int:
+    """Return the bytes of another run's pieces at most; the index of the text is kept in this run's cache."""
+    student = tokenizer_fingerprint(run.student.tokenizer_dir)
+    same = [each.projection is None and tokenizer_fingerprint(each.tokenizer_dir) == student for each in run.teacher]
+    return measure_pieces(run.model_copy(update={"output": spec.output}), same, _reading(progress))
+
+
+def _check_tasks(evaluation: EvalSpec) -> None:
+    """Refuse tasks that cannot be read.
+
+    Raises:
+        InputError: A file is missing, or a record in it is no prompt.
+    """
+    if (tasks := evaluation.tasks) is not None:
+        for path in tasks.by_name.values():
+            read_prompts(
+                check_allowed(path, "eval.tasks.path"), tasks.match, tasks.max_prompts, within=readable_roots()
+            )
+
+
+def _pair_file(
+    spec: RunSpec, number: int, student: ResolvedModel, files: ResolvedModel, progress: Progress | None
+) -> Path | None:
+    """Return the file that a teacher's loss reads about the two tokenizers, built first if need be; None: none."""
+    teacher, kind = spec.teacher[number], kind_of(spec.loss.mode_of(number))
+    if teacher.projection is not None and kind != "chain":
+        check_special_tokens(number, teacher)
+        return teacher.projection
+    fingerprints = student.tokenizer_fingerprint, files.tokenizer_fingerprint
+    if kind is None or (teacher.projection is None and fingerprints[0] == fingerprints[1]):
+        return None
+    directories = spec.student.tokenizer_dir, teacher.tokenizer_dir
+    name = spec.teacher_name(number)
+
+    def report(done: float) -> None:
+        if progress is not None:
+            progress(f"building the {NAMES[kind]} of the student's and {name}'s tokenizer", done)
+
+    pairs = teacher.special_tokens
+    return pair_file(cache_of(spec), kind, *directories, fingerprints, name, special_tokens=pairs, progress=report)
+
+
+def _obstacle_to_packing(spec: RunSpec) -> str:
+    """Return the first model that cannot be packed, with the reason; empty if all can, or none need be.
+
+    Raises:
+        ConfigError: It has to be.
+    """
+    if spec.train.packing == "off":
+        return ""
+    sides: list[tuple[str, ModelSpec]] = [("student", spec.student)]
+    sides += [(spec.teacher_name(number), spec.teacher[number]) for number in spec.computed_teachers]
+    for what, model in sides:
+        reason = why_not_packed(read_model_config(what, model.model), model.context_length)
+        if reason is None:
+            continue
+        obstacle = f"the {what} ({model.model}) cannot be packed: {reason}"
+        if spec.train.packing == "on":
+            raise ConfigError(f'train.packing = "on": {obstacle}: set it to "auto" or "off", which pad every row')
+        return obstacle
+    return ""
+
+
+def _check_projection_form(teacher: int, file: Path, mode: LossMode) -> None:
+    """Refuse a sparse projection for a loss that reads rows of weights.
+
+    Raises:
+        ConfigError: It is sparse.
+    """
+    if mode in DENSE_ONLY and is_sparse(file):
+        raise ConfigError(
+            f'teacher.{teacher}.projection: {file} is sparse, loss.mode = "{mode}" takes a dense top-k file: build one '
+            "with xtoken projection build"
+        )
+
+
+def file_warnings(run: ResolvedRun) -> Iterator[str]:
+    """Yield warnings that follow from the run's files, one line each."""
+    train, data = run.spec.train, run.spec.data
+    if train.max_steps is not None and run.steps < train.max_steps:
+        yield (
+            f"the run has {run.steps} steps, not train.max_steps = {train.max_steps}: its text has {run.records} "
+            f"records (data.epochs = {data.epochs})"
+        )
+    for number, (records, samples) in enumerate(run.mixture):
+        passes = run.positions * samples / (run.epoch * records)
+        if passes > MOST_PASSES:
+            yield f"data.sources.{number}: its {records} records are read {passes:.0f} times"
+    names = ["student", *(f"teacher.{number}" for number in range(len(run.teachers)))]
+    lengths = (run.spec.student.context_length, *(teacher.context_length for teacher in run.spec.teacher))
+    for name, length, model in zip(names, lengths, (run.student, *run.teachers), strict=True):
+        if 0 < model.max_length < length:
+            yield f"{name}.context_length = {length}: the model was made for {model.max_length} tokens"
+    if data.long == "split" and not run.piece_bytes:
+        yield 'data.long = "split" does nothing: no record of the text is plain text'
+    if run.packing_obstacle:
+        yield f"rows are padded, which costs time: {run.packing_obstacle}"
+    yield from _without_effect(run)
+    if train.warmup_steps > run.steps:
+        yield f"the run ends after {run.steps} steps, its warm-up would after train.warmup_steps = {train.warmup_steps}"
+
+
+def _without_effect(run: ResolvedRun) -> Iterator[str]:
+    """Yield settings that have no effect beside others."""
+    train = run.spec.train
+    for number, teacher in enumerate(run.spec.teacher):
+        if teacher.projection is not None and run.pair_file(number) != teacher.projection:
+            yield f'teacher.{number}.projection is not read by loss.mode = "{run.spec.loss.mode_of(number)}"'
+    yield from _unread_loss_settings(run)
+    if train.parallel == "fsdp" and run.world == 1:
+        yield 'train.parallel = "fsdp" does nothing for a single rank (workers.ranks, workers.nodes)'
+    if train.parallel != "fsdp" and (not train.reshard_after_forward or train.reduce_dtype != "float32"):
+        yield 'train.reshard_after_forward and train.reduce_dtype do nothing without train.parallel = "fsdp"'
+    if train.min_learning_rate > train.learning_rate:
+        yield f"train.min_learning_rate = {train.min_learning_rate:g} is above train.learning_rate: it stays there"
+
+
+def _unread_loss_settings(run: ResolvedRun) -> Iterator[str]:
+    """Yield settings of the loss that differ from their defaults and that no teacher's mode reads."""
+    loss = run.spec.loss
+    modes = {loss.mode_of(number) for number in range(len(run.teachers)) if not run.same_tokenizer[number]}
+    if not run.teachers or "custom" in modes:
+        return
+    compared: list[str] = sorted(modes) or ["a teacher with the student's tokenizer"]
+    for name, readers in READ_BY.items():
+        by_token = name == "vocab_topk" and any(run.same_tokenizer)
+        is_read = by_token or not modes.isdisjoint(readers)
+        if not is_read and getattr(loss, name) != LossConfig.model_fields[name].default:
+            yield f"loss.{name} is not read by {' and '.join(compared)}"
+
+
+def _reading(progress: Progress | None) -> Callable[[int, int], None] | None:
+    """Return the callback to which an index reports bytes read and bytes in all; None: none."""
+    return None if progress is None else lambda done, total: progress(READING, done / max(total, 1))
+
+
+def largest_row(spec: RunSpec) -> int:
+    """Return the bytes of the largest row that a collator can put."""
+    student = spec.student.context_length
+    sides = sum(t.context_length * TEACHER_TOKEN_BYTES + student * PAIR_BYTES + student * 9 for t in spec.teacher)
+    return student * STUDENT_TOKEN_BYTES + sides + ROW_BYTES
+
+
+def _check_messages(spec: RunSpec, index: TextIndex, same_tokenizer: Sequence[bool]) -> None:
+    """Refuse a file that begins with messages where a tokenizer cannot take them: each of its records would be bad."""
+    sides: list[tuple[str, ModelSpec]] = [("student", spec.student)]
+    for number, (teacher, same) in enumerate(zip(spec.teacher, same_tokenizer, strict=True)):
+        sides += [] if same else [(spec.teacher_name(number), teacher)]
+    without = [(what, side.tokenizer_dir) for what, side in sides if not _takes_messages(side)]
+    location = index.first_conversation() if without else None
+    if location is not None:
+        what, directory = without[0]
+        raise InputError(
+            f"{location} holds messages, but the {what}'s tokenizer has no chat template: it cannot take messages "
+            f"({directory}): name one (chat_template), or a tokenizer that has one, or write the records as text"
+        )
+
+
+def _takes_messages(side: ModelSpec) -> bool:
+    return side.chat_template is not None or has_chat_template(side.tokenizer_dir)
+
+
+def _template_fingerprint(what: str, spec: ModelSpec) -> str:
+    """Return the SHA-256 of the chat template that a model's settings name; empty without one."""
+    if spec.chat_template is None:
+        return ""
+    template = read_chat_template(check_allowed(spec.chat_template, f"the {what}'s chat template"))
+    return hashlib.sha256(template.encode()).hexdigest()
+
+
+def _check_signal(resolved: ResolvedRun) -> None:
+    spec = resolved.spec
+    for number, teacher in enumerate(resolved.teachers):
+        if spec.content_of(number) == "hidden" and not teacher.hidden_size:
+            raise ConfigError(
+                f'teacher.{number}.content = "hidden": {spec.teacher[number].model / "config.json"} names no '
+                'hidden_size: let the teacher send logits (teacher.content = "logits" or "topk")'
+            )
+
+
+def _check_memory(resolved: ResolvedRun) -> None:
+    spec = resolved.spec
+    rows, signals = resolved.span // spec.workers.nodes * largest_row(spec), 0
+    if spec.workers.transport_name == "queue":
+        shapes = [ring_shape(resolved, number) for number in spec.living_teachers]
+        signals = spec.workers.ranks * sum(shape.slots * shape.slot_bytes for shape in shapes)
+    if rows + signals > spec.queue.memory_limit:
+        slots = f"workers.slots = {spec.workers.slots}"
+        if spec.ring_slots > spec.workers.slots:
+            slots = f"{spec.ring_slots} slots: select_teacher holds a step's signals at once"
+        through = f" and {signals} bytes of signals ({slots})" if signals else ""
+        raise ConfigError(
+            f"queue.memory_limit = {spec.queue.memory_limit} bytes cannot hold queue.span_steps = "
+            f"{spec.queue.span_steps} steps of {spec.train.samples_per_step} samples{through}: {rows + signals} bytes "
+            "are needed"
+        )
+
+
+def _model(what: str, spec: ModelSpec) -> ResolvedModel:
+    config = read_model_config(what, spec.model)
+    text = config.get("text_config", config)
+    width = text.get("vocab_size") if isinstance(text, dict) else None
+    if not isinstance(width, int):
+        raise InputError(f"{spec.model / 'config.json'} of the {what} names no vocab_size")
+    served = spec if isinstance(spec, TeacherSpec) and spec.url else None
+    if served is None:
+        check_weights(what, spec.model)
+    vocabulary = vocabulary_size(spec.tokenizer_dir)
+    if width < vocabulary:
+        raise InputError(
+            f"the {what}'s head has {width} rows, its tokenizer {spec.tokenizer_dir} has {vocabulary} ids: "
+            "they do not belong together"
+        )
+    fingerprint = tokenizer_fingerprint(spec.tokenizer_dir)
+    hidden = text.get("hidden_size", text.get("n_embd"))
+    return ResolvedModel(
+        vocab_size=vocabulary,
+        head_width=width,
+        tokenizer_fingerprint=fingerprint,
+        hidden_size=hidden if isinstance(hidden, int) else 0,
+        max_length=_max_length(what, spec, text),
+        weights_fingerprint=served_fingerprint(served) if served else weights_fingerprint(spec.model),
+        template_fingerprint=_template_fingerprint(what, spec),
+    )
+
+
+def _max_length(what: str, spec: ModelSpec, config: dict[str, Any]) -> int:
+    """Return the longest text that a model was made for; 0 if its configuration does not say.
+
+    Raises:
+        ConfigError: It has no positions for what it would be given, padding included.
+    """
+    learned = config.get("n_positions")
+    longest = learned if learned is not None else config.get("max_position_embeddings")
+    if not isinstance(longest, int):
+        return 0
+    has_no_more = learned is not None or config.get("model_type") in LEARNED_POSITIONS
+    if has_no_more and padded_length(spec.context_length) > longest:
+        most = longest // PAD_MULTIPLE * PAD_MULTIPLE
+        raise ConfigError(
+            f"the {what}'s context_length = {spec.context_length}: {spec.model} has {longest} positions, and rows are "
+            f"padded to a multiple of {PAD_MULTIPLE}: lower it to {most}"
+        )
+    return longest
+
+
+def _writable(output: Path) -> None:
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise XtokenError(f"cannot make the output directory {output}: {error.strerror}") from error
+    if not os.access(output, os.W_OK | os.X_OK):
+        raise XtokenError(f"cannot write into the output directory {output}")

@@ -1,0 +1,88 @@
+"""The stores of a run's teachers: opened, and checked against the run. No torch."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+
+from xtoken_core.config.resolved import ResolvedRun
+from xtoken_core.errors import InputError
+from xtoken_core.teacher_store.identity import StoreError, identity_of
+from xtoken_core.teacher_store.store import BUILD_IT, TeacherStore
+from xtoken_services.common.files.allowed_paths import Roots
+from xtoken_services.common.text.run_order import record_of
+from xtoken_services.common.tokenizers.chat_templates import read_chat_template
+
+
+def open_store(run: ResolvedRun, teacher: int) -> TeacherStore:
+    """Open the store of a teacher.
+
+    Args:
+        run: The run.
+        teacher: Number of the teacher, which has a store.
+
+    Raises:
+        StoreError: There is none, it is damaged, or it was built from something else than the run has.
+        ConfigError: Its address needs a package that is not installed, or lies outside the control plane's roots.
+    """
+    store = run.spec.teacher[teacher].store
+    assert store is not None
+    roots = Roots.of_environment()
+    if roots is not None:
+        roots.check_store(store, f"teacher.{teacher}.store")
+    opened = TeacherStore.open(store)
+    opened.identity.check(identity_of(run, teacher), store)
+    return opened
+
+
+def check_stores(run: ResolvedRun, *, completed: bool = False) -> None:
+    """Refuse a run with a store that lacks records, or was built from something else; nothing heavy is read.
+
+    Args:
+        run: The run.
+        completed: Stores with `store_missing = "compute"` have been completed, and are checked too.
+
+    Raises:
+        StoreError: The text names the store and the first record that is missing.
+        ConfigError: As `open_store`.
+    """
+    for teacher, spec in enumerate(run.spec.teacher):
+        if spec.store is None or (spec.store_missing == "compute" and not completed):
+            continue
+        opened = open_store(run, teacher)
+        missing = opened.missing(records_of(run), skip_condition(run, teacher), older=True)
+        if missing and spec.store_missing != "skip":
+            raise StoreError(
+                f"{len(missing)} records of the text are not in the store {spec.store}, record {missing[0]} first: "
+                f'{BUILD_IT}, or set teacher.{teacher}.store_missing = "skip" or "compute"'
+            )
+
+
+def skip_condition(run: ResolvedRun, teacher: int) -> str:
+    """Return the digest of what decides which conversations have no row: tokenizers, chat templates and `train_on`.
+
+    Args:
+        run: The run.
+        teacher: Number of the teacher whose output is stored.
+    """
+    sides = ((run.spec.student, run.student), (run.spec.teacher[teacher], run.teachers[teacher]))
+    parts = [run.spec.data.train_on, str(run.same_tokenizer[teacher])]
+    for spec, files in sides:
+        parts += [files.tokenizer_fingerprint, files.template_fingerprint or _own_template(spec.tokenizer_dir)]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def _own_template(directory: Path) -> str:
+    """Return the SHA-256 of a tokenizer's own chat template; empty without one."""
+    try:
+        return hashlib.sha256(read_chat_template(directory).encode()).hexdigest()
+    except InputError:
+        return ""
+
+
+def records_of(run: ResolvedRun) -> Iterable[int]:
+    """Return the records that a run reads, in the order of their first use unless it reads all."""
+    if run.positions >= run.epoch:
+        return range(run.records)
+    return dict.fromkeys(record_of(run, position) for position in range(run.positions))

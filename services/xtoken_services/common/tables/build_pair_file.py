@@ -1,0 +1,78 @@
+"""The program that builds a file about two tokenizers.
+
+    python -m xtoken_services.common.tables.build_pair_file KIND STUDENT TEACHER FILE PAIRS
+
+takes the pairs of special tokens as a JSON object.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from xtoken_core.chain.build import build_tables
+from xtoken_core.chain.files import write_tables
+from xtoken_core.chain.tables import ChainTables
+from xtoken_core.errors import XtokenError
+from xtoken_core.projection.build import build_projection
+from xtoken_core.projection.files import write_projection
+from xtoken_core.projection.fingerprint import tokenizer_fingerprint
+from xtoken_services.common.tokenizers.loading import load_tokenizer
+
+LOADING = 0.15
+"""Part of the time that loading the tokenizers takes."""
+
+
+def report(done: float) -> None:
+    """Print the part (0 to 1) that is done."""
+    sys.stdout.write(f"{done:.3f}\n")
+    sys.stdout.flush()
+
+
+def build_pair_file(
+    kind: str,
+    student: Path,
+    teacher: Path,
+    file: Path,
+    special_tokens: Mapping[str, str] | None = None,
+    *,
+    progress: Callable[[float], None] = report,
+) -> None:
+    """Build the chain tables or the projection of two tokenizers.
+
+    Args:
+        kind: `chain` or `projection`.
+        student: Directory of the student's tokenizer.
+        teacher: Directory of the teacher's.
+        file: The file to write.
+        special_tokens: Special tokens of the student and their partners.
+        progress: Called with the part (0 to 1) that is done; by default it is printed.
+
+    Raises:
+        XtokenError: A tokenizer cannot be read, or the file cannot be written.
+    """
+
+    def of_the_rest(done: float) -> None:
+        progress(LOADING + (1 - LOADING) * done)
+
+    tokenizers = load_tokenizer(student, "student"), load_tokenizer(teacher, "teacher")
+    progress(LOADING)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if kind == "projection":
+        projection = build_projection(*tokenizers, special_tokens=special_tokens, progress=of_the_rest)
+        write_projection(projection, file)
+        return
+    prints = tokenizer_fingerprint(student), tokenizer_fingerprint(teacher)
+    built = build_tables(*tokenizers, special_tokens, progress=of_the_rest)
+    write_tables(ChainTables.of(built), file, prints, special_tokens)
+
+
+if __name__ == "__main__":
+    try:
+        name, student_dir, teacher_dir, target, pairs = sys.argv[1:6]
+        build_pair_file(name, Path(student_dir), Path(teacher_dir), Path(target), json.loads(pairs))
+    except (XtokenError, OSError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(getattr(error, "exit_code", 1))

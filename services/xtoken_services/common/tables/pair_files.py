@@ -1,0 +1,145 @@
+"""Files about a run's pairs of tokenizers, built by a process of their own when a run starts. No torch."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from xtoken_core.config.loss import PROJECTING_MODES, TABLE_MODES, LossMode
+from xtoken_core.config.spec import RunSpec, TeacherSpec
+from xtoken_core.errors import ConfigError, InputError
+from xtoken_core.projection.fingerprint import SPECIAL_TOKENS_KEY, projection_header, special_tokens_metadata
+from xtoken_core.projection.pair_cache import NAMES, PairCache, PairKind
+from xtoken_core.user_cache import user_cache
+
+log = logging.getLogger("xtoken.pairs")
+
+POLL_S = 0.2
+BUILDER = "xtoken_services.common.tables.build_pair_file"
+
+
+def kind_of(mode: LossMode) -> PairKind | None:
+    """Return the kind of file about a pair of tokenizers that a mode reads; None: none."""
+    if mode in TABLE_MODES:
+        return "chain"
+    return "projection" if mode in PROJECTING_MODES else None
+
+
+def cache_of(spec: RunSpec) -> PairCache:
+    """Return the folder of a run's pair files: in the user's cache, or in the run's output.
+
+    The output is taken on a Ray cluster, where every node sees it, and where the user's cache cannot be written.
+    """
+    try:
+        own = user_cache()
+    except RuntimeError:  # no home directory
+        return PairCache(spec.output / "cache")
+    if spec.workers.launcher == "ray" or not _writable(own):
+        return PairCache(spec.output / "cache")
+    return PairCache(own)
+
+
+def pair_file(
+    cache: PairCache,
+    kind: PairKind,
+    student: Path,
+    teacher: Path,
+    fingerprints: tuple[str, str],
+    what: str,
+    *,
+    special_tokens: Mapping[str, str] | None = None,
+    progress: Callable[[float], None] = lambda _: None,
+) -> Path:
+    """Return the file about two tokenizers, built first if there is none.
+
+    Args:
+        cache: Where it is kept.
+        kind: Its content.
+        student: Directory of the student's tokenizer.
+        teacher: Directory of the teacher's.
+        fingerprints: Those of the two tokenizers.
+        what: Name of the teacher for messages.
+        special_tokens: Special tokens of the student and their partners.
+        progress: Called several times a second while it is built, with the part (0 to 1) that is done; it may raise
+            to stop.
+
+    Raises:
+        InputError: It cannot be built; the text has the reason.
+    """
+
+    def build(path: Path) -> None:
+        log.info("building the %s of the student's and %s's tokenizer: %s", NAMES[kind], what, path)
+        command = [sys.executable, "-m", BUILDER, kind, *map(str, (student, teacher, path))]
+        command.append(json.dumps(special_tokens or {}))
+        status, errors = _run(command, progress)
+        if status != 0:
+            last = errors.strip().splitlines()[-1:] or [f"it ended with status {status}"]
+            raise InputError(
+                f"cannot build the {NAMES[kind]} of the student's and {what}'s tokenizer: "
+                f"{last[0].removeprefix('error: ')}"
+            )
+
+    return cache.file(kind, fingerprints, build, special_tokens)
+
+
+def check_special_tokens(number: int, teacher: TeacherSpec) -> None:
+    """Refuse a projection that was built with other pairs of special tokens; public formats do not name them.
+
+    Args:
+        number: The teacher's.
+        teacher: Its settings, which name a projection.
+
+    Raises:
+        ConfigError: It was.
+    """
+    assert teacher.projection is not None
+    header = projection_header(teacher.projection)
+    wanted = special_tokens_metadata(teacher.special_tokens).get(SPECIAL_TOKENS_KEY)
+    if header is not None and header.get(SPECIAL_TOKENS_KEY) != wanted:
+        raise ConfigError(
+            f"teacher.{number}.special_tokens: {teacher.projection} was built with other pairs: build it again with "
+            "xtoken projection build --special-token, or unset teacher.projection"
+        )
+
+
+def _run(command: list[str], progress: Callable[[float], None]) -> tuple[int, str]:
+    """Return the exit status and the standard error of a program that prints how much is done, a number a line.
+
+    It is killed if `progress` raises.
+    """
+    with tempfile.TemporaryFile() as errors:
+        child = subprocess.Popen(  # a session of its own: Ctrl+C reaches this process, which decides
+            command, stdout=subprocess.PIPE, stderr=errors, start_new_session=True
+        )
+        assert child.stdout is not None
+        os.set_blocking(child.stdout.fileno(), False)
+        done, printed = 0.0, b""
+        try:
+            while child.poll() is None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    child.wait(POLL_S)
+                *lines, printed = (printed + (child.stdout.read() or b"")).split(b"\n")
+                done = float(lines[-1]) if lines else done
+                progress(done)
+        finally:
+            child.stdout.close()
+            if child.poll() is None:
+                child.kill()
+                child.wait()
+        errors.seek(0)
+        return child.returncode, errors.read().decode("utf-8", "replace")
+
+
+def _writable(directory: Path) -> bool:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return False
+    return os.access(directory, os.W_OK | os.X_OK)

@@ -1,0 +1,117 @@
+"""Parts of collators and rollout workers alike: leases of blocks, collator, text, counts of rows, the end of a run."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from xtoken_core import schema
+from xtoken_core.collate import Counts
+from xtoken_core.collate_generated import CompletionCollator, marks_of_text
+from xtoken_core.config.resolved import ResolvedRun
+from xtoken_core.dataset import TextIndex
+from xtoken_core.errors import ConfigError, InputError
+from xtoken_core.losses.masks import loss_counts
+from xtoken_core.queue.run.names import SUPERVISOR
+from xtoken_core.wire import QueueError
+from xtoken_core.wire.messages import Block
+from xtoken_services.common.processes.worker import WAIT_S, Worker
+from xtoken_services.common.text.training_text import open_text
+from xtoken_services.common.tokenizers.loading import aligners_of, tokenizer_of
+
+log = logging.getLogger("xtoken.worker")
+
+MAX_REASON = 2000
+"""Longest reason of a tombstone, in characters."""
+
+
+def serve_blocks(worker: Worker, fill: Callable[[Block], None]) -> None:
+    """Lease blocks of positions until the run ends.
+
+    Args:
+        worker: The collator or rollout worker.
+        fill: Puts a row or a tombstone for each position of a block; a lease that is revoked meanwhile is left.
+
+    Raises:
+        QueueError: The queue refuses for another reason.
+    """
+    while True:
+        worker.alive()
+        try:
+            block = worker.queue.lease_block(wait_s=WAIT_S)
+            if block is not None:
+                fill(block)
+        except QueueError as error:
+            if error.code == "exhausted":
+                log.info("the run is over")
+                return
+            if error.code != "lease_revoked":
+                raise
+            log.info("%s", error)
+
+
+def make_collator(worker: Worker) -> CompletionCollator:
+    """Return the run's collator: every tokenizer of it, and an aligner per teacher with its own."""
+    spec = worker.run.spec
+    student = tokenizer_of(spec.student, "student")
+    teachers = [
+        None if same else tokenizer_of(teacher, spec.teacher_name(number))
+        for number, (teacher, same) in enumerate(zip(spec.teacher, worker.run.same_tokenizer, strict=True))
+    ]
+    worker.alive()
+    return CompletionCollator(
+        student_tokenizer=student,
+        teacher_tokenizer=teachers,
+        aligner=aligners_of(spec, student, teachers),
+        ctx_length_student=spec.student.context_length,
+        ctx_length_teacher=[teacher.context_length for teacher in spec.teacher],
+        append_eos=spec.data.append_eos,
+        train_on=spec.data.train_on,
+    )
+
+
+def open_data(worker: Worker) -> TextIndex:
+    """Open the training-data index; its fingerprint must match the run's.
+
+    Raises:
+        ConfigError: It has changed.
+    """
+    run = worker.run
+    index = open_text(run.spec, run.piece_bytes)
+    if index.fingerprint != run.data_fingerprint:
+        raise ConfigError("the training data has changed since the run was opened: restore it, or start a new run")
+    return index
+
+
+def row_counts(run: ResolvedRun) -> Counts:
+    """Return a function that counts each row's part of a step's denominators, and marks text in a run with rollouts."""
+    counts = loss_counts(run.spec.loss, run.same_tokenizer)
+    if run.spec.rollout is None:
+        return counts
+
+    def marked(batch: Mapping[str, Any]) -> Mapping[str, Tensor]:
+        ids = batch[schema.INPUT_IDS.name]
+        marks = marks_of_text(len(ids))
+        if run.spec.loss.importance_cap is not None:
+            marks[schema.SAMPLED_LOG_PROBS.name] = torch.zeros(ids.shape)
+        return {**counts(batch), **marks}
+
+    return marked
+
+
+def end_run(worker: Worker, reason: str) -> NoReturn:
+    """End the run: its supervisor does so on this worker's exit status; without one, the queue notifies the others.
+
+    Doing both would be a race: the other workers' exits could hide the status that names the cause.
+
+    Raises:
+        InputError: Always.
+    """
+    sessions = worker.client.stats()["sessions"]
+    if not any(session["role"] == SUPERVISOR and not session["ended"] for session in sessions):
+        worker.queue.give_up(reason)
+    raise InputError(reason)

@@ -1,0 +1,177 @@
+"""Routes that start, list, show, stop, resume and remove runs."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Body, Header, HTTPException, Query, Response
+from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from xtoken_core.data_plane.address import Address
+from xtoken_services.common.files.input_files import check_input_files
+from xtoken_services.common.run.resolve import largest_row
+from xtoken_services.control.api.dependencies import AppContext, Context, RunId, problems_of
+from xtoken_services.control.api.examples import RUNS
+from xtoken_services.control.api.models import AnyRunSpec, DryRun, RunPage, RunStatus
+from xtoken_services.control.api.short_specs import Completed, complete, read_document, start_short
+from xtoken_services.control.isolated.inspection import inspect_run
+from xtoken_services.control.run import Run
+from xtoken_services.supervisor.process_spec import build_process_specs
+from xtoken_services.supervisor.run_record import RunState
+
+VALIDATION_WAIT_S = 3.0
+"""Seconds to wait for the validation of a run's files before responding."""
+MAX_DRY_RUNS = 2
+MAX_PAGE = 200
+MAX_CURSOR = 2**62
+UNUSED_ADDRESS = "ipc:///tmp/queue"
+
+router = APIRouter(prefix="/v1/runs", tags=["runs"])
+_dry_runs = threading.BoundedSemaphore(MAX_DRY_RUNS)
+
+Key = Annotated[
+    str | None,
+    Header(
+        alias="Idempotency-Key", min_length=1, max_length=255, pattern=r"^[!-~]+$",
+        description="A second request with the same key and specification returns the first run.",
+    ),
+]  # fmt: skip
+Specification = Annotated[AnyRunSpec, Body(openapi_examples=RUNS)]
+
+
+@router.post(
+    "", status_code=201, responses={200: {"model": RunStatus | DryRun}, **problems_of(400, 409, 413, 422, 503)}
+)  # fmt: skip
+def start_run(
+    document: Specification, context: Context, response: Response, dry_run: bool = False, key: Key = None
+) -> RunStatus | DryRun:
+    """Start a run.
+
+    The body has the fields of a run file as JSON, with absolute paths; a relative `output` is below the runs'
+    directory. A body without `output` or a model's `context_length` is completed as `xtoken run` completes a run file:
+    with all of its defaults, with held-out text unless `eval` is `"none"`, and in the first free directory of the run's
+    name; `output` and `spec` of the response have what was chosen. Any other body is taken as it is.
+
+    The run's files are validated first; if that takes long, the response is sent before, and an error shows in the
+    run's state. With `dry_run` they are only validated. The status is 200 for a dry run and for a key that was used
+    before.
+    """
+    try:
+        spec, errors = read_document(document.root)
+        if errors:
+            raise RequestValidationError(_in_the_body(errors))
+        if dry_run:
+            response.status_code = 200
+            return dry_run_of(context, Completed(spec, [], spec) if spec else complete(context.runs, document.root))
+        run, row = context.runs.start(spec, key=key) if spec else start_short(context.runs, document.root, key)
+    except ValidationError as error:
+        raise RequestValidationError(_in_the_body(error.errors(include_url=False))) from error
+    if run is None:
+        response.status_code = 200
+    else:
+        discard_if_invalid(context, run)
+    response.headers["Location"] = f"/v1/runs/{row.id}"
+    return RunStatus.model_validate(context.status(row.id))
+
+
+@router.get("", responses=problems_of(422))
+def list_runs(
+    context: Context,
+    limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 50,
+    cursor: Annotated[int | None, Query(ge=0, le=MAX_CURSOR, description="`next` of the previous page.")] = None,
+    state: Annotated[list[RunState], Query(max_length=16, description="Only this state; may be repeated.")] = [],  # noqa: B006
+    name: Annotated[str, Query(max_length=64)] = "",
+) -> RunPage:
+    """Return a page of runs, newest first."""
+    rows = context.runs.store.page(limit + 1, before=cursor, states=state, name=name)
+    following = str(rows[limit - 1]["seq"]) if len(rows) > limit else None
+    return RunPage.model_validate({"runs": rows[:limit], "next": following})
+
+
+@router.get("/{run_id}", responses=problems_of(404, 422))
+def show_run(run_id: RunId, context: Context) -> RunStatus:
+    """Return the status of a run."""
+    return RunStatus.model_validate(context.status(run_id))
+
+
+@router.post("/{run_id}/stop", status_code=202, responses=problems_of(404, 422))
+def stop_run(run_id: RunId, context: Context, now: bool = False) -> RunStatus:
+    """Stop a run gracefully, after a checkpoint; with `now` immediately. Responds before the run is over."""
+    context.view(run_id)
+    context.runs.stop(run_id, now=now)
+    return RunStatus.model_validate(context.status(run_id))
+
+
+@router.post("/{run_id}/resume", status_code=202, responses=problems_of(404, 409, 422, 503))
+def resume_run(run_id: RunId, context: Context) -> RunStatus:
+    """Resume a stopped, failed or interrupted run from its last checkpoint, with its original settings."""
+    context.view(run_id)
+    run = context.runs.resume(run_id)
+    run.started.wait(VALIDATION_WAIT_S)
+    return RunStatus.model_validate(context.status(run_id))
+
+
+@router.delete("/{run_id}", status_code=204, responses=problems_of(404, 409, 422))
+def remove_run(run_id: RunId, context: Context, files: bool = False) -> Response:
+    """Remove a run that is over; with `files` delete its output directory, checkpoints and model too."""
+    context.view(run_id)
+    context.runs.remove(run_id, files=files)
+    context.views.drop(run_id)
+    return Response(status_code=204)
+
+
+def discard_if_invalid(context: AppContext, run: Run) -> None:
+    """Remove a run that failed validation before any process was started.
+
+    Raises:
+        XtokenError: The validation error.
+    """
+    run.started.wait(VALIDATION_WAIT_S)
+    if run.refusal is not None:
+        context.runs.discard(run)
+        context.views.drop(run.id)
+        raise run.refusal
+
+
+def _in_the_body(errors: Sequence[ErrorDetails]) -> list[dict[str, Any]]:
+    return [{**error, "loc": ("body", *error["loc"])} for error in errors]
+
+
+def dry_run_of(context: AppContext, completed: Completed) -> DryRun:
+    """Validate a run's settings and files as for a start.
+
+    Raises:
+        XtokenError: The run is invalid.
+        HTTPException: 503, too many dry runs are in progress.
+    """
+    spec = context.runs.validate(completed.spec)
+    check_input_files(spec)
+    if not _dry_runs.acquire(blocking=False):
+        raise HTTPException(503, "too many dry runs are in progress: retry in a moment", {"Retry-After": "5"})
+    scratch = Path(tempfile.mkdtemp(prefix="xtoken-dry-"))
+    try:
+        roots = context.runs.validator.roots
+        checked = completed.readable.model_copy(update={"output": scratch})
+        resolved, _ = inspect_run(checked, lambda activity, done: None, roots.environment if roots is not None else {})
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+        _dry_runs.release()
+    return DryRun(
+        spec=spec,
+        defaults=completed.notes,
+        records=resolved.records,
+        positions=resolved.positions,
+        steps=resolved.steps,
+        queue_bytes=resolved.span * largest_row(spec),
+        processes=[
+            member.name
+            for member in build_process_specs(resolved, scratch, [Address.parse(UNUSED_ADDRESS)] * spec.workers.nodes)
+        ],
+    )

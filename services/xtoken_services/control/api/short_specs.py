@@ -1,0 +1,187 @@
+"""Short specifications: without what models, text and machine decide. They are completed as a run file is."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fastapi import HTTPException
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from xtoken_core.config.spec import RunSpec
+from xtoken_services.common.files.allowed_paths import paths_of
+from xtoken_services.common.files.input_files import check_input_files
+from xtoken_services.common.run.defaults import FILLED, RunDefaults, expanded, fill_model_defaults
+from xtoken_services.common.run.machine import Machine
+from xtoken_services.control.isolated.completion import complete_document
+from xtoken_services.control.run import Run
+from xtoken_services.control.runs import Runs
+from xtoken_services.control.store import RunRow
+from xtoken_services.control.validation import RefusedError
+
+MAX_COMPLETIONS = 2
+WAIT_S = 10.0
+"""Seconds that a start waits for others to be completed."""
+_starts, _previews = (threading.BoundedSemaphore(MAX_COMPLETIONS) for _ in range(2))
+
+
+@dataclass(frozen=True)
+class Completed:
+    """A completed specification.
+
+    Attributes:
+        spec: The specification.
+        notes: A line for every default that was filled in.
+        readable: The specification to check: with the whole text on both sides if no text has been held back yet.
+    """
+
+    spec: RunSpec
+    notes: list[str]
+    readable: RunSpec
+
+
+def read_document(document: Mapping[str, Any]) -> tuple[RunSpec | None, list[ErrorDetails]]:
+    """Validate the settings of a run.
+
+    Returns:
+        The specification, or None if something is left out or wrong; and what is wrong.
+    """
+    try:
+        return RunSpec.model_validate(expanded(document)), []
+    except ValidationError as error:
+        wrong = error.errors(include_url=False)
+    return None, [item for item in wrong if not (item["type"] == "missing" and _setting(item) in FILLED)]
+
+
+def start_short(runs: Runs, document: Mapping[str, Any], key: str | None) -> tuple[Run | None, RunRow]:
+    """Complete a specification and start its run, as `Runs.start` does; the run's history names the defaults.
+
+    Raises:
+        XtokenError: The specification is not accepted.
+        ValidationError: Settings are wrong beside the defaults.
+        HTTPException: 503, too many specifications are being completed.
+    """
+    digest = hashlib.sha256(json.dumps(document, sort_keys=True, default=str).encode()).hexdigest()
+    earlier = runs.started_with(key, digest)
+    if earlier is not None:
+        return None, earlier
+    document, made = dict(document), None
+    chosen = not document.get("output")
+    try:
+        if chosen:
+            document["output"] = made = runs.free_output(str(document.get("name", "run")), create=True)
+        output = checked(runs, document).output
+        made = made or _created(output)
+        completed = complete(runs, document, writes=True)
+        run, row = runs.start(completed.spec, key=key, digest=digest)
+    except BaseException:
+        _remove(made)
+        raise
+    if run is None:  # the same request came twice at a time
+        _remove(made)
+    else:
+        notes = [f'output = "{row.output}"', *completed.notes] if chosen else completed.notes
+        runs.store.add_note(row.id, f"defaults: {'; '.join(notes)}")
+    return run, row
+
+
+def complete(
+    runs: Runs, document: Mapping[str, Any], *, writes: bool = False, preview: bool = False
+) -> Completed:  # fmt: skip
+    """Fill in what a specification leaves out.
+
+    Args:
+        runs: Runs of the control plane, whose rules it must keep.
+        document: The specification as JSON; one without `output` gets the next free directory.
+        writes: Held-out text is split off now, if it has to be.
+        preview: Only shows what would be taken: it neither waits nor takes the place of a start.
+
+    Raises:
+        XtokenError: The specification is not accepted.
+        ValidationError: Settings are wrong beside the defaults.
+        HTTPException: 503, too many specifications are being completed.
+    """
+    document = expanded(document)
+    document["output"] = document.get("output") or runs.free_output(str(document.get("name", "run")))
+    allowed = checked(runs, document)
+    document["output"] = allowed.output
+    paths = list(paths_of(allowed.model_dump(exclude={"output"})))
+    for name, path in paths:
+        if path.suffix == ".gguf":
+            raise RefusedError(name, "a control plane converts nothing: name a Hugging Face directory")
+    check_input_files(allowed)
+    slots = _previews if preview else _starts
+    if not slots.acquire(timeout=0 if preview else WAIT_S):
+        raise HTTPException(503, "too many runs are being prepared: retry in a moment", {"Retry-After": "5"})
+    try:
+        roots = runs.validator.roots
+        environment = roots.environment if roots is not None else {}
+        spec, notes = complete_document(document, paths, environment, writes=writes)
+    finally:
+        slots.release()
+    readable = spec
+    if not writes and spec.eval is not None and spec.data.path != allowed.data.path:
+        whole = {"path": allowed.data.path}
+        data, held_out = spec.data.model_copy(update=whole), spec.eval.model_copy(update=whole)
+        readable = spec.model_copy(update={"data": data, "eval": held_out})
+    return Completed(spec, notes, readable)
+
+
+def checked(runs: Runs, document: Mapping[str, Any]) -> RunSpec:
+    """Return the specification that a control plane accepts, with context lengths but without its other defaults.
+
+    Args:
+        runs: Runs of the control plane.
+        document: The specification as JSON, with an output.
+
+    Raises:
+        RefusedError, OutsideError, TakenOutputError: It is not accepted.
+        ValidationError: Settings are wrong beside the defaults.
+    """
+    filled: dict[str, Any] = json.loads(json.dumps(expanded(document), default=str))
+    models = {f"teacher.{number}": teacher for number, teacher in enumerate(filled.get("teacher", ()))}
+    for name, model in {"student": filled["student"], **models}.items():
+        path = Path(model["model"])
+        if not path.is_absolute():
+            raise RefusedError(f"{name}.model", f"{path} is relative: a control plane needs absolute paths")
+        if runs.validator.roots is not None:
+            runs.validator.roots.check(path, f"{name}.model")
+    fill_model_defaults(RunDefaults(filled, {}, Machine(1)), Path("/"))
+    held_out, text = filled.get("eval"), filled["data"].get("path")
+    if isinstance(held_out, dict) and "path" not in held_out:
+        filled["eval"] = {**held_out, "path": text} if text else None
+    return runs.validate(RunSpec.model_validate(filled))
+
+
+def _created(output: Path) -> Path | None:
+    """Create the output directory of a run; return None if there is an empty one.
+
+    Raises:
+        RefusedError: It cannot be created, or has files.
+    """
+    try:
+        output.mkdir(parents=True)
+        return output
+    except FileExistsError:
+        if not any(output.iterdir()):
+            return None
+        raise RefusedError("output", f"{output} is not empty: a new run needs a new directory") from None
+    except OSError as error:
+        raise RefusedError("output", f"{output} cannot be created: {error.strerror}") from error
+
+
+def _remove(output: Path | None) -> None:
+    if output is not None:
+        shutil.rmtree(output, ignore_errors=True)
+
+
+def _setting(error: ErrorDetails) -> str:
+    """Return the setting of an error, a teacher's without its number."""
+    return ".".join(str(part) for part in error["loc"] if not isinstance(part, int))

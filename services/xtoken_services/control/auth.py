@@ -1,0 +1,220 @@
+"""Auth middleware: Host and Origin check, bearer token, session cookie."""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import math
+import os
+import secrets
+import stat
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from http.cookies import CookieError, SimpleCookie
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from xtoken_core.errors import ConfigError
+from xtoken_core.regular_files import open_regular
+from xtoken_services.control.problems import problem
+from xtoken_services.control.sessions import DELAY_S, Sessions, WrongTokens
+
+LOCAL_NAME = "localhost"
+COOKIE = "xtoken_session"
+PROBES = ("/livez", "/readyz")
+"""Paths that need no token, as they reveal nothing about runs."""
+SHORTEST_TOKEN = 16
+POLICY_VIOLATION = 1008
+BEARER = "Bearer "
+SINGLE_HEADERS = (b"host", b"origin", b"authorization")
+"""Headers that decide about access: with two of them, a proxy and this server could read different ones."""
+TOKEN_REQUIRED = "bearer token required: Authorization: Bearer TOKEN"
+WRONG_TOKEN = "bearer token required: the given one is wrong"
+TOO_MANY_WRONG = "too many wrong tokens from this address: retry in a moment"
+RETRY_AFTER = str(math.ceil(DELAY_S))
+
+
+@dataclass(frozen=True)
+class Auth:
+    """Authentication and authorization of requests.
+
+    Attributes:
+        token: Token that requests must carry; None for a control plane that listens on a loopback address only.
+        names: Host names accepted in the Host header, in addition to addresses of this machine.
+        remote: True if other machines can reach the control plane, in which case the Host header may be any address.
+        open_paths: Paths that need no token in addition to the probes: the login page and static files.
+        sessions: Sessions of browsers.
+        wrong_tokens: Delay of answers to wrong tokens.
+    """
+
+    token: str | None = None
+    names: frozenset[str] = frozenset()
+    remote: bool = False
+    open_paths: tuple[str, ...] = field(default=())
+    sessions: Sessions = field(default_factory=Sessions, compare=False)
+    wrong_tokens: WrongTokens = field(default_factory=WrongTokens, compare=False)
+
+    @classmethod
+    def of(cls, host: str, token_file: Path | None, names: Iterable[str] = ()) -> Auth:
+        """Return the settings for a control plane that listens on `host`.
+
+        Raises:
+            ConfigError: Other machines can reach the host and there is no token, or the token file is not private.
+        """
+        remote = not is_loopback(host)
+        if remote and token_file is None:
+            raise ConfigError(f"host {host} is reachable from other machines: a token is required (--token-file)")
+        token = read_token(token_file) if token_file is not None else None
+        return cls(token, frozenset(name.lower() for name in names), remote)
+
+    def refusal(self, scope: Scope) -> tuple[int, str] | None:
+        """Return status and reason of a refusal, or None if the request is accepted."""
+        names = [name.lower() for name, _ in scope["headers"]]
+        for single in SINGLE_HEADERS:
+            if names.count(single) > 1:
+                return 400, f"more than one {single.decode().title()} header"
+        headers = {name.lower(): value.decode("latin-1") for name, value in scope["headers"]}
+        host = headers.get(b"host", "")
+        if not self._is_own(_host_of(f"//{host}")):
+            return 403, f"the Host header {host!r} is not a name of this control plane"
+        origin = headers.get(b"origin")
+        if origin is not None and not self._same_origin(origin, f"{scope['scheme']}://{host}"):
+            return 403, f"cross-origin request from {origin!r}"
+        if self.token is None or scope["path"] in PROBES or scope["path"] in self.open_paths:
+            return None
+        given = bearer_of(headers.get(b"authorization", ""))
+        if given is None:
+            cookie = session_of(headers.get(b"cookie", ""))
+            return None if cookie is not None and self.sessions.is_open(cookie) else (401, TOKEN_REQUIRED)
+        if self.wrong_tokens.blocks(address_of(scope)):
+            return 429, TOO_MANY_WRONG
+        return None if self.accepts(given) else (401, WRONG_TOKEN)
+
+    def accepts(self, token: str) -> bool:
+        """Return True if `token` is the control plane's token."""
+        return self.token is not None and hmac.compare_digest(token.encode(), self.token.encode())
+
+    def _is_own(self, name: str) -> bool:
+        return is_loopback(name) or name.lower() in self.names or (self.remote and _is_address(name))
+
+    def _same_origin(self, origin: str, url: str) -> bool:
+        remote, own = urlsplit_safely(origin), urlsplit_safely(url)
+        if remote is None or own is None or remote[0] not in ("http", "https") or remote[2] != own[2]:
+            return False
+        return remote[1] == own[1] or (is_loopback(remote[1]) and is_loopback(own[1]))
+
+
+class AuthMiddleware:
+    """Middleware that applies `Auth` to every request."""
+
+    def __init__(self, app: ASGIApp, auth: Auth) -> None:
+        self._app, self._auth = app, auth
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Respond with 400, 401, 403 or 429, or pass the request on."""
+        if scope["type"] not in ("http", "websocket"):
+            await self._app(scope, receive, send)
+            return
+        refusal = self._auth.refusal(scope)
+        if scope["type"] == "websocket":
+            if refusal is not None:
+                await receive()
+                await send({"type": "websocket.close", "code": POLICY_VIOLATION, "reason": refusal[1][:120]})
+            else:
+                await self._app(scope, receive, send)
+            return
+        if refusal is None:
+            await self._app(scope, receive, send)
+            return
+        response = problem(*refusal)
+        if refusal[0] == 401:
+            response.headers["WWW-Authenticate"] = "Bearer"
+        if refusal[0] == 429:
+            response.headers["Retry-After"] = RETRY_AFTER
+        if refusal[1] == WRONG_TOKEN:
+            await self._auth.wrong_tokens.delay(address_of(scope))
+        await response(scope, receive, send)
+
+
+def address_of(scope: Scope) -> str:
+    """Return the address of a request's client."""
+    return scope["client"][0] if scope.get("client") else ""
+
+
+def bearer_of(authorization: str) -> str | None:
+    """Return the token of an Authorization header; None if it has none."""
+    if authorization[: len(BEARER)].lower() != BEARER.lower():
+        return None
+    return authorization[len(BEARER) :].strip()
+
+
+def session_of(cookies: str) -> str | None:
+    """Return the session id in a Cookie header; None if it has none."""
+    try:
+        cookie = SimpleCookie(cookies).get(COOKIE)
+    except CookieError:
+        return None
+    return cookie.value if cookie is not None else None
+
+
+def is_loopback(host: str) -> bool:
+    """Return True if a host name or address is a loopback one."""
+    if host.lower() == LOCAL_NAME:
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def read_token(file: Path) -> str:
+    """Return the token in a file; create the file with a random token if it does not exist.
+
+    Raises:
+        ConfigError: The file cannot be read or created, other users can read it, or the token is too short.
+    """
+    try:
+        try:
+            handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        except FileExistsError:
+            pass
+        else:
+            with os.fdopen(handle, "w", encoding="ascii") as new:
+                new.write(secrets.token_urlsafe(32) + "\n")
+        with os.fdopen(open_regular(file), "rb") as opened:
+            status = os.fstat(opened.fileno())
+            if stat.S_IMODE(status.st_mode) & 0o077 or status.st_uid != os.geteuid():
+                raise ConfigError(f"the token file {file} must be readable by you only: chmod 600 {file}")
+            token = opened.read(4096).decode("ascii").strip()
+    except OSError as error:
+        raise ConfigError(f"cannot read the token file {file}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"the token file {file} is not a text file") from error
+    if len(token) < SHORTEST_TOKEN:
+        raise ConfigError(f"the token in {file} is shorter than {SHORTEST_TOKEN} characters")
+    return token
+
+
+def urlsplit_safely(url: str) -> tuple[str, str, int] | None:
+    """Return scheme, host and port (the scheme's default if none is given) of a URL, or None if it is malformed."""
+    try:
+        parts = urlsplit(url)
+        scheme = parts.scheme or "http"
+        return scheme, parts.hostname or "", parts.port or (443 if scheme in ("https", "wss") else 80)
+    except ValueError:
+        return None
+
+
+def _host_of(url: str) -> str:
+    parts = urlsplit_safely(url)
+    return parts[1] if parts else ""
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True

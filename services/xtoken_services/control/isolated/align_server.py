@@ -1,0 +1,221 @@
+"""Alignments of texts in a child process that keeps its tokenizers loaded, for a control plane.
+
+    python -m xtoken_services.control.isolated.align_server
+
+reads requests as JSON lines from standard input, `{"student": DIR, "teacher": DIR, "text": ..., "special_tokens": {}}`,
+and answers each by one line on standard output: `{"sides": ..., "notes": [...]}` or `{"error": ...}`. It ends at the
+end of its input.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from xtoken_core.errors import InputError, XtokenError
+from xtoken_services.common.files.allowed_paths import check_allowed
+from xtoken_services.common.processes.child_process import LIMITS_VARIABLE, MEMORY_LIMIT, SINGLE_THREADED, limit_memory
+
+KEPT_PAIRS = 4
+MAX_ANSWER = 1 << 26
+IDLE_S = 600.0
+READ_FILES = ("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "spiece", "chat_template")
+"""Beginnings of the names of files that a tokenizer is read from."""
+
+
+class AlignServer:
+    """Handle of the child process; it is started by the first request and ended when it has been idle for long.
+
+    Args:
+        environment: Variables of the child: the roots that it may read.
+    """
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._environment = dict(environment)
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._idle: threading.Timer | None = None
+
+    def align(
+        self, student: Path, teacher: Path, text: str, special_tokens: Mapping[str, str] | None = None, *,
+        timeout_s: float,
+    ) -> dict[str, Any]:  # fmt: skip
+        """Align a text; requests are answered one after the other.
+
+        Args:
+            student: Directory of the student's tokenizer.
+            teacher: Directory of the teacher's.
+            text: The text.
+            special_tokens: Special tokens of the student and their partners.
+            timeout_s: Seconds after which the process is killed, or another request is no longer waited for.
+
+        Returns:
+            Each side's tokens, and the aligner's notes.
+
+        Raises:
+            InputError: The text cannot be aligned in time, or a tokenizer cannot be read.
+        """
+        until = time.monotonic() + timeout_s
+        if not self._lock.acquire(timeout=timeout_s):
+            raise InputError("other alignments take long: retry in a moment")
+        try:
+            request = {"student": str(student), "teacher": str(teacher), "text": text}
+            answer = self._answer(request | {"special_tokens": dict(special_tokens or {})}, until)
+        finally:
+            self._lock.release()
+            self._end_when_idle()
+        if "error" in answer:
+            raise InputError(str(answer["error"]))
+        return answer
+
+    def close(self) -> None:
+        """End the process."""
+        with self._lock:
+            self._kill()
+
+    def _answer(self, request: Mapping[str, Any], until: float) -> dict[str, Any]:
+        process = self._running()
+        assert process.stdin is not None
+        try:
+            process.stdin.write(json.dumps(request).encode("utf-8", "replace") + b"\n")
+            process.stdin.flush()
+            answer = json.loads(self._line(process, until))
+        except (OSError, ValueError) as error:
+            self._kill()
+            raise InputError("the process that aligns has ended: it may need more memory than it is given") from error
+        if not isinstance(answer, dict):
+            self._kill()
+            raise InputError("the process that aligns gave no result")
+        return answer
+
+    def _line(self, process: subprocess.Popen[bytes], until: float) -> bytes:
+        assert process.stdout is not None
+        line = b""
+        with selectors.DefaultSelector() as selector:
+            selector.register(process.stdout, selectors.EVENT_READ)
+            while not line.endswith(b"\n"):
+                if not selector.select(max(0.0, until - time.monotonic())):
+                    self._kill()
+                    raise InputError("the alignment took too long")
+                part = os.read(process.stdout.fileno(), 1 << 16)
+                if not part or len(line) > MAX_ANSWER:
+                    raise ValueError("no answer")
+                line += part
+        return line
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self._process is None or self._process.poll() is not None:
+            self._kill()
+            limits = {LIMITS_VARIABLE: str(MEMORY_LIMIT)}
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL, env={**os.environ, **SINGLE_THREADED, **limits, **self._environment},
+                start_new_session=True,
+            )  # fmt: skip
+        return self._process
+
+    def _kill(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                try:
+                    pipe.close()
+                except OSError:  # a request that was only half written
+                    continue
+
+    def _end_when_idle(self) -> None:
+        if self._idle is not None:
+            self._idle.cancel()
+        self._idle = threading.Timer(IDLE_S, self.close)
+        self._idle.daemon = True
+        self._idle.start()
+
+
+def main() -> None:
+    """Answer the requests on standard input."""
+    limit_memory()
+    pairs: OrderedDict[Any, Any] = OrderedDict()
+    for line in sys.stdin.buffer:
+        request = json.loads(line)
+        try:
+            directories = Path(request["student"]), Path(request["teacher"])
+            answer = _aligned(pairs, *directories, request["text"], request["special_tokens"])
+        except XtokenError as error:
+            answer = {"error": str(error)}
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
+
+
+def _aligned(
+    pairs: OrderedDict[Any, Any], student: Path, teacher: Path, text: str, special_tokens: dict[str, str]
+) -> dict[str, Any]:
+    """Align a text with the tokenizers of two directories, which are loaded again if their files have changed."""
+    for directory, what in ((student, "the student's tokenizer"), (teacher, "the teacher's tokenizer")):
+        check_allowed(directory, what)
+    key = tuple(tuple(_versions(directory)) for directory in (student, teacher))
+    if key not in pairs:
+        pairs[key] = _LoadedPair(student, teacher)
+        while len(pairs) > KEPT_PAIRS:
+            pairs.popitem(last=False)
+    pairs.move_to_end(key)
+    from xtoken_core.alignment.report import shown_sides
+
+    pair = pairs[key]
+    aligner = pair.aligner(special_tokens)
+    sides = shown_sides(aligner, pair.student, pair.teacher, text)
+    shown = [{"name": name, "tokens": [asdict(token) for token in tokens]} for name, tokens in sides]
+    return {"sides": shown, "notes": list(aligner.notes)}
+
+
+class _LoadedPair:
+    """Two loaded tokenizers, and their aligner with the pairs of special tokens of the last request."""
+
+    def __init__(self, student: Path, teacher: Path) -> None:
+        from xtoken_core.tokenizing import TextTokenizer
+        from xtoken_services.common.tokenizers.loading import load_tokenizer
+
+        self._tokenizers = load_tokenizer(student, "student"), load_tokenizer(teacher, "teacher")
+        ours, theirs = self._tokenizers
+        self.student, self.teacher = TextTokenizer(ours, "student"), TextTokenizer(theirs, "teacher")
+        self._aligner: tuple[dict[str, str], Any] | None = None
+
+    def aligner(self, special_tokens: dict[str, str]) -> Any:
+        """Return the aligner with these pairs of special tokens."""
+        from xtoken_core.alignment import TokenAligner
+
+        if self._aligner is None or self._aligner[0] != special_tokens:
+            self._aligner = special_tokens, TokenAligner(*self._tokenizers, special_tokens)
+        return self._aligner[1]
+
+
+def _versions(directory: Path) -> Iterator[tuple[str, int, int]]:
+    """Yield name, time of change and size of a tokenizer's files, to detect changes."""
+    yield str(directory), 0, 0
+    try:
+        with os.scandir(directory) as entries:
+            for entry in sorted(entries, key=lambda entry: entry.name):
+                if entry.name.startswith(READ_FILES) or entry.name == "config.json":
+                    status = entry.stat()
+                    yield entry.name, status.st_mtime_ns, status.st_size
+    except OSError as error:
+        raise InputError(f"cannot read the tokenizer in {directory}: {error.strerror}") from error
+
+
+if __name__ == "__main__":
+    main()

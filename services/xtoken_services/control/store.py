@@ -1,0 +1,284 @@
+"""The control plane's SQLite database: in the runs' directory, or in memory for tests and tools."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import Engine, create_engine, delete, event, func, inspect, or_, select, update
+from sqlalchemy.exc import IntegrityError, SQLAlchemyError
+from sqlalchemy.orm import Session
+from sqlalchemy.pool import StaticPool
+
+from xtoken_core.errors import XtokenError
+from xtoken_services.control.db_file import DatabaseFile, StoreError, create_private
+from xtoken_services.control.tables import AttemptRow, Base, GroupRow, NoteRow, RunRow
+from xtoken_services.supervisor.run_record import RunState
+
+FILE = ".control.sqlite3"
+VERSION = 1
+"""The number of the schema in `tables`, written to `PRAGMA user_version`; raise it with every change of a table."""
+BUSY_S = 10.0
+SUMMARY = (
+    RunRow.seq, RunRow.id, RunRow.name, RunRow.output, RunRow.created, RunRow.state, RunRow.error, RunRow.exit_code,
+    RunRow.step, RunRow.steps, RunRow.launch, RunRow.began, RunRow.ended,
+)  # fmt: skip
+SUMMARY_NAMES = tuple(column.key for column in SUMMARY)
+
+
+class TakenError(XtokenError):
+    """Another run has the same output directory or idempotency key."""
+
+    status = 409
+
+
+def now() -> str:
+    """Return the current UTC time as an ISO 8601 string with milliseconds."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+class Store:
+    """Access to the tables of runs, attempts, groups and notes.
+
+    Thread-safe. Returned rows are detached: changing them does not change the database.
+
+    Args:
+        directory: Directory of the database file; None keeps the database in memory.
+
+    Attributes:
+        version: Another number after every change.
+
+    Raises:
+        StoreError: The database cannot be opened, is damaged, or has another schema version.
+    """
+
+    def __init__(self, directory: Path | None) -> None:
+        self.version = 0
+        self._versions = itertools.count(1)
+        self._guard: AbstractContextManager[Any]
+        self._file: DatabaseFile | None = None
+        if directory is None:
+            # An in-memory database belongs to one connection, which all threads share, one at a time.
+            self._guard = threading.RLock()
+            shared = {"check_same_thread": False}
+            self._engine = create_engine("sqlite://", poolclass=StaticPool, connect_args=shared)
+        else:
+            self._guard = nullcontext()
+            create_private(directory / FILE, _create)
+            self._file = DatabaseFile(directory / FILE)
+            self._engine = create_engine(f"sqlite:///{directory / FILE}", connect_args={"timeout": BUSY_S})
+        event.listen(self._engine, "connect", _configure)
+        with self._errors():
+            _create_or_check(self._engine)
+
+    def check(self) -> None:
+        """Check the file of the database.
+
+        Raises:
+            StoreError: It is gone, empty or damaged.
+        """
+        if self._file is not None:
+            self._file.check()
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._engine.dispose()
+
+    # Runs
+
+    def add(self, row: RunRow) -> RunRow:
+        """Insert a run.
+
+        Raises:
+            TakenError: Another run has the same output or key.
+        """
+        try:
+            with self._session() as session:
+                session.add(row)
+        except IntegrityError as error:
+            raise TakenError(f"output: {row.output} belongs to another run") from error
+        return row
+
+    def run(self, run_id: str) -> RunRow | None:
+        """Return the run with this id."""
+        return self._one(RunRow.id == run_id)
+
+    def run_with_key(self, key: str) -> RunRow | None:
+        """Return the run with this idempotency key."""
+        return self._one(RunRow.key == key)
+
+    def run_with_output(self, output: Path) -> RunRow | None:
+        """Return the run that writes to this directory."""
+        return self._one(RunRow.output == str(output))
+
+    def run_around(self, output: Path) -> RunRow | None:
+        """Return a run whose output is this directory, one below it, or one above it."""
+        below = str(output).replace("\\", "\\\\").replace("%", r"\%").replace("_", r"\_") + "/%"
+        above = [str(parent) for parent in (output, *output.parents)]
+        return self._one(or_(RunRow.output.in_(above), RunRow.output.like(below, escape="\\")))
+
+    def unfinished(self) -> list[RunRow]:
+        """Return the runs that are not over, oldest first."""
+        finished = [state for state in RunState if state.over]
+        with self._reading() as session:
+            return list(session.scalars(select(RunRow).where(RunRow.state.not_in(finished)).order_by(RunRow.seq)))
+
+    def page(
+        self, limit: int, *, before: int | None = None, states: Sequence[RunState] = (), name: str = ""
+    ) -> list[dict[str, Any]]:
+        """List one page of run summaries, newest first.
+
+        Args:
+            limit: Largest number of runs.
+            before: Select runs with a smaller `seq`.
+            states: Select runs in these states; all if empty.
+            name: Select runs with this name; all if empty.
+        """
+        query = select(*SUMMARY).order_by(RunRow.seq.desc()).limit(limit)
+        if before is not None:
+            query = query.where(RunRow.seq < before)
+        if states:
+            query = query.where(RunRow.state.in_(states))
+        if name:
+            query = query.where(RunRow.name == name)
+        with self._guard, self._errors(), self._engine.connect() as connection:
+            return [dict(zip(SUMMARY_NAMES, row, strict=True)) for row in connection.execute(query)]
+
+    def specs(self, run_ids: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """Return the specifications of runs by id."""
+        with self._reading() as session:
+            return dict(session.execute(select(RunRow.id, RunRow.spec).where(RunRow.id.in_(run_ids))).all())
+
+    def counts(self) -> dict[str, int]:
+        """Return the number of runs by state."""
+        with self._reading() as session:
+            rows = session.execute(select(RunRow.state, func.count()).group_by(RunRow.state))
+            return dict(rows.all())
+
+    def change(self, run_id: str, **values: Any) -> None:
+        """Update columns of a run."""
+        with self._session() as session:
+            session.execute(update(RunRow).where(RunRow.id == run_id).values(**values))
+
+    def remove(self, run_id: str) -> None:
+        """Delete a run; its attempts, groups and notes are deleted with it."""
+        with self._session() as session:
+            session.execute(delete(RunRow).where(RunRow.id == run_id))
+
+    # Attempts, groups and notes
+
+    def add_attempts(self, rows: Sequence[AttemptRow]) -> None:
+        """Insert attempts, before their processes are started."""
+        with self._session() as session:
+            session.add_all(rows)
+
+    def change_attempt(self, run_id: str, worker: str, incarnation: int, **values: Any) -> None:
+        """Update columns of an attempt."""
+        of = (AttemptRow.run_id == run_id, AttemptRow.worker == worker, AttemptRow.incarnation == incarnation)
+        with self._session() as session:
+            session.execute(update(AttemptRow).where(*of).values(**values))
+
+    def attempts(self, run_id: str, *, launch: int | None = None) -> list[AttemptRow]:
+        """Return the attempts of a run, oldest first; of one launch only if given."""
+        query = select(AttemptRow).where(AttemptRow.run_id == run_id).order_by(AttemptRow.id)
+        if launch is not None:
+            query = query.where(AttemptRow.launch == launch)
+        with self._reading() as session:
+            return list(session.scalars(query))
+
+    def set_group(self, row: GroupRow) -> None:
+        """Insert or replace the counts of a group."""
+        with self._session() as session:
+            session.merge(row)
+
+    def groups(self, run_id: str) -> dict[str, GroupRow]:
+        """Return the groups of a run by name."""
+        with self._reading() as session:
+            return {row.name: row for row in session.scalars(select(GroupRow).where(GroupRow.run_id == run_id))}
+
+    def remove_groups(self, run_id: str) -> None:
+        """Delete all groups of a run, which resets their counts."""
+        with self._session() as session:
+            session.execute(delete(GroupRow).where(GroupRow.run_id == run_id))
+
+    def add_note(self, run_id: str, message: str, *, worker: str = "") -> None:
+        """Insert a note about a run."""
+        with self._session() as session:
+            session.add(NoteRow(run_id=run_id, at=now(), worker=worker, message=message))
+
+    def notes(self, run_id: str, *, after: int = 0, limit: int = 1000) -> list[NoteRow]:
+        """Return the last `limit` notes of a run with an id above `after`, oldest first."""
+        query = select(NoteRow).where(NoteRow.run_id == run_id, NoteRow.id > after)
+        with self._reading() as session:
+            return list(reversed(session.scalars(query.order_by(NoteRow.id.desc()).limit(limit)).all()))
+
+    # Sessions
+
+    def _one(self, condition: Any) -> RunRow | None:
+        with self._reading() as session:
+            return session.scalars(select(RunRow).where(condition).limit(1)).first()
+
+    @contextmanager
+    def _session(self) -> Iterator[Session]:
+        with self._guard, self._errors(), Session(self._engine, expire_on_commit=False) as session, session.begin():
+            yield session
+        self.version = next(self._versions)
+
+    @contextmanager
+    def _reading(self) -> Iterator[Session]:
+        """Open a session whose rows outlive it, detached."""
+        with self._guard, self._errors(), Session(self._engine, expire_on_commit=False) as session:
+            yield session
+            session.expunge_all()
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except IntegrityError:
+            raise
+        except SQLAlchemyError as error:
+            reason = str(getattr(error, "orig", None) or error).splitlines()[0]
+            raise StoreError(f"the control plane's database {self._engine.url.database}: {reason}") from error
+
+
+def _configure(connection: Any, _record: object) -> None:
+    # With WAL, readers never wait for the writer; NORMAL commits survive a killed process, though not every power cut.
+    for line in ("journal_mode=WAL", "synchronous=NORMAL", "foreign_keys=ON"):
+        connection.execute(f"PRAGMA {line}")
+
+
+def _create(path: Path) -> None:
+    """Write a new database, without the write-ahead log, whose files would have to be moved with it."""
+    engine = create_engine(f"sqlite:///{path}")
+    try:
+        _create_or_check(engine)
+    except SQLAlchemyError as error:
+        raise StoreError(f"cannot create the control plane's database {path}: {error}".splitlines()[0]) from error
+    finally:
+        engine.dispose()
+
+
+def _create_or_check(engine: Engine) -> None:
+    """Create the tables of a new database; refuse one of another schema version."""
+    with engine.begin() as connection:
+        # sqlite3 opens no transaction for DDL: without one, a crash leaves half a schema behind.
+        connection.exec_driver_sql("BEGIN IMMEDIATE")
+        if not inspect(connection).get_table_names():
+            Base.metadata.create_all(connection)
+            connection.exec_driver_sql(f"PRAGMA user_version = {VERSION}")
+            return
+        version = connection.exec_driver_sql("PRAGMA user_version").scalar_one()
+    if version != VERSION:
+        raise StoreError(
+            f"{engine.url.database} has database version {version}, this xtoken supports version {VERSION}: use the "
+            "xtoken that wrote it, or another --runs-dir"
+        )
+
+
+__all__ = ["VERSION", "AttemptRow", "Base", "GroupRow", "NoteRow", "RunRow", "Store", "StoreError", "TakenError", "now"]

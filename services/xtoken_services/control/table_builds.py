@@ -1,0 +1,168 @@
+"""Builds of chain tables and projections without a run, each in a child process, for the page."""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from xtoken_core.errors import XtokenError
+from xtoken_core.projection.pair_cache import NAMES, PairKind
+from xtoken_services.common.processes.child_process import ChildError, lines_of
+
+log = logging.getLogger("xtoken.control")
+
+PROGRAM = "xtoken_services.common.tables.build_cached_tables"
+SILENCE_S = 900.0
+"""Seconds without progress after which a build is killed."""
+MAX_ACTIVE = 2
+MAX_KEPT = 20
+
+
+class BusyError(XtokenError):
+    """Too many builds are in progress."""
+
+    status = 429
+
+
+class _CancelledError(Exception):
+    """The build is to end."""
+
+
+@dataclass
+class TableBuild:
+    """One build.
+
+    Attributes:
+        id: Names it on the page.
+        kind: The content of the file.
+        student: Directory of the student's tokenizer.
+        teacher: Directory of the teacher's.
+        special_tokens: Pairs of special tokens.
+        began: Seconds since the epoch.
+        done: Part (0 to 1) that is done.
+        file: The file, once it is built; empty before.
+        facts: Its content in words.
+        error: Why there is none.
+        seconds: Duration, once it is over.
+    """
+
+    id: str
+    kind: PairKind
+    student: Path
+    teacher: Path
+    special_tokens: dict[str, str]
+    began: float = field(default_factory=time.time)
+    done: float = 0.0
+    file: str = ""
+    facts: list[str] = field(default_factory=list)
+    error: str = ""
+    seconds: float | None = None
+    cancelled: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def active(self) -> bool:
+        """True until the build is over."""
+        return self.seconds is None
+
+    @property
+    def name(self) -> str:
+        """Name of what is built."""
+        return NAMES[self.kind]
+
+
+class TableBuilds:
+    """The builds of a control plane, newest first; the files stay in the user's cache.
+
+    Args:
+        environment: Variables of the child processes: the roots that they may read.
+    """
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._environment = dict(environment)
+        self._lock = threading.Lock()
+        self._builds: list[TableBuild] = []
+
+    def list(self) -> list[TableBuild]:
+        """Return the builds, newest first."""
+        with self._lock:
+            return [*self._builds]
+
+    def start(self, kind: PairKind, student: Path, teacher: Path, special_tokens: dict[str, str]) -> TableBuild:
+        """Start a build; one of the same tables that is in progress is returned instead.
+
+        Args:
+            kind: The content of the file.
+            student: Directory of the student's tokenizer.
+            teacher: Directory of the teacher's.
+            special_tokens: Special tokens of the student and their partners.
+
+        Raises:
+            BusyError: Too many are in progress.
+        """
+        with self._lock:
+            active = [build for build in self._builds if build.active]
+            wanted = kind, student, teacher, special_tokens
+            for build in active:
+                if (build.kind, build.student, build.teacher, build.special_tokens) == wanted:
+                    return build
+            if len(active) >= MAX_ACTIVE:
+                raise BusyError(f"{len(active)} builds are in progress: wait until one of them has ended")
+            build = TableBuild(secrets.token_hex(4), *wanted)
+            ended = [build for build in self._builds if not build.active]
+            self._builds = sorted([build, *active, *ended[: MAX_KEPT - 1]], key=lambda build: -build.began)
+        threading.Thread(target=self._run, args=(build,), name=f"tables-{build.id}", daemon=True).start()
+        return build
+
+    def cancel(self, build_id: str) -> None:
+        """Cancel a build at its next report of progress; does nothing if it is over."""
+        for build in self.list():
+            if build.id == build_id:
+                build.cancelled.set()
+
+    def close(self) -> None:
+        """Cancel all builds."""
+        for build in self.list():
+            build.cancelled.set()
+
+    def _run(self, build: TableBuild) -> None:
+        request = {
+            "kind": build.kind, "student": str(build.student), "teacher": str(build.teacher),
+            "special_tokens": build.special_tokens,
+        }  # fmt: skip
+        began = time.monotonic()
+        try:
+            lines = lines_of(
+                ["-m", PROGRAM], json.dumps(request).encode(), silence_s=SILENCE_S, environment=self._environment
+            )
+            with closing(lines):
+                for line in lines:
+                    if build.cancelled.is_set():
+                        raise _CancelledError
+                    _note(build, json.loads(line))
+            if not build.file and not build.error:
+                build.error = "the process that builds gave no result"
+        except _CancelledError:
+            build.error = "cancelled"
+        except (ChildError, ValueError, OSError) as error:
+            build.error = str(error)
+            log.warning("building the %s of %s and %s: %s", build.name, build.student, build.teacher, error)
+        build.seconds = time.monotonic() - began
+
+
+def _note(build: TableBuild, line: Mapping[str, object]) -> None:
+    """Add a line of the child to its build."""
+    if "done" in line:
+        build.done = float(str(line["done"]))
+    elif "error" in line:
+        build.error = str(line["error"])
+    elif "file" in line:
+        facts = line.get("facts")
+        build.facts = [str(fact) for fact in facts] if isinstance(facts, list) else []
+        build.file, build.done = str(line["file"]), 1.0

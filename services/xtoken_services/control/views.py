@@ -1,0 +1,158 @@
+"""Read-only views of runs, made from the database, the supervisor's last status and the run's files.
+
+Reading sends no request to a worker or a queue.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from weakref import WeakValueDictionary
+
+from xtoken_core.errors import InputError
+from xtoken_services.common.run.resume import CHECKPOINTS, RESOLVED, newest_checkpoint
+from xtoken_services.control.metric_log import MetricLog
+from xtoken_services.control.runs import Runs
+from xtoken_services.control.shared_logs import LogStream, SharedLogs
+from xtoken_services.control.store import AttemptRow, RunRow
+from xtoken_services.supervisor.json_files import read_json
+from xtoken_services.supervisor.run_record import SUMMARY, RunState
+
+KEPT_VIEWS = 128
+HIDDEN = ("seq", "spec", "queue", "key", "digest")
+"""Columns that a summary leaves out."""
+
+
+class View:
+    """Read-only view of one run.
+
+    Attributes:
+        steps: Metrics of the optimiser steps.
+        eval: Metrics of the evaluations.
+    """
+
+    def __init__(self, runs: Runs, run_id: str, output: Path) -> None:
+        self._runs, self.run_id, self.output = runs, run_id, output
+        self.steps = MetricLog(output / "steps.jsonl")
+        self.eval = MetricLog(output / "eval.jsonl")
+        self._same_tokenizer: tuple[bool, ...] = ()
+        self._followed: WeakValueDictionary[str, SharedLogs] = WeakValueDictionary()
+
+    def refresh(self) -> None:
+        """Read the lines that the trainer has added to both curves."""
+        self.steps.refresh()
+        self.eval.refresh()
+
+    def results(self) -> dict[str, Any]:
+        """Return the first, the last and the best evaluation, named as in `status`; reads no other file."""
+        self.eval.refresh()
+        return {"evaluation": self.eval.last, "first_evaluation": self.eval.first, "best_evaluation": self.eval.best}
+
+    @property
+    def same_tokenizer(self) -> tuple[bool, ...]:
+        """Per teacher, True if it has the student's tokenizer; empty before the run's files are validated."""
+        if not self._same_tokenizer:
+            self._same_tokenizer = _same_tokenizer(read_json(self.output / RESOLVED) or {})
+        return self._same_tokenizer
+
+    def status(self) -> dict[str, Any] | None:
+        """Return the fields of `GET /v1/runs/{id}`, or None if the run has been removed."""
+        row, run = self._runs.store.run(self.run_id), self._runs.get(self.run_id)
+        if row is None:
+            return None
+        self.refresh()
+        live = run.status() if run is not None else {}
+        if not live.get("workers"):
+            live["workers"] = workers_of(self._runs.store.attempts(self.run_id, launch=row.launch))
+        state = RunState(live.get("state", row.state))
+        return summary_of(row) | {name: value for name, value in live.items() if value is not None} | {
+            "spec": row.spec,
+            "last": self.steps.last,
+            **self.results(),
+            "checkpoint": self._checkpoint(),
+            "summary": read_json(self.output / SUMMARY) if state == RunState.COMPLETED else None,
+        }  # fmt: skip
+
+    def is_over(self) -> bool:
+        """Return True if the run is over or has been removed; unlike `status`, it reads no file."""
+        run = self._runs.get(self.run_id)
+        if run is not None:
+            return run.over.is_set()
+        row = self._runs.store.run(self.run_id)
+        return row is None or RunState(row.state).over
+
+    def follow_logs(self, worker: str) -> LogStream:
+        """Return a stream of the lines added to the logs of a worker, or of all if empty; streams share the reading."""
+        shared = self._followed.get(worker)
+        if shared is None:  # two threads may both make one, which costs no more than a second read
+            shared = self._followed[worker] = SharedLogs(self.output, worker, self.is_over)
+        return shared.join()
+
+    def _checkpoint(self) -> int | None:
+        try:
+            newest = newest_checkpoint(self.output / CHECKPOINTS)
+        except InputError:
+            return None
+        return int(newest.name.removeprefix("step-")) if newest is not None else None
+
+
+class Views:
+    """Cache of views, so that metric files are read incrementally; holds the most recently used."""
+
+    def __init__(self, runs: Runs) -> None:
+        self._runs = runs
+        self._views: OrderedDict[str, View] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def of(self, run_id: str) -> View | None:
+        """Return the view of a run, or None if there is no such run."""
+        with self._lock:
+            view = self._views.get(run_id)
+            if view is not None:
+                self._views.move_to_end(run_id)
+                return view
+        row = self._runs.store.run(run_id)
+        if row is None:
+            return None
+        with self._lock:
+            view = self._views.setdefault(run_id, View(self._runs, run_id, Path(row.output)))
+            while len(self._views) > KEPT_VIEWS:
+                self._views.popitem(last=False)
+            return view
+
+    def drop(self, run_id: str) -> None:
+        """Discard the view of a removed run."""
+        with self._lock:
+            self._views.pop(run_id, None)
+
+
+def _same_tokenizer(resolved: Mapping[str, Any]) -> tuple[bool, ...]:
+    """Return which teachers of a resolved run have the student's tokenizer and no projection."""
+    try:
+        own = resolved["student"]["tokenizer_fingerprint"]
+        pairs = zip(resolved["teachers"], resolved["spec"]["teacher"], strict=True)
+        return tuple(files["tokenizer_fingerprint"] == own and not spec["projection"] for files, spec in pairs)
+    except (KeyError, TypeError, ValueError):  # another process may have written anything
+        return ()
+
+
+def summary_of(row: RunRow) -> dict[str, Any]:
+    """Return the columns of a run that the API shows in lists."""
+    return {column.name: getattr(row, column.name) for column in RunRow.__table__.columns if column.name not in HIDDEN}
+
+
+def workers_of(attempts: list[AttemptRow]) -> list[dict[str, Any]]:
+    """Return the workers of a run without a supervisor, from the last attempt of each."""
+    last = {attempt.worker: attempt for attempt in attempts}
+    starts = {worker: sum(a.worker == worker for a in attempts) for worker in last}
+    return [
+        {
+            "name": worker, "kind": start.kind, "state": "stopped", "pid": None, "incarnation": start.incarnation,
+            "restarts": starts[worker] - 1, "exit_code": start.exit_code, "phase": "", "progress": 0,
+            "heartbeat_age_s": None,
+        }
+        for worker, start in last.items()
+    ]  # fmt: skip

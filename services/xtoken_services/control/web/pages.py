@@ -1,0 +1,225 @@
+"""Pages: the list of runs, the pages of a run with their actions, and the API reference."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query, Request, Response
+from fastapi.responses import HTMLResponse, JSONResponse, RedirectResponse
+
+from xtoken_core.config.document import document_of, read_stored
+from xtoken_services.common.run.baseline import baseline_of, baseline_output
+from xtoken_services.control.api.dependencies import AppContext, Context, RunId
+from xtoken_services.control.api.files import MAX_FILES
+from xtoken_services.control.api.runs import MAX_CURSOR, VALIDATION_WAIT_S, discard_if_invalid
+from xtoken_services.control.artifacts import list_files
+from xtoken_services.control.logs import last_attempts, logs_in, merged, tail
+from xtoken_services.control.web.charts import DETAIL, MAIN, SPEED, charts_of
+from xtoken_services.control.web.completions import LEVELS, read_samples
+from xtoken_services.control.web.form import to_toml, without_defaults
+from xtoken_services.control.web.gauges import gauges_of
+from xtoken_services.control.web.render import HEADERS, PageRoute, page
+from xtoken_services.control.web.rendered import RenderedPages
+from xtoken_services.control.web.run_view import RunView, run_views
+from xtoken_services.supervisor.run_record import SUMMARY, RunState
+
+PAGE_SIZE = 50
+LOG_LINES = 400
+NOTES = 50
+STATUS_SUFFIX = ".status"
+"""Suffix of the exit status files beside the logs, which the page of files leaves out."""
+TABS = {
+    "": (),
+    "active": tuple(state for state in RunState if not state.over),
+    "completed": (RunState.COMPLETED,),
+    "ended": (RunState.FAILED, RunState.STOPPED, RunState.INTERRUPTED),
+}
+"""Run states in each tab of the list; empty for all."""
+LIVE_TABS = ("overview", "log", "configuration", "files", "rollouts")
+"""Tabs of a run's page."""
+TAB_LABELS = {"": "All", "active": "Active", "completed": "Completed", "ended": "Stopped or failed"}
+LOG_LINE = re.compile(
+    r"(?:(?P<worker>[\w.-]+) \| )?(?:(?P<time>\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ) )?(?:(?P<level>[A-Z]+) )?(?P<text>.*)"
+)
+
+router = APIRouter(route_class=PageRoute)
+
+Tab = Literal["", "active", "completed", "ended"]
+Cursor = Annotated[int | None, Query(ge=0, le=MAX_CURSOR)]
+
+
+@router.get("/")
+def list_runs(
+    request: Request, context: Context, tab: Tab = "", name: Annotated[str, Query(max_length=64)] = "",
+    cursor: Cursor = None,
+) -> Response:  # fmt: skip
+    """Show the runs; for an htmx request only their table."""
+    if cursor is None and not name:  # other lists do not stay open in many browsers
+        key = (tab, "hx-request" in request.headers)
+        return _rendered_once(request, key, lambda: _list_of_runs(request, context, tab, name, cursor))
+    return _list_of_runs(request, context, tab, name, cursor)
+
+
+def _rendered_once(request: Request, key: tuple[str, object], render: Callable[[], HTMLResponse]) -> HTMLResponse:
+    """Return a page that many readers have open and that depends on nothing but the key."""
+    rendered: RenderedPages = request.app.state.rendered
+    return HTMLResponse(rendered.get((request.url.path, *key), lambda: bytes(render().body)), headers=HEADERS)
+
+
+def _list_of_runs(request: Request, context: AppContext, tab: Tab, name: str, cursor: int | None) -> HTMLResponse:
+    rows = context.runs.store.page(PAGE_SIZE + 1, before=cursor, states=TABS[tab], name=name.strip())
+    counts = context.runs.store.counts()
+    tabs = [
+        (key, label, sum(counts.get(state, 0) for state in TABS[key] or RunState)) for key, label in TAB_LABELS.items()
+    ]
+    following = rows[PAGE_SIZE - 1]["seq"] if len(rows) > PAGE_SIZE else None
+    part = "runs_table.html" if "hx-request" in request.headers else "runs.html"
+    return page(
+        request, part, runs=run_views(context, rows[:PAGE_SIZE]), tabs=tabs, tab=tab, name=name, cursor=cursor,
+        following=following, any_run=bool(counts),
+    )  # fmt: skip
+
+
+@router.get("/docs")
+def show_docs(request: Request) -> Response:
+    """Return the API reference."""
+    return page(request, "docs.html")
+
+
+@router.get("/runs/{run_id}")
+def show_run(request: Request, run_id: RunId, context: Context) -> Response:
+    """Show the charts, workers and history of a run."""
+    gauges_of(request).watch(run_id)
+    variables = _variables(context, run_id)
+    charts = charts_of(variables["run"].spec, variables["run"].same_tokenizer)
+    groups = [(name, [chart for chart in charts if chart.group == name]) for name in (MAIN, DETAIL, SPEED)]
+    return page(request, "run.html", tab="overview", groups=groups, **variables)
+
+
+@router.get("/runs/{run_id}/live")
+def show_live(request: Request, run_id: RunId, context: Context, tab: str = "overview") -> Response:
+    """Return the changing parts of a run's page: its header, and on the first tab its metrics, workers and history."""
+
+    def render() -> HTMLResponse:
+        return page(request, "run_live.html", tab=tab, **_variables(context, run_id))
+
+    return _rendered_once(request, (run_id, tab), render) if tab in LIVE_TABS else render()
+
+
+@router.get("/runs/{run_id}/gauges")
+def show_gauges(request: Request, run_id: RunId, context: Context, after: float = 0.0) -> JSONResponse:
+    """Return time series of a run's queue and of this machine's GPUs."""
+    context.view(run_id)
+    return JSONResponse(gauges_of(request).since(run_id, after), headers={"Cache-Control": "no-store"})
+
+
+@router.get("/runs/{run_id}/log")
+def show_log(
+    request: Request, run_id: RunId, context: Context, worker: Annotated[str, Query(max_length=64)] = ""
+) -> Response:  # fmt: skip
+    """Show the last lines of a run's logs."""
+    output = context.view(run_id).output
+    logs = last_attempts(logs_in(output))
+    chosen = [log for log in logs if log.worker == worker]
+    lines = tail(chosen[0], LOG_LINES)[0] if chosen else list(merged(logs, LOG_LINES)) if not worker else []
+    matches = [LOG_LINE.match(line.decode("utf-8", "replace")) for line in lines]
+    part = "log_lines.html" if "hx-request" in request.headers else "run_log.html"
+    return page(
+        request, part, tab="log", lines=[match.groupdict() for match in matches if match], worker=worker,
+        workers=[log.worker for log in logs], **_variables(context, run_id),
+    )  # fmt: skip
+
+
+@router.get("/runs/{run_id}/configuration")
+def show_configuration(request: Request, run_id: RunId, context: Context) -> Response:
+    """Show the specification of a run as a run file."""
+    variables = _variables(context, run_id)
+    spec = read_stored(variables["run"].spec)
+    return page(
+        request,
+        "run_configuration.html",
+        tab="configuration",
+        short=to_toml(without_defaults(spec)),
+        complete=to_toml(document_of(spec)),
+        **variables,
+    )
+
+
+@router.get("/runs/{run_id}/files")
+def show_files(request: Request, run_id: RunId, context: Context) -> Response:
+    """Show the files of a run, for download."""
+    files, more = list_files(context.view(run_id).output, MAX_FILES)
+    folders: dict[str, list[dict[str, Any]]] = {"": []} if any("/" not in file["path"] for file in files) else {}
+    for file in files:
+        folder, _, name = file["path"].rpartition("/")
+        if folder == "logs" and name.endswith(STATUS_SUFFIX):
+            continue
+        folders.setdefault(folder, []).append({**file, "name": name})
+    part = "files.html" if "hx-request" in request.headers else "run_files.html"
+    return page(request, part, tab="files", folders=folders, more=more, **_variables(context, run_id))
+
+
+@router.get("/runs/{run_id}/rollouts")
+def show_rollouts(request: Request, run_id: RunId, context: Context) -> Response:
+    """Show the newest completions of a run; for an htmx request only these."""
+    samples = read_samples(context.view(run_id).output)
+    part = "rollouts.html" if "hx-request" in request.headers else "run_rollouts.html"
+    return page(request, part, tab="rollouts", samples=samples, levels=LEVELS, **_variables(context, run_id))
+
+
+@router.post("/runs/{run_id}/stop")
+def stop(run_id: RunId, context: Context, now: bool = False) -> Response:
+    """Stop a run and show it."""
+    context.view(run_id)
+    context.runs.stop(run_id, now=now)
+    return RedirectResponse(f"/runs/{run_id}", 303)
+
+
+@router.post("/runs/{run_id}/resume")
+def resume(run_id: RunId, context: Context) -> Response:
+    """Resume a run and show it."""
+    context.view(run_id)
+    run = context.runs.resume(run_id)
+    run.started.wait(VALIDATION_WAIT_S)
+    return RedirectResponse(f"/runs/{run_id}", 303)
+
+
+@router.post("/runs/{run_id}/baseline")
+def start_baseline(run_id: RunId, context: Context) -> Response:
+    """Start the run's baseline, the same run with cross-entropy only, and show both side by side.
+
+    One that `xtoken run --baseline` has finished is listed, and nothing is trained.
+    """
+    spec = baseline_of(read_stored(context.status(run_id)["spec"]))
+    if (spec.output / SUMMARY).is_file():
+        return RedirectResponse(f"/compare?run={run_id}&run={context.runs.add_finished(spec.output).id}", 303)
+    run, row = context.runs.start(spec)
+    if run is not None:
+        discard_if_invalid(context, run)
+    return RedirectResponse(f"/compare?run={run_id}&run={row.id}", 303)
+
+
+@router.post("/runs/{run_id}/remove")
+def remove(run_id: RunId, context: Context, files: bool = False) -> Response:
+    """Remove a run that is over, with its files if requested, and show the list."""
+    context.view(run_id)
+    context.runs.remove(run_id, files=files)
+    context.views.drop(run_id)
+    return RedirectResponse("/", 303)
+
+
+def _variables(context: AppContext, run_id: str) -> dict[str, Any]:
+    """Return the variables that all templates of a run's page use."""
+    view = context.view(run_id)
+    notes = context.runs.store.notes(run_id, limit=NOTES)
+    run = RunView(context.status(run_id), list(view.steps.recent), view.same_tokenizer)
+    directory = baseline_output(view.output)
+    baseline = context.runs.store.run_with_output(directory) if run.has_baseline else None
+    return {
+        "run": run,
+        "notes": notes[::-1],
+        "baseline": baseline.id if baseline is not None else None,
+        "baseline_made": run.has_baseline and (directory / SUMMARY).is_file(),
+    }

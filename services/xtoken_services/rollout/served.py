@@ -1,0 +1,120 @@
+"""Completions by servers over HTTP, which read every version of the weights from a directory."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+from xtoken_core.atomic import atomic_path, atomic_write
+from xtoken_core.config.rollout import RolloutSpec
+from xtoken_core.model_files import INDEX, SUFFIX, WHOLE
+from xtoken_services.common.generation.published_weights import Version, read_weights
+from xtoken_services.common.generation.sampling import Sampled
+from xtoken_services.common.generation.vocabulary import Vocabulary
+from xtoken_services.common.http_engine.engine import Engine, Sampling
+from xtoken_services.common.http_engine.errors import SampleRefusedError
+from xtoken_services.common.http_engine.results import results_of
+
+log = logging.getLogger("xtoken.rollout")
+
+MODEL = "rollout-model"
+"""Directory below the run's output that servers read."""
+THREADS = 256
+"""Most requests that a worker waits for."""
+SEEDS = 1 << 63
+"""Seeds of a request are below this."""
+
+
+class ServedSampler:
+    """Completes prompts by servers, as `Sampler` does by a model of its own.
+
+    Args:
+        engine: The servers.
+        vocabulary: Tokens of the student.
+        settings: Lengths and distribution.
+        student: Directory of the student's configuration and tokenizer.
+        directory: Where the weights are written for the servers.
+    """
+
+    def __init__(
+        self, engine: Engine, vocabulary: Vocabulary, settings: RolloutSpec, student: Path, directory: Path
+    ) -> None:
+        self.engine, self.vocabulary, self.settings = engine, vocabulary, settings
+        self.student, self.directory = student, directory
+        self._has_files = False
+        self._allowed = vocabulary.allowed.tolist()
+        self._threads = ThreadPoolExecutor(
+            min(len(engine.pool.replicas) * engine.pool.limit, THREADS), thread_name_prefix="engine"
+        )
+
+    def load(self, path: Path) -> Version:
+        """Load the published weights into all servers; return their version.
+
+        Args:
+            path: File of the published weights.
+
+        Raises:
+            InputError: The file cannot be read.
+            EngineError: A server has not answered in time.
+            EngineRefusalError: One has not loaded them.
+        """
+        version, payload = read_weights(path)
+        if not self._has_files:
+            self._copy_missing()
+            self._has_files = True
+        atomic_write(self.directory / WHOLE, payload)
+        for replica in self.engine.pool.replicas:
+            if not self.engine.name:
+                self.engine.served(replica)
+            self.engine.load_weights(self.directory, replica)
+        return version
+
+    def complete(
+        self, prompts: Sequence[np.ndarray], seeds: Sequence[int], progress: Callable[[], None]
+    ) -> list[Sampled]:
+        """Complete a batch of prompts; see `Sampler.complete`. A prompt that a server refuses has no tokens.
+
+        Raises:
+            EngineError: No server has answered in time.
+            EngineRefusalError: A server refuses a request.
+        """
+        futures = [
+            self._threads.submit(self._complete, prompt.tolist(), seed)
+            for prompt, seed in zip(prompts, seeds, strict=True)
+        ]
+        return results_of(futures, lambda _: progress())
+
+    def _copy_missing(self) -> None:
+        """Copy the student's files that the directory lacks, each whole: a worker may have been killed at this."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        for file in self.student.iterdir():
+            target = self.directory / file.name
+            if file.is_file() and file.suffix != SUFFIX and file.name != INDEX and not target.exists():
+                with atomic_path(target) as scratch:
+                    shutil.copyfile(file, scratch)
+
+    def _complete(self, prompt: list[int], seed: int) -> Sampled:
+        settings = self.settings
+        sampling = Sampling(
+            settings.max_new_tokens, seed % SEEDS, settings.temperature, settings.top_k, settings.top_p, settings.stop
+        )
+        try:
+            answer = self.engine.complete(prompt, sampling)
+        except SampleRefusedError as error:
+            log.warning("%s", error)
+            return Sampled()
+        ids, ends = list(answer.ids[: settings.max_new_tokens]), self.vocabulary.ends
+        if answer.finished and not answer.stopped and ids[-1:] and ids[-1] not in ends:
+            ids.append(min(ends))  # a program may leave the end of the text out of its answer
+        kept = next((at for at, token in enumerate(ids) if not self._may_be(token)), len(ids))
+        whole = kept == len(ids)
+        return Sampled(ids[:kept], whole and ids[-1:] != [] and ids[-1] in ends, whole and answer.stopped)
+
+    def _may_be(self, token: int) -> bool:
+        """Return False for a token that spells no text: a server samples from the whole head."""
+        return 0 <= token < len(self._allowed) and self._allowed[token]

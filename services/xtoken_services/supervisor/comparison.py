@@ -1,0 +1,68 @@
+"""Comparison of a run with its baseline, by the evaluations of the weights that both export."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from xtoken_services.common.run.baseline import baseline_output
+from xtoken_services.common.run.best_evaluation import BITS, exported_evaluation, keeps_best
+from xtoken_services.common.run.verdict import Verdict, describe, judge
+from xtoken_services.supervisor.json_files import best_line, last_line, read_json
+from xtoken_services.supervisor.run_record import SPEC, SUMMARY
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The held-out result of a run and of its baseline: of their last evaluations, or with `eval.keep_best` the best.
+
+    Attributes:
+        distilled: Bits per byte of the run.
+        baseline: Bits per byte of its baseline.
+        distilled_step: Steps that the run had taken.
+        baseline_step: Steps that the baseline had taken.
+    """
+
+    distilled: float
+    baseline: float
+    distilled_step: int
+    baseline_step: int
+
+    @property
+    def verdict(self) -> Verdict:
+        """The run's result beside its baseline's."""
+        return judge(self.distilled - self.baseline)
+
+    def document(self) -> dict[str, Any]:
+        """Return the comparison as plain values."""
+        return {**asdict(self), "verdict": self.verdict}
+
+    def line(self) -> str:
+        """Return the comparison in one line."""
+        steps = f" after {self.distilled_step} steps"
+        if self.distilled_step != self.baseline_step:
+            steps += f", the baseline after {self.baseline_step}"
+        return (
+            f"held-out text: {self.distilled:.4f} bits per byte distilled, {self.baseline:.4f} by cross-entropy only: "
+            f"{describe(self.distilled - self.baseline)}{steps}"
+        )
+
+
+def compare_with_baseline(output: Path) -> Comparison | None:
+    """Return the comparison of the run in `output` with its baseline; None without an evaluation of both."""
+    rows = [_exported(directory) for directory in (output, baseline_output(output))]
+    results = [(float(row[BITS]), int(row["step"])) for row in rows if row.get(BITS) is not None]
+    if len(results) < len(rows):
+        return None
+    (distilled, distilled_step), (baseline, baseline_step) = results
+    return Comparison(distilled, baseline, distilled_step, baseline_step)
+
+
+def _exported(output: Path) -> dict[str, Any]:
+    """Return the evaluation of the weights that the run in a directory exports; empty without one."""
+    file, status = output / "eval.jsonl", {"spec": read_json(output / SPEC)}
+    status["evaluation"] = last_line(file)
+    if keeps_best(status):
+        status |= {"best_evaluation": best_line(file), "summary": read_json(output / SUMMARY)}
+    return exported_evaluation(status)

@@ -1,0 +1,126 @@
+"""Readers of JSON files that other processes write meanwhile, in a run's directory."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+from xtoken_core.regular_files import MIB, open_below, parse_object, read_below
+from xtoken_services.common.run.best_evaluation import is_better
+
+TAIL_BYTES = 1 << 16
+MAX_LINE_BYTES = 32 * MIB
+"""Longest line that is read: one with the ids of a step of a million samples has about 10 MiB."""
+MAX_FILE_BYTES = 16 * MIB
+MAX_DEPTH = 32
+"""Deepest nesting that is accepted: the value is serialized again by code that recurses."""
+MAX_TEXT = 4096
+ID_LISTS = ("ids", "skipped", "dead")
+
+
+def last_line(path: Path) -> dict[str, Any] | None:
+    """Return the last complete line of a JSON lines file, without its lists of sample ids; None if there is none.
+
+    Numbers that are not finite become None, as in JSON.
+    """
+    try:
+        with os.fdopen(open_below(path.parent, path.name), "rb") as file:
+            size, wanted = os.fstat(file.fileno()).st_size, TAIL_BYTES
+            while True:
+                file.seek(max(0, size - wanted))
+                complete = file.read(wanted).split(b"\n")[:-1]
+                # The first piece may be the end of a longer line, so one piece alone counts only from the beginning.
+                if complete and (len(complete) > 1 or wanted >= size):
+                    return parse_line(complete[-1])
+                if wanted >= size or wanted > MAX_LINE_BYTES:
+                    return None
+                wanted *= 4
+    except OSError:
+        return None
+
+
+def first_line(path: Path) -> dict[str, Any] | None:
+    """Return the first line of a JSON lines file as `last_line` returns the last."""
+    try:
+        with os.fdopen(open_below(path.parent, path.name), "rb") as file:
+            line = file.readline(MAX_LINE_BYTES)
+            return parse_line(line) if line.endswith(b"\n") else None
+    except OSError:
+        return None
+
+
+def best_line(path: Path) -> dict[str, Any] | None:
+    """Return the line of an `eval.jsonl` with the fewest bits per byte after step 0, as `last_line` returns the last.
+
+    Only the first `MAX_FILE_BYTES` of the file are read.
+    """
+    best = None
+    try:
+        with os.fdopen(open_below(path.parent, path.name), "rb") as file:
+            complete = file.read(MAX_FILE_BYTES).split(b"\n")[:-1]
+    except OSError:
+        return None
+    for line in map(parse_line, complete):
+        if line is not None and is_better(line, best):
+            best = line
+    return best
+
+
+def parse_line(raw: bytes) -> dict[str, Any] | None:
+    """Return the scalars of a line of metrics: numbers, those that are not finite as None, and short texts.
+
+    Lists of sample ids are left out; None is returned for what is no JSON object.
+    """
+    line = parse_document(raw)
+    return None if line is None else {k: v for k, v in map(_scalar, line.items()) if k not in ID_LISTS}
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """Return the JSON object in a file of a run's directory; None if there is none, or it is too large."""
+    try:
+        return parse_document(read_below(path.parent, path.name, MAX_FILE_BYTES))
+    except OSError:
+        return None
+
+
+def parse_document(raw: bytes) -> dict[str, Any] | None:
+    """Return a JSON object that can be serialized again: of bounded depth, without halves of surrogate pairs."""
+    try:
+        value = parse_object(raw)
+    except ValueError:
+        return None
+    return value if _serializable(value) else None
+
+
+def _serializable(document: dict[str, Any]) -> bool:
+    level: list[Any] = [document]
+    for _ in range(MAX_DEPTH):
+        below: list[Any] = []
+        for value in level:
+            if isinstance(value, dict):
+                below += [*value.keys(), *value.values()]
+            elif isinstance(value, list):
+                below += value
+            elif isinstance(value, str) and not value.isascii() and not _encodable(value):
+                return False
+        if not below:
+            return True
+        level = below
+    return False
+
+
+def _encodable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _scalar(item: tuple[str, Any]) -> tuple[str, Any]:
+    name, value = item
+    if isinstance(value, float) and not math.isfinite(value):
+        return name, None
+    return name, value[:MAX_TEXT] if isinstance(value, str) else value

@@ -1,0 +1,78 @@
+"""Check whether the processes of a run can be started from this machine."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+
+from xtoken_core.config.spec import RunSpec
+from xtoken_core.errors import ConfigError
+from xtoken_services.common.run.machine import count_gpus
+
+
+class RefusedError(ConfigError):
+    """A run was refused because of one of its settings.
+
+    Attributes:
+        field: Name of the setting.
+        message: What is wrong with it.
+
+    Args:
+        joint: Text between the two in the line that is printed.
+    """
+
+    def __init__(self, field: str, message: str, *, joint: str = ": ") -> None:
+        super().__init__(f"{field}{joint}{message}")
+        self.field, self.message = field, message
+
+
+def check_launch(spec: RunSpec) -> None:
+    """Check that the processes of a run can be started from here at all.
+
+    Raises:
+        RefusedError: Ray or what a worker needs is not installed, a teacher is divided over more GPUs than there
+            are, or several node groups would share this machine's GPUs.
+    """
+    workers = spec.workers
+    if workers.launcher == "ray" and not _installed("ray"):
+        raise RefusedError("workers.launcher", "Ray is not installed: install it by pip install 'xtoken[ray]'")
+    if workers.launcher == "local":  # by this very interpreter; a cluster's nodes may have what is missing here
+        for field, package, extra in _needed(spec):
+            if not _installed(package):
+                raise RefusedError(
+                    field, f"needs {package}: install it by pip install 'xtoken[{extra}]'", joint=" "
+                )  # fmt: skip
+    gpus = count_gpus() if workers.launcher == "local" and workers.device != "cpu" else 0
+    divided = next((number for number in spec.living_teachers if spec.teacher[number].gpus > 1), None)
+    if divided is not None and gpus and spec.gpus_needed > gpus:
+        raise RefusedError(
+            f"teacher.{divided}.gpus",
+            f"the run takes {spec.gpus_needed} GPUs, this machine has {gpus}: lower teacher.gpus, teacher.gpu or "
+            "workers.ranks",
+        )
+    if workers.launcher == "local" and workers.nodes > 1 and workers.device != "cpu":
+        raise RefusedError(
+            "workers.nodes",
+            'several node groups on one machine are for trying them on CPUs: set workers.device = "cpu"',
+        )
+
+
+def _needed(spec: RunSpec) -> Iterator[tuple[str, str, str]]:
+    """Yield the optional packages that workers import: the setting, the package, and the extra that has it."""
+    for number, teacher in enumerate(spec.teacher):
+        if teacher.nf4 and (teacher.store is None or teacher.store_missing == "compute"):
+            yield f"teacher.{number}.nf4", "bitsandbytes", "bitsandbytes"
+    if spec.train.lora is not None:
+        yield "train.lora", "peft", "lora"
+    if spec.train.optimizer == "adamw8bit":
+        yield "train.optimizer", "torchao", "torchao"
+    if spec.report.tensorboard:
+        yield "report.tensorboard", "tensorboard", "tensorboard"
+    if spec.report.wandb != "off":
+        yield "report.wandb", "wandb", "wandb"
+
+
+def _installed(package: str) -> bool:
+    """Return whether a package can be imported; a spec without an origin is a directory of the same name."""
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.origin is not None

@@ -1,0 +1,137 @@
+"""The processes of a run: their names, commands and environments."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from pathlib import Path
+from typing import Literal
+
+from xtoken_core.config.resolved import ResolvedRun
+from xtoken_core.config.spec import RunSpec
+from xtoken_core.data_plane.address import Address
+from xtoken_core.queue.run.names import TRAIN, teacher_task
+from xtoken_services.supervisor.environment import PASSIVE_THREADS, THREADS
+
+Kind = Literal["queue", "collator", "rollout", "teacher", "trainer"]
+STOP_ORDER: tuple[Kind, ...] = ("trainer", "teacher", "rollout", "collator", "queue")
+
+
+@dataclass(frozen=True)
+class ProcessSpec:
+    """One process of a run.
+
+    Attributes:
+        kind: Kind of worker.
+        name: Name of its session and of its logs.
+        group: Name of its process group, whose processes are restarted together under one incarnation number.
+        command: Its command line; `--incarnation N` is added, except for the queue.
+        env: Variables that are added to the supervisor's own environment.
+        task: The queue's task whose samples it leases, if it leases any.
+        node: Number of its node group.
+    """
+
+    kind: Kind
+    name: str
+    group: str
+    command: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict)
+    task: str = ""
+    node: int = 0
+
+    def command_line(self, incarnation: int) -> list[str]:
+        """Return the command line of one start."""
+        number = [] if self.kind == "queue" else ["--incarnation", str(incarnation)]
+        return [*self.command, *number]
+
+
+def build_process_specs(
+    run: ResolvedRun, resolved_file: Path, queues: Sequence[Address], loss: str | None = None
+) -> tuple[ProcessSpec, ...]:
+    """Return all processes of a run: per node group a queue, collators, a teacher per teacher and rank, trainers.
+
+    A run with rollouts has rollout workers too, and no collators if all of its samples are prompts.
+
+    Args:
+        run: The run.
+        resolved_file: File from which the queues read it.
+        queues: Addresses of the queues, one per node group.
+        loss: `module:Class` of a custom loss; only trainers compute a loss.
+    """
+    return tuple(
+        spec
+        for node, queue in enumerate(queues)
+        for spec in _NodeProcesses(run, node, queue, loss).specs(resolved_file)
+    )
+
+
+class _NodeProcesses:
+    """The processes of one node group. All trainers of a run form one process group, whatever their node."""
+
+    def __init__(self, run: ResolvedRun, node: int, queue: Address, loss: str | None = None) -> None:
+        self.loss: tuple[str, ...] = ("--loss", loss) if loss is not None else ()
+        self.run, self.node, self.queue = run, node, queue
+        self.prefix = f"node{node}-" if run.spec.workers.nodes > 1 else ""
+        self.credentials: tuple[str, ...] = ("--token-file", str(queue.token_file)) if queue.token_file else ()
+        if queue.keys is not None:
+            self.credentials = ("--keys", str(queue.keys))
+
+    def specs(self, resolved_file: Path) -> Iterator[ProcessSpec]:
+        """Yield the processes, the queue first."""
+        workers, teachers = self.run.spec.workers, self.run.spec.living_teachers
+        heavy = {THREADS: str(threads_of_model_workers(self.run.spec)), **PASSIVE_THREADS}
+        light = {THREADS: "1", "RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        serve = ["--bind", self.queue.url, *self.credentials, "--run", str(resolved_file)]
+        serve += ["--group", str(self.node)] if self.node else []
+        yield self._spec("queue", "queue", tuple(serve), light)
+        text = self.run.spec.prompts_per_step < self.run.spec.train.samples_per_step
+        for index in range(workers.collators if text else 0):
+            yield self._worker("collator", f"collator-{index}", (), light)
+        for index in range(self.run.spec.rollout.workers if self.run.spec.rollout else 0):
+            yield self._worker("rollout", f"rollout-{index}", ("--rank", str(index)), heavy)
+        for (number, teacher), rank in product(enumerate(teachers), range(workers.ranks)):
+            role = ("--teacher", str(teacher), "--rank", str(rank))
+            yield self._worker("teacher", f"teacher-{teacher}-{rank}", role, heavy, task=teacher_task(number))
+        for rank in range(workers.ranks):
+            world = {"RANK": str(self.node * workers.ranks + rank), "WORLD_SIZE": str(self.run.world)}
+            env = heavy | world | {"LOCAL_RANK": str(rank)} if self.run.world > 1 else heavy
+            yield self._worker(
+                "trainer", f"trainer-{rank}", ("--rank", str(rank), *self.loss), env, group="trainers", task=TRAIN
+            )
+
+    def _worker(
+        self, kind: Kind, name: str, extra: tuple[str, ...], env: Mapping[str, str], *, group: str = "", task: str = ""
+    ) -> ProcessSpec:
+        arguments = ("--queue", self.queue.url, *self.credentials, "--name", self.prefix + name, *extra)
+        return self._spec(kind, name, arguments, env, group=group, task=task)
+
+    def _spec(
+        self, kind: Kind, name: str, arguments: tuple[str, ...], env: Mapping[str, str], *, group: str = "",
+        task: str = "",
+    ) -> ProcessSpec:  # fmt: skip
+        command = (
+            sys.executable,
+            "-P",
+            "-m",
+            "xtoken_services.cli",
+            kind,
+            *arguments,
+        )  # -P: not a `services` of the current directory
+        return ProcessSpec(kind, self.prefix + name, group or self.prefix + name, command, env, task, self.node)
+
+
+def threads_of_model_workers(spec: RunSpec) -> int:
+    """Return the threads of a teacher or trainer: an equal part of the machine's cores, or the user's setting."""
+    setting = os.environ.get(THREADS, "")
+    if setting.isdigit() and int(setting) > 0:
+        return int(setting)
+    workers, cores = spec.workers, len(os.sched_getaffinity(0))
+    processes = workers.ranks + spec.teacher_processes + (spec.rollout.workers if spec.rollout else 0)
+    if workers.launcher == "ray":
+        cores = int(spec.ray.cpus or cores)  # of a node; all nodes are alike
+    else:
+        processes *= workers.nodes
+    return max(1, cores // processes)

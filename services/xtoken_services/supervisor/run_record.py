@@ -1,0 +1,117 @@
+"""State, result and record of a run; the record is `run.json` in its output directory, replaced atomically."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from xtoken_core.atomic import atomic_write
+from xtoken_core.config.document import read_stored
+from xtoken_core.config.spec import RunSpec
+from xtoken_core.errors import InputError
+from xtoken_services.supervisor.json_files import read_json
+
+FILE, SPEC, SUMMARY, MODEL = "run.json", "spec.json", "summary.json", "model"
+VERSION = 1
+"""Version of `run.json`; a file without one was written before versions existed and has the same fields."""
+
+
+class RunState(StrEnum):
+    """State of a run."""
+
+    STARTING = "starting"
+    RUNNING = "running"
+    STOPPING = "stopping"
+    COMPLETED = "completed"
+    FAILED = "failed"
+    STOPPED = "stopped"
+    INTERRUPTED = "interrupted"
+    """All its processes were gone when a control plane was restarted."""
+
+    @property
+    def over(self) -> bool:
+        """Return True if the state is final; only a resume changes a final state."""
+        return self not in (RunState.STARTING, RunState.RUNNING, RunState.STOPPING)
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """End of a run.
+
+    Attributes:
+        state: Its last state.
+        error: Reason of a failure, in one line; for a run that was stopped, what was lost and which workers failed.
+        exit_code: 0 if it completed, the fatal worker's status or 1 if it failed, 130 if it was stopped.
+    """
+
+    state: RunState
+    error: str = ""
+    exit_code: int = 0
+
+
+def write_record(output: Path, document: dict[str, Any]) -> None:
+    """Replace a run's `run.json`.
+
+    Raises:
+        OSError: It cannot be written; the previous one is kept.
+    """
+    write_json(output / FILE, {"version": VERSION} | document)
+
+
+def write_json(path: Path, document: dict[str, Any]) -> None:
+    """Write a JSON file atomically.
+
+    Raises:
+        OSError: It cannot be written; the previous one is kept.
+    """
+    atomic_write(path, json.dumps(document, indent=2) + "\n")
+
+
+def read_record(output: Path) -> dict[str, Any]:
+    """Return a run's `run.json`; empty if there is none that can be read.
+
+    Raises:
+        InputError: A later version of xtoken has written it.
+    """
+    record = read_json(output / FILE) or {}
+    version = record.get("version", 0)
+    if not isinstance(version, int) or version > VERSION:
+        raise InputError(
+            f"{output / FILE} has version {version}, and this xtoken reads versions up to {VERSION}: update xtoken, or "
+            "choose another output"
+        )
+    return record
+
+
+def is_finished(spec: RunSpec) -> bool:
+    """Return whether a run of exactly these settings has written its model, and its summary, which comes last."""
+    output = spec.output
+    if not ((output / SUMMARY).is_file() and (output / MODEL).is_dir()):
+        return False
+    try:
+        # Compared by value, so that a setting that did not exist yet counts as its default.
+        return read_stored(read_json(output / SPEC) or {}) == spec
+    except ValidationError:
+        return False
+
+
+def step_of_early_end(output: Path) -> int | None:
+    """Return the steps that a complete run has taken if it has ended early (`eval.patience`); None if it has not."""
+    summary = read_json(output / SUMMARY) or {}
+    step = summary.get("steps")
+    return step if "stopped_early" in summary and isinstance(step, int) else None
+
+
+def has_ended_early(output: Path, step: int) -> bool:
+    """Return whether the summary in a directory is of a run that has ended early, at the step of its last checkpoint.
+
+    Args:
+        output: The run's directory.
+        step: Step of the newest checkpoint.
+    """
+    return step_of_early_end(output) == step

@@ -1,0 +1,145 @@
+"""A teacher that another program serves over HTTP: its answers are written into the slots of a ring."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from xtoken_core.served_requests import RequestCounts
+from xtoken_core.tokenizing import TextTokenizer
+from xtoken_core.topk_logits import TopKLogits, write_topk
+from xtoken_core.transports.ring import TopKSettings
+from xtoken_services.common.http_engine.check import check_servers
+from xtoken_services.common.http_engine.engine import Engine
+from xtoken_services.common.http_engine.errors import SampleRefusedError
+from xtoken_services.common.http_engine.results import results_of
+from xtoken_services.common.http_engine.scores import PromptScores
+
+log = logging.getLogger("xtoken.teacher")
+
+LEAST_REST = 1e-7
+"""Smallest mass of the tokens that a server does not list: it is a difference from 1 of numbers rounded to float32."""
+THREADS = 256
+"""Most requests that a worker waits for."""
+
+
+class ServedTeacher:
+    """A model behind one or several servers.
+
+    Args:
+        engine: Its servers.
+        device: Device of the slots.
+        settings: What is sent of each position.
+        head_width: Rows of its head.
+    """
+
+    plain_head = False
+    nbytes = 0
+
+    def __init__(self, engine: Engine, device: torch.device, settings: TopKSettings, head_width: int) -> None:
+        self.engine, self.device, self.settings, self.head_width = engine, device, settings, head_width
+        pool = engine.pool
+        self._threads = ThreadPoolExecutor(min(len(pool.replicas) * pool.limit, THREADS), thread_name_prefix="engine")
+        self._waited_s = 0.0
+        self._reported = RequestCounts()
+
+    def check(self, text: TextTokenizer, *, longest: int, own_suffices: bool) -> None:
+        """Compare the servers with the model's tokenizer; see `check_servers`."""
+        check_servers(self.engine, text, k=self.settings.k, longest=longest, own_suffices=own_suffices)
+
+    def score(
+        self, samples: Sequence[Sequence[int]], alive: Callable[[int], None]
+    ) -> list[PromptScores | SampleRefusedError]:
+        """Return the scores of some samples, or why one has none; of an empty one, an empty array.
+
+        Args:
+            samples: Token ids.
+            alive: Called while it waits, with the number of samples that are answered; what it raises ends the wait.
+
+        Raises:
+            EngineError: No server has answered in time.
+            EngineRefusalError: A server refuses a request.
+        """
+        began = time.monotonic()
+        futures = [self._threads.submit(self._score, list(ids)) for ids in samples]
+        try:
+            return results_of(futures, alive)
+        finally:
+            self._waited_s += time.monotonic() - began
+
+    def rows(self, scores: Sequence[PromptScores], parts: Sequence[tuple[int, slice]], shape: torch.Size) -> Tensor:
+        """Return samples' scores as a slot has them, `[rows, width, W]` on the host; other positions list nothing.
+
+        Args:
+            scores: Of each sample.
+            parts: Row and positions of each.
+            shape: The slot's.
+        """
+        k = self.settings.k
+        rows = torch.empty(shape, dtype=torch.float32)
+        none = PromptScores(np.full((1, k), -1, dtype=np.int64), np.full((1, k), -np.inf), np.zeros(1))
+        filler = rows.new_empty(1, 1, shape[-1])
+        write_topk(topk_of(none, self.settings), filler)
+        rows.copy_(filler)
+        for made, (row, part) in zip(scores, parts, strict=True):
+            if len(made.own):
+                write_topk(topk_of(made, self.settings), rows[row : row + 1, part])
+        return rows
+
+    def new_requests(self) -> RequestCounts:
+        """Return the counts since the last call."""
+        pool = self.engine.pool
+        total = RequestCounts(pool.requests, pool.retries, pool.received, self._waited_s)
+        since, self._reported = total.less(self._reported), total
+        return since
+
+    def log_use(self) -> None:
+        """Log the number of requests, and the bytes of their answers."""
+        pool = self.engine.pool
+        log.info("%d requests were answered, %d bytes, %d repeated", pool.requests, pool.received, pool.retries)
+
+    def close(self) -> None:
+        """End the connections and threads."""
+        self.engine.pool.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _score(self, ids: list[int]) -> PromptScores | SampleRefusedError:
+        k = self.settings.k
+        if not ids:
+            return PromptScores(np.zeros((0, k), dtype=np.int64), np.zeros((0, k)), np.zeros(0))
+        try:
+            return self.engine.score(ids, k)
+        except SampleRefusedError as error:
+            return error
+
+
+def topk_of(scores: PromptScores, settings: TopKSettings) -> TopKLogits:
+    """Return a server's scores as largest logits `[1, T, k]`: log-probabilities, with a log-normaliser of 0.
+
+    The mass of the tokens that are not listed is 1 less that of the others. The last position, which predicts nothing,
+    repeats the one before it if the server has not generated a token.
+
+    Args:
+        scores: Of a sample of at least one token.
+        settings: What is sent of each position.
+    """
+    ids, values, own = (torch.from_numpy(array.copy()) for array in (scores.ids, scores.values, scores.own))
+    T, k = ids.shape
+    if T > 1 and bool((ids[-1] < 0).all()):
+        ids[-1], values[-1] = ids[-2], values[-2]
+    masses = values.exp()
+    if settings.mass is not None:
+        kept = masses.cumsum(-1) - masses < settings.mass
+        ids, values, masses = ids.masked_fill(~kept, -1), values.masked_fill(~kept, -torch.inf), masses * kept
+    whole = bool(k >= settings.vocab_size) and bool((ids >= 0).all())
+    log_rest = torch.full((T,), -torch.inf) if whole else (1.0 - masses.sum(-1)).clamp(min=LEAST_REST, max=1.0).log()
+    own = own.nan_to_num(nan=0.0, neginf=-1e4)
+    ids, zero = ids.unsqueeze(0), torch.zeros(1, T)
+    values, log_rest, own = (part.float().unsqueeze(0) for part in (values, log_rest, own))
+    return TopKLogits(ids, values, zero, zero, log_rest, own, settings.vocab_size)

@@ -1,0 +1,227 @@
+"""Collectives among the ranks of a trainer. A single rank needs no process group."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch.distributed.distributed_c10d import _set_pg_timeout
+
+from xtoken_core.errors import ConfigError, StaleSessionError
+from xtoken_services.trainer.peer_monitor import PeerMonitor
+
+RENDEZVOUS = timedelta(minutes=10)
+"""Limit for the rendezvous: until all ranks have started."""
+TIMEOUT = timedelta(days=1)
+"""Limit for later collectives. A rank that hangs stops its heartbeat and is ended by the supervisor, much earlier."""
+BEAT = timedelta(seconds=2)
+BUCKET_BYTES = 256 << 20
+TEXT_BYTES = 512
+"""Of each text that `exchange_in_background` sends; the rest is cut off."""
+T = TypeVar("T")
+
+
+class RankGroup:
+    """All ranks of one trainer: a thin layer over `torch.distributed`, without effect for a single rank.
+
+    Small values travel over gloo on the host, in the thread that asks; gradients over the device's own backend.
+
+    Args:
+        rank: This process's rank.
+        size: Number of ranks. With more than one, `MASTER_ADDR` and `MASTER_PORT` name the rendezvous.
+        nodes: Number of node groups; each has `size / nodes` consecutive ranks.
+
+    Attributes:
+        beat: Heartbeat, called every few seconds while a collective waits for other ranks.
+        background: Process group of the checkpoint thread, so that its collectives never mix with the training's; None
+            for a single rank.
+
+    Raises:
+        ConfigError: The rendezvous is not given.
+    """
+
+    def __init__(self, rank: int, size: int, nodes: int = 1) -> None:
+        self.rank, self.size, self.nodes = rank, size, nodes
+        self.beat: Callable[[], None] = lambda: None
+        self.background: dist.ProcessGroup | None = None
+        self._peers: PeerMonitor | None = None
+        if size == 1:
+            return
+        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        if missing:
+            raise ConfigError(f"a trainer of {size} ranks needs {' and '.join(missing)} in the environment")
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, rank=rank, world_size=size, timeout=RENDEZVOUS)
+        self.background = dist.new_group(backend="gloo", timeout=RENDEZVOUS)
+        for group in (None, self.background):
+            _set_pg_timeout(TIMEOUT, group)
+
+    @classmethod
+    def of_environment(cls) -> RankGroup | None:
+        """Return the group that torchrun has set up, its `nodes` still to be set; None without torchrun."""
+        names = ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE")
+        if any(name not in os.environ for name in names):
+            return None
+        group = cls(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+        if group.size > 1:
+            peers = dist.new_group(backend="gloo", timeout=RENDEZVOUS)
+            _set_pg_timeout(TIMEOUT, peers)
+            group._peers = PeerMonitor(peers)
+        return group
+
+    @property
+    def is_leader(self) -> bool:
+        """True on rank 0, which saves and logs."""
+        return self.rank == 0
+
+    @property
+    def node(self) -> int:
+        """Number of this rank's node group."""
+        return self.rank * self.nodes // self.size
+
+    @property
+    def is_node_leader(self) -> bool:
+        """True on the first rank of a node group, which rewinds and acknowledges in that group's queue."""
+        return self.rank % (self.size // self.nodes) == 0
+
+    def incarnation(self) -> int:
+        """Return a number that is the same on all ranks, and higher at every later start."""
+        return self.broadcast(time.time_ns())
+
+    def any(self, flag: bool) -> bool:
+        """Return True on all ranks if `flag` is True on any."""
+        return self.any_of(flag)[0]
+
+    def any_of(self, *flags: bool) -> list[bool]:
+        """Return for each flag whether it is True on any rank."""
+        if self.size == 1:
+            return list(flags)
+        shared = torch.tensor([int(flag) for flag in flags])
+        self._finish(dist.all_reduce(shared, async_op=True))
+        return [bool(count) for count in shared.tolist()]
+
+    def all_reduce_sum(self, value: Tensor) -> Tensor:
+        """Return the sum of a scalar tensor over all ranks, on the device of this rank's own."""
+        if self.size == 1:
+            return value
+        shared = value.double().cpu()
+        self._finish(dist.all_reduce(shared, async_op=True))
+        return shared.to(value)
+
+    def broadcast(self, value: int) -> int:
+        """Return rank 0's value."""
+        if self.size == 1:
+            return value
+        shared = torch.tensor([value], dtype=torch.int64)
+        self._finish(dist.broadcast(shared, src=0, async_op=True))
+        return int(shared.item())
+
+    def broadcast_in_node(self, value: int) -> int:
+        """Return the value of this node group's first rank."""
+        if self.size == 1:
+            return value
+        values = self._all(torch.tensor([value], dtype=torch.int64))
+        return int(values[self.node * (self.size // self.nodes)].item())
+
+    def gather_nodes(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Return the numbers of every node group's first rank, equally many from each."""
+        if self.nodes == 1:
+            return [list(numbers)]
+        every = self._all(torch.tensor(list(numbers), dtype=torch.int64))
+        return [found.tolist() for found in every[:: self.size // self.nodes]]
+
+    def all_gather(self, mine: T) -> list[T]:
+        """Return every rank's object, in rank order.
+
+        It travels as JSON in byte tensors padded to the longest: ranks may differ in size, and nothing is pickled.
+        """
+        if self.size == 1:
+            return [mine]
+        plain = json.dumps(mine).encode()
+        sizes = self._all(torch.tensor([len(plain)], dtype=torch.int64))
+        padded = torch.zeros(max(int(size) for size in sizes), dtype=torch.uint8)
+        padded[: len(plain)] = torch.frombuffer(bytearray(plain), dtype=torch.uint8)
+        texts = [bytes(part[: int(size)].tolist()) for part, size in zip(self._all(padded), sizes, strict=True)]
+        return [json.loads(text) for text in texts]
+
+    def exchange_in_background(self, mine: str) -> list[str]:
+        """Return every rank's text, in rank order; called by the checkpoint thread of all ranks."""
+        if self.background is None:
+            return [mine]
+        plain = mine.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
+        texts = [torch.empty(TEXT_BYTES, dtype=torch.uint8) for _ in range(self.size)]
+        dist.all_gather(texts, torch.frombuffer(bytearray(plain), dtype=torch.uint8), group=self.background)
+        return [bytes(text.tolist()).rstrip(b"\0").decode(errors="ignore") for text in texts]
+
+    def _all(self, mine: Tensor) -> list[Tensor]:
+        gathered = [torch.empty_like(mine) for _ in range(self.size)]
+        self._finish(dist.all_gather(gathered, mine, async_op=True))
+        return gathered
+
+    def _finish(self, work: dist.Work | None) -> None:
+        """Wait for a collective on the host, with heartbeats, since other ranks may enter it late."""
+        assert work is not None
+        while not work.is_completed():
+            with suppress(
+                StaleSessionError
+            ):  # raised again at the next step: leaving a collective would hang the others
+                self.beat()
+            with suppress(RuntimeError):  # not completed within BEAT
+                work.wait(BEAT)
+        work.wait()
+
+    def all_reduce_gradients(self, weights: Iterable[torch.nn.Parameter]) -> None:
+        """All-reduce gradients in buckets.
+
+        They are summed, not averaged: each rank's loss is divided by the whole step's denominators already.
+        """
+        if self.size == 1:
+            return
+        every = list(weights)
+        for weight in every:
+            if weight.grad is None:  # a rank without a micro-batch must still enter every all-reduce
+                weight.grad = torch.zeros_like(weight)
+        for bucket in buckets([weight.grad for weight in every if weight.grad is not None], BUCKET_BYTES):
+            flat = _flatten_dense_tensors(bucket)  # type: ignore[no-untyped-call]
+            dist.all_reduce(flat)
+            parts = _unflatten_dense_tensors(flat, bucket)  # type: ignore[no-untyped-call]
+            torch._foreach_copy_(bucket, list(parts))
+
+    def barrier(self) -> None:
+        """Wait until all ranks have entered."""
+        if self.size > 1:
+            self.any(False)
+
+    def close(self, *, failed: bool = False) -> None:
+        """Destroy the process group.
+
+        Args:
+            failed: This rank leaves because of an error, while others may wait for it in a collective.
+        """
+        if self._peers is not None:
+            self._peers.close(failed=failed)
+        if self.size > 1 and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def buckets(tensors: Iterable[Tensor], limit: int) -> Iterator[list[Tensor]]:
+    """Yield tensors in their order, as many of one dtype together as `limit` bytes allow, at least one."""
+    bucket: list[Tensor] = []
+    size = 0
+    for tensor in tensors:
+        if bucket and (size + tensor.nbytes > limit or tensor.dtype != bucket[0].dtype):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(tensor)
+        size += tensor.nbytes
+    if bucket:
+        yield bucket

@@ -1,0 +1,120 @@
+"""Accuracy on tasks: the student completes prompts, and its completions are compared with the answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from xtoken_core.config.eval import TasksSpec
+from xtoken_core.config.spec import RunSpec
+from xtoken_core.errors import InputError
+from xtoken_core.tasks import Prompt, accuracy_of, read_prompts
+from xtoken_services.common.files.allowed_paths import readable_roots
+from xtoken_services.trainer.generate import Completer, RolloutCompleter
+from xtoken_services.trainer.student import Student
+
+ACCURACY, ANY, PROMPTS = "task_accuracy_", "task_any_", "task_prompts_"
+
+
+class EvalTasks:
+    """The tasks of a run, read and tokenized once.
+
+    Args:
+        spec: The run, with `eval.tasks`.
+        tokenizer: The student's.
+
+    Raises:
+        InputError: A task cannot be read, or a prompt leaves no room for its completion.
+    """
+
+    def __init__(self, spec: RunSpec, tokenizer: Any) -> None:
+        assert spec.eval is not None and spec.eval.tasks is not None
+        self.spec: TasksSpec = spec.eval.tasks
+        self.seed, self._batch_tokens = spec.seed, spec.train.micro_batch_tokens
+        self._tokenizer = tokenizer
+        self._completer = _completer_of(spec, self.spec, tokenizer)
+        self._room = spec.student.context_length - self.spec.max_new_tokens
+        self.prompts: dict[str, list[Prompt]] = {}
+        self._ids: dict[str, list[list[int]]] = {}
+        for name, path in self.spec.by_name.items():
+            prompts = read_prompts(path, self.spec.match, self.spec.max_prompts, within=readable_roots())
+            self.prompts[name] = prompts
+            self._ids[name] = [self._encoded(name, number, prompt) for number, prompt in enumerate(prompts, 1)]
+
+    def measure(
+        self,
+        student: Student,
+        *,
+        progress: Callable[[], None] = lambda: None,
+        on_fraction: Callable[[float], None] = lambda _: None,
+    ) -> dict[str, float]:
+        """Return every task's accuracy and number of prompts; with several samples also how often one was right.
+
+        The state of the random generators is kept: a run trains on as without its tasks.
+
+        Args:
+            student: The student.
+            progress: Called after every token; it may raise to stop.
+            on_fraction: Called after every batch with the fraction of the prompts that is done.
+        """
+        devices = [student.device] if student.device.type == "cuda" else []
+        total = sum(map(len, self._ids.values()))
+        row: dict[str, float] = {}
+        done = 0
+        with torch.no_grad(), torch.random.fork_rng(devices):
+            torch.manual_seed(self.seed)
+            for name, prompts in self.prompts.items():
+                completions: list[list[str]] = [[] for _ in prompts]
+                for batch in self._batches(name):
+                    texts = self._completer.complete(student, [self._ids[name][index] for index in batch], progress)
+                    for index, one in zip(batch, texts, strict=True):
+                        completions[index] = one
+                    done += len(batch)
+                    on_fraction(done / total)
+                accuracy, some = accuracy_of(prompts, completions)
+                row |= {f"{ACCURACY}{name}": accuracy, f"{PROMPTS}{name}": len(prompts)}
+                if self.spec.samples > 1:
+                    row[f"{ANY}{name}"] = some
+        return row
+
+    def _encoded(self, name: str, number: int, prompt: Prompt) -> list[int]:
+        if prompt.messages:
+            try:
+                ids = self._tokenizer.apply_chat_template(
+                    list(prompt.messages), add_generation_prompt=True, return_dict=False
+                )
+            except Exception as error:  # templates raise whatever they like
+                raise InputError(
+                    f"eval.tasks: prompt {number} of {name} holds messages that the student's chat template does not "
+                    f"take: {str(error).partition(chr(10))[0]}"
+                ) from error
+        else:
+            ids = self._completer.encoder.begin(prompt.text).tolist()
+        if not 0 < len(ids) <= self._room:
+            raise InputError(
+                f"eval.tasks: prompt {number} of {name} has {len(ids)} tokens: with eval.tasks.max_new_tokens = "
+                f"{self.spec.max_new_tokens}, student.context_length has room for 1 to {max(0, self._room)}"
+            )
+        return [int(token) for token in ids]
+
+    def _batches(self, name: str) -> list[list[int]]:
+        """Return the indices of prompts by batch, prompts of similar length together."""
+        ids = self._ids[name]
+        ordered = sorted(range(len(ids)), key=lambda index: (-len(ids[index]), index))
+        batches = []
+        while ordered:
+            longest = len(ids[ordered[0]]) + self.spec.max_new_tokens
+            rows = max(1, self._batch_tokens // (longest * self.spec.samples))
+            batches.append(ordered[:rows])
+            ordered = ordered[rows:]
+        return batches
+
+
+def _completer_of(run: RunSpec, tasks: TasksSpec, tokenizer: Any) -> Completer | RolloutCompleter:
+    """Return the sampler of completions: that of the rollouts in runs whose rollout workers load the student."""
+    if run.rollout is None or run.rollout.url:
+        return Completer(tokenizer, tasks.max_new_tokens, samples=tasks.samples, temperature=tasks.temperature)
+    changes = {"max_new_tokens": tasks.max_new_tokens, "temperature": tasks.temperature}
+    return RolloutCompleter(tokenizer, run.rollout.model_copy(update=changes), samples=tasks.samples, seed=run.seed)

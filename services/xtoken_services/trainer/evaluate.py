@@ -1,0 +1,167 @@
+"""Evaluation on held-out text during a run: bits per byte, accuracy and losses, into `eval.jsonl`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from xtoken_core.config.resolved import ResolvedRun
+from xtoken_core.dataset.index import DataIndex
+from xtoken_core.evaluation import EvalResult, evaluate
+from xtoken_core.losses import CrossTokenizerDistillationLoss
+from xtoken_services.common.processes.worker import Worker
+from xtoken_services.common.text.training_text import open_index
+from xtoken_services.trainer.eval_loss import EvalLoss
+from xtoken_services.trainer.eval_samples import EvalSamples
+from xtoken_services.trainer.eval_tasks import EvalTasks
+from xtoken_services.trainer.jsonl import JsonLines
+from xtoken_services.trainer.loggers import eval_line
+from xtoken_services.trainer.student import Student
+
+log = logging.getLogger("xtoken.trainer")
+
+OF_EVERY_TEXT = ("bits_per_byte", "next_token_accuracy", "nll_nats", "bytes", "tokens", "documents")
+"""Metrics that every text of `eval.also` gets, with `_NAME` appended."""
+BETWEEN_S = 0.25
+"""Time between two calls of what an evaluation does beside its own work."""
+
+
+class Evaluator:
+    """Evaluates a student on the run's held-out text.
+
+    Args:
+        worker: The session.
+        tokenizer: The student's.
+        loss: The run's loss.
+        meanwhile: Called from time to time during an evaluation: teachers need not wait for its end to start.
+
+    Raises:
+        InputError: A task cannot be read, or a prompt leaves no room for its completion.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        tokenizer: Any,
+        loss: CrossTokenizerDistillationLoss,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.worker, self.tokenizer, self.loss = worker, tokenizer, loss
+        self.spec, self.packed = worker.run.spec, worker.run.packed
+        self.lines = JsonLines(self.spec.output / "eval.jsonl")
+        self._eval_loss: EvalLoss | None = None
+        has_tasks = self.spec.eval is not None and self.spec.eval.tasks is not None
+        self.tasks = EvalTasks(self.spec, tokenizer) if has_tasks else None
+        has_samples = self.spec.eval is not None and self.spec.eval.samples is not None
+        self.samples = EvalSamples(self.spec, tokenizer) if has_samples else None
+        # `alive` raises once a stop is requested; of several ranks none may leave an evaluation alone.
+        self._beat = worker.alive if worker.run.world == 1 else worker.beat
+        self._meanwhile, self._called_at = meanwhile, 0.0
+
+    def evaluate(self, student: Student, step: int, *, writes: bool = True) -> dict[str, Any] | None:
+        """Evaluate, and append a line to `eval.jsonl`; all ranks of a sharded student call.
+
+        Args:
+            student: The student.
+            step: Optimizer steps that it was trained for.
+            writes: This rank writes the line.
+
+        Returns:
+            The line; None on a rank that does not write.
+        """
+        assert self.spec.eval is not None
+        began = time.monotonic()
+        self.worker.activity("evaluating: reading the text")
+        index = self._index(self.spec.eval.paths)
+        student.eval()
+        try:
+            # Many widths, each seldom: compiling them would take longer.
+            with torch.compiler.set_stance("force_eager"), all_cores(self.worker.run, student.device):
+                result = self._measure(student, index, "evaluating")
+                row = {"step": step, **asdict(result), "loss": result.nll_nats / max(result.tokens, 1)}
+                for name, path in self.spec.eval.also_by_name.items():
+                    other = self._measure(student, self._index([path]), f"evaluating on {name}")
+                    row |= {f"{metric}_{name}": getattr(other, metric) for metric in OF_EVERY_TEXT}
+                if self.tasks is not None:
+                    row |= self.tasks.measure(
+                        student,
+                        progress=self._heartbeat,
+                        on_fraction=lambda fraction: self.worker.activity("evaluating on tasks", fraction),
+                    )
+                if self.samples is not None:
+                    self.worker.activity("evaluating: sample completions")
+                    row |= self.samples.measure(student, progress=self._heartbeat)
+                if self.spec.eval.teacher_kl:
+                    self.worker.activity("evaluating with the teachers")
+                    self._heartbeat()
+                    if self._eval_loss is None:
+                        self._eval_loss = EvalLoss(
+                            self.worker.run, self.loss, self.tokenizer, index.documents(), progress=self._heartbeat
+                        )
+                    row |= self._eval_loss.measure(student, step=step, progress=self._heartbeat)
+        finally:
+            student.train()
+            self.worker.activity("")
+        row["seconds"] = round(time.monotonic() - began, 3)
+        self._heartbeat()
+        if not writes:
+            return None
+        self.lines.append(row)
+        log.info("after %d steps: %s", step, eval_line(row))
+        return row
+
+    def _heartbeat(self) -> None:
+        self._beat()
+        if time.monotonic() - self._called_at > BETWEEN_S:
+            self._meanwhile()
+            self._called_at = time.monotonic()
+
+    def _index(self, paths: Sequence[Path]) -> DataIndex:
+        assert self.spec.eval is not None
+        return open_index(self.spec, paths, self.spec.eval.field, progress=lambda _done, _all: self._heartbeat())
+
+    def _measure(self, student: Student, index: DataIndex, activity: str) -> EvalResult:
+        assert self.spec.eval is not None
+        return evaluate(
+            student,
+            self.tokenizer,
+            index.documents(),
+            context_length=self.spec.student.context_length,
+            batch_tokens=self.spec.train.micro_batch_tokens,
+            device=student.device,
+            max_bytes=self.spec.eval.max_bytes,
+            progress=self._heartbeat,
+            outputs=student.outputs if student.blockwise else None,
+            packed_outputs=student.outputs if self.packed else None,
+            on_fraction=lambda fraction: self.worker.activity(activity, fraction),
+        )
+
+
+@contextmanager
+def all_cores(run: ResolvedRun, device: torch.device) -> Iterator[None]:
+    """Compute with every core of the machine: teachers wait for the trainer, once their slots are full.
+
+    It does so where the only trainer has its part of the cores by default, and no other number was set.
+
+    Args:
+        run: The run.
+        device: Device of the student.
+    """
+    own, cores = torch.get_num_threads(), len(os.sched_getaffinity(0))
+    by_default = own == max(1, cores // (1 + len(run.spec.living_teachers)))
+    if device.type != "cpu" or run.world > 1 or run.spec.rollout is not None or not by_default:
+        yield
+        return
+    torch.set_num_threads(cores)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(own)

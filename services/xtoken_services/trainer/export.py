@@ -1,0 +1,320 @@
+"""Export of a student as a Hugging Face directory: safetensors, tokenizer and model card."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError
+from transformers import PreTrainedModel
+
+from xtoken_core.atomic import atomic_rename, sync_tree
+from xtoken_core.config.resolved import ResolvedRun
+from xtoken_core.errors import OutputError
+from xtoken_core.projection.pair_cache import NAMES
+from xtoken_services.common.tables.pair_files import kind_of
+from xtoken_services.trainer.card_names import base_model, licences, text_names
+from xtoken_services.trainer.checkpoint import Cursor
+
+SAME_TOKENIZER = "KL token by token"
+"""Comparison with a teacher of the student's tokenizer, whatever the run's mode."""
+
+EVAL_METRICS = (
+    ("bits_per_byte", "bits per byte"),
+    ("loss", "cross-entropy, nats per token"),
+    ("next_token_accuracy", "next-token accuracy"),
+    ("held_out_loss", "the run's loss"),
+    ("held_out_kl_loss", "divergence from the teachers"),
+)
+
+
+def export_student(
+    directory: Path,
+    run: ResolvedRun,
+    cursor: Cursor,
+    student: tuple[PreTrainedModel, Any],
+    tokenizer: Any,
+    *,
+    output: Path,
+    replaces: bool = True,
+) -> None:
+    """Write a student, adapters merged if so configured, with a model card of the metrics up to its step.
+
+    Args:
+        directory: Target.
+        run: The run.
+        cursor: Position of the run.
+        student: The model and peft's view of it, as `Student.full_model` gives them.
+        tokenizer: The student's.
+        output: The run's directory with its metrics.
+        replaces: As for `export_model`.
+
+    Raises:
+        OutputError: It cannot be written; what was there stays.
+    """
+    (model, adapted), lora = student, run.spec.train.lora
+    if adapted is not None and lora is not None and lora.export == "merged":
+        model, adapted = adapted.merge_and_unload(), None
+    steps = deque(lines_before_step(output / "steps.jsonl", cursor.step), maxlen=1)
+    evaluations = list(lines_before_step(output / "eval.jsonl", cursor.step + 1)) if run.spec.eval is not None else []
+    card = model_card(run, position_counts(run, cursor), evaluations, steps[-1] if steps else None)
+    export_model(directory, model, adapted, tokenizer, card, replaces=replaces)
+
+
+def position_counts(run: ResolvedRun, cursor: Cursor) -> dict[str, Any]:
+    """Return the counts of positions up to a cursor: the content of `summary.json`."""
+    return {
+        "positions": run.positions,
+        "trained": cursor.trained,
+        "skipped": len(cursor.skipped),
+        "dead": len(cursor.dead),
+        "truncated": cursor.truncated,
+        "steps": cursor.step,
+        "updates": cursor.updates,
+        "nonfinite_steps": cursor.nonfinite,
+        "tokens": cursor.tokens,
+        "skipped_reasons": cursor.skipped,
+        "dead_reasons": cursor.dead,
+    }
+
+
+def lines_before_step(path: Path, step: int) -> Iterator[dict[str, Any]]:
+    """Yield the JSON lines of earlier steps, in order; a file that is still written may end in a torn line."""
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            try:
+                row = json.loads(line)
+                if row["step"] >= step:
+                    return
+            except (ValueError, KeyError, TypeError):
+                return
+            yield row
+
+
+def export_model(
+    directory: Path, model: PreTrainedModel, adapted: Any, tokenizer: Any, card: str, *, replaces: bool = True
+) -> None:
+    """Write the model atomically: into a temporary directory, with fsync, then renamed.
+
+    Args:
+        directory: Target.
+        model: The student.
+        adapted: peft's view of it, if only its adapters are wanted.
+        tokenizer: The student's.
+        card: The text of its `README.md`.
+        replaces: Replace an existing directory; otherwise that is an error.
+
+    Raises:
+        OutputError: It cannot be written; what was there stays.
+    """
+    # Only a run's own trainer replaces, so one name is enough and a killed trainer's leftover is removed; exports by
+    # hand may run side by side, each with a name of its own.
+    scratch = directory.with_name(f".{directory.name}.{'' if replaces else f'{os.getpid()}.'}tmp")
+    old = directory.with_name(f".{directory.name}.old")
+    try:
+        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir(parents=True)
+        (adapted or model).save_pretrained(scratch, safe_serialization=True)
+        tokenizer.save_pretrained(scratch)
+        (scratch / "README.md").write_text(card, encoding="utf-8")
+        for path in scratch.iterdir():
+            path.chmod((scratch / "README.md").stat().st_mode)  # safetensors makes its files private
+        sync_tree(scratch)
+        if replaces:
+            shutil.rmtree(old, ignore_errors=True)
+            if directory.exists():
+                directory.rename(old)
+        atomic_rename(scratch, directory)
+        if replaces:
+            shutil.rmtree(old, ignore_errors=True)
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise OutputError(f"cannot write the model {directory}: {reason}") from error
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def model_card(
+    run: ResolvedRun,
+    summary: Mapping[str, Any],
+    evaluations: Sequence[Mapping[str, Any]],
+    last_step: Mapping[str, Any] | None,
+) -> str:
+    """Return the model card: student, teachers, data, loss, metrics.
+
+    Args:
+        run: The run.
+        summary: Counts of positions up to the step, as in `summary.json`.
+        evaluations: Lines of `eval.jsonl` up to the step.
+        last_step: Last line of `steps.jsonl` before the step.
+    """
+    spec = run.spec
+    settings = {
+        "seed": spec.seed,
+        "loss": spec.loss.model_dump(mode="json"),
+        "train": spec.train.model_dump(mode="json"),
+    }
+    partly = f" Taken after {summary['steps']} of the run's {run.steps} steps." if summary["steps"] < run.steps else ""
+    licence_text, licence_line = licences(run)
+    return f"""---
+library_name: {"peft" if spec.train.lora and spec.train.lora.export == "adapter" else "transformers"}
+base_model: {json.dumps(base_model(spec.student.model), ensure_ascii=False)}
+{licence_line}pipeline_tag: text-generation
+tags: [{"distillation, " if spec.teacher else ""}xtoken]
+---
+
+# {spec.name}
+
+`{base_model(spec.student.model)}`, {_trained_how(run)}.{partly}
+
+## Origin
+
+{_origin(run)}
+
+## Licences
+
+{licence_text}
+
+## Training
+
+{_training(spec.train.samples_per_step, summary)}
+{_last_step(last_step)}
+## Held-out text
+
+{_held_out(run, evaluations)}
+
+## Settings
+
+```json
+{json.dumps(settings, indent=2)}
+```
+
+xtoken {_version()}, torch {torch.__version__}, transformers {transformers.__version__}.
+"""
+
+
+def _origin(run: ResolvedRun) -> str:
+    spec, lora = run.spec, run.spec.train.lora
+    adapters = f", adapters of rank {lora.rank} ({lora.export})" if lora else ""
+    return f"""- student: `{base_model(spec.student.model)}`, {spec.student.dtype}{adapters}
+{_teachers(run)}- data: {text_names(spec.data.paths)}: {run.records} records, of which the run \
+goes through {run.positions} (`data.epochs` = {spec.data.epochs}), \
+fingerprint `{run.data_fingerprint[:16]}`
+- loss: {_loss_in_words(run)}"""
+
+
+def _training(samples_per_step: int, summary: Mapping[str, Any]) -> str:
+    trained = f"{summary['trained']}, {summary['skipped']}, {summary['dead']}"
+    rows = {
+        "optimiser steps": f"{summary['steps']} of {samples_per_step} samples",
+        "steps skipped: loss or gradient not finite": summary["nonfinite_steps"],
+        "student tokens": summary["tokens"],
+        "samples trained, skipped, dead": trained,
+        "documents cut at the context length": summary["truncated"],
+    }
+    return "\n".join(["| metric | value |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())])
+
+
+def _version() -> str:
+    try:
+        return version("xtoken")
+    except PackageNotFoundError:
+        return "(not installed)"
+
+
+def _trained_how(run: ResolvedRun) -> str:
+    if not run.spec.teacher:
+        return "trained by xtoken on text, without a teacher"
+    return f"distilled by xtoken from {_teachers_in_words(run)}"
+
+
+def _teachers_in_words(run: ResolvedRun) -> str:
+    spec = run.spec
+    names = " and ".join(f"`{base_model(teacher.model)}`" for teacher in spec.teacher)
+    foreign = sum(not same for same in run.same_tokenizer)
+    if not foreign:
+        return names
+    how_many = "" if foreign == len(spec.teacher) else "one of them " if foreign == 1 else f"{foreign} of them "
+    return f"{names}, {how_many}with {'a tokenizer of its' if foreign == 1 else 'tokenizers of their'} own"
+
+
+def _teachers(run: ResolvedRun) -> str:
+    lines = []
+    for number, (teacher, fingerprint) in enumerate(zip(run.spec.teacher, run.projection_fingerprints, strict=True)):
+        file = run.pair_file(number)
+        kind = kind_of(run.spec.loss.mode_of(number))
+        if file is None:
+            how = "same tokenizer" if run.same_tokenizer[number] else "another tokenizer"
+        elif file == teacher.projection or kind is None:
+            how = f"projection `{file.name}` (`{fingerprint[:16]}`)"
+        else:
+            how = f"{NAMES[kind]} built for this run (`{fingerprint[:16]}`)"
+        weights = teacher.dtype + {"": "", "fp8": ", 8-bit weights", "nf4": ", 4-bit weights"}[teacher.quantized]
+        lines.append(f"- teacher: `{base_model(teacher.model)}`, {weights}, weight {teacher.weight:g}, {how}")
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _loss_in_words(run: ResolvedRun) -> str:
+    loss = run.spec.loss
+    if not run.spec.teacher:
+        return f"cross-entropy times {loss.ce_loss_scale:g}"
+    modes = [SAME_TOKENIZER if same else loss.mode_of(teacher) for teacher, same in enumerate(run.same_tokenizer)]
+    compared = modes[0] if len(set(modes)) == 1 else ", ".join(modes)
+    scaled = "scaled to the cross-entropy" if loss.dynamic_loss_scaling else f"times {loss.kl_loss_weight:g}"
+    if loss.kl_loss_weight_end not in (None, loss.kl_loss_weight):
+        scaled += f" at the first step to {loss.kl_loss_weight_end:g} at the last"
+    ce = "" if loss.dynamic_loss_scaling else f" times {loss.ce_loss_scale:g}"
+    return f"{compared} at temperature {loss.temperature:g} {scaled}, and cross-entropy{ce}"
+
+
+def _last_step(line: Mapping[str, Any] | None) -> str:
+    if line is None:
+        return ""
+    names = ("loss", "kl_loss", "ce_loss", "accuracy", "tokens_per_second", "mfu")
+    return "".join(f"| {name} at the last step | {line[name]:.6g} |\n" for name in names if line.get(name) is not None)
+
+
+def _held_out(run: ResolvedRun, evaluations: Sequence[Mapping[str, Any]]) -> str:
+    if run.spec.eval is None or not evaluations:
+        return "Not evaluated."
+    first, last = evaluations[0], evaluations[-1]
+    shown = (first, last) if first["step"] < last["step"] else (last,)
+    rows = [
+        f"| {words} | {' | '.join(f'{row[name]:.4f}' for row in shown)} |"
+        for name, words in EVAL_METRICS
+        if all(row.get(name) is not None for row in shown)
+    ]
+    rows += [
+        f"| bits per byte of {name} | {' | '.join(f'{row[key]:.4f}' for row in shown)} |"
+        for name in run.spec.eval.also_by_name
+        if all(row.get(key := f"bits_per_byte_{name}") is not None for row in shown)
+    ]
+    rows += _task_rows(run, shown)
+    paths = text_names(run.spec.eval.paths)
+    heads = ["metric", *(f"after {row['step']} steps" for row in shown)]
+    table = "\n".join([f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}", *rows])
+    return f"{paths}: {last['documents']} documents, {last['bytes']} bytes.\n\n{table}"
+
+
+def _task_rows(run: ResolvedRun, shown: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a row per task of the table of held-out results."""
+    tasks = run.spec.eval.tasks if run.spec.eval is not None else None
+    if tasks is None:
+        return []
+    how = "greedy" if not tasks.temperature else f"{tasks.samples} at temperature {tasks.temperature:g}"
+    return [
+        f"| task {name}: right of {shown[-1][f'task_prompts_{name}']} prompts ({how}) "
+        f"| {' | '.join(f'{row[key]:.1%}' for row in shown)} |"
+        for name in tasks.by_name
+        if all(row.get(key := f"task_accuracy_{name}") is not None for row in shown)
+    ]

@@ -1,0 +1,256 @@
+"""`xtoken trainer`: connect to a queue, load the student, train this rank to the end of the run, export the model."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from xtoken_core.alignment.tables import token_table
+from xtoken_core.config.loss import TABLE_MODES
+from xtoken_core.config.resolved import ResolvedRun
+from xtoken_core.errors import ConfigError, InputError, XtokenError
+from xtoken_core.losses import CrossTokenizerDistillationLoss
+from xtoken_core.losses.chunk_classes import token_kinds
+from xtoken_core.losses.common import LossTeacher
+from xtoken_core.losses.custom import losses_with
+from xtoken_core.losses.registry import load_teacher
+from xtoken_core.queue.run.names import TRAINER
+from xtoken_services.common.files.allowed_paths import check_allowed
+from xtoken_services.common.models.loading import head_width, pick_device
+from xtoken_services.common.processes.worker import QueueLink, Worker, worker_session
+from xtoken_services.common.run.best_evaluation import BITS, is_finite
+from xtoken_services.common.run.custom_loss import check_custom_loss
+from xtoken_services.common.run.memory_estimate import check_room, custom_loss_memory
+from xtoken_services.common.run.verdict import judge
+from xtoken_services.common.tokenizers.loading import pad_id, tokenizer_of
+from xtoken_services.trainer.checkpoint import Cursor
+from xtoken_services.trainer.completion_samples import CompletionSamples
+from xtoken_services.trainer.distributed import RankGroup
+from xtoken_services.trainer.evaluate import Evaluator
+from xtoken_services.trainer.export import export_student, lines_before_step, position_counts
+from xtoken_services.trainer.jsonl import replace_file
+from xtoken_services.trainer.loop import TrainerLoop
+from xtoken_services.trainer.push import push_model
+from xtoken_services.trainer.rings import TeacherRings
+from xtoken_services.trainer.step import StepRunner
+from xtoken_services.trainer.stored_teachers import StoredTeachers
+from xtoken_services.trainer.student import load_student
+
+log = logging.getLogger("xtoken.trainer")
+
+
+def work(link: QueueLink, *, rank: int, name: str | None, custom_loss: str | None = None) -> None:
+    """Train one rank.
+
+    Args:
+        link: The queue.
+        rank: Number of this rank in its node group.
+        name: The worker's name; None: from its rank.
+        custom_loss: `module:Class` of the mode `custom`, from the command line.
+
+    Raises:
+        ConfigError: The run has no such rank.
+        InputError: The model, a projection or a checkpoint cannot be read.
+        XtokenError: Something cannot be written, or positions are missing at the end.
+    """
+    group = RankGroup.of_environment()
+    if group is not None:
+        rank = int(os.environ.get("LOCAL_RANK", group.rank))
+        link = replace(link, incarnation=link.incarnation or group.incarnation())
+    try:
+        with worker_session(link, role=TRAINER, name=name or f"trainer-{rank}", rank=rank) as worker:
+            run, workers = worker.run, worker.run.spec.workers
+            world_rank = run.group * workers.ranks + rank
+            if rank >= workers.ranks or (group is not None and (group.size, group.rank) != (run.world, world_rank)):
+                raise ConfigError(f"{_started_as(rank, group)}: the run {run.spec.name!r} has {_ranks_of(run)}")
+            if run.world > 1 and link.incarnation is None:
+                raise ConfigError("--incarnation: all ranks of a trainer are started with the same number; give one")
+            group = group or RankGroup(world_rank, run.world)
+            group.nodes, group.beat = workers.nodes, worker.beat
+            train(worker, group, rank, custom_loss)
+    except BaseException:
+        if group is not None:
+            group.close(failed=True)
+        raise
+    if group is not None:
+        group.close()
+
+
+def _started_as(rank: int, group: RankGroup | None) -> str:
+    if group is None:
+        return f"--rank {rank}"
+    return f"torchrun with {group.size} processes, of which this is {group.rank}"
+
+
+def _ranks_of(run: ResolvedRun) -> str:
+    workers = run.spec.workers
+    if workers.nodes == 1:
+        return f"{workers.ranks} ranks (workers.ranks)"
+    return f"{workers.nodes} node groups of {workers.ranks} ranks, and this is the queue of group {run.group}"
+
+
+def train(worker: Worker, group: RankGroup, rank: int, custom_loss: str | None = None) -> None:
+    """Train this rank's part of a session's run, and export the model.
+
+    Args:
+        worker: The session.
+        group: All ranks.
+        rank: Number of this rank in its node group.
+        custom_loss: As for `work`.
+
+    Raises:
+        InputError: The model, a projection or a checkpoint cannot be read.
+        XtokenError: Something cannot be written, or positions are missing at the end.
+    """
+    run = worker.run
+    check_custom_loss(run.spec.loss, custom_loss)
+    device = pick_device(run.spec.workers.device, rank)
+    torch.manual_seed(run.spec.seed)
+    if device.type == "cpu":
+        torch.use_deterministic_algorithms(True)
+    else:
+        torch.cuda.set_device(device)
+    check_room(run, device)
+    worker.activity("loading the student")
+    student = load_student(run.spec, device, ranks=group.size, packed=run.packed)
+    tokenizer = tokenizer_of(run.spec.student, "student")
+    if head_width(student.model) < run.student.vocab_size:
+        raise InputError(
+            f"the student's head has {head_width(student.model)} rows, its tokenizer {run.student.vocab_size} ids"
+        )
+    worker.activity("reading projections and tables")
+    loss = make_loss(run, device, custom_loss, tokenizer)
+    check_room(run, device, custom_loss_memory(run, loss.losses, run.student.vocab_size))
+    worker.activity("")
+    rings = TeacherRings(worker, device)
+    stored = StoredTeachers(worker, device, rank=rank)
+    try:
+        samples = CompletionSamples(run, writes=group.is_leader)
+        runner = StepRunner(
+            worker, student, loss, rings, stored, group, rank=rank, pad_id=pad_id(tokenizer), samples=samples
+        )
+        evaluator = Evaluator(worker, tokenizer, loss, rings.poll) if run.spec.eval is not None else None
+        loop = TrainerLoop(worker, student, runner, group, evaluator)
+        exported = loop.train()
+        worker.activity("exporting the model")
+        finish(worker, loop, exported, tokenizer, writes=group.is_leader)
+        group.barrier()
+    finally:
+        stored.close()
+        rings.close()
+
+
+def make_loss(
+    run: ResolvedRun, device: torch.device, custom_loss: str | None = None, tokenizer: Any = None
+) -> CrossTokenizerDistillationLoss:
+    """Return the run's loss with its projections and tables.
+
+    Args:
+        run: The run.
+        device: Device of the logits.
+        custom_loss: `module:Class` of the mode `custom`.
+        tokenizer: The student's, for metrics by class of chunk; None: they are left out.
+
+    Raises:
+        InputError: A projection or table cannot be read, or a projection lies outside the control plane's roots.
+    """
+    teachers = []
+    for teacher, (spec, resolved) in enumerate(zip(run.spec.teacher, run.teachers, strict=True)):
+        file, same = run.pair_file(teacher), run.same_tokenizer[teacher]
+        if file is not None and file == spec.projection:
+            file = check_allowed(file, f"teacher.{teacher}.projection")
+        reads_tables = not same and run.spec.loss.mode_of(teacher) in TABLE_MODES
+        teachers.append(
+            load_teacher(
+                None if reads_tables else file,
+                vocab_size=resolved.vocab_size,
+                student_vocab_size=run.student.vocab_size,
+                device=device,
+                weight=spec.weight,
+                tables=file if reads_tables else None,
+                own_tokenizer=not same,
+            )
+        )
+    return CrossTokenizerDistillationLoss(
+        run.spec.loss,
+        student_vocab_size=run.student.vocab_size,
+        teachers=[_with_tokenizers(run, number, teacher) for number, teacher in enumerate(teachers)],
+        device=device,
+        loss_classes=losses_with(custom_loss),
+        token_kinds=None if tokenizer is None else token_kinds(token_table(tokenizer).pieces),
+    )
+
+
+def _with_tokenizers(run: ResolvedRun, number: int, teacher: LossTeacher) -> LossTeacher:
+    """Pass both tokenizers to a custom loss; the library's own losses need none."""
+    if run.spec.loss.mode_of(number) != "custom":
+        return teacher
+    return replace(
+        teacher,
+        tokenizers=lambda: (
+            tokenizer_of(run.spec.student, "student"),
+            tokenizer_of(run.spec.teacher[number], run.spec.teacher_name(number)),
+        ),
+    )
+
+
+def finish(worker: Worker, loop: TrainerLoop, exported: Cursor, tokenizer: Any, *, writes: bool) -> None:
+    """Check that every position is accounted for, write the summary and export the model; all ranks call.
+
+    Args:
+        worker: The session.
+        loop: The training, which has ended.
+        exported: Position of the student's weights.
+        tokenizer: The student's.
+        writes: This rank writes the files.
+
+    Raises:
+        XtokenError: Positions are missing or counted twice.
+    """
+    model = loop.student.full_model(worker.run.spec)
+    if not writes or model is None:
+        return
+    run, output, cursor = worker.run, worker.run.spec.output, loop.cursor
+    summary = position_counts(run, cursor)
+    skipped, dead = summary["skipped"], summary["dead"]
+    overlap = set(cursor.skipped) & set(cursor.dead)
+    expected = min(cursor.step * run.spec.train.samples_per_step, run.positions)
+    if cursor.trained + skipped + dead != expected or overlap:
+        raise XtokenError(
+            f"the counts of positions do not add up: {cursor.trained} trained, {skipped} skipped and {dead} dead "
+            f"positions are not {expected}"
+        )
+    summary |= held_out_summary(list(lines_before_step(output / "eval.jsonl", exported.step + 1)))
+    summary |= loop.best.summary(cursor)
+    export_student(output / "model", run, exported, model, tokenizer, output=output)
+    if run.spec.push_to is not None:
+        worker.activity(f"pushing the model to {run.spec.push_to}")
+        summary["pushed"] = push_model(output / "model", run.spec.push_to)
+    replace_file(output / "summary.json", json.dumps(summary, indent=2) + os.linesep)
+    log.info("done: %d trained, %d skipped, %d dead of %d", cursor.trained, skipped, dead, run.positions)
+
+
+def held_out_summary(evaluations: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the fields of `summary.json` about the held-out text; empty before a second evaluation.
+
+    Args:
+        evaluations: Lines of `eval.jsonl` up to the step of the exported weights.
+    """
+    if len(evaluations) < 2:
+        return {}
+    first, last = (row.get(BITS) for row in (evaluations[0], evaluations[-1]))
+    change = last - first if is_finite(first) and is_finite(last) else None
+    return {
+        "held_out": {
+            "bits_per_byte_at_start": first if is_finite(first) else None,
+            "bits_per_byte": last if is_finite(last) else None,
+            "step": evaluations[-1]["step"],
+            "since_start": None if change is None else judge(change),
+        }
+    }

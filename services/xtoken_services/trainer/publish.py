@@ -1,0 +1,74 @@
+"""Publication of the student's weights to rollout workers, and the check that no completion is too old."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+
+from xtoken_core.errors import XtokenError
+from xtoken_services.common.batches.step_plan import StepPlan
+from xtoken_services.common.generation.published_weights import Version, WeightsWriter, weights_file
+from xtoken_services.common.processes.worker import Worker
+from xtoken_services.trainer.student import Student
+
+log = logging.getLogger("xtoken.trainer")
+
+
+class WeightsPublisher:
+    """Publishes versions of a run's weights; does nothing in a run without rollouts.
+
+    Args:
+        worker: The session of the rank that publishes.
+        student: The student.
+        writes: False on all other ranks.
+    """
+
+    def __init__(self, worker: Worker, student: Student, *, writes: bool) -> None:
+        self.worker, self.student = worker, student
+        self.rollout = worker.run.spec.rollout
+        self._writer: WeightsWriter | None = None
+        if self.rollout is not None and writes:
+            on_device = self.rollout.weights == "cuda_ipc" and not self.rollout.url
+            self._writer = WeightsWriter(weights_file(worker.run), on_device=on_device)
+        self._tag = 0
+
+    def after_rewind(self, step: int, rewinds: int) -> None:
+        """Publish the weights under a new tag; completions from `step` on are generated anew."""
+        if self._writer is None or step >= self.worker.run.steps:
+            return
+        if self._tag:
+            log.warning("the completions from step %d on are generated anew", step)
+        self._tag = secrets.randbits(62) + 1
+        self._publish(step, rewinds)
+
+    def after_step(self, step: int, rewinds: int) -> None:
+        """Publish the weights of a step's boundary if they are due.
+
+        Args:
+            step: Optimiser steps behind the weights.
+            rewinds: Number of rewinds so far.
+        """
+        if self.rollout is not None and step % self.rollout.publish_every == 0 and step < self.worker.run.steps:
+            self._publish(step, rewinds)
+
+    def check(self, plan: StepPlan) -> None:
+        """Refuse a step with a completion by weights that are too old; the queue leases none to generate.
+
+        Raises:
+            XtokenError: There is one.
+        """
+        if self.rollout is not None and plan.generated.stalest > self.rollout.max_staleness:
+            raise XtokenError(
+                f"step {plan.step} has a completion by weights that are {plan.generated.stalest} steps old, "
+                f"rollout.max_staleness is {self.rollout.max_staleness}: a rollout worker has put it without a lease"
+            )
+
+    def close(self) -> None:
+        """Remove the published weights."""
+        if self._writer is not None:
+            self._writer.close()
+
+    def _publish(self, step: int, rewinds: int) -> None:
+        if self._writer is not None:
+            self._writer.write(self.student.model, Version(step, self._tag))
+            self.worker.queue.publish(step, tag=self._tag, rewinds=rewinds)
