@@ -53,9 +53,12 @@ class TokenizerPair:
         config = _checked(loss)
         self.aligner = TokenAligner(student, teacher, special_tokens)
         self.collator = CrossTokenizerCollator(
-            student_tokenizer=student, teacher_tokenizer=teacher, aligner=self.aligner,
-            ctx_length_student=context_length, ctx_length_teacher=context_length,
-        )  # fmt: skip
+            student_tokenizer=student,
+            teacher_tokenizer=teacher,
+            aligner=self.aligner,
+            ctx_length_student=context_length,
+            ctx_length_teacher=context_length,
+        )
         self.device = torch.device(device)
         pair = _loss_teacher(config, student, teacher, special_tokens)
         self.loss_fn = CrossTokenizerDistillationLoss(

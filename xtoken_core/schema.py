@@ -168,9 +168,7 @@ def teacher_fields(teacher: int) -> tuple[str, ...]:
     return tuple(field_name(f, teacher) for f in (*TEACHER_FIELDS, *ALIGNMENT_FIELDS, KD_CHUNKS))
 
 
-def run_fields(
-    same_tokenizer: Sequence[bool], *, rollouts: bool = False, log_probs: bool = False
-) -> tuple[str, ...]:  # fmt: skip
+def run_fields(same_tokenizer: Sequence[bool], *, rollouts: bool = False, log_probs: bool = False) -> tuple[str, ...]:
     """Return the columns of a run's rows that its loss reads.
 
     Args:

@@ -128,9 +128,7 @@ def largest_logits(logits: Float[Tensor, "B T V_m"], targets: Int[Tensor, "B T"]
     ids, values, log_z, log_z_scaled, log_rest, own = get_op("largest_logits", logits.device)(
         logits, targets, *settings
     )
-    return TopKLogits(
-        ids, values, log_z, log_z_scaled, log_rest, own, settings.vocab_size, settings.temperature
-    )  # fmt: skip
+    return TopKLogits(ids, values, log_z, log_z_scaled, log_rest, own, settings.vocab_size, settings.temperature)
 
 
 def write_topk(source: TopKLogits, out: Float[Tensor, "B T W"]) -> None:
@@ -160,6 +158,12 @@ def read_topk(slot: Float[Tensor, "B T W"], settings: TopKSettings) -> TopKLogit
     values = slot[..., :k].masked_fill(~listed, -torch.inf)
     log_z, log_z_scaled, log_rest, own = slot[..., 2 * k :].unbind(-1)
     return TopKLogits(
-        ids.masked_fill(~listed, -1), values, log_z, log_z_scaled, log_rest, own,
-        settings.vocab_size, settings.temperature,
-    )  # fmt: skip
+        ids.masked_fill(~listed, -1),
+        values,
+        log_z,
+        log_z_scaled,
+        log_rest,
+        own,
+        settings.vocab_size,
+        settings.temperature,
+    )

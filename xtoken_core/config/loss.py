@@ -41,9 +41,14 @@ FLAGS_OF_MODE: dict[LossMode, frozenset[str]] = {
 """The flags of the method's public configuration that select a mode."""
 LEAST_MASS = 0.0
 PUBLIC_NAMES = (
-    *FLAGS, "vocab_topk", "uncommon_topk", "exact_token_match_only", "reverse_kl", "teacher_chunk_average",
+    *FLAGS,
+    "vocab_topk",
+    "uncommon_topk",
+    "exact_token_match_only",
+    "reverse_kl",
+    "teacher_chunk_average",
     "gradient_in_place",
-)  # fmt: skip
+)
 """Settings of the method's public configuration, and those that only P-KL reads: with one of them and without a mode
 the file means that method."""
 PUBLIC_CE_LOSS_SCALE = 0.1

@@ -90,16 +90,30 @@ class QueueClient:
     # Sessions
 
     def hello(
-        self, name: str, role: str, *, incarnation: int, rank: int = 0, silence_s: float = 30.0,
-        needs_run: bool = False, wait_s: float = 0.0,
-    ) -> bool:  # fmt: skip
+        self,
+        name: str,
+        role: str,
+        *,
+        incarnation: int,
+        rank: int = 0,
+        silence_s: float = 30.0,
+        needs_run: bool = False,
+        wait_s: float = 0.0,
+    ) -> bool:
         """Open a session; False if `needs_run` and no run was opened in time."""
 
         def make(slice_s: float) -> m.Hello:
             return m.Hello(
-                id=new_id(), versions=[m.VERSION], name=name, role=role, incarnation=incarnation, rank=rank,
-                silence_s=silence_s, needs_run=needs_run, wait_s=slice_s,
-            )  # fmt: skip
+                id=new_id(),
+                versions=[m.VERSION],
+                name=name,
+                role=role,
+                incarnation=incarnation,
+                rank=rank,
+                silence_s=silence_s,
+                needs_run=needs_run,
+                wait_s=slice_s,
+            )
 
         welcome = self.wait(make, m.Welcome, wait_s)
         if welcome is None:

@@ -85,9 +85,17 @@ class Stream(Generic[T]):
     """
 
     def __init__(
-        self, client: TaskClient, partition: str, task: str, *, count: int, fields: Sequence[str],
-        wait_s: float | None, prefetch: int, make: Callable[[list[int], dict[str, Column]], T],
-    ) -> None:  # fmt: skip
+        self,
+        client: TaskClient,
+        partition: str,
+        task: str,
+        *,
+        count: int,
+        fields: Sequence[str],
+        wait_s: float | None,
+        prefetch: int,
+        make: Callable[[list[int], dict[str, Column]], T],
+    ) -> None:
         self._client, self._partition, self._task = client, partition, task
         self._count, self._fields, self._wait_s, self._make = count, list(fields), wait_s, make
         self._prefetch = prefetch

@@ -17,14 +17,24 @@ class TaskClient(QueueClient):
     """Calls of the generic task queue. Training itself uses `RunClient` and needs none of them."""
 
     def open(
-        self, partition: str, tasks: Sequence[m.TaskDef] = (), *, volatile: Sequence[str] = (), max_attempts: int = 3,
+        self,
+        partition: str,
+        tasks: Sequence[m.TaskDef] = (),
+        *,
+        volatile: Sequence[str] = (),
+        max_attempts: int = 3,
         run: m.RunDef | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Open a partition; opening it again with the same definition is not an error."""
         request = m.OpenPartition(
-            id=new_id(), session=self.session, partition=partition, tasks=list(tasks), volatile=list(volatile),
-            max_attempts=max_attempts, run=run,
-        )  # fmt: skip
+            id=new_id(),
+            session=self.session,
+            partition=partition,
+            tasks=list(tasks),
+            volatile=list(volatile),
+            max_attempts=max_attempts,
+            run=run,
+        )
         self.ask(request, m.Ok)
 
     def seal(self, partition: str) -> None:
@@ -85,17 +95,29 @@ class TaskClient(QueueClient):
         return unpack_columns(rows[0].columns, rows[1]) if rows else None
 
     def claim(
-        self, partition: str, task: str, *, ids: Sequence[int] = (), count: int = 0, fields: Sequence[str] = (),
+        self,
+        partition: str,
+        task: str,
+        *,
+        ids: Sequence[int] = (),
+        count: int = 0,
+        fields: Sequence[str] = (),
         wait_s: float = 0.0,
-    ) -> tuple[m.Claimed, dict[str, Column]] | None:  # fmt: skip
+    ) -> tuple[m.Claimed, dict[str, Column]] | None:
         """Lease samples of a task, by ids or up to `count` in the task's order, and read fields of them."""
         return self.wait_for_claim(
             lambda s: m.Claim(
-                id=new_id(), session=self.session, partition=partition, task=task, ids=list(ids), count=count,
-                fields=list(fields), wait_s=s,
+                id=new_id(),
+                session=self.session,
+                partition=partition,
+                task=task,
+                ids=list(ids),
+                count=count,
+                fields=list(fields),
+                wait_s=s,
             ),
             wait_s,
-        )  # fmt: skip
+        )
 
     def complete(self, partition: str, lease: int, columns: Mapping[str, Column] | None = None) -> None:
         """Put a lease's result and finish the lease, in one request."""
@@ -115,9 +137,15 @@ class TaskClient(QueueClient):
         self.ask(request, m.Ok)
 
     def stream(
-        self, partition: str, task: str, *, count: int, fields: Sequence[str] = (), wait_s: float | None = None,
+        self,
+        partition: str,
+        task: str,
+        *,
+        count: int,
+        fields: Sequence[str] = (),
+        wait_s: float | None = None,
         prefetch: int = 0,
-    ) -> Stream[dict[str, Column]]:  # fmt: skip
+    ) -> Stream[dict[str, Column]]:
         """Return a stream of a task's samples, up to `count` at a time, until the task is exhausted.
 
         A delivery is acknowledged when the loop asks for the next one, unless it was completed or refused; one that the
@@ -135,9 +163,15 @@ class TaskClient(QueueClient):
             TimeoutError: From the loop, if nothing came in `wait_s`.
         """
         return Stream(
-            self, partition, task, count=count, fields=fields, wait_s=wait_s, prefetch=prefetch,
+            self,
+            partition,
+            task,
+            count=count,
+            fields=fields,
+            wait_s=wait_s,
+            prefetch=prefetch,
             make=lambda _ids, columns: columns,
-        )  # fmt: skip
+        )
 
 
 DataPlaneClient = TaskClient

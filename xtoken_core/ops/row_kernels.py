@@ -45,9 +45,20 @@ def added_tile(total, running, guess, x, columns, V):
 
 @triton.jit(do_not_specialize=["T"])
 def row_statistics_kernel(
-    logits_ptr, matrix, targets_ptr, lse_ptr, target_logit_ptr, best_ptr, T, V, stride_b, stride_t,
-    STAGES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+    logits_ptr,
+    matrix,
+    targets_ptr,
+    lse_ptr,
+    target_logit_ptr,
+    best_ptr,
+    T,
+    V,
+    stride_b,
+    stride_t,
+    STAGES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Compute one row's `log sum exp x`, its target's logit and the lowest id of its maximum.
 
     With STAGES the row is read by TMA, from `matrix`: all logits in rows of WIDTH (`row_matrix`).

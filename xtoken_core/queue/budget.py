@@ -15,8 +15,12 @@ Account = Literal["samples", "partitions", "sessions", "waiting", "replies"]
 
 BASE_BYTES = 64 << 20
 PARTS: dict[Account, float] = {
-    "samples": 1 / 2, "partitions": 1 / 8, "sessions": 1 / 8, "waiting": 1 / 8, "replies": 1 / 8,
-}  # fmt: skip
+    "samples": 1 / 2,
+    "partitions": 1 / 8,
+    "sessions": 1 / 8,
+    "waiting": 1 / 8,
+    "replies": 1 / 8,
+}
 RESULTS_FACTOR = 1.25
 """Results and the rows of leased blocks may exceed the account of samples by so much, or inputs could lock them out."""
 

@@ -257,9 +257,16 @@ class Engine:
         self.budget.require("sessions", SESSION_BYTES, "a session")
         now = self.clock()
         session = Session(
-            id=secrets.token_hex(16), name=request.name, role=request.role, incarnation=request.incarnation,
-            rank=request.rank, silence=request.silence_s, last_seen=now, progress_at=now, version=version,
-        )  # fmt: skip
+            id=secrets.token_hex(16),
+            name=request.name,
+            role=request.role,
+            incarnation=request.incarnation,
+            rank=request.rank,
+            silence=request.silence_s,
+            last_seen=now,
+            progress_at=now,
+            version=version,
+        )
         if self.sessions.open(session):
             self._drop_stale()
         self.budget.add("sessions", SESSION_BYTES)
@@ -313,20 +320,35 @@ def new_partition(definition: m.OpenPartition, sessions: Sessions) -> Partition:
 
 READS: frozenset[type[m.Request]] = frozenset(
     {
-        m.Heartbeat, m.Get, m.Room, m.ListSamples, m.Peek, m.Stats, m.Window, m.AwaitTrainer, m.AwaitRing,
-        m.AwaitOpened, m.CheckStep,
+        m.Heartbeat,
+        m.Get,
+        m.Room,
+        m.ListSamples,
+        m.Peek,
+        m.Stats,
+        m.Window,
+        m.AwaitTrainer,
+        m.AwaitRing,
+        m.AwaitOpened,
+        m.CheckStep,
     }
-)  # fmt: skip
+)
 """Requests that change nothing."""
 
 LEASING = (m.Claimed, m.Block)
 """Replies that may name a lease."""
 
 CALLS: dict[type[m.Request], Callable[[Engine, Any, Session, Sequence[Buffer]], Response | None]] = {
-    m.Heartbeat: Engine._heartbeat, m.Bye: Engine._bye, m.OpenPartition: Engine._open, m.Stats: Engine._stats,
-    m.Put: Engine._put, m.Complete: Engine._complete, m.Room: Engine._room, m.Rewind: Engine._rewind,
+    m.Heartbeat: Engine._heartbeat,
+    m.Bye: Engine._bye,
+    m.OpenPartition: Engine._open,
+    m.Stats: Engine._stats,
+    m.Put: Engine._put,
+    m.Complete: Engine._complete,
+    m.Room: Engine._room,
+    m.Rewind: Engine._rewind,
     m.AnnounceRing: Engine._announce_ring,
-}  # fmt: skip
+}
 """Requests that the engine answers or charges itself; all others go straight to their partition."""
 
 NATURALLY_IDEMPOTENT: frozenset[type[m.Request]] = frozenset({m.ClaimSlot, m.ClaimBatch})

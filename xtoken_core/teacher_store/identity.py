@@ -92,14 +92,21 @@ class StoreIdentity(ConfigModel):
 
 
 _LABELS = {
-    "text": "the text (data)", "records": "the number of records (data)", "append_eos": "data.append_eos",
+    "text": "the text (data)",
+    "records": "the number of records (data)",
+    "append_eos": "data.append_eos",
     "bos_in_pieces": BOS_IN_PIECES,
-    "tokenizer": "the teacher's tokenizer or chat template", "model": "the teacher's weights (teacher.model)",
-    "context_length": "the teacher's context_length", "dtype": "teacher.dtype", "fp8": "teacher.fp8",
+    "tokenizer": "the teacher's tokenizer or chat template",
+    "model": "the teacher's weights (teacher.model)",
+    "context_length": "the teacher's context_length",
+    "dtype": "teacher.dtype",
+    "fp8": "teacher.fp8",
     "nf4": "teacher.nf4",
-    "content": "teacher.content", "topk": "teacher.topk", "topk_mass": "teacher.topk_mass",
+    "content": "teacher.content",
+    "topk": "teacher.topk",
+    "topk_mass": "teacher.topk_mass",
     "temperature": "loss.temperature",
-}  # fmt: skip
+}
 
 
 def identity_of(run: ResolvedRun, teacher: int) -> StoreIdentity:

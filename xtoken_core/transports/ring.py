@@ -192,9 +192,7 @@ class RingShape:
 
     def header(self, canary: bytes) -> bytes:
         """Return the bytes that a ring's memory and its board start with."""
-        sizes = (
-            self.slots, self.slot_tokens, self.head_width, self.vocab, self.hidden, self.max_rows, self.topk
-        )  # fmt: skip
+        sizes = (self.slots, self.slot_tokens, self.head_width, self.vocab, self.hidden, self.max_rows, self.topk)
         return _RING_HEADER.pack(_MAGIC, canary, *sizes, self.dtype.encode())
 
 

@@ -141,9 +141,13 @@ def check(
 
 
 def _check_files(
-    sides: tuple[TokenAligner, TextTokenizer, TextTokenizer], files: Sequence[Path], field: str, context: int | None,
-    *, quiet: bool,
-) -> tuple[dict[str, CheckReport], str]:  # fmt: skip
+    sides: tuple[TokenAligner, TextTokenizer, TextTokenizer],
+    files: Sequence[Path],
+    field: str,
+    context: int | None,
+    *,
+    quiet: bool,
+) -> tuple[dict[str, CheckReport], str]:
     """Return a report of every file, and the beginning of their texts."""
     from xtoken_core.alignment.check import CheckReport, check_records
     from xtoken_services.common.processes.progress import progress_bar

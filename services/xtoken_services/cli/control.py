@@ -64,6 +64,12 @@ def control(
     from xtoken_services.control.serve import serve
 
     serve(
-        host, port, runs_dir, roots=root or [Path()], token_file=token_file, names=name or (),
-        proxies=trusted_proxy or (), stop_on_exit=on_exit == OnExit.STOP,
-    )  # fmt: skip
+        host,
+        port,
+        runs_dir,
+        roots=root or [Path()],
+        token_file=token_file,
+        names=name or (),
+        proxies=trusted_proxy or (),
+        stop_on_exit=on_exit == OnExit.STOP,
+    )

@@ -75,9 +75,16 @@ def serve_queue(
 
     set_up_logging()
     serve(
-        bind, run=run, token_file=token_file, memory_limit=memory_limit, keys=keys, journal=journal, fsync=fsync,
-        metrics_port=metrics_port, group=group,
-    )  # fmt: skip
+        bind,
+        run=run,
+        token_file=token_file,
+        memory_limit=memory_limit,
+        keys=keys,
+        journal=journal,
+        fsync=fsync,
+        metrics_port=metrics_port,
+        group=group,
+    )
 
 
 @queue_app.command()
@@ -103,8 +110,11 @@ def peek(
     with _connected(queue, token_file, keys) as client:
         state = client.peek(partition, sample)
     document = {
-        "fields": state.fields, "status": state.status, "attempts": state.attempts, "reason": state.reason,
-    }  # fmt: skip
+        "fields": state.fields,
+        "status": state.status,
+        "attempts": state.attempts,
+        "reason": state.reason,
+    }
     typer.echo(json.dumps(document, indent=2, ensure_ascii=False))
 
 

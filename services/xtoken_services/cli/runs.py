@@ -248,9 +248,7 @@ def _resolve_id(client: ControlClient, run: str) -> str:
     return ids[0]
 
 
-def _print_or_watch(
-    client: ControlClient, status: dict[str, Any], line: str, *, watch: bool, as_json: bool
-) -> None:  # fmt: skip
+def _print_or_watch(client: ControlClient, status: dict[str, Any], line: str, *, watch: bool, as_json: bool) -> None:
     """Print a response; with `watch` show the run's progress after it, or instead of it as JSON."""
     if not (watch and as_json):
         _print(status, line, as_json)

@@ -42,8 +42,12 @@ def build(
     run_file: Annotated[Path, typer.Argument(metavar="RUN.toml", help="A run's specification.")],
     out: Annotated[
         str | None,
-        typer.Option("--out", metavar="DIR", help="The store: a directory, or an address of fsspec.",
-                     show_default="teacher.store of the run"),
+        typer.Option(
+            "--out",
+            metavar="DIR",
+            help="The store: a directory, or an address of fsspec.",
+            show_default="teacher.store of the run",
+        ),
     ] = None,
     teacher: Annotated[
         int | None, typer.Option("--teacher", min=0, help="The teacher's number.", show_default="the only one")
@@ -52,11 +56,9 @@ def build(
     verify: Annotated[
         bool, typer.Option("--verify", help="Read every record that the run needs, and compute damaged ones again.")
     ] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show what would be computed, and start nothing.")
-    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be computed, and start nothing.")] = False,
     as_json: JsonOption = False,
-) -> None:  # fmt: skip
+) -> None:
     """Run a teacher over a run's text, once, and store its hidden states or largest logits.
 
     The run file says which (teacher.content). Rerun the same command to resume, or to add what is missing. A run with

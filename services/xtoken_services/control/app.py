@@ -60,9 +60,7 @@ def _describe(app: FastAPI) -> None:
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
-            schema = get_openapi(
-                title=app.title, version=app.version, description=app.description, routes=app.routes
-            )  # fmt: skip
+            schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
             schema["components"]["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
             schema["security"] = [{"token": []}, {}]
             operations = [operation for path in schema["paths"].values() for operation in path.values()]

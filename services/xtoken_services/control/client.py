@@ -155,9 +155,7 @@ class ControlClient:
         raise RefusedError(detail, int(document.get("exit_code") or 1), document.get("run"))
 
     def _unreachable(self, error: Exception) -> UnreachableError:
-        return UnreachableError(
-            f"no control plane at {self._url}: {error}: start one with `xtoken control`"
-        )  # fmt: skip
+        return UnreachableError(f"no control plane at {self._url}: {error}: start one with `xtoken control`")
 
 
 class RefusedError(XtokenError):

@@ -42,11 +42,16 @@ class DatabaseEvents(SupervisorEvents):
         """Insert a row for each attempt, without an identity yet."""
         rows = [
             AttemptRow(
-                run_id=self._run_id, launch=self._launch, worker=a.worker, kind=a.kind, incarnation=a.incarnation,
-                log=str(a.log), started=now(),
+                run_id=self._run_id,
+                launch=self._launch,
+                worker=a.worker,
+                kind=a.kind,
+                incarnation=a.incarnation,
+                log=str(a.log),
+                started=now(),
             )
             for a in attempts
-        ]  # fmt: skip
+        ]
         self._write(lambda: self._store.add_attempts(rows))
 
     def started(self, worker: str, incarnation: int, identity: dict[str, Any]) -> None:
@@ -60,9 +65,7 @@ class DatabaseEvents(SupervisorEvents):
 
     def failures_counted(self, group: str, restarts: int, failures: int, highest_step: int) -> None:
         """Replace the group's row."""
-        row = GroupRow(
-            run_id=self._run_id, name=group, restarts=restarts, failures=failures, highest_step=highest_step
-        )  # fmt: skip
+        row = GroupRow(run_id=self._run_id, name=group, restarts=restarts, failures=failures, highest_step=highest_step)
         self._write(lambda: self._store.set_group(row))
 
     def message(self, text: str, *, worker: str = "") -> None:

@@ -150,9 +150,7 @@ class MetricLog:
                 self._whole.discard(name)
 
 
-def _fill(
-    rows: list[dict[str, Any]], name: str, values: Any, starts: Any, ends: Any, *, whole: bool
-) -> None:  # fmt: skip
+def _fill(rows: list[dict[str, Any]], name: str, values: Any, starts: Any, ends: Any, *, whole: bool) -> None:
     """Write the mean of each interval of a column into the rows."""
     if not rows:
         return

@@ -56,9 +56,13 @@ class ProblemResponse(JSONResponse):
 
 
 def problem(
-    status: int, detail: str, *, errors: list[FieldError] | None = None, exit_code: int | None = None,
+    status: int,
+    detail: str,
+    *,
+    errors: list[FieldError] | None = None,
+    exit_code: int | None = None,
     run: str | None = None,
-) -> ProblemResponse:  # fmt: skip
+) -> ProblemResponse:
     """Return the response for an error."""
     body = Problem(
         title=HTTPStatus(status).phrase, status=status, detail=detail, errors=errors or [], exit_code=exit_code, run=run
@@ -80,10 +84,12 @@ def install(app: FastAPI) -> None:
     async def expected(_: Request, error: Exception) -> ProblemResponse:
         field = getattr(error, "field", None)
         return problem(
-            getattr(error, "status", 422), str(error),
+            getattr(error, "status", 422),
+            str(error),
             errors=[FieldError(field=field, message=getattr(error, "message", str(error)))] if field else None,
-            exit_code=getattr(error, "exit_code", 1), run=getattr(error, "run_id", None),
-        )  # fmt: skip
+            exit_code=getattr(error, "exit_code", 1),
+            run=getattr(error, "run_id", None),
+        )
 
     async def refused(_: Request, error: Exception) -> ProblemResponse:
         assert isinstance(error, HTTPException)

@@ -39,9 +39,12 @@ class RecoveredRun:
 
 
 def recover(
-    run_id: str, members: Sequence[ProcessSpec], attempts: Sequence[AttemptRow], counts: dict[str, GroupRow],
+    run_id: str,
+    members: Sequence[ProcessSpec],
+    attempts: Sequence[AttemptRow],
+    counts: dict[str, GroupRow],
     launcher: Launcher,
-) -> RecoveredRun:  # fmt: skip
+) -> RecoveredRun:
     """Find the processes of a run's last launch.
 
     A group of which a process failed, or was never started, is killed and restarted as a whole.
@@ -86,7 +89,7 @@ def _size(members: Iterable[ProcessSpec], group: str) -> int:
 
 def _group(
     starts: Sequence[AttemptRow], handles: dict[str, Handle], count: GroupRow | None, *, complete: bool
-) -> RecoveredGroup:  # fmt: skip
+) -> RecoveredGroup:
     failed = not complete or any(start.ended is not None and start.exit_code != 0 for start in starts)
     if failed:
         for handle in handles.values():

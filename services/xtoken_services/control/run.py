@@ -38,7 +38,7 @@ class Run(SupervisedRun):
 
     def __init__(
         self, row: RunRow, store: Store, roots: Roots | None, launchers: LauncherFactory, *, recovered: bool = False
-    ) -> None:  # fmt: skip
+    ) -> None:
         events = DatabaseEvents(store, row.id, row.launch)
         environment = roots.environment if roots is not None else {}
         spec = read_stored(row.spec)

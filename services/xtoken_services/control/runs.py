@@ -71,9 +71,13 @@ class Runs:
     """
 
     def __init__(
-        self, directory: Path | None, *, tied: bool = False, validator: SpecValidator | None = None,
+        self,
+        directory: Path | None,
+        *,
+        tied: bool = False,
+        validator: SpecValidator | None = None,
         starters: LauncherFactory | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.directory = directory.resolve() if directory is not None else None
         self._lock_file = _lock_directory(self.directory) if self.directory is not None else None
         self.store = Store(self.directory)
@@ -90,9 +94,7 @@ class Runs:
 
     # Changes
 
-    def start(
-        self, spec: RunSpec, *, key: str | None = None, digest: str | None = None
-    ) -> tuple[Run | None, RunRow]:  # fmt: skip
+    def start(self, spec: RunSpec, *, key: str | None = None, digest: str | None = None) -> tuple[Run | None, RunRow]:
         """Start a run.
 
         Args:
@@ -114,9 +116,16 @@ class Runs:
                 return None, earlier
             spec = self.validate(spec)
             row = RunRow(
-                id=f"{spec.name}-{secrets.token_hex(4)}", name=spec.name, output=str(spec.output), created=now(),
-                began=now(), spec=spec.model_dump(mode="json"), state=RunState.STARTING, key=key, digest=digest,
-            )  # fmt: skip
+                id=f"{spec.name}-{secrets.token_hex(4)}",
+                name=spec.name,
+                output=str(spec.output),
+                created=now(),
+                began=now(),
+                spec=spec.model_dump(mode="json"),
+                state=RunState.STARTING,
+                key=key,
+                digest=digest,
+            )
             run = self._launch(self.store.add(row))
         return run, row
 
@@ -186,9 +195,17 @@ class Runs:
             )
             steps = step if positions is None else -(-positions // spec.train.samples_per_step)
             row = RunRow(
-                id=f"{spec.name}-{secrets.token_hex(4)}", name=spec.name, output=str(spec.output), created=at, began=at,
-                ended=at, spec=spec.model_dump(mode="json"), state=RunState.COMPLETED, step=step, steps=steps,
-            )  # fmt: skip
+                id=f"{spec.name}-{secrets.token_hex(4)}",
+                name=spec.name,
+                output=str(spec.output),
+                created=at,
+                began=at,
+                ended=at,
+                spec=spec.model_dump(mode="json"),
+                state=RunState.COMPLETED,
+                step=step,
+                steps=steps,
+            )
             return self.store.add(row)
 
     def validate(self, spec: RunSpec) -> RunSpec:
@@ -218,9 +235,14 @@ class Runs:
                 raise ConflictError(f"{row.output} is now a link to {spec.output}")
             check_launch(spec)
             fresh = {
-                "state": RunState.STARTING, "error": "", "exit_code": None, "launch": row.launch + 1, "began": now(),
-                "ended": None, "queue": None,
-            }  # fmt: skip
+                "state": RunState.STARTING,
+                "error": "",
+                "exit_code": None,
+                "launch": row.launch + 1,
+                "began": now(),
+                "ended": None,
+                "queue": None,
+            }
             self.store.change(run_id, **fresh)
             self.store.remove_groups(run_id)
             self.store.add_note(run_id, "resumed")

@@ -43,17 +43,31 @@ class HttpServer:
     """
 
     def __init__(
-        self, runs: Runs, host: str, port: int, auth: Auth, listening: socket.socket | None = None,
+        self,
+        runs: Runs,
+        host: str,
+        port: int,
+        auth: Auth,
+        listening: socket.socket | None = None,
         proxies: Sequence[str] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._socket = listening or _listen(host, port)
         self.host, self.port = host, int(self._socket.getsockname()[1])
         self._app = create_app(runs, auth)
         config = uvicorn.Config(
-            self._app, log_level="warning", lifespan="off", access_log=False, log_config=None,
-            timeout_graceful_shutdown=SHUTDOWN_S, server_header=False, http=LimitedProtocol, ws="none",
-            timeout_keep_alive=KEEP_ALIVE_S, proxy_headers=bool(proxies), forwarded_allow_ips=list(proxies),
-        )  # fmt: skip
+            self._app,
+            log_level="warning",
+            lifespan="off",
+            access_log=False,
+            log_config=None,
+            timeout_graceful_shutdown=SHUTDOWN_S,
+            server_header=False,
+            http=LimitedProtocol,
+            ws="none",
+            timeout_keep_alive=KEEP_ALIVE_S,
+            proxy_headers=bool(proxies),
+            forwarded_allow_ips=list(proxies),
+        )
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, args=([self._socket],), name="http", daemon=True)
         self._thread.start()
@@ -77,9 +91,16 @@ class HttpServer:
 
 
 def serve(
-    host: str, port: int, runs_dir: Path, *, roots: Sequence[Path] = (), token_file: Path | None = None,
-    names: Sequence[str] = (), proxies: Sequence[str] = (), stop_on_exit: bool = False,
-) -> None:  # fmt: skip
+    host: str,
+    port: int,
+    runs_dir: Path,
+    *,
+    roots: Sequence[Path] = (),
+    token_file: Path | None = None,
+    names: Sequence[str] = (),
+    proxies: Sequence[str] = (),
+    stop_on_exit: bool = False,
+) -> None:
     """Serve until SIGTERM or SIGINT.
 
     Args:

@@ -25,9 +25,20 @@ VERSION = 1
 """The number of the schema in `tables`, written to `PRAGMA user_version`; raise it with every change of a table."""
 BUSY_S = 10.0
 SUMMARY = (
-    RunRow.seq, RunRow.id, RunRow.name, RunRow.output, RunRow.created, RunRow.state, RunRow.error, RunRow.exit_code,
-    RunRow.step, RunRow.steps, RunRow.launch, RunRow.began, RunRow.ended,
-)  # fmt: skip
+    RunRow.seq,
+    RunRow.id,
+    RunRow.name,
+    RunRow.output,
+    RunRow.created,
+    RunRow.state,
+    RunRow.error,
+    RunRow.exit_code,
+    RunRow.step,
+    RunRow.steps,
+    RunRow.launch,
+    RunRow.began,
+    RunRow.ended,
+)
 SUMMARY_NAMES = tuple(column.key for column in SUMMARY)
 
 

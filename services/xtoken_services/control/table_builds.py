@@ -133,9 +133,11 @@ class TableBuilds:
 
     def _run(self, build: TableBuild) -> None:
         request = {
-            "kind": build.kind, "student": str(build.student), "teacher": str(build.teacher),
+            "kind": build.kind,
+            "student": str(build.student),
+            "teacher": str(build.teacher),
             "special_tokens": build.special_tokens,
-        }  # fmt: skip
+        }
         began = time.monotonic()
         try:
             lines = lines_of(

@@ -68,13 +68,17 @@ class View:
         if not live.get("workers"):
             live["workers"] = workers_of(self._runs.store.attempts(self.run_id, launch=row.launch))
         state = RunState(live.get("state", row.state))
-        return summary_of(row) | {name: value for name, value in live.items() if value is not None} | {
-            "spec": row.spec,
-            "last": self.steps.last,
-            **self.results(),
-            "checkpoint": self._checkpoint(),
-            "summary": read_json(self.output / SUMMARY) if state == RunState.COMPLETED else None,
-        }  # fmt: skip
+        return (
+            summary_of(row)
+            | {name: value for name, value in live.items() if value is not None}
+            | {
+                "spec": row.spec,
+                "last": self.steps.last,
+                **self.results(),
+                "checkpoint": self._checkpoint(),
+                "summary": read_json(self.output / SUMMARY) if state == RunState.COMPLETED else None,
+            }
+        )
 
     def is_over(self) -> bool:
         """Return True if the run is over or has been removed; unlike `status`, it reads no file."""
@@ -150,9 +154,16 @@ def workers_of(attempts: list[AttemptRow]) -> list[dict[str, Any]]:
     starts = {worker: sum(a.worker == worker for a in attempts) for worker in last}
     return [
         {
-            "name": worker, "kind": start.kind, "state": "stopped", "pid": None, "incarnation": start.incarnation,
-            "restarts": starts[worker] - 1, "exit_code": start.exit_code, "phase": "", "progress": 0,
+            "name": worker,
+            "kind": start.kind,
+            "state": "stopped",
+            "pid": None,
+            "incarnation": start.incarnation,
+            "restarts": starts[worker] - 1,
+            "exit_code": start.exit_code,
+            "phase": "",
+            "progress": 0,
             "heartbeat_age_s": None,
         }
         for worker, start in last.items()
-    ]  # fmt: skip
+    ]

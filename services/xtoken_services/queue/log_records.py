@@ -197,7 +197,7 @@ def _put(part: Partition, request: m.Put, buffers: Sequence[Buffer]) -> Entry:
         return Rows(partition=part.name, ids=request.ids, columns=heads, sizes=sizes), kept
     return BlockRows(
         partition=part.name, ids=request.ids, tombstones=request.tombstones, columns=heads, sizes=sizes
-    ), kept  # fmt: skip
+    ), kept
 
 
 def _complete(part: Partition, request: m.Complete, buffers: Sequence[Buffer], prior: PriorLease) -> Entry:

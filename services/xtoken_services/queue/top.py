@@ -51,8 +51,9 @@ def _totals(seen: Stats, before: Stats | None) -> Text:
     rate = ""
     if before is not None:
         rate = f" · {(requests - sum(before['requests'].values())) / _span(seen, before):,.0f} requests/s"
-    return Text(f"up {_age(seen['uptime_s'])} · {used} · {len(seen['sessions'])} sessions · "
-                f"{seen['waiting']} waiting{rate}")  # fmt: skip
+    return Text(
+        f"up {_age(seen['uptime_s'])} · {used} · {len(seen['sessions'])} sessions · {seen['waiting']} waiting{rate}"
+    )
 
 
 def _tasks(seen: Stats, before: Stats | None) -> Table:
@@ -85,9 +86,15 @@ def _runs(seen: Stats) -> Table:
         state = f"failed: {run['failed']}" if run["failed"] else "ended" if run["ended"] else "running"
         _add_row(
             table,
-            name, f"{run['step']} of {steps}", str(run["positions"]), str(run["skipped"]), str(run["rewinds"]),
-            str(run["blocks_leased"]), rings, state,
-        )  # fmt: skip
+            name,
+            f"{run['step']} of {steps}",
+            str(run["positions"]),
+            str(run["skipped"]),
+            str(run["rewinds"]),
+            str(run["blocks_leased"]),
+            rings,
+            state,
+        )
     return table
 
 
@@ -96,9 +103,14 @@ def _sessions(seen: Stats) -> Table:
     for session in seen["sessions"]:
         _add_row(
             table,
-            session["name"], session["role"], str(session["rank"]), session["phase"], str(session["progress"]),
-            _age(session["progress_age_s"]), _age(session["seen_age_s"]),
-        )  # fmt: skip
+            session["name"],
+            session["role"],
+            str(session["rank"]),
+            session["phase"],
+            str(session["progress"]),
+            _age(session["progress_age_s"]),
+            _age(session["seen_age_s"]),
+        )
     return table
 
 

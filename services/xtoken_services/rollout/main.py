@@ -102,10 +102,18 @@ class RolloutLoop:
                 continue
             entropy = row.entropy * len(kept) / max(len(row.ids), 1)
             completions[position] = Completion(
-                prompt, prompt_ids, kept, text, ends, row.finished and whole, version.step,
-                entropy=entropy, microseconds=times[0], waited=times[1],
+                prompt,
+                prompt_ids,
+                kept,
+                text,
+                ends,
+                row.finished and whole,
+                version.step,
+                entropy=entropy,
+                microseconds=times[0],
+                waited=times[1],
                 log_probs=row.log_probs[: len(kept)] if self.run.spec.loss.importance_cap is not None else None,
-            )  # fmt: skip
+            )
         positions = list(completions)
         rows = self.collator.completion_rows(list(completions.values()), self.counts)
         refused = {

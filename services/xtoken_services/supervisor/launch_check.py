@@ -39,9 +39,7 @@ def check_launch(spec: RunSpec) -> None:
     if workers.launcher == "local":  # by this very interpreter; a cluster's nodes may have what is missing here
         for field, package, extra in _needed(spec):
             if not _installed(package):
-                raise RefusedError(
-                    field, f"needs {package}: install it by pip install 'xtoken[{extra}]'", joint=" "
-                )  # fmt: skip
+                raise RefusedError(field, f"needs {package}: install it by pip install 'xtoken[{extra}]'", joint=" ")
     gpus = count_gpus() if workers.launcher == "local" and workers.device != "cpu" else 0
     divided = next((number for number in spec.living_teachers if spec.teacher[number].gpus > 1), None)
     if divided is not None and gpus and spec.gpus_needed > gpus:

@@ -30,16 +30,37 @@ log = logging.getLogger("xtoken.supervisor")
 QUIET_S = 1.0
 """Time for the check of a run's files before anything is displayed: most errors are reported within it."""
 SUMMARY_FIELDS = (
-    "id", "name", "output", "created", "began", "ended", "launch", "state", "error", "exit_code", "step", "steps",
-    "text_read", "checking", "skipped", "dead", "queue",
-)  # fmt: skip
+    "id",
+    "name",
+    "output",
+    "created",
+    "began",
+    "ended",
+    "launch",
+    "state",
+    "error",
+    "exit_code",
+    "step",
+    "steps",
+    "text_read",
+    "checking",
+    "skipped",
+    "dead",
+    "queue",
+)
 
 
 def run_locally(
-    spec: RunSpec, *, show: bool = True, as_json: bool = False, launchers: LauncherFactory | None = None,
-    loss: str | None = None, view: ProgressView | None = None, forks: ForkServer | None = None,
+    spec: RunSpec,
+    *,
+    show: bool = True,
+    as_json: bool = False,
+    launchers: LauncherFactory | None = None,
+    loss: str | None = None,
+    view: ProgressView | None = None,
+    forks: ForkServer | None = None,
     kind: type[LocalRun] | None = None,
-) -> RunResult:  # fmt: skip
+) -> RunResult:
     """Run to the end.
 
     SIGINT, SIGTERM and SIGHUP request a graceful shutdown, a second one an immediate one. If this process is killed, an
@@ -111,9 +132,12 @@ class LocalRun(SupervisedRun):
     """
 
     def __init__(
-        self, spec: RunSpec, launchers: LauncherFactory | None, loss: str | None = None,
+        self,
+        spec: RunSpec,
+        launchers: LauncherFactory | None,
+        loss: str | None = None,
         forks: ForkServer | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         factory = launchers or launcher_factory(tied=True, forks=lambda: self._forks)
         super().__init__(spec, f"{spec.name}-{secrets.token_hex(4)}", factory, loss=loss)
         self._wants_forks = launchers is None
@@ -140,9 +164,16 @@ class LocalRun(SupervisedRun):
         """Return the status with the fields of the control plane's `GET /v1/runs/{id}`."""
         output, status = self.spec.output, self.status()
         known = {
-            "id": self.id, "name": self.spec.name, "output": str(output), "created": self._began, "began": self._began,
-            "ended": _now() if self.over.is_set() else None, "launch": 1, "state": RunState.STARTING, "error": "",
-        } | {name: value for name, value in status.items() if value is not None}  # fmt: skip
+            "id": self.id,
+            "name": self.spec.name,
+            "output": str(output),
+            "created": self._began,
+            "began": self._began,
+            "ended": _now() if self.over.is_set() else None,
+            "launch": 1,
+            "state": RunState.STARTING,
+            "error": "",
+        } | {name: value for name, value in status.items() if value is not None}
         checkpoint = newest_checkpoint(output / CHECKPOINTS)
         completed = known["state"] == RunState.COMPLETED
         return {name: known.get(name) for name in SUMMARY_FIELDS} | {

@@ -49,7 +49,7 @@ class RestartPolicy:
 
     def __init__(
         self, limit: int, *, first_delay_s: float = FIRST_DELAY_S, failures: int = 0, highest_step: int = 0
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.limit = limit
         self.failures = failures
         self.highest_step = highest_step
@@ -148,9 +148,13 @@ class ProcessGroup:
     """
 
     def __init__(
-        self, specs: Sequence[ProcessSpec], policy: RestartPolicy, first_incarnation: int, run_id: str,
+        self,
+        specs: Sequence[ProcessSpec],
+        policy: RestartPolicy,
+        first_incarnation: int,
+        run_id: str,
         events: SupervisorEvents,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.kind: Kind = specs[0].kind
         self.name = specs[0].group
         self.processes = [ManagedProcess(spec, on_exit=self._report_exit) for spec in specs]
@@ -236,7 +240,7 @@ class ProcessGroup:
 
 def shut_down_gracefully(
     groups: Sequence[ProcessGroup], grace_s: Callable[[], float]
-) -> tuple[list[str], list[ManagedProcess]]:  # fmt: skip
+) -> tuple[list[str], list[ManagedProcess]]:
     """Stop the trainers while the other workers still serve them, then stop the others.
 
     A trainer writes a checkpoint before it exits, for which it needs its collators and teachers alive.
@@ -260,7 +264,7 @@ def shut_down_gracefully(
 
 def stop_groups(
     groups: Iterable[ProcessGroup], grace_s: Callable[[], float], *, since: float | None = None
-) -> list[ManagedProcess]:  # fmt: skip
+) -> list[ManagedProcess]:
     """Send SIGTERM to all processes, wait for them, and kill those that still run.
 
     Args:

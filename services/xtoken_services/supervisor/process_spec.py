@@ -109,9 +109,15 @@ class _NodeProcesses:
         return self._spec(kind, name, arguments, env, group=group, task=task)
 
     def _spec(
-        self, kind: Kind, name: str, arguments: tuple[str, ...], env: Mapping[str, str], *, group: str = "",
+        self,
+        kind: Kind,
+        name: str,
+        arguments: tuple[str, ...],
+        env: Mapping[str, str],
+        *,
+        group: str = "",
         task: str = "",
-    ) -> ProcessSpec:  # fmt: skip
+    ) -> ProcessSpec:
         command = (
             sys.executable,
             "-P",

@@ -63,9 +63,13 @@ class StoreBuild(LocalRun):
         return stored_first(resolved, missing), warnings
 
     def _supervise(
-        self, resolved: ResolvedRun, queues: QueueDirectory, launcher: Launcher,
-        recovered: Mapping[str, RecoveredGroup], step: int,
-    ) -> RunResult | None:  # fmt: skip
+        self,
+        resolved: ResolvedRun,
+        queues: QueueDirectory,
+        launcher: Launcher,
+        recovered: Mapping[str, RecoveredGroup],
+        step: int,
+    ) -> RunResult | None:
         if self._is_complete:
             self._events.message(COMPLETE)
             self._known = {"step": resolved.steps, "steps": resolved.steps}
@@ -101,9 +105,12 @@ class RunWithStoreBuild(LocalRun):
     """
 
     def __init__(
-        self, spec: RunSpec, launchers: LauncherFactory | None, loss: str | None = None,
+        self,
+        spec: RunSpec,
+        launchers: LauncherFactory | None,
+        loss: str | None = None,
         forks: ForkServer | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(spec, launchers, loss, forks)
         self._build: StoreBuild | None = None
 

@@ -97,9 +97,15 @@ class SupervisedRun:
     """
 
     def __init__(
-        self, spec: RunSpec, run_id: str, launchers: LauncherFactory, *, events: SupervisorEvents | None = None,
-        environment: Mapping[str, str] | None = None, loss: str | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        spec: RunSpec,
+        run_id: str,
+        launchers: LauncherFactory,
+        *,
+        events: SupervisorEvents | None = None,
+        environment: Mapping[str, str] | None = None,
+        loss: str | None = None,
+    ) -> None:
         self.id, self.spec = run_id, spec
         self.started, self.over = threading.Event(), threading.Event()
         self.result: RunResult | None = None
@@ -241,19 +247,31 @@ class SupervisedRun:
             raise StoppedEarly
 
     def _supervise(
-        self, resolved: ResolvedRun, queues: QueueDirectory, launcher: Launcher,
-        recovered: Mapping[str, RecoveredGroup], step: int,
-    ) -> RunResult | None:  # fmt: skip
+        self,
+        resolved: ResolvedRun,
+        queues: QueueDirectory,
+        launcher: Launcher,
+        recovered: Mapping[str, RecoveredGroup],
+        step: int,
+    ) -> RunResult | None:
         workers = self.spec.workers
         limits = Limits(
             max_restarts=workers.max_restarts, load_timeout_s=workers.load_timeout_s, grace_s=workers.stop_timeout_s
-        )  # fmt: skip
+        )
         result: RunResult | None = RunResult(RunState.FAILED, SUPERVISOR_FAILED, 1)
         try:
             supervisor = Supervisor(
-                self._process_specs(resolved, queues), queues.addresses, self.spec.output, launcher, limits,
-                run_id=self.id, step=step, steps=resolved.steps, events=self._events, recovered=recovered,
-            )  # fmt: skip
+                self._process_specs(resolved, queues),
+                queues.addresses,
+                self.spec.output,
+                launcher,
+                limits,
+                run_id=self.id,
+                step=step,
+                steps=resolved.steps,
+                events=self._events,
+                recovered=recovered,
+            )
             with self._lock:  # a request that came before there was a supervisor
                 self._supervisor = supervisor
                 if self._stop_requested:

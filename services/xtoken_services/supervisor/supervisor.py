@@ -91,10 +91,19 @@ class Supervisor:
     """
 
     def __init__(
-        self, specs: Sequence[ProcessSpec], queues: Sequence[Address], output: Path, launcher: Launcher,
-        limits: Limits, *, run_id: str | None = None, step: int = 0, steps: int = 0,
-        events: SupervisorEvents | None = None, recovered: Mapping[str, RecoveredGroup] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        specs: Sequence[ProcessSpec],
+        queues: Sequence[Address],
+        output: Path,
+        launcher: Launcher,
+        limits: Limits,
+        *,
+        run_id: str | None = None,
+        step: int = 0,
+        steps: int = 0,
+        events: SupervisorEvents | None = None,
+        recovered: Mapping[str, RecoveredGroup] | None = None,
+    ) -> None:
         self._logs = output / "logs"
         self._logs.mkdir(parents=True, exist_ok=True)
         self._run_id = run_id or str(output)
@@ -316,9 +325,11 @@ class Supervisor:
             policy = RestartPolicy(limits.max_restarts, first_delay_s=limits.first_delay_s)
             return ProcessGroup(specs, policy, first, self._run_id, self._events)
         policy = RestartPolicy(
-            limits.max_restarts, first_delay_s=limits.first_delay_s, failures=recovered.failures,
+            limits.max_restarts,
+            first_delay_s=limits.first_delay_s,
+            failures=recovered.failures,
             highest_step=recovered.highest_step,
-        )  # fmt: skip
+        )
         group = ProcessGroup(specs, policy, recovered.incarnation + 1, self._run_id, self._events)
         group.attach(recovered.handles, recovered.restarts, self._logs)
         if recovered.waiting:

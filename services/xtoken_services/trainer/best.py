@@ -118,6 +118,12 @@ class BestFollower:
         if self.spec is None:
             return {}
         best = best_evaluation(lines_before_step(self.run.spec.output / "eval.jsonl", cursor.step + 1))
-        early = {"stopped_early": f"{best.evaluations_since} evaluations in a row were no better than that of step "
-                 f"{best.step} (eval.patience)"} if self.ends_run and best else {}  # fmt: skip
+        early = (
+            {
+                "stopped_early": f"{best.evaluations_since} evaluations in a row were no better than that of step "
+                f"{best.step} (eval.patience)"
+            }
+            if self.ends_run and best
+            else {}
+        )
         return {"best": asdict(best) if best else None} | early

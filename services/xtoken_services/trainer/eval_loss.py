@@ -114,7 +114,7 @@ class EvalLoss:
     @torch.no_grad()
     def measure(
         self, student: Student, *, step: int = 0, progress: Callable[[], None] = lambda: None
-    ) -> dict[str, float]:  # fmt: skip
+    ) -> dict[str, float]:
         """Return the loss and its parts, means over all documents, named as in `steps.jsonl` with a prefix `held_out_`.
 
         All teachers are on the student's device meanwhile, each in its dtype, one with `fp8` or `nf4` too.

@@ -39,9 +39,11 @@ class Completer:
         self._tokenizer, self._samples = tokenizer, samples
         sampled = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
         self._options = {
-            "max_new_tokens": max_new_tokens, "num_return_sequences": samples, "pad_token_id": pad_id(tokenizer),
+            "max_new_tokens": max_new_tokens,
+            "num_return_sequences": samples,
+            "pad_token_id": pad_id(tokenizer),
             **(sampled if temperature else {"do_sample": False}),
-        }  # fmt: skip
+        }
 
     def complete(self, student: Student, rows: Sequence[list[int]], progress: Callable[[], None]) -> list[list[str]]:
         """Return the completions of each prompt.

@@ -253,7 +253,7 @@ class TrainerLoop:
 
     def _log_step(
         self, step: StepPlan, outcome: StepOutcome, row: dict[str, Any], waits: dict[str, float], seconds: float
-    ) -> None:  # fmt: skip
+    ) -> None:
         line = {
             "step": step.step,
             "ids": list(outcome.ids),

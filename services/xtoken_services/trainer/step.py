@@ -211,7 +211,7 @@ class StepRunner:
 
     def _backward(
         self, step: StepPlan, micro_batch: ClaimedBatch, index: int, choices: TeacherChoices | None
-    ) -> dict[str, Tensor]:  # fmt: skip
+    ) -> dict[str, Tensor]:
         """Run forward, loss and backward of a micro-batch; no view of a teacher's memory outlives this frame."""
         device = self.student.device
         teacher_logits = self._teacher_logits(micro_batch)

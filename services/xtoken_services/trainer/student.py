@@ -109,9 +109,12 @@ class Student(nn.Module):
             criteria: Called after every token.
         """
         completed: Tensor = self.model.generate(
-            input_ids, attention_mask=attention_mask, generation_config=config, stopping_criteria=criteria,
+            input_ids,
+            attention_mask=attention_mask,
+            generation_config=config,
+            stopping_criteria=criteria,
             synced_gpus=self.sharded,
-        )  # fmt: skip
+        )
         return completed
 
     def dummy_step(self, pad_id: int) -> None:

@@ -79,9 +79,15 @@ def get_samples(
 
 
 def kv_first_write(
-    client: TaskClient, partition: str, ids: Sequence[int], fields: Values, *, lengths: Tensor | None,
-    per_token: Collection[str] | None = None, wait_s: float = 0.0,
-) -> KVBatchMeta:  # fmt: skip
+    client: TaskClient,
+    partition: str,
+    ids: Sequence[int],
+    fields: Values,
+    *,
+    lengths: Tensor | None,
+    per_token: Collection[str] | None = None,
+    wait_s: float = 0.0,
+) -> KVBatchMeta:
     """Put the first columns of a batch.
 
     Args:
@@ -103,9 +109,13 @@ def kv_first_write(
 
 
 def write_columns(
-    client: TaskClient, meta: KVBatchMeta, fields: Values, *, per_token: Collection[str] | None = None,
+    client: TaskClient,
+    meta: KVBatchMeta,
+    fields: Values,
+    *,
+    per_token: Collection[str] | None = None,
     wait_s: float = 0.0,
-) -> KVBatchMeta:  # fmt: skip
+) -> KVBatchMeta:
     """Put more columns of a batch, their rows in the order of `meta.ids`.
 
     Per-token columns are cut to `meta.lengths`, so that they have the lengths of all others. The arguments are those of
@@ -125,19 +135,34 @@ def write_columns(
 
 
 def read_columns(
-    client: TaskClient, meta: KVBatchMeta, fields: Sequence[str] | None = None, *, layout: Layout = "padded",
-    pad_value_dict: dict[str, int | float] | None = None, pad_to_seqlen: int = 0, wait_s: float = 0.0,
-) -> BatchedDataDict[Any]:  # fmt: skip
+    client: TaskClient,
+    meta: KVBatchMeta,
+    fields: Sequence[str] | None = None,
+    *,
+    layout: Layout = "padded",
+    pad_value_dict: dict[str, int | float] | None = None,
+    pad_to_seqlen: int = 0,
+    wait_s: float = 0.0,
+) -> BatchedDataDict[Any]:
     """Read columns of a batch as a trainer needs them: `get_samples`, then `materialize`."""
     td = get_samples(client, meta, fields, wait_s=wait_s)
     return materialize(td, layout, pad_value_dict, pad_to_seqlen)
 
 
 def stream_samples(
-    client: TaskClient, partition: str, task: str, *, count: int, fields: Sequence[str], layout: Layout = "padded",
-    pad_value_dict: dict[str, int | float] | None = None, pad_to_seqlen: int = 0, pin_memory: bool = False,
-    wait_s: float | None = None, prefetch: int = 1,
-) -> Stream[BatchedDataDict[Any]]:  # fmt: skip
+    client: TaskClient,
+    partition: str,
+    task: str,
+    *,
+    count: int,
+    fields: Sequence[str],
+    layout: Layout = "padded",
+    pad_value_dict: dict[str, int | float] | None = None,
+    pad_to_seqlen: int = 0,
+    pin_memory: bool = False,
+    wait_s: float | None = None,
+    prefetch: int = 1,
+) -> Stream[BatchedDataDict[Any]]:
     """Return a stream of a task's samples as batches, claimed, padded and pinned in the background.
 
     Args:
@@ -168,9 +193,7 @@ def stream_samples(
             return BatchedDataDict({name: _pinned(value) for name, value in batch.items()})
         return batch
 
-    return Stream(
-        client, partition, task, count=count, fields=fields, wait_s=wait_s, prefetch=prefetch, make=make
-    )  # fmt: skip
+    return Stream(client, partition, task, count=count, fields=fields, wait_s=wait_s, prefetch=prefetch, make=make)
 
 
 def _packed(fields: Values, lengths: Tensor | None, per_token: Collection[str] | None) -> TensorDict:

@@ -118,11 +118,41 @@ def sums_of_student(base, V, scale, LANES: tl.constexpr):
 
 @triton.jit(do_not_specialize=["E", "T_s", "T_t"], do_not_specialize_on_alignment=["targets_ptr"])
 def chain_both_kernel(
-    student_ptr, teacher_ptr, targets_ptr, event_ptr, teacher_row_ptr, s_bits_ptr, t_own_ptr, t_bits_ptr,
-    losses_ptr, hits_ptr, head_lse_ptr, top_ptr, total_ptr, t_top_ptr, t_total_ptr, s_lse_ptr, t_lse_ptr, terms_ptr, E,
-    T_s, T_t, V_head, V, V_t, W, W_t, s_stride_b, s_stride_t, t_stride_b, t_stride_t, scale,
-    TARGETS: tl.constexpr, UNSCALED: tl.constexpr, LANES: tl.constexpr
-):  # fmt: skip
+    student_ptr,
+    teacher_ptr,
+    targets_ptr,
+    event_ptr,
+    teacher_row_ptr,
+    s_bits_ptr,
+    t_own_ptr,
+    t_bits_ptr,
+    losses_ptr,
+    hits_ptr,
+    head_lse_ptr,
+    top_ptr,
+    total_ptr,
+    t_top_ptr,
+    t_total_ptr,
+    s_lse_ptr,
+    t_lse_ptr,
+    terms_ptr,
+    E,
+    T_s,
+    T_t,
+    V_head,
+    V,
+    V_t,
+    W,
+    W_t,
+    s_stride_b,
+    s_stride_t,
+    t_stride_b,
+    t_stride_t,
+    scale,
+    TARGETS: tl.constexpr,
+    UNSCALED: tl.constexpr,
+    LANES: tl.constexpr,
+):
     """Compute one student row, and where a chunk starts its teacher's row and the KL over plain classes."""
     row = tl.program_id(0)
     base = row_of(student_ptr, row, T_s, s_stride_b, s_stride_t)
@@ -137,7 +167,7 @@ def chain_both_kernel(
     if event >= 0:
         top, total, alive, t_top, t_total, t_alive, kl, mass, lowest = sums_of_both(
             base, t_base, bits, t_bits, t_own, V, scale, LANES
-        )  # fmt: skip
+        )
         before = t_top
         t_top, t_total, t_alive = rest_of_teacher(t_base, t_own, V, V_t, scale, t_top, t_total, t_alive, LANES)
         highest, whole = sum_over_lanes(t_top, t_total)

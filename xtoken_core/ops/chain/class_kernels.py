@@ -48,9 +48,21 @@ def store_terms(q, alive, p, m, there, block, event, E, M, ratio_ptr, terms_ptr)
 
 @triton.jit
 def compare_tiles(
-    sides, starts, tokens, results, shape, block_ptr, block, first_event, scale,
-    HEIGHT: tl.constexpr, LENGTH: tl.constexpr, AXIS: tl.constexpr, EVENTS: tl.constexpr, CACHE: tl.constexpr
-):  # fmt: skip
+    sides,
+    starts,
+    tokens,
+    results,
+    shape,
+    block_ptr,
+    block,
+    first_event,
+    scale,
+    HEIGHT: tl.constexpr,
+    LENGTH: tl.constexpr,
+    AXIS: tl.constexpr,
+    EVENTS: tl.constexpr,
+    CACHE: tl.constexpr,
+):
     """Compare a block of classes at some starts.
 
     The tokens of its entries are read once, and the bits of the next start while the logits of one are.
@@ -66,14 +78,14 @@ def compare_tiles(
     s_at, t_at = tl.load(block_ptr + 3) + entry, tl.load(block_ptr + 4) + entry
     known, s_row, t_row, s_lse, t_lse = start_of(
         first_event, chunk_ptr, student_row_ptr, teacher_row_ptr, s_lse_ptr, t_lse_ptr, E
-    )  # fmt: skip
+    )
     s_word, t_word = words_of(s_bits_ptr, first_event, E, W_s, s_at), words_of(t_bits_ptr, first_event, E, W_t, t_at)
     x, y = tl.load(s_token_ptr + s_at), tl.load(t_token_ptr + t_at)
     for i in range(EVENTS):
         event = first_event + i
         next_known, next_s_row, next_t_row, next_s_lse, next_t_lse = start_of(
             event + 1, chunk_ptr, student_row_ptr, teacher_row_ptr, s_lse_ptr, t_lse_ptr, E
-        )  # fmt: skip
+        )
         next_s, next_t = words_of(s_bits_ptr, event + 1, E, W_s, s_at), words_of(t_bits_ptr, event + 1, E, W_t, t_at)
         if known:
             s_base = row_of(student_ptr, s_row, T_s, s_stride_b, s_stride_t)
@@ -82,18 +94,37 @@ def compare_tiles(
             q = probabilities(s_base, x, live, scale, s_lse, "")
             p = probabilities(t_base, y, ((t_word >> (t_at & 31)) & 1) != 0, scale, t_lse, CACHE)
             store_terms(
-                tl.sum(q, axis=AXIS), tl.max(live.to(tl.int32), axis=AXIS), tl.sum(p, axis=AXIS), m, there, block,
-                event, E, M, ratio_ptr, terms_ptr
-            )  # fmt: skip
+                tl.sum(q, axis=AXIS),
+                tl.max(live.to(tl.int32), axis=AXIS),
+                tl.sum(p, axis=AXIS),
+                m,
+                there,
+                block,
+                event,
+                E,
+                M,
+                ratio_ptr,
+                terms_ptr,
+            )
         known, s_row, t_row, s_lse, t_lse = next_known, next_s_row, next_t_row, next_s_lse, next_t_lse
         s_word, t_word = next_s, next_t
 
 
 @triton.jit
 def compare_wide(
-    sides, starts, tokens, results, shape, block_ptr, block, first_event, scale,
-    TILE: tl.constexpr, EVENTS: tl.constexpr, CACHE: tl.constexpr
-):  # fmt: skip
+    sides,
+    starts,
+    tokens,
+    results,
+    shape,
+    block_ptr,
+    block,
+    first_event,
+    scale,
+    TILE: tl.constexpr,
+    EVENTS: tl.constexpr,
+    CACHE: tl.constexpr,
+):
     """Compare a wide class at some starts."""
     student_ptr, teacher_ptr, s_bits_ptr, t_bits_ptr = sides
     chunk_ptr, student_row_ptr, teacher_row_ptr, s_lse_ptr, t_lse_ptr = starts
@@ -107,7 +138,7 @@ def compare_wide(
         event = first_event + i
         known, s_row, t_row, s_lse, t_lse = start_of(
             event, chunk_ptr, student_row_ptr, teacher_row_ptr, s_lse_ptr, t_lse_ptr, E
-        )  # fmt: skip
+        )
         if known:
             s_base = row_of(student_ptr, s_row, T_s, s_stride_b, s_stride_t)
             t_base = row_of(teacher_ptr, t_row, T_t, t_stride_b, t_stride_t)
@@ -125,19 +156,59 @@ def compare_wide(
                 reached = reached | live.to(tl.int32)
             none = tl.zeros((1,), dtype=tl.float32)
             store_terms(
-                none + tl.sum(q, axis=0), none.to(tl.int32) + tl.max(reached, axis=0), none + tl.sum(p, axis=0), m,
-                m >= 0, block, event, E, M, ratio_ptr, terms_ptr
-            )  # fmt: skip
+                none + tl.sum(q, axis=0),
+                none.to(tl.int32) + tl.max(reached, axis=0),
+                none + tl.sum(p, axis=0),
+                m,
+                m >= 0,
+                block,
+                event,
+                E,
+                M,
+                ratio_ptr,
+                terms_ptr,
+            )
 
 
 @triton.jit(do_not_specialize=["E", "T_s", "T_t"])
 def chain_class_kernel(
-    student_ptr, teacher_ptr, chunk_ptr, student_row_ptr, teacher_row_ptr, s_bits_ptr, t_bits_ptr, s_lse_ptr, t_lse_ptr,
-    blocks_ptr, s_token_ptr, t_token_ptr, ratio_ptr, terms_ptr, blocks, E, M, T_s, T_t, W_s, W_t,
-    s_stride_b, s_stride_t, t_stride_b, t_stride_t, scale,
-    H_0: tl.constexpr, H_1: tl.constexpr, H_2: tl.constexpr, L_0: tl.constexpr, L_1: tl.constexpr, L_2: tl.constexpr,
-    L_3: tl.constexpr, TILE: tl.constexpr, EVENTS: tl.constexpr, CACHE: tl.constexpr
-):  # fmt: skip
+    student_ptr,
+    teacher_ptr,
+    chunk_ptr,
+    student_row_ptr,
+    teacher_row_ptr,
+    s_bits_ptr,
+    t_bits_ptr,
+    s_lse_ptr,
+    t_lse_ptr,
+    blocks_ptr,
+    s_token_ptr,
+    t_token_ptr,
+    ratio_ptr,
+    terms_ptr,
+    blocks,
+    E,
+    M,
+    T_s,
+    T_t,
+    W_s,
+    W_t,
+    s_stride_b,
+    s_stride_t,
+    t_stride_b,
+    t_stride_t,
+    scale,
+    H_0: tl.constexpr,
+    H_1: tl.constexpr,
+    H_2: tl.constexpr,
+    L_0: tl.constexpr,
+    L_1: tl.constexpr,
+    L_2: tl.constexpr,
+    L_3: tl.constexpr,
+    TILE: tl.constexpr,
+    EVENTS: tl.constexpr,
+    CACHE: tl.constexpr,
+):
     """Compute the terms of one block of classes at some starts."""
     first, block = tl.program_id(0) // blocks * EVENTS, tl.program_id(0) % blocks
     own_ptr = blocks_ptr + block * 7

@@ -33,11 +33,31 @@ def chain_bounds_kernel(chunk_ptr, first_ptr, last_ptr, R, T, P, BLOCK: tl.const
     ],
 )
 def chain_event_kernel(
-    s_first_ptr, s_last_ptr, t_first_ptr, t_last_ptr, s_predicted_ptr, t_predicted_ptr, s_read_ptr, t_read_ptr,
-    s_read_chunk_ptr, t_read_chunk_ptr, chunk_ptr, s_row_ptr, t_row_ptr, s_token_ptr, t_token_ptr, s_before_ptr,
-    t_before_ptr, s_size_ptr, t_size_ptr, at_cut_ptr, event_of_row_ptr, event_of_teacher_row_ptr, chunks,
-    BLOCK: tl.constexpr
-):  # fmt: skip
+    s_first_ptr,
+    s_last_ptr,
+    t_first_ptr,
+    t_last_ptr,
+    s_predicted_ptr,
+    t_predicted_ptr,
+    s_read_ptr,
+    t_read_ptr,
+    s_read_chunk_ptr,
+    t_read_chunk_ptr,
+    chunk_ptr,
+    s_row_ptr,
+    t_row_ptr,
+    s_token_ptr,
+    t_token_ptr,
+    s_before_ptr,
+    t_before_ptr,
+    s_size_ptr,
+    t_size_ptr,
+    at_cut_ptr,
+    event_of_row_ptr,
+    event_of_teacher_row_ptr,
+    chunks,
+    BLOCK: tl.constexpr,
+):
     """Store the start of every chunk that both sides have; padding has the first rows."""
     chunk = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = chunk < chunks
@@ -80,11 +100,31 @@ def spelled_so_far(predicted_ptr, piece_ptr, first, rank, start, end, valid):
     do_not_specialize_on_alignment=["chunk_ptr", "predicted_ptr", "holder_predicted_ptr"],
 )
 def chain_inner_kernel(
-    chunk_ptr, predicted_ptr, holder_predicted_ptr, first_ptr, last_ptr, holder_first_ptr, holder_last_ptr,
-    spelling_start_ptr, piece_ptr, spelled_node_ptr, bare_space_ptr, slot_start_ptr,
-    event_chunk_ptr, holder_row_ptr, fresh_row_ptr, node_ptr, at_end_ptr, R, T, P,
-    END_TERMS: tl.constexpr, BARE_SPACE: tl.constexpr, LEARNS: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+    chunk_ptr,
+    predicted_ptr,
+    holder_predicted_ptr,
+    first_ptr,
+    last_ptr,
+    holder_first_ptr,
+    holder_last_ptr,
+    spelling_start_ptr,
+    piece_ptr,
+    spelled_node_ptr,
+    bare_space_ptr,
+    slot_start_ptr,
+    event_chunk_ptr,
+    holder_row_ptr,
+    fresh_row_ptr,
+    node_ptr,
+    at_end_ptr,
+    R,
+    T,
+    P,
+    END_TERMS: tl.constexpr,
+    BARE_SPACE: tl.constexpr,
+    LEARNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Store the node at every position of the side that is fresh there; see `events.find_inner`."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = row < R
@@ -109,7 +149,8 @@ def chain_inner_kernel(
         kept = kept & (tl.load(bare_space_ptr + node, mask=kept, other=1) == 0)
     if LEARNS:
         slots = tl.load(slot_start_ptr + node + 1, mask=kept, other=0) - tl.load(
-            slot_start_ptr + node, mask=kept, other=0)  # fmt: skip
+            slot_start_ptr + node, mask=kept, other=0
+        )
         kept = kept & (slots > 1)
     tl.store(event_chunk_ptr + row, tl.where(kept, group, -1), mask=there)
     tl.store(holder_row_ptr + row, tl.where(kept, holder_row, 0), mask=there)

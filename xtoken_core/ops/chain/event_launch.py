@@ -81,10 +81,31 @@ def find_events(
     )
     at_cut = torch.empty(chunks, dtype=torch.uint8, device=device)
     event_kernels.chain_event_kernel[(triton.cdiv(chunks, BLOCK),)](
-        s_first, s_last, t_first, t_last, student.predicted, teacher.predicted, student.read, teacher.read,
-        student.read_chunk, teacher.read_chunk, chunk, s_row, t_row, s_token, t_token, s_before, t_before, s_size,
-        t_size, at_cut, of_row, of_teacher_row, chunks, BLOCK=BLOCK,
-    )  # fmt: skip
+        s_first,
+        s_last,
+        t_first,
+        t_last,
+        student.predicted,
+        teacher.predicted,
+        student.read,
+        teacher.read,
+        student.read_chunk,
+        teacher.read_chunk,
+        chunk,
+        s_row,
+        t_row,
+        s_token,
+        t_token,
+        s_before,
+        t_before,
+        s_size,
+        t_size,
+        at_cut,
+        of_row,
+        of_teacher_row,
+        chunks,
+        BLOCK=BLOCK,
+    )
     bounds = Bounds(s_first, s_last, s_size), Bounds(t_first, t_last, t_size)
     return FoundEvents(
         sides=bounds,
@@ -113,11 +134,31 @@ def _find_inner(
     at_end = torch.empty(R, dtype=torch.uint8, device=other.chunk.device)
     if R:
         event_kernels.chain_inner_kernel[(triton.cdiv(R, BLOCK),)](
-            other.chunk, other.predicted, holder.predicted, bounds[1].first, bounds[1].last, bounds[0].first,
-            bounds[0].last, side.spelling_start, side.piece, side.node, side.bare_space.view(torch.uint8),
-            side.slot_start, chunk, holder_row, fresh_row, node, at_end, R, T, max_chunks,
-            END_TERMS=options.end_terms, BARE_SPACE=options.bare_space, LEARNS=learns, BLOCK=BLOCK,
-        )  # fmt: skip
+            other.chunk,
+            other.predicted,
+            holder.predicted,
+            bounds[1].first,
+            bounds[1].last,
+            bounds[0].first,
+            bounds[0].last,
+            side.spelling_start,
+            side.piece,
+            side.node,
+            side.bare_space.view(torch.uint8),
+            side.slot_start,
+            chunk,
+            holder_row,
+            fresh_row,
+            node,
+            at_end,
+            R,
+            T,
+            max_chunks,
+            END_TERMS=options.end_terms,
+            BARE_SPACE=options.bare_space,
+            LEARNS=learns,
+            BLOCK=BLOCK,
+        )
     return Inner(chunk, holder_row, fresh_row, node, at_end)
 
 

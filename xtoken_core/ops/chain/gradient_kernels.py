@@ -88,7 +88,7 @@ def part_of_both(x, z, of_loss, target, head_lse, factor, top, V, TARGET: tl.con
 @triton.jit
 def start_of_row(
     event, of_start_ptr, teacher_ptr, teacher_row_ptr, mass_ptr, s_lse_ptr, t_lse_ptr, T_t, t_stride_b, t_stride_t
-):  # fmt: skip
+):
     """Return the start at a row: the upstream gradient, 0 = none, the teacher's row, the mass and both live sums."""
     there, at = event >= 0, tl.maximum(event, 0)
     of_start = tl.load(of_start_ptr + at, mask=there, other=0.0)
@@ -100,9 +100,22 @@ def start_of_row(
 
 @triton.jit
 def part_of_start(
-    x, z, live, both, of_start, t_base, mass, s_lse, t_lse, partner_ptr, ratios_ptr, V, scale,
-    ALIGNED: tl.constexpr, CACHE: tl.constexpr
-):  # fmt: skip
+    x,
+    z,
+    live,
+    both,
+    of_start,
+    t_base,
+    mass,
+    s_lse,
+    t_lse,
+    partner_ptr,
+    ratios_ptr,
+    V,
+    scale,
+    ALIGNED: tl.constexpr,
+    CACHE: tl.constexpr,
+):
     """Return the gradient of the start of a row's chunk."""
     gradient = tl.zeros(z.shape, dtype=tl.float32)
     if of_start != 0.0:
@@ -122,15 +135,35 @@ def part_of_start(
 
 @triton.jit
 def parts_of_row(
-    row, event, teacher_ptr, targets_ptr, teacher_row_ptr, head_lse_ptr, top_ptr, total_ptr, mass_ptr, s_lse_ptr,
-    t_lse_ptr, of_losses_ptr, of_start_ptr, node_chunk_ptr, node_end_ptr, E, level_ptr, reads, T_t, t_stride_b,
-    t_stride_t, scale, TARGETS: tl.constexpr
-):  # fmt: skip
+    row,
+    event,
+    teacher_ptr,
+    targets_ptr,
+    teacher_row_ptr,
+    head_lse_ptr,
+    top_ptr,
+    total_ptr,
+    mass_ptr,
+    s_lse_ptr,
+    t_lse_ptr,
+    of_losses_ptr,
+    of_start_ptr,
+    node_chunk_ptr,
+    node_end_ptr,
+    E,
+    level_ptr,
+    reads,
+    T_t,
+    t_stride_b,
+    t_stride_t,
+    scale,
+    TARGETS: tl.constexpr,
+):
     """Return the values that all logits of a row share: of its loss, of the node that reads it, and of its start."""
     of_loss, target, head_lse = loss_of_row(row, targets_ptr, of_losses_ptr, head_lse_ptr, TARGETS)
     factor, top = node_of_row(
         row, of_start_ptr, node_chunk_ptr, node_end_ptr, E, level_ptr, reads, top_ptr, total_ptr, scale
-    )  # fmt: skip
+    )
     of_start, t_base, mass, s_lse, t_lse = start_of_row(
         event, of_start_ptr, teacher_ptr, teacher_row_ptr, mass_ptr, s_lse_ptr, t_lse_ptr, T_t, t_stride_b, t_stride_t
     )
@@ -139,9 +172,22 @@ def parts_of_row(
 
 @triton.jit
 def gradient_at(
-    x, there, live, both, base, parts, partner_ptr, ratios_ptr, V, scale, TARGETS: tl.constexpr,
-    UNSCALED: tl.constexpr, ALIGNED: tl.constexpr, CACHE: tl.constexpr, TARGET: tl.constexpr = True
-):  # fmt: skip
+    x,
+    there,
+    live,
+    both,
+    base,
+    parts,
+    partner_ptr,
+    ratios_ptr,
+    V,
+    scale,
+    TARGETS: tl.constexpr,
+    UNSCALED: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    CACHE: tl.constexpr,
+    TARGET: tl.constexpr = True,
+):
     """Return the gradient of some of a row's logits in float32, all that is computed element by element.
 
     `TARGET`: with the target's own term.
@@ -149,9 +195,8 @@ def gradient_at(
     of_loss, target, head_lse, factor, top, of_start, t_base, mass, s_lse, t_lse = parts
     z = tl.load(base + x, mask=there, other=float("-inf"), cache_modifier=CACHE).to(tl.float32)
     gradient = part_of_start(
-        x, z, live, both, of_start, t_base, mass, s_lse, t_lse, partner_ptr, ratios_ptr, V, scale,
-        ALIGNED, CACHE
-    )  # fmt: skip
+        x, z, live, both, of_start, t_base, mass, s_lse, t_lse, partner_ptr, ratios_ptr, V, scale, ALIGNED, CACHE
+    )
     if TARGETS and UNSCALED:
         gradient += part_of_both(x, z, of_loss, target, head_lse, factor, top, V, TARGET)
     else:
@@ -163,13 +208,52 @@ def gradient_at(
 
 @triton.jit(do_not_specialize=["E", "reads", "T_s", "T_t", "first_row"], do_not_specialize_on_alignment=["targets_ptr"])
 def chain_row_bwd_kernel(
-    student_ptr, teacher_ptr, targets_ptr, event_ptr, teacher_row_ptr, s_bits_ptr, t_bits_ptr,
-    partner_ptr, ratio_ptr, head_lse_ptr, top_ptr, total_ptr, mass_ptr, s_lse_ptr, t_lse_ptr, of_losses_ptr,
-    of_start_ptr, node_chunk_ptr, node_end_ptr, E, level_ptr, reads, T_s, T_t, V, M, W,
-    s_stride_b, s_stride_t, t_stride_b, t_stride_t, scale,
-    grad_ptr, V_head, stored_ptr, W_head, first_row, blocks, TARGETS: tl.constexpr, UNSCALED: tl.constexpr,
-    ALIGNED: tl.constexpr, CACHE: tl.constexpr, IN_PLACE: tl.constexpr, TILES: tl.constexpr, LANES: tl.constexpr
-):  # fmt: skip
+    student_ptr,
+    teacher_ptr,
+    targets_ptr,
+    event_ptr,
+    teacher_row_ptr,
+    s_bits_ptr,
+    t_bits_ptr,
+    partner_ptr,
+    ratio_ptr,
+    head_lse_ptr,
+    top_ptr,
+    total_ptr,
+    mass_ptr,
+    s_lse_ptr,
+    t_lse_ptr,
+    of_losses_ptr,
+    of_start_ptr,
+    node_chunk_ptr,
+    node_end_ptr,
+    E,
+    level_ptr,
+    reads,
+    T_s,
+    T_t,
+    V,
+    M,
+    W,
+    s_stride_b,
+    s_stride_t,
+    t_stride_b,
+    t_stride_t,
+    scale,
+    grad_ptr,
+    V_head,
+    stored_ptr,
+    W_head,
+    first_row,
+    blocks,
+    TARGETS: tl.constexpr,
+    UNSCALED: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    CACHE: tl.constexpr,
+    IN_PLACE: tl.constexpr,
+    TILES: tl.constexpr,
+    LANES: tl.constexpr,
+):
     """Store some adjacent tiles of a student row's gradient; over its logits, what is stored there already stays."""
     row = first_row + tl.program_id(0) // blocks
     first = tl.program_id(0) % blocks * (TILES * LANES * ADJACENT)
@@ -177,10 +261,30 @@ def chain_row_bwd_kernel(
     base = row_of(student_ptr, row, T_s, s_stride_b, s_stride_t)
     own = in_64_bits(tl.maximum(event, 0))
     parts = parts_of_row(
-        row, event, teacher_ptr, targets_ptr, teacher_row_ptr, head_lse_ptr, top_ptr, total_ptr, mass_ptr, s_lse_ptr,
-        t_lse_ptr, of_losses_ptr, of_start_ptr, node_chunk_ptr, node_end_ptr, E, level_ptr, reads, T_t, t_stride_b,
-        t_stride_t, scale, TARGETS
-    )  # fmt: skip
+        row,
+        event,
+        teacher_ptr,
+        targets_ptr,
+        teacher_row_ptr,
+        head_lse_ptr,
+        top_ptr,
+        total_ptr,
+        mass_ptr,
+        s_lse_ptr,
+        t_lse_ptr,
+        of_losses_ptr,
+        of_start_ptr,
+        node_chunk_ptr,
+        node_end_ptr,
+        E,
+        level_ptr,
+        reads,
+        T_t,
+        t_stride_b,
+        t_stride_t,
+        scale,
+        TARGETS,
+    )
     of_loss, target, _ = loss_of_row(row, targets_ptr, of_losses_ptr, head_lse_ptr, TARGETS)
     compared = tl.where(event >= 0, V, 0)
     for begin in range(first, tl.minimum(first + TILES * LANES * ADJACENT, V_head), LANES * ADJACENT):
@@ -189,9 +293,22 @@ def chain_row_bwd_kernel(
         live = bits_of(word, x, compared)
         both = bits_of(word & live_words(t_bits_ptr + own * W, begin, compared, LANES), x, compared)
         gradient = gradient_at(
-            x, x < V_head, live, both, base, parts, partner_ptr, ratio_ptr + own * M, V, scale, TARGETS, UNSCALED,
-            ALIGNED, CACHE, False
-        )  # fmt: skip
+            x,
+            x < V_head,
+            live,
+            both,
+            base,
+            parts,
+            partner_ptr,
+            ratio_ptr + own * M,
+            V,
+            scale,
+            TARGETS,
+            UNSCALED,
+            ALIGNED,
+            CACHE,
+            False,
+        )
         if (target >= begin) & (target < begin + LANES * ADJACENT):  # -1 without targets
             gradient = gradient - tl.where(x == target, of_loss, 0.0)
         to_ptr = grad_ptr + in_64_bits(row) * V_head + x

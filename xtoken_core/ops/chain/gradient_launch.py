@@ -115,9 +115,15 @@ class Gradient:
         """Launch the row kernel: the element-wise part of the gradient, for rows `first` to `last - 1`."""
         blocks = triton.cdiv(self.width, GRADIENT_TILES * GRADIENT_LANES * start_kernels.ADJACENT.value)
         gradient_kernels.chain_row_bwd_kernel[((last - first) * blocks,)](
-            *self.row, first, blocks, **self.settings, CACHE=GRADIENT_CACHE, TILES=GRADIENT_TILES,
-            LANES=GRADIENT_LANES, num_warps=GRADIENT_WARPS,
-        )  # fmt: skip
+            *self.row,
+            first,
+            blocks,
+            **self.settings,
+            CACHE=GRADIENT_CACHE,
+            TILES=GRADIENT_TILES,
+            LANES=GRADIENT_LANES,
+            num_warps=GRADIENT_WARPS,
+        )
 
     def add_nodes(self, first: int, last: int) -> None:
         """Launch the node kernel: the whole gradient of the tokens that a node holds or names, for these rows."""
@@ -129,24 +135,74 @@ class Gradient:
         sums = torch.empty((programs, sum(capacity)), dtype=torch.float32, device=inputs.device)
         bounds = inputs.bounds[1]
         node_gradient_kernels.chain_node_bwd_kernel[(programs,)](
-            *self.row, first, last,
-            inputs.in_student.chunk, bounds.first, bounds.size, len(inside.value), inputs.in_student.node,
-            own.slot_start, own.held.node_start, own.held.token, inside.held_lse, inside.mass, inside.ratio,
-            own.most_slots, inputs.in_student.at_end, own.spelling_start, own.spelled_node, own.spelled_slot,
-            inputs.in_teacher.node, other.slot_start, other.fresh.node_start, other.fresh.token, other.fresh.slot,
-            beside.mass, beside.ratio, other.most_slots, sums, sum(capacity), capacity[0],
-            **self.settings, SLOTS=launch.SLOTS, num_warps=launch.NODE_WARPS,
-        )  # fmt: skip
+            *self.row,
+            first,
+            last,
+            inputs.in_student.chunk,
+            bounds.first,
+            bounds.size,
+            len(inside.value),
+            inputs.in_student.node,
+            own.slot_start,
+            own.held.node_start,
+            own.held.token,
+            inside.held_lse,
+            inside.mass,
+            inside.ratio,
+            own.most_slots,
+            inputs.in_student.at_end,
+            own.spelling_start,
+            own.spelled_node,
+            own.spelled_slot,
+            inputs.in_teacher.node,
+            other.slot_start,
+            other.fresh.node_start,
+            other.fresh.token,
+            other.fresh.slot,
+            beside.mass,
+            beside.ratio,
+            other.most_slots,
+            sums,
+            sum(capacity),
+            capacity[0],
+            **self.settings,
+            SLOTS=launch.SLOTS,
+            num_warps=launch.NODE_WARPS,
+        )
 
     def _row(
         self, student: Rows, teacher: Rows, targets: Tensor | None, of_losses: Tensor | None, of_parts: Tensor
     ) -> tuple[Any, ...]:
         inputs, plan, (starts, mass, _, beside) = self.inputs, self.inputs.plan, self.kept
         return (
-            student.logits, teacher.logits, targets, inputs.event_of_row, inputs.starts.teacher_row,
-            starts.student_bits, starts.teacher_bits, plan.partner, starts.ratio, starts.head_lse, starts.top,
-            starts.total, mass, starts.student_lse, starts.teacher_lse, of_losses, of_parts, inputs.in_teacher.chunk,
-            inputs.in_teacher.at_end, of_parts.shape[1], beside.level, len(beside.level), student.positions,
-            teacher.positions, student.width, plan.others, starts.student_bits.shape[1], *student.strides,
-            *teacher.strides, inputs.scale,
-        )  # fmt: skip
+            student.logits,
+            teacher.logits,
+            targets,
+            inputs.event_of_row,
+            inputs.starts.teacher_row,
+            starts.student_bits,
+            starts.teacher_bits,
+            plan.partner,
+            starts.ratio,
+            starts.head_lse,
+            starts.top,
+            starts.total,
+            mass,
+            starts.student_lse,
+            starts.teacher_lse,
+            of_losses,
+            of_parts,
+            inputs.in_teacher.chunk,
+            inputs.in_teacher.at_end,
+            of_parts.shape[1],
+            beside.level,
+            len(beside.level),
+            student.positions,
+            teacher.positions,
+            student.width,
+            plan.others,
+            starts.student_bits.shape[1],
+            *student.strides,
+            *teacher.strides,
+            inputs.scale,
+        )

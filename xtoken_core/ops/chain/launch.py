@@ -163,16 +163,45 @@ class Comparison:
         own, plain, members = (torch.empty((E, W), dtype=torch.int32, device=self.device) for W in live.words)
         event = before, token, self.starts.chunk, self.starts.at_cut, own, plain, members
         live_kernels.chain_live_kernel[(E,)](
-            *event, live.base, live.heavy, live.stored, table.tail, live.second, *live.words, len(live.base) - 1,
-            CONDITIONING=self.options.conditioning, WORDS=WORDS, num_warps=LIVE_WARPS,
-        )  # fmt: skip
+            *event,
+            live.base,
+            live.heavy,
+            live.stored,
+            table.tail,
+            live.second,
+            *live.words,
+            len(live.base) - 1,
+            CONDITIONING=self.options.conditioning,
+            WORDS=WORDS,
+            num_warps=LIVE_WARPS,
+        )
         if self.options.conditioning:
             live_kernels.chain_clear_kernel[(E * SPLITS,)](
-                *event, live.heavy, table.tail, live.joined, live.position_start, live.by_position,
-                live.second_by_position, live.head_by_position, table.point, table.low, table.high, table.rule_start,
-                table.tail_start, table.tail_count, table.right, live.heads, *live.words, table.depth,
-                SPLITS=SPLITS, RULES=RULES, TOKENS=TOKENS, POINTS=POINTS, AT_POINT=AT_POINT, num_warps=CLEAR_WARPS,
-            )  # fmt: skip
+                *event,
+                live.heavy,
+                table.tail,
+                live.joined,
+                live.position_start,
+                live.by_position,
+                live.second_by_position,
+                live.head_by_position,
+                table.point,
+                table.low,
+                table.high,
+                table.rule_start,
+                table.tail_start,
+                table.tail_count,
+                table.right,
+                live.heads,
+                *live.words,
+                table.depth,
+                SPLITS=SPLITS,
+                RULES=RULES,
+                TOKENS=TOKENS,
+                POINTS=POINTS,
+                AT_POINT=AT_POINT,
+                num_warps=CLEAR_WARPS,
+            )
         return own, plain, members
 
     def start_values(
@@ -199,20 +228,73 @@ class Comparison:
         hits = None if targets is None else torch.empty((B, T_s), dtype=torch.bool, device=self.device)
         if self.reads_both:
             aligned_kernels.chain_both_kernel[(R_s,)](
-                student.logits, teacher.logits, targets, self.event_of_row, starts.teacher_row, s_bits, t_own, t_bits,
-                losses, hits, head_lse, top, total, t_top, t_total, s_lse, t_lse, terms, E, T_s, teacher.positions,
-                student.logits.shape[2], student.width, teacher.width, s_bits.shape[1], t_own.shape[1],
-                *student.strides, *teacher.strides, self.scale, TARGETS=targets is not None,
-                UNSCALED=self.scale == 1.0, LANES=BOTH_LANES, num_warps=BOTH_WARPS,
-            )  # fmt: skip
+                student.logits,
+                teacher.logits,
+                targets,
+                self.event_of_row,
+                starts.teacher_row,
+                s_bits,
+                t_own,
+                t_bits,
+                losses,
+                hits,
+                head_lse,
+                top,
+                total,
+                t_top,
+                t_total,
+                s_lse,
+                t_lse,
+                terms,
+                E,
+                T_s,
+                teacher.positions,
+                student.logits.shape[2],
+                student.width,
+                teacher.width,
+                s_bits.shape[1],
+                t_own.shape[1],
+                *student.strides,
+                *teacher.strides,
+                self.scale,
+                TARGETS=targets is not None,
+                UNSCALED=self.scale == 1.0,
+                LANES=BOTH_LANES,
+                num_warps=BOTH_WARPS,
+            )
         else:
             start_kernels.chain_student_kernel[(R_s,)](
-                student.logits, teacher.logits, targets, self.event_of_row, starts.teacher_row, s_bits, t_bits,
-                plan.partner, t_lse, losses, hits, head_lse, top, total, s_lse, terms, E, T_s, teacher.positions,
-                student.logits.shape[2], student.width, s_bits.shape[1], *student.strides, *teacher.strides,
-                self.scale, TARGETS=targets is not None, UNSCALED=self.scale == 1.0, ALIGNED=plan.aligned,
-                LANES=STUDENT_LANES, num_warps=STUDENT_WARPS,
-            )  # fmt: skip
+                student.logits,
+                teacher.logits,
+                targets,
+                self.event_of_row,
+                starts.teacher_row,
+                s_bits,
+                t_bits,
+                plan.partner,
+                t_lse,
+                losses,
+                hits,
+                head_lse,
+                top,
+                total,
+                s_lse,
+                terms,
+                E,
+                T_s,
+                teacher.positions,
+                student.logits.shape[2],
+                student.width,
+                s_bits.shape[1],
+                *student.strides,
+                *teacher.strides,
+                self.scale,
+                TARGETS=targets is not None,
+                UNSCALED=self.scale == 1.0,
+                ALIGNED=plan.aligned,
+                LANES=STUDENT_LANES,
+                num_warps=STUDENT_WARPS,
+            )
         del t_own  # so that less is held beside the ratios
         half = student.logits.dtype == torch.bfloat16  # float16 has not the range
         ratio = self._float(E, M, dtype=torch.bfloat16 if half else torch.float32)
@@ -224,10 +306,23 @@ class Comparison:
         R_t = self.shape[0] * teacher.positions
         t_top, t_total, t_lse = self._float(R_t), self._float(R_t), self._float(len(self.starts.chunk))
         start_kernels.chain_teacher_kernel[(R_t,)](
-            teacher.logits, self.event_of_teacher_row, self.in_student.chunk, len(self.in_student.chunk), live,
-            t_top, t_total, t_lse, teacher.positions, teacher.width, live.shape[1], *teacher.strides, self.scale,
-            NODES_ALONE=self.reads_both, LANES=TEACHER_LANES, num_warps=TEACHER_WARPS,
-        )  # fmt: skip
+            teacher.logits,
+            self.event_of_teacher_row,
+            self.in_student.chunk,
+            len(self.in_student.chunk),
+            live,
+            t_top,
+            t_total,
+            t_lse,
+            teacher.positions,
+            teacher.width,
+            live.shape[1],
+            *teacher.strides,
+            self.scale,
+            NODES_ALONE=self.reads_both,
+            LANES=TEACHER_LANES,
+            num_warps=TEACHER_WARPS,
+        )
         return t_top, t_total, t_lse
 
     def _student_live(self) -> LiveBits:
@@ -264,13 +359,36 @@ class Comparison:
             heights = {f"H_{k}": size for k, size in enumerate(class_layout.HEIGHTS)}
             lengths = {f"L_{k}": size for k, size in enumerate(class_layout.LENGTHS)}
             class_kernels.chain_class_kernel[(triton.cdiv(E, CLASS_EVENTS) * blocks,)](
-                student.logits, teacher.logits, starts.chunk, starts.student_row, starts.teacher_row, *bits,
-                kept.student_lse, kept.teacher_lse, plan.blocks, plan.student.members, plan.teacher.members, kept.ratio,
-                terms, blocks, E, M, student.positions, teacher.positions, bits[0].shape[1], bits[1].shape[1],
-                *student.strides, *teacher.strides, self.scale, **heights, **lengths,
-                TILE=class_layout.TILE, EVENTS=CLASS_EVENTS,
-                CACHE=CLASS_CACHE if plan.aligned else "", num_warps=CLASS_WARPS,
-            )  # fmt: skip
+                student.logits,
+                teacher.logits,
+                starts.chunk,
+                starts.student_row,
+                starts.teacher_row,
+                *bits,
+                kept.student_lse,
+                kept.teacher_lse,
+                plan.blocks,
+                plan.student.members,
+                plan.teacher.members,
+                kept.ratio,
+                terms,
+                blocks,
+                E,
+                M,
+                student.positions,
+                teacher.positions,
+                bits[0].shape[1],
+                bits[1].shape[1],
+                *student.strides,
+                *teacher.strides,
+                self.scale,
+                **heights,
+                **lengths,
+                TILE=class_layout.TILE,
+                EVENTS=CLASS_EVENTS,
+                CACHE=CLASS_CACHE if plan.aligned else "",
+                num_warps=CLASS_WARPS,
+            )
 
     def node_values(self, student: Rows, teacher: Rows, starts: StartResults, *, learns: bool) -> NodeResults:
         """Compute the values of the nodes inside the student's tokens (`learns`) or the teacher's."""
@@ -284,14 +402,46 @@ class Comparison:
             flags = torch.zeros((programs, self.plan.classes // 32 + 1), dtype=torch.int32, device=self.device)
             held, named = nodes.held, nodes.fresh
             node_kernels.chain_node_kernel[(programs,)](
-                holder.logits, fresh.logits, inner.chunk, inner.student_row, inner.teacher_row, inner.node,
-                nodes.slot_start, nodes.slot_class, held.segment_start, held.start, held.token, named.segment_start,
-                named.start, named.token, other.root, *sums, flags, self._float(programs, held.most_segments),
-                self._float(programs, named.most_segments), held.most_segments, named.most_segments, value, mass,
-                level, held_lse, ratio, nodes.most_slots, E, holder.positions, fresh.positions, fresh.width,
-                flags.shape[1], *holder.strides, *fresh.strides, self.scale, HOLDER_LEARNS=learns, BLOCK=BLOCK,
-                SLOTS=SLOTS, num_warps=NODE_WARPS,
-            )  # fmt: skip
+                holder.logits,
+                fresh.logits,
+                inner.chunk,
+                inner.student_row,
+                inner.teacher_row,
+                inner.node,
+                nodes.slot_start,
+                nodes.slot_class,
+                held.segment_start,
+                held.start,
+                held.token,
+                named.segment_start,
+                named.start,
+                named.token,
+                other.root,
+                *sums,
+                flags,
+                self._float(programs, held.most_segments),
+                self._float(programs, named.most_segments),
+                held.most_segments,
+                named.most_segments,
+                value,
+                mass,
+                level,
+                held_lse,
+                ratio,
+                nodes.most_slots,
+                E,
+                holder.positions,
+                fresh.positions,
+                fresh.width,
+                flags.shape[1],
+                *holder.strides,
+                *fresh.strides,
+                self.scale,
+                HOLDER_LEARNS=learns,
+                BLOCK=BLOCK,
+                SLOTS=SLOTS,
+                num_warps=NODE_WARPS,
+            )
         return NodeResults(value, mass, level, held_lse, ratio)
 
     def parts(self, terms: Tensor, student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
@@ -305,12 +455,28 @@ class Comparison:
         chunks = self.shape[0] * self.shape[1]
         parts, mass = self._float(3, chunks), self._float(chunks)
         node_kernels.chain_part_kernel[(triton.cdiv(chunks, CHUNKS),)](
-            self.starts.chunk, terms, len(terms), student, self.in_student.chunk, self.in_student.at_end,
-            self.bounds[1].first, self.bounds[1].size,
-            len(student), teacher, self.in_teacher.chunk,
-            self.in_teacher.at_end, self.bounds[0].first, self.bounds[0].size, len(teacher), parts, mass,
-            chunks, BLOCK=CHUNKS, TERMS=TERMS, num_warps=4,
-        )  # fmt: skip
+            self.starts.chunk,
+            terms,
+            len(terms),
+            student,
+            self.in_student.chunk,
+            self.in_student.at_end,
+            self.bounds[1].first,
+            self.bounds[1].size,
+            len(student),
+            teacher,
+            self.in_teacher.chunk,
+            self.in_teacher.at_end,
+            self.bounds[0].first,
+            self.bounds[0].size,
+            len(teacher),
+            parts,
+            mass,
+            chunks,
+            BLOCK=CHUNKS,
+            TERMS=TERMS,
+            num_warps=4,
+        )
         return parts, mass
 
     def _roles(self, student: Rows, teacher: Rows, learns: bool) -> tuple[Inner, Rows, Rows, SideLayout, SideLayout]:

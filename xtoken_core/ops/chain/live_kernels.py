@@ -47,9 +47,25 @@ def is_conditioned(at_cut_ptr, event, CONDITIONING: tl.constexpr):
 
 @triton.jit
 def chain_live_kernel(
-    before_ptr, token_ptr, chunk_ptr, at_cut_ptr, own_ptr, plain_ptr, members_ptr, base_ptr, heavy_ptr, stored_ptr,
-    tail_ptr, second_ptr, W, W_plain, W_members, last_row, CONDITIONING: tl.constexpr, WORDS: tl.constexpr
-):  # fmt: skip
+    before_ptr,
+    token_ptr,
+    chunk_ptr,
+    at_cut_ptr,
+    own_ptr,
+    plain_ptr,
+    members_ptr,
+    base_ptr,
+    heavy_ptr,
+    stored_ptr,
+    tail_ptr,
+    second_ptr,
+    W,
+    W_plain,
+    W_members,
+    last_row,
+    CONDITIONING: tl.constexpr,
+    WORDS: tl.constexpr,
+):
     """Set the bits of the tokens that can follow one event's last token of the other side, but for its rules."""
     event = tl.program_id(0)
     if tl.load(chunk_ptr + event) >= 0:
@@ -74,11 +90,38 @@ def chain_live_kernel(
 
 @triton.jit(do_not_specialize=["heads"])
 def chain_clear_kernel(
-    before_ptr, token_ptr, chunk_ptr, at_cut_ptr, own_ptr, plain_ptr, members_ptr, heavy_ptr, tail_ptr, joined_ptr,
-    position_start_ptr, by_position_ptr, second_by_position_ptr, head_by_position_ptr, point_ptr, low_ptr, high_ptr,
-    rule_start_ptr, tail_start_ptr, tail_count_ptr, right_ptr, heads, W, W_plain, W_members, depth,
-    SPLITS: tl.constexpr, RULES: tl.constexpr, TOKENS: tl.constexpr, POINTS: tl.constexpr, AT_POINT: tl.constexpr
-):  # fmt: skip
+    before_ptr,
+    token_ptr,
+    chunk_ptr,
+    at_cut_ptr,
+    own_ptr,
+    plain_ptr,
+    members_ptr,
+    heavy_ptr,
+    tail_ptr,
+    joined_ptr,
+    position_start_ptr,
+    by_position_ptr,
+    second_by_position_ptr,
+    head_by_position_ptr,
+    point_ptr,
+    low_ptr,
+    high_ptr,
+    rule_start_ptr,
+    tail_start_ptr,
+    tail_count_ptr,
+    right_ptr,
+    heads,
+    W,
+    W_plain,
+    W_members,
+    depth,
+    SPLITS: tl.constexpr,
+    RULES: tl.constexpr,
+    TOKENS: tl.constexpr,
+    POINTS: tl.constexpr,
+    AT_POINT: tl.constexpr,
+):
     """Clear the bits of the tokens that some of the rules of an event's last token exclude, all but its own token's."""
     event, split = tl.program_id(0) // SPLITS, tl.program_id(0) % SPLITS
     w = tl.load(before_ptr + event)
@@ -98,18 +141,44 @@ def chain_clear_kernel(
                 there = rule < count
                 point = tl.load(point_ptr + start + rule, mask=there, other=0)
                 clear(
-                    own_ptr, plain_ptr, members_ptr, W_plain * 32, point, point + 1, there, token, position_start_ptr,
-                    by_position_ptr, second_by_position_ptr, head_by_position_ptr, joined_ptr, POINTS, AT_POINT
-                )  # fmt: skip
+                    own_ptr,
+                    plain_ptr,
+                    members_ptr,
+                    W_plain * 32,
+                    point,
+                    point + 1,
+                    there,
+                    token,
+                    position_start_ptr,
+                    by_position_ptr,
+                    second_by_position_ptr,
+                    head_by_position_ptr,
+                    joined_ptr,
+                    POINTS,
+                    AT_POINT,
+                )
             for begin in range(split * RULES, count, SPLITS * RULES):
                 rule = begin + tl.arange(0, RULES * TOKENS) // TOKENS
                 there = rule < count
                 low = tl.load(low_ptr + start + rule, mask=there, other=0)
                 high = tl.load(high_ptr + start + rule, mask=there, other=0)
                 clear(
-                    own_ptr, plain_ptr, members_ptr, W_plain * 32, low, high, there, token, position_start_ptr,
-                    by_position_ptr, second_by_position_ptr, head_by_position_ptr, joined_ptr, RULES, TOKENS
-                )  # fmt: skip
+                    own_ptr,
+                    plain_ptr,
+                    members_ptr,
+                    W_plain * 32,
+                    low,
+                    high,
+                    there,
+                    token,
+                    position_start_ptr,
+                    by_position_ptr,
+                    second_by_position_ptr,
+                    head_by_position_ptr,
+                    joined_ptr,
+                    RULES,
+                    TOKENS,
+                )
             known = tl.maximum(at, 0)
             start = tl.load(tail_start_ptr + known)
             count = tl.where(at >= 0, tl.load(tail_count_ptr + known), 0)
@@ -118,9 +187,22 @@ def chain_clear_kernel(
 
 @triton.jit
 def clear(
-    own_ptr, plain_ptr, members_ptr, plain_bits, low, high, there, token, position_start_ptr, by_position_ptr,
-    second_by_position_ptr, head_by_position_ptr, joined_ptr, RULES: tl.constexpr, TOKENS: tl.constexpr
-):  # fmt: skip
+    own_ptr,
+    plain_ptr,
+    members_ptr,
+    plain_bits,
+    low,
+    high,
+    there,
+    token,
+    position_start_ptr,
+    by_position_ptr,
+    second_by_position_ptr,
+    head_by_position_ptr,
+    joined_ptr,
+    RULES: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
     """Clear the bits of the tokens in intervals of capacity where the model decides, but for one token's.
 
     Adjacent lanes have the same interval, `TOKENS` each: in one dimension no tile changes its layout.

@@ -17,9 +17,24 @@ from xtoken_core.ops.chain.start_kernels import exp, in_64_bits, is_live, row_of
 
 @triton.jit
 def add_inside_token(
-    list_ptr, first, last, sum_ptr, base, rank, node, slot, spelling_start_ptr, spelled_node_ptr, spelled_slot_ptr,
-    ratio_ptr, mass, held_lse, weight, scale, SLOTS: tl.constexpr
-):  # fmt: skip
+    list_ptr,
+    first,
+    last,
+    sum_ptr,
+    base,
+    rank,
+    node,
+    slot,
+    spelling_start_ptr,
+    spelled_node_ptr,
+    spelled_slot_ptr,
+    ratio_ptr,
+    mass,
+    held_lse,
+    weight,
+    scale,
+    SLOTS: tl.constexpr,
+):
     """Add the gradient of a node inside the student's token to those tokens of a list that the node holds."""
     for begin in range(first, last, SLOTS):
         at = begin + tl.arange(0, SLOTS)
@@ -37,9 +52,21 @@ def add_inside_token(
 
 @triton.jit
 def start_sums(
-    list_ptr, slot_ptr, first, last, slot, sum_ptr, base, ratio_ptr, level, mass, pivot, weight, scale,
-    SLOTS: tl.constexpr
-):  # fmt: skip
+    list_ptr,
+    slot_ptr,
+    first,
+    last,
+    slot,
+    sum_ptr,
+    base,
+    ratio_ptr,
+    level,
+    mass,
+    pivot,
+    weight,
+    scale,
+    SLOTS: tl.constexpr,
+):
     """Store what the named classes of a node differ by from the others."""
     for begin in range(first, last, SLOTS):
         at = begin + tl.arange(0, SLOTS)
@@ -53,22 +80,74 @@ def start_sums(
 
 @triton.jit
 def add_node(
-    event, chunk, rank, list_ptr, first, last, inside_ptr, o_list_ptr, o_first, o_last, named_ptr, base,
-    node_ptr, slot_start_ptr, spelling_start_ptr, spelled_node_ptr, spelled_slot_ptr, ratios_ptr,
-    mass_ptr, held_lse_ptr, i_end_ptr, of_start_ptr, E, scale, SLOTS: tl.constexpr
-):  # fmt: skip
+    event,
+    chunk,
+    rank,
+    list_ptr,
+    first,
+    last,
+    inside_ptr,
+    o_list_ptr,
+    o_first,
+    o_last,
+    named_ptr,
+    base,
+    node_ptr,
+    slot_start_ptr,
+    spelling_start_ptr,
+    spelled_node_ptr,
+    spelled_slot_ptr,
+    ratios_ptr,
+    mass_ptr,
+    held_lse_ptr,
+    i_end_ptr,
+    of_start_ptr,
+    E,
+    scale,
+    SLOTS: tl.constexpr,
+):
     """Add the gradient of one node inside the student's token to both lists of its row."""
     node, mass, held_lse = tl.load(node_ptr + event), tl.load(mass_ptr + event), tl.load(held_lse_ptr + event)
     slot = tl.load(slot_start_ptr + node)
     weight = weight_of(event, chunk, i_end_ptr, of_start_ptr, E, chunk >= 0) * scale
     add_inside_token(
-        list_ptr, first, last, inside_ptr, base, rank, node, slot, spelling_start_ptr, spelled_node_ptr,
-        spelled_slot_ptr, ratios_ptr, mass, held_lse, weight, scale, SLOTS
-    )  # fmt: skip
+        list_ptr,
+        first,
+        last,
+        inside_ptr,
+        base,
+        rank,
+        node,
+        slot,
+        spelling_start_ptr,
+        spelled_node_ptr,
+        spelled_slot_ptr,
+        ratios_ptr,
+        mass,
+        held_lse,
+        weight,
+        scale,
+        SLOTS,
+    )
     add_inside_token(
-        o_list_ptr, o_first, o_last, named_ptr, base, rank, node, slot, spelling_start_ptr, spelled_node_ptr,
-        spelled_slot_ptr, ratios_ptr, mass, held_lse, weight, scale, SLOTS
-    )  # fmt: skip
+        o_list_ptr,
+        o_first,
+        o_last,
+        named_ptr,
+        base,
+        rank,
+        node,
+        slot,
+        spelling_start_ptr,
+        spelled_node_ptr,
+        spelled_slot_ptr,
+        ratios_ptr,
+        mass,
+        held_lse,
+        weight,
+        scale,
+        SLOTS,
+    )
     tl.debug_barrier()
 
 
@@ -82,10 +161,27 @@ def clear_sums(sum_ptr, count, SLOTS: tl.constexpr):
 
 @triton.jit
 def store_list(
-    list_ptr, first, last, sum_ptr, own_ptr, event, base, parts, s_bits_ptr, t_bits_ptr, partner_ptr, ratios_ptr, V,
-    scale, stored_ptr, TARGETS: tl.constexpr, UNSCALED: tl.constexpr, ALIGNED: tl.constexpr, IN_PLACE: tl.constexpr,
-    SLOTS: tl.constexpr
-):  # fmt: skip
+    list_ptr,
+    first,
+    last,
+    sum_ptr,
+    own_ptr,
+    event,
+    base,
+    parts,
+    s_bits_ptr,
+    t_bits_ptr,
+    partner_ptr,
+    ratios_ptr,
+    V,
+    scale,
+    stored_ptr,
+    TARGETS: tl.constexpr,
+    UNSCALED: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    IN_PLACE: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
     """Store the gradient of a list of a row's tokens, from the row's common values and the accumulated sums.
 
     In place, a token that is stored already stays as it is, and the others are marked.
@@ -96,9 +192,21 @@ def store_list(
         x = tl.load(list_ptr + at, mask=at < last, other=0)
         live, t_live = is_live(s_bits_ptr, x, at < compared), is_live(t_bits_ptr, x, at < compared)
         gradient = gradient_at(
-            x, at < last, live, live & t_live, base, parts, partner_ptr, ratios_ptr, V, scale, TARGETS, UNSCALED,
-            ALIGNED, ""
-        )  # fmt: skip
+            x,
+            at < last,
+            live,
+            live & t_live,
+            base,
+            parts,
+            partner_ptr,
+            ratios_ptr,
+            V,
+            scale,
+            TARGETS,
+            UNSCALED,
+            ALIGNED,
+            "",
+        )
         gradient += tl.load(sum_ptr + at - first, mask=at < last, other=0.0)
         there = at < last
         if IN_PLACE:
@@ -129,15 +237,78 @@ def list_of_node(node_ptr, start_ptr, event, known):
     do_not_specialize=["E", "reads", "T_s", "T_t", "first_row", "R", "i_events"],
     do_not_specialize_on_alignment=["targets_ptr"],
 )
-def chain_node_bwd_kernel(student_ptr, teacher_ptr, targets_ptr, event_ptr, teacher_row_ptr, s_bits_ptr, t_bits_ptr,
-    partner_ptr, ratio_ptr, head_lse_ptr, top_ptr, total_ptr, mass_ptr, s_lse_ptr, t_lse_ptr, of_losses_ptr,
-    of_start_ptr, node_chunk_ptr, node_end_ptr, E, level_ptr, reads, T_s, T_t, V, M, W, s_stride_b, s_stride_t,
-    t_stride_b, t_stride_t, scale, grad_ptr, V_head, stored_ptr, W_head, first_row, R, i_chunk_ptr, i_first_ptr,
-    i_size_ptr, i_events, i_node_ptr, i_slot_start_ptr, i_list_start_ptr, i_list_ptr, i_held_lse_ptr, i_mass_ptr,
-    i_ratio_ptr, i_slots, i_end_ptr, spelling_start_ptr, spelled_node_ptr, spelled_slot_ptr, o_node_ptr,
-    o_slot_start_ptr, o_list_start_ptr, o_list_ptr, o_slot_ptr, o_mass_ptr, o_ratio_ptr, o_slots, sums_ptr, capacity,
-    i_capacity, TARGETS: tl.constexpr, UNSCALED: tl.constexpr, ALIGNED: tl.constexpr, IN_PLACE: tl.constexpr,
-    SLOTS: tl.constexpr):  # fmt: skip
+def chain_node_bwd_kernel(
+    student_ptr,
+    teacher_ptr,
+    targets_ptr,
+    event_ptr,
+    teacher_row_ptr,
+    s_bits_ptr,
+    t_bits_ptr,
+    partner_ptr,
+    ratio_ptr,
+    head_lse_ptr,
+    top_ptr,
+    total_ptr,
+    mass_ptr,
+    s_lse_ptr,
+    t_lse_ptr,
+    of_losses_ptr,
+    of_start_ptr,
+    node_chunk_ptr,
+    node_end_ptr,
+    E,
+    level_ptr,
+    reads,
+    T_s,
+    T_t,
+    V,
+    M,
+    W,
+    s_stride_b,
+    s_stride_t,
+    t_stride_b,
+    t_stride_t,
+    scale,
+    grad_ptr,
+    V_head,
+    stored_ptr,
+    W_head,
+    first_row,
+    R,
+    i_chunk_ptr,
+    i_first_ptr,
+    i_size_ptr,
+    i_events,
+    i_node_ptr,
+    i_slot_start_ptr,
+    i_list_start_ptr,
+    i_list_ptr,
+    i_held_lse_ptr,
+    i_mass_ptr,
+    i_ratio_ptr,
+    i_slots,
+    i_end_ptr,
+    spelling_start_ptr,
+    spelled_node_ptr,
+    spelled_slot_ptr,
+    o_node_ptr,
+    o_slot_start_ptr,
+    o_list_start_ptr,
+    o_list_ptr,
+    o_slot_ptr,
+    o_mass_ptr,
+    o_ratio_ptr,
+    o_slots,
+    sums_ptr,
+    capacity,
+    i_capacity,
+    TARGETS: tl.constexpr,
+    UNSCALED: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    IN_PLACE: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
     """Compute one student row after the other: the tokens that a node inside its token holds or one before it names."""
     inside_ptr = sums_ptr + tl.program_id(0).to(tl.int64) * capacity
     named_ptr = inside_ptr + i_capacity
@@ -146,9 +317,31 @@ def chain_node_bwd_kernel(student_ptr, teacher_ptr, targets_ptr, event_ptr, teac
         base = row_of(student_ptr, row, T_s, s_stride_b, s_stride_t)
         chunk = tl.load(event_ptr + row)
         own, own_ptr = in_64_bits(tl.maximum(chunk, 0)), grad_ptr + row * V_head
-        parts = parts_of_row(row, chunk, teacher_ptr, targets_ptr, teacher_row_ptr, head_lse_ptr, top_ptr, total_ptr,
-            mass_ptr, s_lse_ptr, t_lse_ptr, of_losses_ptr, of_start_ptr, node_chunk_ptr, node_end_ptr, E, level_ptr,
-            reads, T_t, t_stride_b, t_stride_t, scale, TARGETS)  # fmt: skip
+        parts = parts_of_row(
+            row,
+            chunk,
+            teacher_ptr,
+            targets_ptr,
+            teacher_row_ptr,
+            head_lse_ptr,
+            top_ptr,
+            total_ptr,
+            mass_ptr,
+            s_lse_ptr,
+            t_lse_ptr,
+            of_losses_ptr,
+            of_start_ptr,
+            node_chunk_ptr,
+            node_end_ptr,
+            E,
+            level_ptr,
+            reads,
+            T_t,
+            t_stride_b,
+            t_stride_t,
+            scale,
+            TARGETS,
+        )
         begin = tl.load(i_first_ptr + chunk, mask=chunk >= 0, other=0).to(tl.int32)
         end = tl.minimum(begin + tl.load(i_size_ptr + chunk, mask=chunk >= 0, other=0).to(tl.int32), i_events)
         outer = outermost(i_chunk_ptr, chunk, begin, end)
@@ -157,32 +350,124 @@ def chain_node_bwd_kernel(student_ptr, teacher_ptr, targets_ptr, event_ptr, teac
         named = tl.load(node_chunk_ptr + before, mask=(row > 0) & (before < reads), other=-1)
         weight = weight_of(before, named, node_end_ptr, of_start_ptr, E, named >= 0) * scale
         node, o_first, o_last = list_of_node(o_node_ptr, o_list_start_ptr, before, weight != 0.0)
-        start_sums(o_list_ptr, o_slot_ptr, o_first, o_last, tl.load(o_slot_start_ptr + node), named_ptr, base,
-            o_ratio_ptr + in_64_bits(before) * o_slots, tl.load(level_ptr + before, mask=named >= 0, other=0.0),
-            tl.load(o_mass_ptr + before, mask=named >= 0, other=0.0), tl.load(top_ptr + row),
-            weight / tl.load(total_ptr + row), scale, SLOTS)  # fmt: skip
+        start_sums(
+            o_list_ptr,
+            o_slot_ptr,
+            o_first,
+            o_last,
+            tl.load(o_slot_start_ptr + node),
+            named_ptr,
+            base,
+            o_ratio_ptr + in_64_bits(before) * o_slots,
+            tl.load(level_ptr + before, mask=named >= 0, other=0.0),
+            tl.load(o_mass_ptr + before, mask=named >= 0, other=0.0),
+            tl.load(top_ptr + row),
+            weight / tl.load(total_ptr + row),
+            scale,
+            SLOTS,
+        )
         clear_sums(inside_ptr, last - first, SLOTS)
         tl.debug_barrier()
         for event in range(begin, end):
             if tl.load(i_chunk_ptr + event) == chunk:
                 rank, ratios_ptr = event - begin, i_ratio_ptr + in_64_bits(event) * i_slots
-                add_node(event, chunk, rank, i_list_ptr, first, last, inside_ptr, o_list_ptr, o_first, o_last,
-                    named_ptr, base, i_node_ptr, i_slot_start_ptr, spelling_start_ptr, spelled_node_ptr,
-                    spelled_slot_ptr, ratios_ptr, i_mass_ptr, i_held_lse_ptr, i_end_ptr, of_start_ptr, E, scale,
-                    SLOTS)  # fmt: skip
+                add_node(
+                    event,
+                    chunk,
+                    rank,
+                    i_list_ptr,
+                    first,
+                    last,
+                    inside_ptr,
+                    o_list_ptr,
+                    o_first,
+                    o_last,
+                    named_ptr,
+                    base,
+                    i_node_ptr,
+                    i_slot_start_ptr,
+                    spelling_start_ptr,
+                    spelled_node_ptr,
+                    spelled_slot_ptr,
+                    ratios_ptr,
+                    i_mass_ptr,
+                    i_held_lse_ptr,
+                    i_end_ptr,
+                    of_start_ptr,
+                    E,
+                    scale,
+                    SLOTS,
+                )
         # What is in both lists has all its parts in the second one only, so that is what stays.
         if not IN_PLACE:
-            store_list(i_list_ptr, first, last, inside_ptr, own_ptr, chunk, base, parts, s_bits_ptr + own * W,
-                t_bits_ptr + own * W, partner_ptr, ratio_ptr + own * M, V, scale, stored_ptr, TARGETS, UNSCALED,
-                ALIGNED, False, SLOTS)  # fmt: skip
+            store_list(
+                i_list_ptr,
+                first,
+                last,
+                inside_ptr,
+                own_ptr,
+                chunk,
+                base,
+                parts,
+                s_bits_ptr + own * W,
+                t_bits_ptr + own * W,
+                partner_ptr,
+                ratio_ptr + own * M,
+                V,
+                scale,
+                stored_ptr,
+                TARGETS,
+                UNSCALED,
+                ALIGNED,
+                False,
+                SLOTS,
+            )
             tl.debug_barrier()
         marks_ptr = stored_ptr + row * W_head
-        store_list(o_list_ptr, o_first, o_last, named_ptr, own_ptr, chunk, base, parts, s_bits_ptr + own * W,
-            t_bits_ptr + own * W, partner_ptr, ratio_ptr + own * M, V, scale, marks_ptr, TARGETS, UNSCALED, ALIGNED,
-            IN_PLACE, SLOTS)  # fmt: skip
+        store_list(
+            o_list_ptr,
+            o_first,
+            o_last,
+            named_ptr,
+            own_ptr,
+            chunk,
+            base,
+            parts,
+            s_bits_ptr + own * W,
+            t_bits_ptr + own * W,
+            partner_ptr,
+            ratio_ptr + own * M,
+            V,
+            scale,
+            marks_ptr,
+            TARGETS,
+            UNSCALED,
+            ALIGNED,
+            IN_PLACE,
+            SLOTS,
+        )
         if IN_PLACE:
             tl.debug_barrier()
-            store_list(i_list_ptr, first, last, inside_ptr, own_ptr, chunk, base, parts, s_bits_ptr + own * W,
-                t_bits_ptr + own * W, partner_ptr, ratio_ptr + own * M, V, scale, marks_ptr, TARGETS, UNSCALED, ALIGNED,
-                True, SLOTS)  # fmt: skip
+            store_list(
+                i_list_ptr,
+                first,
+                last,
+                inside_ptr,
+                own_ptr,
+                chunk,
+                base,
+                parts,
+                s_bits_ptr + own * W,
+                t_bits_ptr + own * W,
+                partner_ptr,
+                ratio_ptr + own * M,
+                V,
+                scale,
+                marks_ptr,
+                TARGETS,
+                UNSCALED,
+                ALIGNED,
+                True,
+                SLOTS,
+            )
         tl.debug_barrier()

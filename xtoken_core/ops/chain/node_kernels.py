@@ -41,7 +41,7 @@ def marked(flag_ptr, slot_class_ptr, slot, slots, SET: tl.constexpr, SLOTS: tl.c
 @triton.jit
 def unnamed_sum(
     base, root_ptr, flag_ptr, slot_class_ptr, slot, slots, V, scale, top, BLOCK: tl.constexpr, SLOTS: tl.constexpr
-):  # fmt: skip
+):
     """Return the sum of `exp(logit - top)` over the tokens whose class no slot names."""
     marked(flag_ptr, slot_class_ptr, slot, slots, True, SLOTS)
     tl.debug_barrier()
@@ -77,9 +77,18 @@ def member_log_sum(base, member_ptr, first, last, scale, SLOTS: tl.constexpr):
 
 @triton.jit
 def store_segment_sums(
-    base, segment_start_ptr, member_start_ptr, member_ptr, slot, slots, scale, pivot, factor, sums_ptr,
-    SLOTS: tl.constexpr
-):  # fmt: skip
+    base,
+    segment_start_ptr,
+    member_start_ptr,
+    member_ptr,
+    slot,
+    slots,
+    scale,
+    pivot,
+    factor,
+    sums_ptr,
+    SLOTS: tl.constexpr,
+):
     """Store `factor` times the sum of `exp(logit - pivot)` over every segment of a node's slots."""
     first, last = tl.load(segment_start_ptr + slot), tl.load(segment_start_ptr + slot + slots)
     for begin in range(first, last, SLOTS):
@@ -109,9 +118,17 @@ def slot_sums(k, slot, slots, segment_start_ptr, sums_ptr):
 
 @triton.jit
 def compare_slots(
-    slot, slots, slot_class_ptr, held_segment_ptr, held_sums_ptr, fresh_segment_ptr, fresh_sums_ptr, ratio_ptr,
-    HOLDER_LEARNS: tl.constexpr, SLOTS: tl.constexpr
-):  # fmt: skip
+    slot,
+    slots,
+    slot_class_ptr,
+    held_segment_ptr,
+    held_sums_ptr,
+    fresh_segment_ptr,
+    fresh_sums_ptr,
+    ratio_ptr,
+    HOLDER_LEARNS: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
     """Store the ratios of the slots that name a class; return the sums of their terms, and the other slot.
 
     Returns:
@@ -142,20 +159,59 @@ def compare_slots(
         kept += p
         tl.store(ratio_ptr + k, p / tl.maximum(q, TINY), mask=(k < slots) & (cls >= 0))
     return (
-        tl.sum(kl, axis=0), tl.sum(mass, axis=0), tl.sum(kept, axis=0), tl.sum(named, axis=0), tl.sum(ending, axis=0),
-        tl.max(ends_at, axis=0)
-    )  # fmt: skip
+        tl.sum(kl, axis=0),
+        tl.sum(mass, axis=0),
+        tl.sum(kept, axis=0),
+        tl.sum(named, axis=0),
+        tl.sum(ending, axis=0),
+        tl.max(ends_at, axis=0),
+    )
 
 
 @triton.jit(do_not_specialize=["E", "T_h", "T_f"])
 def chain_node_kernel(
-    holder_ptr, fresh_ptr, chunk_ptr, holder_row_ptr, fresh_row_ptr, node_ptr, slot_start_ptr, slot_class_ptr,
-    held_segment_ptr, held_start_ptr, held_ptr, fresh_segment_ptr, fresh_start_ptr, fresh_token_ptr,
-    root_ptr, top_ptr, total_ptr, flag_ptr, held_sums_ptr, fresh_sums_ptr, held_capacity, fresh_capacity,
-    value_ptr, mass_ptr, level_ptr, held_lse_ptr, ratio_ptr, most_slots,
-    E, T_h, T_f, V, flags, h_stride_b, h_stride_t, f_stride_b, f_stride_t, scale,
-    HOLDER_LEARNS: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr
-):  # fmt: skip
+    holder_ptr,
+    fresh_ptr,
+    chunk_ptr,
+    holder_row_ptr,
+    fresh_row_ptr,
+    node_ptr,
+    slot_start_ptr,
+    slot_class_ptr,
+    held_segment_ptr,
+    held_start_ptr,
+    held_ptr,
+    fresh_segment_ptr,
+    fresh_start_ptr,
+    fresh_token_ptr,
+    root_ptr,
+    top_ptr,
+    total_ptr,
+    flag_ptr,
+    held_sums_ptr,
+    fresh_sums_ptr,
+    held_capacity,
+    fresh_capacity,
+    value_ptr,
+    mass_ptr,
+    level_ptr,
+    held_lse_ptr,
+    ratio_ptr,
+    most_slots,
+    E,
+    T_h,
+    T_f,
+    V,
+    flags,
+    h_stride_b,
+    h_stride_t,
+    f_stride_b,
+    f_stride_t,
+    scale,
+    HOLDER_LEARNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
     """Compute the KL of one node after the other."""
     program = tl.program_id(0).to(tl.int64)
     flag_ptr += program * flags
@@ -172,28 +228,55 @@ def chain_node_kernel(
             last = tl.load(held_start_ptr + tl.load(held_segment_ptr + slot + slots))
             held_lse = member_log_sum(holder, held_ptr, first, last, scale, SLOTS)
             store_segment_sums(
-                holder, held_segment_ptr, held_start_ptr, held_ptr, slot, slots, scale, held_lse, 1.0, held_sums_ptr,
-                SLOTS
-            )  # fmt: skip
+                holder,
+                held_segment_ptr,
+                held_start_ptr,
+                held_ptr,
+                slot,
+                slots,
+                scale,
+                held_lse,
+                1.0,
+                held_sums_ptr,
+                SLOTS,
+            )
             ratio = ratio_ptr + in_64_bits(event) * most_slots
             top, total = tl.load(top_ptr + row), tl.load(total_ptr + row)
             store_segment_sums(
-                fresh, fresh_segment_ptr, fresh_start_ptr, fresh_token_ptr, slot, slots, scale, top, 1.0 / total,
-                fresh_sums_ptr, SLOTS
-            )  # fmt: skip
+                fresh,
+                fresh_segment_ptr,
+                fresh_start_ptr,
+                fresh_token_ptr,
+                slot,
+                slots,
+                scale,
+                top,
+                1.0 / total,
+                fresh_sums_ptr,
+                SLOTS,
+            )
             tl.debug_barrier()
             kl, mass, kept, named, ending, ends_at = compare_slots(
-                slot, slots, slot_class_ptr, held_segment_ptr, held_sums_ptr, fresh_segment_ptr, fresh_sums_ptr, ratio,
-                HOLDER_LEARNS, SLOTS
-            )  # fmt: skip
+                slot,
+                slots,
+                slot_class_ptr,
+                held_segment_ptr,
+                held_sums_ptr,
+                fresh_segment_ptr,
+                fresh_sums_ptr,
+                ratio,
+                HOLDER_LEARNS,
+                SLOTS,
+            )
             level = kept * 0.0
             tl.debug_barrier()
             if ends_at >= 0:
                 p, q = 1.0 - named, ending
                 if p < SMALL_REST:
-                    p = unnamed_sum(
-                        fresh, root_ptr, flag_ptr, slot_class_ptr, slot, slots, V, scale, top, BLOCK, SLOTS
-                    ) / total  # fmt: skip
+                    p = (
+                        unnamed_sum(fresh, root_ptr, flag_ptr, slot_class_ptr, slot, slots, V, scale, top, BLOCK, SLOTS)
+                        / total
+                    )
                 if not HOLDER_LEARNS:
                     p, q = q, p
                 kl += xlogx(p) - p * floored_log(q)
@@ -226,11 +309,27 @@ def sums_of_blocks(terms_ptr, blocks, chunk, starts, chunks, BLOCK: tl.constexpr
 
 @triton.jit(do_not_specialize=["s_events", "t_events", "chunks"])
 def chain_part_kernel(
-    chunk_ptr, terms_ptr, blocks,
-    s_value_ptr, s_chunk_ptr, s_end_ptr, s_first_ptr, s_size_ptr, s_events,
-    t_value_ptr, t_chunk_ptr, t_end_ptr, t_first_ptr, t_size_ptr, t_events, parts_ptr, mass_ptr, chunks,
-    BLOCK: tl.constexpr, TERMS: tl.constexpr
-):  # fmt: skip
+    chunk_ptr,
+    terms_ptr,
+    blocks,
+    s_value_ptr,
+    s_chunk_ptr,
+    s_end_ptr,
+    s_first_ptr,
+    s_size_ptr,
+    s_events,
+    t_value_ptr,
+    t_chunk_ptr,
+    t_end_ptr,
+    t_first_ptr,
+    t_size_ptr,
+    t_events,
+    parts_ptr,
+    mass_ptr,
+    chunks,
+    BLOCK: tl.constexpr,
+    TERMS: tl.constexpr,
+):
     """Compute each chunk's parts: at its start, over its nodes inside tokens, and after its last token."""
     chunk = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = chunk < chunks
@@ -238,10 +337,12 @@ def chain_part_kernel(
     value, mass, unclipped = sums_of_blocks(terms_ptr, blocks, chunk, starts, chunks, BLOCK, TERMS)
     inner = tl.zeros((BLOCK,), dtype=tl.float32)
     end = tl.zeros((BLOCK,), dtype=tl.float32)
-    inner, end = add_nodes(s_value_ptr, s_chunk_ptr, s_end_ptr, s_first_ptr, s_size_ptr, s_events, chunk, there, inner,
-                           end)  # fmt: skip
-    inner, end = add_nodes(t_value_ptr, t_chunk_ptr, t_end_ptr, t_first_ptr, t_size_ptr, t_events, chunk, there, inner,
-                           end)  # fmt: skip
+    inner, end = add_nodes(
+        s_value_ptr, s_chunk_ptr, s_end_ptr, s_first_ptr, s_size_ptr, s_events, chunk, there, inner, end
+    )
+    inner, end = add_nodes(
+        t_value_ptr, t_chunk_ptr, t_end_ptr, t_first_ptr, t_size_ptr, t_events, chunk, there, inner, end
+    )
     tl.store(parts_ptr + chunk, value - xlogx(mass), mask=there)
     tl.store(parts_ptr + chunks + chunk, inner, mask=there)
     tl.store(parts_ptr + 2 * chunks + chunk, end, mask=there)

@@ -132,9 +132,23 @@ def live_log_sum(base, bits_ptr, V, scale, LANES: tl.constexpr):
 
 @triton.jit(do_not_specialize=["reads", "T"])
 def chain_teacher_kernel(
-    logits_ptr, event_ptr, read_ptr, reads, bits_ptr, top_ptr, total_ptr, lse_ptr, T, V, W, stride_b, stride_t, scale,
-    NODES_ALONE: tl.constexpr, LANES: tl.constexpr
-):  # fmt: skip
+    logits_ptr,
+    event_ptr,
+    read_ptr,
+    reads,
+    bits_ptr,
+    top_ptr,
+    total_ptr,
+    lse_ptr,
+    T,
+    V,
+    W,
+    stride_b,
+    stride_t,
+    scale,
+    NODES_ALONE: tl.constexpr,
+    LANES: tl.constexpr,
+):
     """Compute the whole sum of one row of the teacher that anything reads, and the live one where a chunk starts."""
     row = tl.program_id(0)
     event = tl.load(event_ptr + row)
@@ -192,7 +206,7 @@ def compare_plain(z, x, V, t_base, partner_ptr, both, scale, t_lse, ALIGNED: tl.
 @triton.jit
 def exact_plain(
     base, t_base, partner_ptr, bits, t_bits, V, scale, s_lse, t_lse, ALIGNED: tl.constexpr, LANES: tl.constexpr
-):  # fmt: skip
+):
     """Return the KL over plain classes, their mass, and that not below the floor, with floored logarithms."""
     kl = tl.zeros((LANES,), dtype=tl.float32)
     mass = tl.zeros((LANES,), dtype=tl.float32)
@@ -211,9 +225,27 @@ def exact_plain(
 
 @triton.jit
 def store_start(
-    base, t_base, partner_ptr, bits, t_bits, V, scale, t_lse, highest, top, alive, kl, mass, lowest, event, E,
-    s_lse_ptr, terms_ptr, ALIGNED: tl.constexpr, LANES: tl.constexpr
-):  # fmt: skip
+    base,
+    t_base,
+    partner_ptr,
+    bits,
+    t_bits,
+    V,
+    scale,
+    t_lse,
+    highest,
+    top,
+    alive,
+    kl,
+    mass,
+    lowest,
+    event,
+    E,
+    s_lse_ptr,
+    terms_ptr,
+    ALIGNED: tl.constexpr,
+    LANES: tl.constexpr,
+):
     """Store the live sum of a row, and the terms of its plain classes, from the sums of lanes."""
     _, part = sum_over_lanes(top, alive)
     s_lse = tl.log(part) + highest
@@ -232,9 +264,7 @@ def store_start(
 
 
 @triton.jit
-def store_cross_entropy(
-    base, row, target, top, total, losses_ptr, hits_ptr, head_lse_ptr, LANES: tl.constexpr
-):  # fmt: skip
+def store_cross_entropy(base, row, target, top, total, losses_ptr, hits_ptr, head_lse_ptr, LANES: tl.constexpr):
     """Store a row's cross-entropy, and whether the target is the first of the largest logits."""
     highest, whole = sum_over_lanes(top, total)
     lse = tl.log(whole) + highest
@@ -254,11 +284,38 @@ def store_cross_entropy(
 
 @triton.jit(do_not_specialize=["E", "T_s", "T_t"], do_not_specialize_on_alignment=["targets_ptr"])
 def chain_student_kernel(
-    student_ptr, teacher_ptr, targets_ptr, event_ptr, teacher_row_ptr, s_bits_ptr, t_bits_ptr, partner_ptr, t_lse_ptr,
-    losses_ptr, hits_ptr, head_lse_ptr, top_ptr, total_ptr, s_lse_ptr, terms_ptr, E,
-    T_s, T_t, V_head, V, W, s_stride_b, s_stride_t, t_stride_b, t_stride_t, scale,
-    TARGETS: tl.constexpr, UNSCALED: tl.constexpr, ALIGNED: tl.constexpr, LANES: tl.constexpr
-):  # fmt: skip
+    student_ptr,
+    teacher_ptr,
+    targets_ptr,
+    event_ptr,
+    teacher_row_ptr,
+    s_bits_ptr,
+    t_bits_ptr,
+    partner_ptr,
+    t_lse_ptr,
+    losses_ptr,
+    hits_ptr,
+    head_lse_ptr,
+    top_ptr,
+    total_ptr,
+    s_lse_ptr,
+    terms_ptr,
+    E,
+    T_s,
+    T_t,
+    V_head,
+    V,
+    W,
+    s_stride_b,
+    s_stride_t,
+    t_stride_b,
+    t_stride_t,
+    scale,
+    TARGETS: tl.constexpr,
+    UNSCALED: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    LANES: tl.constexpr,
+):
     """Compute one student row: cross-entropy, its sums, and the KL over plain classes where a chunk starts."""
     row = tl.program_id(0)
     base = row_of(student_ptr, row, T_s, s_stride_b, s_stride_t)
@@ -293,9 +350,27 @@ def chain_student_kernel(
     tl.store(total_ptr + row, whole)
     if event >= 0:
         store_start(
-            base, t_base, partner_ptr, bits, t_bits, V, scale, t_lse, highest, top, alive, kl, mass, lowest, event, E,
-            s_lse_ptr, terms_ptr, ALIGNED, LANES
-        )  # fmt: skip
+            base,
+            t_base,
+            partner_ptr,
+            bits,
+            t_bits,
+            V,
+            scale,
+            t_lse,
+            highest,
+            top,
+            alive,
+            kl,
+            mass,
+            lowest,
+            event,
+            E,
+            s_lse_ptr,
+            terms_ptr,
+            ALIGNED,
+            LANES,
+        )
     if TARGETS:
         target = tl.load(targets_ptr + row)
         first = V

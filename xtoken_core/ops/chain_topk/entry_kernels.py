@@ -21,9 +21,19 @@ JOINED = tl.constexpr(2)
 
 @triton.jit
 def excluded_by_rules(
-    position, before, point_ptr, low_ptr, high_ptr, rule_start_ptr, tail_start_ptr, tail_count_ptr, right_ptr, depth,
-    RULES: tl.constexpr, LANES: tl.constexpr
-):  # fmt: skip
+    position,
+    before,
+    point_ptr,
+    low_ptr,
+    high_ptr,
+    rule_start_ptr,
+    tail_start_ptr,
+    tail_count_ptr,
+    right_ptr,
+    depth,
+    RULES: tl.constexpr,
+    LANES: tl.constexpr,
+):
     """Return which tokens the rules of the token before exclude, by the tokens' positions."""
     excluded = tl.zeros((LANES,), dtype=tl.int32)
     at = before.to(tl.int32)
@@ -48,10 +58,35 @@ def excluded_by_rules(
 
 @triton.jit
 def chain_entry_kernel(
-    id_ptr, log_prob_ptr, tail_ptr, chunk_ptr, t_row_ptr, before_ptr, token_ptr, at_cut_ptr, tail_of_ptr, head_ptr,
-    state_ptr, position_ptr, point_ptr, low_ptr, high_ptr, rule_start_ptr, tail_start_ptr, tail_count_ptr, right_ptr,
-    p_ptr, rest_ptr, heads, depth, V, K, CONDITIONING: tl.constexpr, RULES: tl.constexpr, LANES: tl.constexpr
-):  # fmt: skip
+    id_ptr,
+    log_prob_ptr,
+    tail_ptr,
+    chunk_ptr,
+    t_row_ptr,
+    before_ptr,
+    token_ptr,
+    at_cut_ptr,
+    tail_of_ptr,
+    head_ptr,
+    state_ptr,
+    position_ptr,
+    point_ptr,
+    low_ptr,
+    high_ptr,
+    rule_start_ptr,
+    tail_start_ptr,
+    tail_count_ptr,
+    right_ptr,
+    p_ptr,
+    rest_ptr,
+    heads,
+    depth,
+    V,
+    K,
+    CONDITIONING: tl.constexpr,
+    RULES: tl.constexpr,
+    LANES: tl.constexpr,
+):
     """Store the teacher's probability of every entry of one start, -1 for one that cannot follow, and of the rest."""
     event = tl.program_id(0)
     if tl.load(chunk_ptr + event) >= 0:
@@ -65,9 +100,19 @@ def chain_entry_kernel(
             state_ptr += tl.load(tail_of_ptr + before).to(tl.int64) * heads
             state = tl.load(state_ptr + tl.load(head_ptr + known)).to(tl.int32)
             excluded = excluded_by_rules(
-                tl.load(position_ptr + known), before, point_ptr, low_ptr, high_ptr, rule_start_ptr, tail_start_ptr,
-                tail_count_ptr, right_ptr, depth, RULES, LANES
-            )  # fmt: skip
+                tl.load(position_ptr + known),
+                before,
+                point_ptr,
+                low_ptr,
+                high_ptr,
+                rule_start_ptr,
+                tail_start_ptr,
+                tail_count_ptr,
+                right_ptr,
+                depth,
+                RULES,
+                LANES,
+            )
             follows = (state == KEPT) | ((state == JOINED) & (excluded == 0))
             own = token == tl.load(token_ptr + event).to(tl.int32)  # it can follow: it does
             live = live & (follows | own)
@@ -90,9 +135,20 @@ def tokens_of_classes(i, there, class_ptr, class_start_ptr):
 
 @triton.jit
 def chain_head_kernel(
-    class_ptr, p_ptr, chunk_ptr, t_row_ptr, class_start_ptr, class_token_ptr, heads_ptr, rest_bits_ptr, groups, W, K,
-    ENTRIES: tl.constexpr, LANES: tl.constexpr
-):  # fmt: skip
+    class_ptr,
+    p_ptr,
+    chunk_ptr,
+    t_row_ptr,
+    class_start_ptr,
+    class_token_ptr,
+    heads_ptr,
+    rest_bits_ptr,
+    groups,
+    W,
+    K,
+    ENTRIES: tl.constexpr,
+    LANES: tl.constexpr,
+):
     """Store the teacher's probability of the classes of some entries at their heads, -1 at other entries.
 
     The bits of the student's tokens of these classes are cleared.
@@ -126,10 +182,32 @@ def chain_head_kernel(
 
 @triton.jit(do_not_specialize=["T_s"])
 def chain_listed_start_kernel(
-    student_ptr, class_ptr, heads_ptr, rest_p_ptr, chunk_ptr, s_row_ptr, t_row_ptr, bits_ptr, s_lse_ptr, rest_lse_ptr,
-    rest_some_ptr, class_start_ptr, class_token_ptr, value_ptr, mass_ptr, ratio_ptr, rest_ratio_ptr, T_s, W, K,
-    stride_b, stride_t, scale, ENTRIES: tl.constexpr, LANES: tl.constexpr
-):  # fmt: skip
+    student_ptr,
+    class_ptr,
+    heads_ptr,
+    rest_p_ptr,
+    chunk_ptr,
+    s_row_ptr,
+    t_row_ptr,
+    bits_ptr,
+    s_lse_ptr,
+    rest_lse_ptr,
+    rest_some_ptr,
+    class_start_ptr,
+    class_token_ptr,
+    value_ptr,
+    mass_ptr,
+    ratio_ptr,
+    rest_ratio_ptr,
+    T_s,
+    W,
+    K,
+    stride_b,
+    stride_t,
+    scale,
+    ENTRIES: tl.constexpr,
+    LANES: tl.constexpr,
+):
     """Compute the KL of one start over the classes with a head and the rest, and the ratios for the gradient."""
     event = tl.program_id(0)
     if tl.load(chunk_ptr + event) >= 0:

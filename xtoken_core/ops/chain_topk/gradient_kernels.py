@@ -36,16 +36,36 @@ from xtoken_core.ops.chain_topk.entry_kernels import tokens_of_classes
 
 @triton.jit
 def parts_of_listed_row(
-    row, event, targets_ptr, head_lse_ptr, top_ptr, total_ptr, mass_ptr, s_lse_ptr, rest_ratio_ptr, vocab_lse_ptr,
-    of_losses_ptr, of_parts_ptr, of_likely_ptr, row_chunk_ptr, node_chunk_ptr, node_end_ptr, chunks, level_ptr, reads,
-    T_s, P, scale, CROSS_ENTROPY: tl.constexpr
-):  # fmt: skip
+    row,
+    event,
+    targets_ptr,
+    head_lse_ptr,
+    top_ptr,
+    total_ptr,
+    mass_ptr,
+    s_lse_ptr,
+    rest_ratio_ptr,
+    vocab_lse_ptr,
+    of_losses_ptr,
+    of_parts_ptr,
+    of_likely_ptr,
+    row_chunk_ptr,
+    node_chunk_ptr,
+    node_end_ptr,
+    chunks,
+    level_ptr,
+    reads,
+    T_s,
+    P,
+    scale,
+    CROSS_ENTROPY: tl.constexpr,
+):
     """Return the values that all logits of a row share: of its loss, node, start, and of its chunk's likelihood."""
     of_loss, _, head_lse = loss_of_row(row, targets_ptr, of_losses_ptr, head_lse_ptr, CROSS_ENTROPY)
     target = tl.load(targets_ptr + row).to(tl.int32)
     factor, top = node_of_row(
         row, of_parts_ptr, node_chunk_ptr, node_end_ptr, chunks, level_ptr, reads, top_ptr, total_ptr, scale
-    )  # fmt: skip
+    )
     there, at = event >= 0, tl.maximum(event, 0)
     of_start = tl.load(of_parts_ptr + at, mask=there, other=0.0) * scale
     mass = tl.load(mass_ptr + at, mask=there, other=0.0)
@@ -60,9 +80,19 @@ def parts_of_listed_row(
 
 @triton.jit
 def listed_gradient_at(
-    x, there, live, ratio, base, parts, V, V_own, scale, CROSS_ENTROPY: tl.constexpr, UNSCALED: tl.constexpr,
-    CACHE: tl.constexpr
-):  # fmt: skip
+    x,
+    there,
+    live,
+    ratio,
+    base,
+    parts,
+    V,
+    V_own,
+    scale,
+    CROSS_ENTROPY: tl.constexpr,
+    UNSCALED: tl.constexpr,
+    CACHE: tl.constexpr,
+):
     """Return the gradient of some of a row's logits in float32, all that is computed element by element."""
     of_loss, target, head_lse, factor, top, of_start, mass, s_lse, _, of_likely, vocab_lse = parts
     z = tl.load(base + x, mask=there, other=float("-inf"), cache_modifier=CACHE).to(tl.float32)
@@ -86,11 +116,42 @@ def listed_gradient_at(
     do_not_specialize_on_alignment=["targets_ptr", "row_chunk_ptr"],
 )
 def chain_listed_row_bwd_kernel(
-    student_ptr, grad_ptr, event_ptr, bits_ptr, targets_ptr, head_lse_ptr, top_ptr, total_ptr, mass_ptr, s_lse_ptr,
-    rest_ratio_ptr, vocab_lse_ptr, of_losses_ptr, of_parts_ptr, of_likely_ptr, row_chunk_ptr, node_chunk_ptr,
-    node_end_ptr, chunks, level_ptr, reads, T_s, P, V_head, V_own, V, W, stride_b, stride_t, scale, blocks,
-    CROSS_ENTROPY: tl.constexpr, UNSCALED: tl.constexpr, TILES: tl.constexpr, LANES: tl.constexpr
-):  # fmt: skip
+    student_ptr,
+    grad_ptr,
+    event_ptr,
+    bits_ptr,
+    targets_ptr,
+    head_lse_ptr,
+    top_ptr,
+    total_ptr,
+    mass_ptr,
+    s_lse_ptr,
+    rest_ratio_ptr,
+    vocab_lse_ptr,
+    of_losses_ptr,
+    of_parts_ptr,
+    of_likely_ptr,
+    row_chunk_ptr,
+    node_chunk_ptr,
+    node_end_ptr,
+    chunks,
+    level_ptr,
+    reads,
+    T_s,
+    P,
+    V_head,
+    V_own,
+    V,
+    W,
+    stride_b,
+    stride_t,
+    scale,
+    blocks,
+    CROSS_ENTROPY: tl.constexpr,
+    UNSCALED: tl.constexpr,
+    TILES: tl.constexpr,
+    LANES: tl.constexpr,
+):
     """Store some adjacent tiles of a student row's gradient, as if no class were listed."""
     row = tl.program_id(0) // blocks
     first = tl.program_id(0) % blocks * (TILES * LANES * ADJACENT)
@@ -98,17 +159,37 @@ def chain_listed_row_bwd_kernel(
     base = row_of(student_ptr, row, T_s, stride_b, stride_t)
     bits = bits_ptr + in_64_bits(tl.maximum(event, 0)) * W
     parts = parts_of_listed_row(
-        row, event, targets_ptr, head_lse_ptr, top_ptr, total_ptr, mass_ptr, s_lse_ptr, rest_ratio_ptr, vocab_lse_ptr,
-        of_losses_ptr, of_parts_ptr, of_likely_ptr, row_chunk_ptr, node_chunk_ptr, node_end_ptr, chunks, level_ptr,
-        reads, T_s, P, scale, CROSS_ENTROPY
-    )  # fmt: skip
+        row,
+        event,
+        targets_ptr,
+        head_lse_ptr,
+        top_ptr,
+        total_ptr,
+        mass_ptr,
+        s_lse_ptr,
+        rest_ratio_ptr,
+        vocab_lse_ptr,
+        of_losses_ptr,
+        of_parts_ptr,
+        of_likely_ptr,
+        row_chunk_ptr,
+        node_chunk_ptr,
+        node_end_ptr,
+        chunks,
+        level_ptr,
+        reads,
+        T_s,
+        P,
+        scale,
+        CROSS_ENTROPY,
+    )
     compared = tl.where(event >= 0, V, 0)
     for begin in range(first, tl.minimum(first + TILES * LANES * ADJACENT, V_head), LANES * ADJACENT):
         x = columns_of(begin, LANES)
         live = bits_of(live_words(bits, begin, compared, LANES), x, compared)
         gradient = listed_gradient_at(
             x, x < V_head, live, parts[8], base, parts, V, V_own, scale, CROSS_ENTROPY, UNSCALED, ""
-        )  # fmt: skip
+        )
         tl.store(grad_ptr + in_64_bits(row) * V_head + x, gradient.to(grad_ptr.dtype.element_ty), mask=x < V_head)
 
 
@@ -117,12 +198,49 @@ def chain_listed_row_bwd_kernel(
     do_not_specialize_on_alignment=["targets_ptr", "row_chunk_ptr"],
 )
 def chain_listed_class_bwd_kernel(
-    student_ptr, grad_ptr, event_ptr, bits_ptr, targets_ptr, head_lse_ptr, top_ptr, total_ptr, mass_ptr, s_lse_ptr,
-    rest_ratio_ptr, vocab_lse_ptr, of_losses_ptr, of_parts_ptr, of_likely_ptr, row_chunk_ptr, node_chunk_ptr,
-    node_end_ptr, chunks, level_ptr, reads, T_s, P, V_head, V_own, V, W, stride_b, stride_t, scale,
-    t_row_ptr, class_ptr, heads_ptr, ratio_ptr, class_start_ptr, class_token_ptr, K, groups,
-    CROSS_ENTROPY: tl.constexpr, UNSCALED: tl.constexpr, ENTRIES: tl.constexpr, LANES: tl.constexpr
-):  # fmt: skip
+    student_ptr,
+    grad_ptr,
+    event_ptr,
+    bits_ptr,
+    targets_ptr,
+    head_lse_ptr,
+    top_ptr,
+    total_ptr,
+    mass_ptr,
+    s_lse_ptr,
+    rest_ratio_ptr,
+    vocab_lse_ptr,
+    of_losses_ptr,
+    of_parts_ptr,
+    of_likely_ptr,
+    row_chunk_ptr,
+    node_chunk_ptr,
+    node_end_ptr,
+    chunks,
+    level_ptr,
+    reads,
+    T_s,
+    P,
+    V_head,
+    V_own,
+    V,
+    W,
+    stride_b,
+    stride_t,
+    scale,
+    t_row_ptr,
+    class_ptr,
+    heads_ptr,
+    ratio_ptr,
+    class_start_ptr,
+    class_token_ptr,
+    K,
+    groups,
+    CROSS_ENTROPY: tl.constexpr,
+    UNSCALED: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    LANES: tl.constexpr,
+):
     """Store a row's gradient at the live tokens of some of the classes that are listed at its start."""
     row, group = tl.program_id(0) // groups, tl.program_id(0) % groups
     event = tl.load(event_ptr + row)
@@ -131,10 +249,30 @@ def chain_listed_class_bwd_kernel(
         base = row_of(student_ptr, row, T_s, stride_b, stride_t)
         own = in_64_bits(at)
         parts = parts_of_listed_row(
-            row, event, targets_ptr, head_lse_ptr, top_ptr, total_ptr, mass_ptr, s_lse_ptr, rest_ratio_ptr,
-            vocab_lse_ptr, of_losses_ptr, of_parts_ptr, of_likely_ptr, row_chunk_ptr, node_chunk_ptr, node_end_ptr,
-            chunks, level_ptr, reads, T_s, P, scale, CROSS_ENTROPY
-        )  # fmt: skip
+            row,
+            event,
+            targets_ptr,
+            head_lse_ptr,
+            top_ptr,
+            total_ptr,
+            mass_ptr,
+            s_lse_ptr,
+            rest_ratio_ptr,
+            vocab_lse_ptr,
+            of_losses_ptr,
+            of_parts_ptr,
+            of_likely_ptr,
+            row_chunk_ptr,
+            node_chunk_ptr,
+            node_end_ptr,
+            chunks,
+            level_ptr,
+            reads,
+            T_s,
+            P,
+            scale,
+            CROSS_ENTROPY,
+        )
         i = group * ENTRIES + tl.arange(0, ENTRIES)
         head = tl.load(heads_ptr + own * K + i, mask=i < K, other=-1.0) >= 0.0
         ratio = tl.load(ratio_ptr + own * K + i, mask=head, other=0.0)[:, None]
@@ -168,10 +306,28 @@ def ratio_of_tokens(x, listed, root_ptr, class_ptr, ratio_ptr, rest_ratio, K, ST
 
 @triton.jit
 def store_listed_tokens(
-    list_ptr, first, last, sum_ptr, own_ptr, event, base, parts, bits_ptr, rest_bits_ptr, root_ptr, class_ptr,
-    ratio_ptr, V, V_own, scale, K, CROSS_ENTROPY: tl.constexpr, UNSCALED: tl.constexpr, STEPS: tl.constexpr,
-    SLOTS: tl.constexpr
-):  # fmt: skip
+    list_ptr,
+    first,
+    last,
+    sum_ptr,
+    own_ptr,
+    event,
+    base,
+    parts,
+    bits_ptr,
+    rest_bits_ptr,
+    root_ptr,
+    class_ptr,
+    ratio_ptr,
+    V,
+    V_own,
+    scale,
+    K,
+    CROSS_ENTROPY: tl.constexpr,
+    UNSCALED: tl.constexpr,
+    STEPS: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
     """Store the gradient of a list of a row's tokens, from the row's common values and the accumulated sums."""
     compared = tl.where(event >= 0, last, first)
     for begin in range(first, last, SLOTS):
@@ -192,15 +348,75 @@ def store_listed_tokens(
     do_not_specialize_on_alignment=["targets_ptr", "row_chunk_ptr"],
 )
 def chain_listed_node_bwd_kernel(
-    student_ptr, grad_ptr, event_ptr, bits_ptr, targets_ptr, head_lse_ptr, top_ptr, total_ptr, mass_ptr, s_lse_ptr,
-    rest_ratio_ptr, vocab_lse_ptr, of_losses_ptr, of_parts_ptr, of_likely_ptr, row_chunk_ptr, node_chunk_ptr,
-    node_end_ptr, chunks, level_ptr, reads, T_s, P, V_head, V_own, V, W, stride_b, stride_t, scale, t_row_ptr,
-    class_ptr, ratio_ptr, rest_bits_ptr, root_ptr, K, R, i_chunk_ptr, i_first_ptr, i_size_ptr, i_events, i_node_ptr,
-    i_slot_start_ptr, i_list_start_ptr, i_list_ptr, i_held_lse_ptr, i_mass_ptr, i_ratio_ptr, i_slots, i_end_ptr,
-    spelling_start_ptr, spelled_node_ptr, spelled_slot_ptr, o_node_ptr, o_slot_start_ptr, o_list_start_ptr, o_list_ptr,
-    o_slot_ptr, o_mass_ptr, o_ratio_ptr, o_slots, sums_ptr, capacity, i_capacity, CROSS_ENTROPY: tl.constexpr, UNSCALED:
-    tl.constexpr, STEPS: tl.constexpr, SLOTS: tl.constexpr
-):  # fmt: skip
+    student_ptr,
+    grad_ptr,
+    event_ptr,
+    bits_ptr,
+    targets_ptr,
+    head_lse_ptr,
+    top_ptr,
+    total_ptr,
+    mass_ptr,
+    s_lse_ptr,
+    rest_ratio_ptr,
+    vocab_lse_ptr,
+    of_losses_ptr,
+    of_parts_ptr,
+    of_likely_ptr,
+    row_chunk_ptr,
+    node_chunk_ptr,
+    node_end_ptr,
+    chunks,
+    level_ptr,
+    reads,
+    T_s,
+    P,
+    V_head,
+    V_own,
+    V,
+    W,
+    stride_b,
+    stride_t,
+    scale,
+    t_row_ptr,
+    class_ptr,
+    ratio_ptr,
+    rest_bits_ptr,
+    root_ptr,
+    K,
+    R,
+    i_chunk_ptr,
+    i_first_ptr,
+    i_size_ptr,
+    i_events,
+    i_node_ptr,
+    i_slot_start_ptr,
+    i_list_start_ptr,
+    i_list_ptr,
+    i_held_lse_ptr,
+    i_mass_ptr,
+    i_ratio_ptr,
+    i_slots,
+    i_end_ptr,
+    spelling_start_ptr,
+    spelled_node_ptr,
+    spelled_slot_ptr,
+    o_node_ptr,
+    o_slot_start_ptr,
+    o_list_start_ptr,
+    o_list_ptr,
+    o_slot_ptr,
+    o_mass_ptr,
+    o_ratio_ptr,
+    o_slots,
+    sums_ptr,
+    capacity,
+    i_capacity,
+    CROSS_ENTROPY: tl.constexpr,
+    UNSCALED: tl.constexpr,
+    STEPS: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
     """Compute one student row after the other: the tokens that a node inside its token holds or one before it names."""
     inside_ptr = sums_ptr + tl.program_id(0).to(tl.int64) * capacity
     named_ptr = inside_ptr + i_capacity
@@ -212,10 +428,30 @@ def chain_listed_node_bwd_kernel(
         own, own_ptr = in_64_bits(at), grad_ptr + row * V_head
         of_class_ptr = class_ptr + tl.load(t_row_ptr + at).to(tl.int64) * K
         parts = parts_of_listed_row(
-            row, chunk, targets_ptr, head_lse_ptr, top_ptr, total_ptr, mass_ptr, s_lse_ptr, rest_ratio_ptr,
-            vocab_lse_ptr, of_losses_ptr, of_parts_ptr, of_likely_ptr, row_chunk_ptr, node_chunk_ptr, node_end_ptr,
-            chunks, level_ptr, reads, T_s, P, scale, CROSS_ENTROPY
-        )  # fmt: skip
+            row,
+            chunk,
+            targets_ptr,
+            head_lse_ptr,
+            top_ptr,
+            total_ptr,
+            mass_ptr,
+            s_lse_ptr,
+            rest_ratio_ptr,
+            vocab_lse_ptr,
+            of_losses_ptr,
+            of_parts_ptr,
+            of_likely_ptr,
+            row_chunk_ptr,
+            node_chunk_ptr,
+            node_end_ptr,
+            chunks,
+            level_ptr,
+            reads,
+            T_s,
+            P,
+            scale,
+            CROSS_ENTROPY,
+        )
         begin = tl.load(i_first_ptr + chunk, mask=chunk >= 0, other=0).to(tl.int32)
         end = tl.minimum(begin + tl.load(i_size_ptr + chunk, mask=chunk >= 0, other=0).to(tl.int32), i_events)
         outer = outermost(i_chunk_ptr, chunk, begin, end)
@@ -225,27 +461,98 @@ def chain_listed_node_bwd_kernel(
         weight = weight_of(before, named, node_end_ptr, of_parts_ptr, chunks, named >= 0) * scale
         node, o_first, o_last = list_of_node(o_node_ptr, o_list_start_ptr, before, weight != 0.0)
         start_sums(
-            o_list_ptr, o_slot_ptr, o_first, o_last, tl.load(o_slot_start_ptr + node), named_ptr, base, o_ratio_ptr +
-            in_64_bits(before) * o_slots, tl.load(level_ptr + before, mask=named >= 0, other=0.0), tl.load(o_mass_ptr +
-            before, mask=named >= 0, other=0.0), tl.load(top_ptr + row), weight / tl.load(total_ptr + row), scale, SLOTS
-        )  # fmt: skip
+            o_list_ptr,
+            o_slot_ptr,
+            o_first,
+            o_last,
+            tl.load(o_slot_start_ptr + node),
+            named_ptr,
+            base,
+            o_ratio_ptr + in_64_bits(before) * o_slots,
+            tl.load(level_ptr + before, mask=named >= 0, other=0.0),
+            tl.load(o_mass_ptr + before, mask=named >= 0, other=0.0),
+            tl.load(top_ptr + row),
+            weight / tl.load(total_ptr + row),
+            scale,
+            SLOTS,
+        )
         clear_sums(inside_ptr, last - first, SLOTS)
         tl.debug_barrier()
         for event in range(begin, end):
             if tl.load(i_chunk_ptr + event) == chunk:
                 rank, ratios_ptr = event - begin, i_ratio_ptr + in_64_bits(event) * i_slots
                 add_node(
-                    event, chunk, rank, i_list_ptr, first, last, inside_ptr, o_list_ptr, o_first, o_last, named_ptr,
-                    base, i_node_ptr, i_slot_start_ptr, spelling_start_ptr, spelled_node_ptr, spelled_slot_ptr,
-                    ratios_ptr, i_mass_ptr, i_held_lse_ptr, i_end_ptr, of_parts_ptr, chunks, scale, SLOTS
-                )  # fmt: skip
+                    event,
+                    chunk,
+                    rank,
+                    i_list_ptr,
+                    first,
+                    last,
+                    inside_ptr,
+                    o_list_ptr,
+                    o_first,
+                    o_last,
+                    named_ptr,
+                    base,
+                    i_node_ptr,
+                    i_slot_start_ptr,
+                    spelling_start_ptr,
+                    spelled_node_ptr,
+                    spelled_slot_ptr,
+                    ratios_ptr,
+                    i_mass_ptr,
+                    i_held_lse_ptr,
+                    i_end_ptr,
+                    of_parts_ptr,
+                    chunks,
+                    scale,
+                    SLOTS,
+                )
         store_listed_tokens(
-            i_list_ptr, first, last, inside_ptr, own_ptr, chunk, base, parts, bits_ptr + own * W, rest_bits_ptr + own *
-            W, root_ptr, of_class_ptr, ratio_ptr + own * K, V, V_own, scale, K, CROSS_ENTROPY, UNSCALED, STEPS, SLOTS
-        )  # fmt: skip
+            i_list_ptr,
+            first,
+            last,
+            inside_ptr,
+            own_ptr,
+            chunk,
+            base,
+            parts,
+            bits_ptr + own * W,
+            rest_bits_ptr + own * W,
+            root_ptr,
+            of_class_ptr,
+            ratio_ptr + own * K,
+            V,
+            V_own,
+            scale,
+            K,
+            CROSS_ENTROPY,
+            UNSCALED,
+            STEPS,
+            SLOTS,
+        )
         tl.debug_barrier()  # what is in both lists is stored again, with all its parts
         store_listed_tokens(
-            o_list_ptr, o_first, o_last, named_ptr, own_ptr, chunk, base, parts, bits_ptr + own * W, rest_bits_ptr + own
-            * W, root_ptr, of_class_ptr, ratio_ptr + own * K, V, V_own, scale, K, CROSS_ENTROPY, UNSCALED, STEPS, SLOTS
-        )  # fmt: skip
+            o_list_ptr,
+            o_first,
+            o_last,
+            named_ptr,
+            own_ptr,
+            chunk,
+            base,
+            parts,
+            bits_ptr + own * W,
+            rest_bits_ptr + own * W,
+            root_ptr,
+            of_class_ptr,
+            ratio_ptr + own * K,
+            V,
+            V_own,
+            scale,
+            K,
+            CROSS_ENTROPY,
+            UNSCALED,
+            STEPS,
+            SLOTS,
+        )
         tl.debug_barrier()

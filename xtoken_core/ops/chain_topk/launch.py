@@ -221,11 +221,31 @@ class ListedComparison(Comparison):
         ratio = self._float(E, K)
         starts = self.starts
         entry_kernels.chain_listed_start_kernel[(E,)](
-            logits, given.classes, heads, rest_p, starts.chunk, starts.student_row, starts.teacher_row, bits,
-            rows["s_lse"], *rest, self.by_class.start, self.by_class.token, value, mass, ratio, rest_ratio,
-            student.positions, bits.shape[1], K, *student.strides, self.scale, ENTRIES=ENTRIES, LANES=TOKENS,
+            logits,
+            given.classes,
+            heads,
+            rest_p,
+            starts.chunk,
+            starts.student_row,
+            starts.teacher_row,
+            bits,
+            rows["s_lse"],
+            *rest,
+            self.by_class.start,
+            self.by_class.token,
+            value,
+            mass,
+            ratio,
+            rest_ratio,
+            student.positions,
+            bits.shape[1],
+            K,
+            *student.strides,
+            self.scale,
+            ENTRIES=ENTRIES,
+            LANES=TOKENS,
             num_warps=START_WARPS,
-        )  # fmt: skip
+        )
         join(self.device)
         of_starts = RowResults(
             bits=bits, rest_bits=rest_bits, heads=heads, ratio=ratio, rest_ratio=rest_ratio, mass=mass, **rows
@@ -238,17 +258,53 @@ class ListedComparison(Comparison):
         starts, live, E, K = self.starts, self.tables.teacher.live, len(self.starts.chunk), given.size
         p, heads, rest_p = self._float(E, K), self._float(E, K), self._float(E)
         entry_kernels.chain_entry_kernel[(E,)](
-            given.ids, given.log_probs, given.tail, starts.chunk, starts.teacher_row, starts.student_before,
-            starts.teacher_token, starts.at_cut, live.tail, live.head, live.state, live.position, live.point, live.low,
-            live.high, live.rule_start, live.tail_start, live.tail_count, live.right, p, rest_p, live.state.shape[1],
-            live.depth, len(self.tables.teacher.root), K, CONDITIONING=self.options.conditioning, RULES=RULES,
-            LANES=given.lanes, num_warps=ENTRY_WARPS,
-        )  # fmt: skip
+            given.ids,
+            given.log_probs,
+            given.tail,
+            starts.chunk,
+            starts.teacher_row,
+            starts.student_before,
+            starts.teacher_token,
+            starts.at_cut,
+            live.tail,
+            live.head,
+            live.state,
+            live.position,
+            live.point,
+            live.low,
+            live.high,
+            live.rule_start,
+            live.tail_start,
+            live.tail_count,
+            live.right,
+            p,
+            rest_p,
+            live.state.shape[1],
+            live.depth,
+            len(self.tables.teacher.root),
+            K,
+            CONDITIONING=self.options.conditioning,
+            RULES=RULES,
+            LANES=given.lanes,
+            num_warps=ENTRY_WARPS,
+        )
         rest_bits, groups = bits.clone(), triton.cdiv(K, ENTRIES)
         entry_kernels.chain_head_kernel[(E * groups,)](
-            given.classes, p, starts.chunk, starts.teacher_row, self.by_class.start, self.by_class.token, heads,
-            rest_bits, groups, bits.shape[1], K, ENTRIES=ENTRIES, LANES=TOKENS, num_warps=HEAD_WARPS,
-        )  # fmt: skip
+            given.classes,
+            p,
+            starts.chunk,
+            starts.teacher_row,
+            self.by_class.start,
+            self.by_class.token,
+            heads,
+            rest_bits,
+            groups,
+            bits.shape[1],
+            K,
+            ENTRIES=ENTRIES,
+            LANES=TOKENS,
+            num_warps=HEAD_WARPS,
+        )
         return rest_p, heads, rest_bits
 
     def _rows(
@@ -268,11 +324,33 @@ class ListedComparison(Comparison):
         losses = self._float(B, T_s) if with_losses else None
         hits = torch.empty((B, T_s), dtype=torch.bool, device=self.device) if with_losses else None
         student_kernels.chain_listed_student_kernel[(R,)](
-            student.logits, self.targets, self.event_of_row, bits, rest_bits, losses, hits, head_lse, top, total,
-            vocab_lse, likely, s_lse, rest_lse, some, T_s, V_head, self.settings.student_vocab_size, student.width,
-            bits.shape[1], *student.strides, self.scale, CROSS_ENTROPY=with_losses, UNSCALED=self.scale == 1.0,
-            LANES=STUDENT_LANES, num_warps=STUDENT_WARPS,
-        )  # fmt: skip
+            student.logits,
+            self.targets,
+            self.event_of_row,
+            bits,
+            rest_bits,
+            losses,
+            hits,
+            head_lse,
+            top,
+            total,
+            vocab_lse,
+            likely,
+            s_lse,
+            rest_lse,
+            some,
+            T_s,
+            V_head,
+            self.settings.student_vocab_size,
+            student.width,
+            bits.shape[1],
+            *student.strides,
+            self.scale,
+            CROSS_ENTROPY=with_losses,
+            UNSCALED=self.scale == 1.0,
+            LANES=STUDENT_LANES,
+            num_warps=STUDENT_WARPS,
+        )
         rows = {"head_lse": head_lse, "vocab_lse": vocab_lse, "top": top, "total": total, "s_lse": s_lse}
         return rows, likely, (rest_lse, some), losses, hits
 
@@ -284,12 +362,37 @@ class ListedComparison(Comparison):
         if E:
             programs = self._programs(NODE_PROGRAMS_PER_PROCESSOR, E)
             node_kernels.chain_listed_inside_kernel[(programs,)](
-                student.logits, given.classes, given.log_probs, given.tail, inner.chunk, inner.student_row,
-                inner.teacher_row, inner.node, nodes.slot_start, nodes.slot_class, held.segment_start, held.start,
-                held.token, self._float(programs, held.most_segments), held.most_segments, nodal.value, nodal.mass,
-                nodal.level, nodal.listed, nodal.ratio, nodes.most_slots, E, student.positions, *student.strides,
-                self.scale, given.size, SLOTS=SLOTS, TILE=given.tile, LANES=given.lanes, num_warps=NODE_WARPS,
-            )  # fmt: skip
+                student.logits,
+                given.classes,
+                given.log_probs,
+                given.tail,
+                inner.chunk,
+                inner.student_row,
+                inner.teacher_row,
+                inner.node,
+                nodes.slot_start,
+                nodes.slot_class,
+                held.segment_start,
+                held.start,
+                held.token,
+                self._float(programs, held.most_segments),
+                held.most_segments,
+                nodal.value,
+                nodal.mass,
+                nodal.level,
+                nodal.listed,
+                nodal.ratio,
+                nodes.most_slots,
+                E,
+                student.positions,
+                *student.strides,
+                self.scale,
+                given.size,
+                SLOTS=SLOTS,
+                TILE=given.tile,
+                LANES=given.lanes,
+                num_warps=NODE_WARPS,
+            )
         return nodal
 
     def _beside(self, student: Rows, given: Lists, rows: dict[str, Tensor]) -> ListedNodes:
@@ -302,15 +405,51 @@ class ListedComparison(Comparison):
             programs = self._programs(NODE_PROGRAMS_PER_PROCESSOR, E)
             flags = torch.zeros((programs, self.plan.classes // 32 + 1), dtype=torch.int32, device=self.device)
             node_kernels.chain_listed_beside_kernel[(programs,)](
-                student.logits, given.ids, given.log_probs, given.part, inner.chunk, fresh_row,
-                holder_row, inner.node, self.bounds[0].first, nodes.slot_start, nodes.slot_class,
-                held.segment_start, held.start, fresh.segment_start, fresh.start, fresh.token, nodes.spelling_start,
-                nodes.spelled_node, nodes.spelled_slot, self.plan.student.root, rows["top"], rows["total"], flags,
-                self._float(programs, fresh.most_segments), fresh.most_segments, nodal.value, nodal.mass, nodal.level,
-                nodal.listed, nodal.ratio, nodes.most_slots, E, student.positions, student.width,
-                len(self.tables.teacher.root), flags.shape[1], *student.strides, self.scale, given.size, BLOCK=BLOCK,
-                SLOTS=SLOTS, TILE=given.tile, LANES=given.lanes, num_warps=NODE_WARPS,
-            )  # fmt: skip
+                student.logits,
+                given.ids,
+                given.log_probs,
+                given.part,
+                inner.chunk,
+                fresh_row,
+                holder_row,
+                inner.node,
+                self.bounds[0].first,
+                nodes.slot_start,
+                nodes.slot_class,
+                held.segment_start,
+                held.start,
+                fresh.segment_start,
+                fresh.start,
+                fresh.token,
+                nodes.spelling_start,
+                nodes.spelled_node,
+                nodes.spelled_slot,
+                self.plan.student.root,
+                rows["top"],
+                rows["total"],
+                flags,
+                self._float(programs, fresh.most_segments),
+                fresh.most_segments,
+                nodal.value,
+                nodal.mass,
+                nodal.level,
+                nodal.listed,
+                nodal.ratio,
+                nodes.most_slots,
+                E,
+                student.positions,
+                student.width,
+                len(self.tables.teacher.root),
+                flags.shape[1],
+                *student.strides,
+                self.scale,
+                given.size,
+                BLOCK=BLOCK,
+                SLOTS=SLOTS,
+                TILE=given.tile,
+                LANES=given.lanes,
+                num_warps=NODE_WARPS,
+            )
         return nodal
 
     def _nodes(self, events: int, most_slots: int) -> ListedNodes:
@@ -326,10 +465,23 @@ class ListedComparison(Comparison):
         sides = (inside, self.in_student), (beside, self.in_teacher)
         nodes = [(x.value, x.listed, inner.chunk, inner.at_end, len(inner.chunk)) for x, inner in sides]
         node_kernels.chain_listed_part_kernel[(triton.cdiv(chunks, CHUNKS),)](
-            self.starts.chunk, starts, *nodes[0], *nodes[1], self.bounds[0].first, self.bounds[0].size,
-            self.bounds[1].first, self.bounds[1].size, likely, own, parts, listed, of_chunks, chunks, BLOCK=CHUNKS,
+            self.starts.chunk,
+            starts,
+            *nodes[0],
+            *nodes[1],
+            self.bounds[0].first,
+            self.bounds[0].size,
+            self.bounds[1].first,
+            self.bounds[1].size,
+            likely,
+            own,
+            parts,
+            listed,
+            of_chunks,
+            chunks,
+            BLOCK=CHUNKS,
             num_warps=4,
-        )  # fmt: skip
+        )
         return parts, listed, of_chunks
 
     def backward(
@@ -350,12 +502,36 @@ class ListedComparison(Comparison):
         R, K = B * T_s, classes.shape[1]
         gradient = torch.empty((B, T_s, V_head), dtype=logits.dtype, device=self.device)
         row: tuple[Any, ...] = (
-            logits, gradient, self.event_of_row, rows.bits, self.targets, rows.head_lse, rows.top, rows.total,
-            rows.mass, rows.s_lse, rows.rest_ratio, rows.vocab_lse, of_losses, of_parts, of_likely, self.row_chunk,
-            self.in_teacher.chunk, self.in_teacher.at_end, of_parts.shape[1], beside.level, len(beside.level), T_s,
-            self.shape[1], V_head, self.settings.student_vocab_size, student.width, rows.bits.shape[1],
-            *student.strides, self.scale,
-        )  # fmt: skip
+            logits,
+            gradient,
+            self.event_of_row,
+            rows.bits,
+            self.targets,
+            rows.head_lse,
+            rows.top,
+            rows.total,
+            rows.mass,
+            rows.s_lse,
+            rows.rest_ratio,
+            rows.vocab_lse,
+            of_losses,
+            of_parts,
+            of_likely,
+            self.row_chunk,
+            self.in_teacher.chunk,
+            self.in_teacher.at_end,
+            of_parts.shape[1],
+            beside.level,
+            len(beside.level),
+            T_s,
+            self.shape[1],
+            V_head,
+            self.settings.student_vocab_size,
+            student.width,
+            rows.bits.shape[1],
+            *student.strides,
+            self.scale,
+        )
         settings = {"CROSS_ENTROPY": of_losses is not None, "UNSCALED": self.scale == 1.0}
         blocks = triton.cdiv(V_head, GRADIENT_TILES * GRADIENT_LANES * start_kernels.ADJACENT.value)
         gradient_kernels.chain_listed_row_bwd_kernel[(R * blocks,)](
@@ -363,20 +539,63 @@ class ListedComparison(Comparison):
         )
         groups = triton.cdiv(K, ENTRIES)
         gradient_kernels.chain_listed_class_bwd_kernel[(R * groups,)](
-            *row, self.starts.teacher_row, classes, rows.heads, rows.ratio, self.by_class.start, self.by_class.token,
-            K, groups, **settings, ENTRIES=ENTRIES, LANES=TOKENS, num_warps=HEAD_WARPS,
-        )  # fmt: skip
+            *row,
+            self.starts.teacher_row,
+            classes,
+            rows.heads,
+            rows.ratio,
+            self.by_class.start,
+            self.by_class.token,
+            K,
+            groups,
+            **settings,
+            ENTRIES=ENTRIES,
+            LANES=TOKENS,
+            num_warps=HEAD_WARPS,
+        )
         if len(inside.value) or len(beside.value):
             own, other = self.plan.student.nodes, self.plan.teacher.nodes
             programs = self._programs(NODE_GRADIENT_PROGRAMS_PER_PROCESSOR, R)
             capacity = own.held.most_tokens, other.fresh.most_tokens
             gradient_kernels.chain_listed_node_bwd_kernel[(programs,)](
-                *row, self.starts.teacher_row, classes, rows.ratio, rows.rest_bits, self.plan.student.root, K, R,
-                self.in_student.chunk, self.bounds[1].first, self.bounds[1].size, len(inside.value),
-                self.in_student.node, own.slot_start, own.held.node_start, own.held.token, inside.level, inside.mass,
-                inside.ratio, own.most_slots, self.in_student.at_end, own.spelling_start, own.spelled_node,
-                own.spelled_slot, self.in_teacher.node, other.slot_start, other.fresh.node_start, other.fresh.token,
-                other.fresh.slot, beside.mass, beside.ratio, other.most_slots, self._float(programs, sum(capacity)),
-                sum(capacity), capacity[0], **settings, STEPS=K.bit_length(), SLOTS=SLOTS, num_warps=NODE_WARPS,
-            )  # fmt: skip
+                *row,
+                self.starts.teacher_row,
+                classes,
+                rows.ratio,
+                rows.rest_bits,
+                self.plan.student.root,
+                K,
+                R,
+                self.in_student.chunk,
+                self.bounds[1].first,
+                self.bounds[1].size,
+                len(inside.value),
+                self.in_student.node,
+                own.slot_start,
+                own.held.node_start,
+                own.held.token,
+                inside.level,
+                inside.mass,
+                inside.ratio,
+                own.most_slots,
+                self.in_student.at_end,
+                own.spelling_start,
+                own.spelled_node,
+                own.spelled_slot,
+                self.in_teacher.node,
+                other.slot_start,
+                other.fresh.node_start,
+                other.fresh.token,
+                other.fresh.slot,
+                beside.mass,
+                beside.ratio,
+                other.most_slots,
+                self._float(programs, sum(capacity)),
+                sum(capacity),
+                capacity[0],
+                **settings,
+                STEPS=K.bit_length(),
+                SLOTS=SLOTS,
+                num_warps=NODE_WARPS,
+            )
         return gradient

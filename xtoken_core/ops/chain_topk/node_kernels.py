@@ -20,9 +20,17 @@ from xtoken_core.ops.chain.start_kernels import TINY, exp, finite, floored_log, 
 
 @triton.jit
 def compare_named(
-    slot, slots, slot_class_ptr, segment_ptr, sums_ptr, classes, mass_of, ratio_ptr,
-    TILE: tl.constexpr, LANES: tl.constexpr
-):  # fmt: skip
+    slot,
+    slots,
+    slot_class_ptr,
+    segment_ptr,
+    sums_ptr,
+    classes,
+    mass_of,
+    ratio_ptr,
+    TILE: tl.constexpr,
+    LANES: tl.constexpr,
+):
     """Store the ratios of the slots of which a token is listed, -1 for others; return the sums of their terms.
 
     Returns:
@@ -55,9 +63,14 @@ def compare_named(
         kept += p
         tl.store(ratio_ptr + k, tl.where(open_, -1.0, p / tl.maximum(q, TINY)), mask=there)
     return (
-        tl.sum(kl, axis=0), tl.sum(mass, axis=0), tl.sum(kept, axis=0), named, tl.sum(others, axis=0),
-        tl.max(some, axis=0), tl.max(ending, axis=0)
-    )  # fmt: skip
+        tl.sum(kl, axis=0),
+        tl.sum(mass, axis=0),
+        tl.sum(kept, axis=0),
+        named,
+        tl.sum(others, axis=0),
+        tl.max(some, axis=0),
+        tl.max(ending, axis=0),
+    )
 
 
 @triton.jit
@@ -71,11 +84,37 @@ def replace_open(ratio_ptr, slots, ratio, SLOTS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["E", "T_s"])
 def chain_listed_inside_kernel(
-    student_ptr, class_ptr, log_prob_ptr, tail_ptr, chunk_ptr, s_row_ptr, t_row_ptr, node_ptr, slot_start_ptr,
-    slot_class_ptr, segment_ptr, start_ptr, member_ptr, sums_ptr, capacity, value_ptr, mass_ptr, lse_ptr,
-    listed_ptr, ratio_ptr, most_slots, E, T_s, stride_b, stride_t, scale, K,
-    SLOTS: tl.constexpr, TILE: tl.constexpr, LANES: tl.constexpr
-):  # fmt: skip
+    student_ptr,
+    class_ptr,
+    log_prob_ptr,
+    tail_ptr,
+    chunk_ptr,
+    s_row_ptr,
+    t_row_ptr,
+    node_ptr,
+    slot_start_ptr,
+    slot_class_ptr,
+    segment_ptr,
+    start_ptr,
+    member_ptr,
+    sums_ptr,
+    capacity,
+    value_ptr,
+    mass_ptr,
+    lse_ptr,
+    listed_ptr,
+    ratio_ptr,
+    most_slots,
+    E,
+    T_s,
+    stride_b,
+    stride_t,
+    scale,
+    K,
+    SLOTS: tl.constexpr,
+    TILE: tl.constexpr,
+    LANES: tl.constexpr,
+):
     """Compute the KL of one node inside a token of the student after the other."""
     sums_ptr += tl.program_id(0).to(tl.int64) * capacity
     j = tl.arange(0, LANES)
@@ -98,7 +137,7 @@ def chain_listed_inside_kernel(
             tl.debug_barrier()
             kl, mass, kept, named, others, some, ending = compare_named(
                 slot, slots, slot_class_ptr, segment_ptr, sums_ptr, classes, listed, ratio, TILE, LANES
-            )  # fmt: skip
+            )
             tl.debug_barrier()
             unnamed = tl.sum(tl.where(named != 0, 0.0, listed), axis=0)
             p = tl.where(ending != 0, unnamed, 0.0) + tl.where(some != 0, tail, 0.0)
@@ -116,9 +155,18 @@ def chain_listed_inside_kernel(
 
 @triton.jit
 def entries_of_node(
-    id_ptr, log_prob_ptr, spelling_start_ptr, spelled_node_ptr, spelled_slot_ptr, rank, node, slot, V, K,
-    LANES: tl.constexpr
-):  # fmt: skip
+    id_ptr,
+    log_prob_ptr,
+    spelling_start_ptr,
+    spelled_node_ptr,
+    spelled_slot_ptr,
+    rank,
+    node,
+    slot,
+    V,
+    K,
+    LANES: tl.constexpr,
+):
     """Return the slots of a row's entries that a node holds, -1 for others, and the logarithms of their mass."""
     j = tl.arange(0, LANES)
     token = tl.load(id_ptr + j, mask=j < K, other=V)
@@ -144,9 +192,19 @@ def held_sums(k, slot, slots, segment_ptr, start_ptr, of_slot, weight, of_unlist
 
 @triton.jit
 def compare_held(
-    slot, slots, slot_class_ptr, segment_ptr, start_ptr, fresh_segment_ptr, fresh_sums_ptr, of_slot, weight,
-    of_unlisted, ratio_ptr, TILE: tl.constexpr
-):  # fmt: skip
+    slot,
+    slots,
+    slot_class_ptr,
+    segment_ptr,
+    start_ptr,
+    fresh_segment_ptr,
+    fresh_sums_ptr,
+    of_slot,
+    weight,
+    of_unlisted,
+    ratio_ptr,
+    TILE: tl.constexpr,
+):
     """Store the ratios of the slots that name a class; return the sums of their terms, and the other slot.
 
     Returns:
@@ -176,19 +234,62 @@ def compare_held(
         kept += p
         tl.store(ratio_ptr + k, p / tl.maximum(q, TINY), mask=there & (cls >= 0))
     return (
-        tl.sum(kl, axis=0), tl.sum(mass, axis=0), tl.sum(kept, axis=0), tl.sum(named, axis=0), tl.sum(ending, axis=0),
-        tl.max(ends_at, axis=0)
-    )  # fmt: skip
+        tl.sum(kl, axis=0),
+        tl.sum(mass, axis=0),
+        tl.sum(kept, axis=0),
+        tl.sum(named, axis=0),
+        tl.sum(ending, axis=0),
+        tl.max(ends_at, axis=0),
+    )
 
 
 @triton.jit(do_not_specialize=["E", "T_s"])
 def chain_listed_beside_kernel(
-    student_ptr, id_ptr, log_prob_ptr, part_ptr, chunk_ptr, s_row_ptr, t_row_ptr, node_ptr, first_ptr, slot_start_ptr,
-    slot_class_ptr, segment_ptr, start_ptr, fresh_segment_ptr, fresh_start_ptr, fresh_token_ptr, spelling_start_ptr,
-    spelled_node_ptr, spelled_slot_ptr, root_ptr, top_ptr, total_ptr, flag_ptr, sums_ptr, capacity, value_ptr,
-    mass_ptr, level_ptr, listed_ptr, ratio_ptr, most_slots, E, T_s, V, V_t, flags, stride_b, stride_t, scale, K,
-    BLOCK: tl.constexpr, SLOTS: tl.constexpr, TILE: tl.constexpr, LANES: tl.constexpr
-):  # fmt: skip
+    student_ptr,
+    id_ptr,
+    log_prob_ptr,
+    part_ptr,
+    chunk_ptr,
+    s_row_ptr,
+    t_row_ptr,
+    node_ptr,
+    first_ptr,
+    slot_start_ptr,
+    slot_class_ptr,
+    segment_ptr,
+    start_ptr,
+    fresh_segment_ptr,
+    fresh_start_ptr,
+    fresh_token_ptr,
+    spelling_start_ptr,
+    spelled_node_ptr,
+    spelled_slot_ptr,
+    root_ptr,
+    top_ptr,
+    total_ptr,
+    flag_ptr,
+    sums_ptr,
+    capacity,
+    value_ptr,
+    mass_ptr,
+    level_ptr,
+    listed_ptr,
+    ratio_ptr,
+    most_slots,
+    E,
+    T_s,
+    V,
+    V_t,
+    flags,
+    stride_b,
+    stride_t,
+    scale,
+    K,
+    BLOCK: tl.constexpr,
+    SLOTS: tl.constexpr,
+    TILE: tl.constexpr,
+    LANES: tl.constexpr,
+):
     """Compute the KL of one node inside a token of the teacher after the other."""
     flag_ptr += tl.program_id(0).to(tl.int64) * flags
     sums_ptr += tl.program_id(0).to(tl.int64) * capacity
@@ -202,13 +303,31 @@ def chain_listed_beside_kernel(
             base = row_of(student_ptr, row, T_s, stride_b, stride_t)
             top, total = tl.load(top_ptr + row), tl.load(total_ptr + row)
             store_segment_sums(
-                base, fresh_segment_ptr, fresh_start_ptr, fresh_token_ptr, slot, slots, scale, top, 1.0 / total,
-                sums_ptr, SLOTS
-            )  # fmt: skip
+                base,
+                fresh_segment_ptr,
+                fresh_start_ptr,
+                fresh_token_ptr,
+                slot,
+                slots,
+                scale,
+                top,
+                1.0 / total,
+                sums_ptr,
+                SLOTS,
+            )
             of_slot, log_p = entries_of_node(
-                id_ptr + given * K, log_prob_ptr + given * K, spelling_start_ptr, spelled_node_ptr, spelled_slot_ptr,
-                event - tl.load(first_ptr + chunk), node, slot, V_t, K, LANES
-            )  # fmt: skip
+                id_ptr + given * K,
+                log_prob_ptr + given * K,
+                spelling_start_ptr,
+                spelled_node_ptr,
+                spelled_slot_ptr,
+                event - tl.load(first_ptr + chunk),
+                node,
+                slot,
+                V_t,
+                K,
+                LANES,
+            )
             first = tl.load(start_ptr + tl.load(segment_ptr + slot))
             last = tl.load(start_ptr + tl.load(segment_ptr + slot + slots))
             unlisted = (last - first - tl.sum((of_slot >= 0).to(tl.int32), axis=0)).to(tl.float32)
@@ -221,17 +340,28 @@ def chain_listed_beside_kernel(
             ratio = ratio_ptr + in_64_bits(event) * most_slots
             tl.debug_barrier()
             kl, mass, kept, named, ending, ends_at = compare_held(
-                slot, slots, slot_class_ptr, segment_ptr, start_ptr, fresh_segment_ptr, sums_ptr, of_slot,
-                exp(log_p - pivot) / norm, exp(log_part - pivot) / norm, ratio, TILE
-            )  # fmt: skip
+                slot,
+                slots,
+                slot_class_ptr,
+                segment_ptr,
+                start_ptr,
+                fresh_segment_ptr,
+                sums_ptr,
+                of_slot,
+                exp(log_p - pivot) / norm,
+                exp(log_part - pivot) / norm,
+                ratio,
+                TILE,
+            )
             level = kept * 0.0
             tl.debug_barrier()
             if ends_at >= 0:
                 q = 1.0 - named
                 if q < SMALL_REST:
-                    q = unnamed_sum(
-                        base, root_ptr, flag_ptr, slot_class_ptr, slot, slots, V, scale, top, BLOCK, SLOTS
-                    ) / total  # fmt: skip
+                    q = (
+                        unnamed_sum(base, root_ptr, flag_ptr, slot_class_ptr, slot, slots, V, scale, top, BLOCK, SLOTS)
+                        / total
+                    )
                 kl += xlogx(ending) - ending * floored_log(q)
                 mass += ending
                 p = tl.where(q >= TINY, ending, 0.0)
@@ -268,10 +398,30 @@ def sum_of_tokens(value_ptr, first_ptr, size_ptr, chunk, there, total):
 
 @triton.jit(do_not_specialize=["s_events", "t_events", "chunks"])
 def chain_listed_part_kernel(
-    chunk_ptr, start_ptr, s_value_ptr, s_listed_ptr, s_chunk_ptr, s_end_ptr, s_events, t_value_ptr, t_listed_ptr,
-    t_chunk_ptr, t_end_ptr, t_events, s_first_ptr, s_size_ptr, t_first_ptr, t_size_ptr, s_likely_ptr, t_likely_ptr,
-    parts_ptr, listed_ptr, likely_ptr, chunks, BLOCK: tl.constexpr
-):  # fmt: skip
+    chunk_ptr,
+    start_ptr,
+    s_value_ptr,
+    s_listed_ptr,
+    s_chunk_ptr,
+    s_end_ptr,
+    s_events,
+    t_value_ptr,
+    t_listed_ptr,
+    t_chunk_ptr,
+    t_end_ptr,
+    t_events,
+    s_first_ptr,
+    s_size_ptr,
+    t_first_ptr,
+    t_size_ptr,
+    s_likely_ptr,
+    t_likely_ptr,
+    parts_ptr,
+    listed_ptr,
+    likely_ptr,
+    chunks,
+    BLOCK: tl.constexpr,
+):
     """Compute each chunk's parts, the least listed mass at its nodes, and both sides' likelihoods of its tokens."""
     chunk = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = chunk < chunks

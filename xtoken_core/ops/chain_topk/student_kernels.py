@@ -45,10 +45,33 @@ def log_of_live(base, bits, V, scale, highest, part, LANES: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T_s"], do_not_specialize_on_alignment=["targets_ptr"])
 def chain_listed_student_kernel(
-    student_ptr, targets_ptr, event_ptr, bits_ptr, rest_bits_ptr, losses_ptr, hits_ptr, head_lse_ptr, top_ptr,
-    total_ptr, vocab_lse_ptr, likely_ptr, s_lse_ptr, rest_lse_ptr, rest_some_ptr, T_s, V_head, V_own, V, W,
-    stride_b, stride_t, scale, CROSS_ENTROPY: tl.constexpr, UNSCALED: tl.constexpr, LANES: tl.constexpr
-):  # fmt: skip
+    student_ptr,
+    targets_ptr,
+    event_ptr,
+    bits_ptr,
+    rest_bits_ptr,
+    losses_ptr,
+    hits_ptr,
+    head_lse_ptr,
+    top_ptr,
+    total_ptr,
+    vocab_lse_ptr,
+    likely_ptr,
+    s_lse_ptr,
+    rest_lse_ptr,
+    rest_some_ptr,
+    T_s,
+    V_head,
+    V_own,
+    V,
+    W,
+    stride_b,
+    stride_t,
+    scale,
+    CROSS_ENTROPY: tl.constexpr,
+    UNSCALED: tl.constexpr,
+    LANES: tl.constexpr,
+):
     """Compute one student row: the sums over the tables' tokens, live ones and those of the rest, and its token's."""
     row = tl.program_id(0)
     base = row_of(student_ptr, row, T_s, stride_b, stride_t)

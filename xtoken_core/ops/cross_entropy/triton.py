@@ -40,9 +40,19 @@ class TritonCrossEntropy(torch.autograd.Function):
             block = min(BLOCK, power_of_2(V))
             matrix = row_matrix(logits, block)
             row_statistics_kernel[(B * T,)](
-                logits, matrix, targets, lse, own, best, T, V, *row_strides(logits),
-                0 if matrix is None else STAGES, WIDTH, block,
-            )  # fmt: skip
+                logits,
+                matrix,
+                targets,
+                lse,
+                own,
+                best,
+                T,
+                V,
+                *row_strides(logits),
+                0 if matrix is None else STAGES,
+                WIDTH,
+                block,
+            )
         hits = best == targets
         ctx.save_for_backward(logits, targets, lse)
         ctx.mark_non_differentiable(hits)

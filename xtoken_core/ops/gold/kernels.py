@@ -83,9 +83,21 @@ def gold_lse_kernel(logits_ptr, chunk_ptr, lse_ptr, T, V, stride_b, stride_t, sc
 
 @triton.jit(do_not_specialize=["T"])
 def gold_student_kernel(
-    logits_ptr, targets_ptr, lse_ptr, head_lse_ptr, losses_ptr, hits_ptr, T, V, V_head, stride_b, stride_t, scale,
-    UNSCALED: tl.constexpr, LANES: tl.constexpr
-):  # fmt: skip
+    logits_ptr,
+    targets_ptr,
+    lse_ptr,
+    head_lse_ptr,
+    losses_ptr,
+    hits_ptr,
+    T,
+    V,
+    V_head,
+    stride_b,
+    stride_t,
+    scale,
+    UNSCALED: tl.constexpr,
+    LANES: tl.constexpr,
+):
     """Compute one row's `log sum exp(scale * x)`, and the cross-entropy and first guess of its whole head."""
     row = tl.program_id(0).to(tl.int64)
     base = logits_ptr + row // T * stride_b + row % T * stride_t
@@ -117,9 +129,7 @@ def first_position(logits_ptr, order_ptr, lse_ptr, first, count, T, stride_b, st
 
 
 @triton.jit
-def mean_log_probs(
-    logits_ptr, order_ptr, lse_ptr, base, lse, first, count, ids, there, T, stride_b, stride_t, scale
-):  # fmt: skip
+def mean_log_probs(logits_ptr, order_ptr, lse_ptr, base, lse, first, count, ids, there, T, stride_b, stride_t, scale):
     """Compute the averaged log-probabilities of one chunk at `ids`, its positions `order[first : first + count]`.
 
     `base` and `lse` are those of its first position, read before any loop over ids.
@@ -150,12 +160,31 @@ def common_slope(S, L, REVERSE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T_s", "T_t", "c"])
 def gold_common_kernel(
-    student_ptr, student_order_ptr, student_first_ptr, student_lse_ptr,
-    teacher_ptr, teacher_order_ptr, teacher_first_ptr, teacher_lse_ptr, common_student_ptr, common_teacher_ptr,
-    kl_ptr, mass_ptr, slope_ptr, agrees_ptr, c, T_s, T_t,
-    student_stride_b, student_stride_t, teacher_stride_b, teacher_stride_t, scale,
-    REVERSE: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+    student_ptr,
+    student_order_ptr,
+    student_first_ptr,
+    student_lse_ptr,
+    teacher_ptr,
+    teacher_order_ptr,
+    teacher_first_ptr,
+    teacher_lse_ptr,
+    common_student_ptr,
+    common_teacher_ptr,
+    kl_ptr,
+    mass_ptr,
+    slope_ptr,
+    agrees_ptr,
+    c,
+    T_s,
+    T_t,
+    student_stride_b,
+    student_stride_t,
+    teacher_stride_b,
+    teacher_stride_t,
+    scale,
+    REVERSE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Reduce one chunk over the common pairs: divergence, the teacher's mass, the sum of the slopes, the best pairs."""
     chunk = tl.program_id(0).to(tl.int64)
     first_s, first_t = tl.load(student_first_ptr + chunk), tl.load(teacher_first_ptr + chunk)
@@ -180,13 +209,35 @@ def gold_common_kernel(
         of_s = tl.load(common_student_ptr + pair, mask=there, other=0)
         of_t = tl.load(common_teacher_ptr + pair, mask=there, other=0)
         S = mean_log_probs(
-            student_ptr, student_order_ptr, student_lse_ptr, base_s, lse_s, first_s, count_s, of_s, there,
-            T_s, student_stride_b, student_stride_t, scale
-        )  # fmt: skip
+            student_ptr,
+            student_order_ptr,
+            student_lse_ptr,
+            base_s,
+            lse_s,
+            first_s,
+            count_s,
+            of_s,
+            there,
+            T_s,
+            student_stride_b,
+            student_stride_t,
+            scale,
+        )
         L = mean_log_probs(
-            teacher_ptr, teacher_order_ptr, teacher_lse_ptr, base_t, lse_t, first_t, count_t, of_t, there,
-            T_t, teacher_stride_b, teacher_stride_t, scale
-        )  # fmt: skip
+            teacher_ptr,
+            teacher_order_ptr,
+            teacher_lse_ptr,
+            base_t,
+            lse_t,
+            first_t,
+            count_t,
+            of_t,
+            there,
+            T_t,
+            teacher_stride_b,
+            teacher_stride_t,
+            scale,
+        )
         kl += tl.where(there, kl_term(S, L) if REVERSE else kl_term(L, S), 0.0)
         mass += tl.where(there, tl.exp(L), 0.0)
         slope += tl.where(there, common_slope(S, L, REVERSE), 0.0)
@@ -204,9 +255,22 @@ def gold_common_kernel(
 
 @triton.jit(do_not_specialize=["T", "from_chunk"])
 def gold_rest_kernel(
-    logits_ptr, order_ptr, first_ptr, lse_ptr, ids_ptr, rest_ptr, mass_ptr, from_chunk, u, T, stride_b, stride_t, scale,
-    MASS: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+    logits_ptr,
+    order_ptr,
+    first_ptr,
+    lse_ptr,
+    ids_ptr,
+    rest_ptr,
+    mass_ptr,
+    from_chunk,
+    u,
+    T,
+    stride_b,
+    stride_t,
+    scale,
+    MASS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Store one chunk's probabilities at the uncommon ids contiguously; their sum is added to its mass."""
     slot = tl.program_id(0).to(tl.int64)
     chunk = from_chunk + slot
@@ -230,9 +294,23 @@ def gold_rest_kernel(
 
 @triton.jit(do_not_specialize=["from_chunk"])
 def gold_l1_kernel(
-    student_ptr, places_ptr, ids_ptr, teacher_ptr, l1_ptr, slope_ptr, signs_ptr, from_chunk, n_s, n_t, n, V,
-    student_stride, ids_stride, teacher_stride, BLOCK: tl.constexpr
-):  # fmt: skip
+    student_ptr,
+    places_ptr,
+    ids_ptr,
+    teacher_ptr,
+    l1_ptr,
+    slope_ptr,
+    signs_ptr,
+    from_chunk,
+    n_s,
+    n_t,
+    n,
+    V,
+    student_stride,
+    ids_stride,
+    teacher_stride,
+    BLOCK: tl.constexpr,
+):
     """Compute one chunk's L1 distance of two descending lists; store each difference's sign at the student's id.
 
     `places` are those in the list of ids; each is a row per chunk, but where all chunks share one list of ids.
@@ -277,13 +355,42 @@ def token_gradient_of_row(
 
 @triton.jit
 def chunk_gradient_of_row(
-    base, to_ptr, from_v, to_v, chunk, lse, of_kl, of_l1, total,
-    student_ptr, student_order_ptr, student_first_ptr, student_lse_ptr,
-    teacher_ptr, teacher_order_ptr, teacher_first_ptr, teacher_lse_ptr, pair_ptr, signs_ptr,
-    head_lse, target, of_loss, T_s, T_t, V, V_head,
-    student_stride_b, student_stride_t, teacher_stride_b, teacher_stride_t, scale,
-    REVERSE: tl.constexpr, TARGETS: tl.constexpr, HEAD: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+    base,
+    to_ptr,
+    from_v,
+    to_v,
+    chunk,
+    lse,
+    of_kl,
+    of_l1,
+    total,
+    student_ptr,
+    student_order_ptr,
+    student_first_ptr,
+    student_lse_ptr,
+    teacher_ptr,
+    teacher_order_ptr,
+    teacher_first_ptr,
+    teacher_lse_ptr,
+    pair_ptr,
+    signs_ptr,
+    head_lse,
+    target,
+    of_loss,
+    T_s,
+    T_t,
+    V,
+    V_head,
+    student_stride_b,
+    student_stride_t,
+    teacher_stride_b,
+    teacher_stride_t,
+    scale,
+    REVERSE: tl.constexpr,
+    TARGETS: tl.constexpr,
+    HEAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Store a part of a row's gradient; `total` is the sum of the gradient of its chunk's means."""
     first_s, first_t = tl.load(student_first_ptr + chunk), tl.load(teacher_first_ptr + chunk)
     count_s = tl.load(student_first_ptr + chunk + 1) - first_s
@@ -306,14 +413,36 @@ def chunk_gradient_of_row(
         q = p
         if count_s > 1:
             S = mean_log_probs(
-                student_ptr, student_order_ptr, student_lse_ptr, base_s, lse_s, first_s, count_s, v, inside,
-                T_s, student_stride_b, student_stride_t, scale
-            )  # fmt: skip
+                student_ptr,
+                student_order_ptr,
+                student_lse_ptr,
+                base_s,
+                lse_s,
+                first_s,
+                count_s,
+                v,
+                inside,
+                T_s,
+                student_stride_b,
+                student_stride_t,
+                scale,
+            )
             q = tl.exp(S)
         L = mean_log_probs(
-            teacher_ptr, teacher_order_ptr, teacher_lse_ptr, base_t, lse_t, first_t, count_t, pair, pair >= 0,
-            T_t, teacher_stride_b, teacher_stride_t, scale
-        )  # fmt: skip
+            teacher_ptr,
+            teacher_order_ptr,
+            teacher_lse_ptr,
+            base_t,
+            lse_t,
+            first_t,
+            count_t,
+            pair,
+            pair >= 0,
+            T_t,
+            teacher_stride_b,
+            teacher_stride_t,
+            scale,
+        )
         by_mean = of_kl * tl.where(pair >= 0, common_slope(S, L, REVERSE), 0.0)
         by_mean += of_l1 * tl.where(sign != 0.0, sign * q, 0.0)
         gradient = (by_mean - p * total) * factor
@@ -327,13 +456,40 @@ def chunk_gradient_of_row(
 
 @triton.jit(do_not_specialize=["T_s", "T_t"])
 def gold_bwd_kernel(
-    student_ptr, chunk_ptr, student_order_ptr, student_first_ptr, student_lse_ptr,
-    teacher_ptr, teacher_order_ptr, teacher_first_ptr, teacher_lse_ptr, pair_ptr, signs_ptr,
-    kl_upstream_ptr, l1_upstream_ptr, kl_slope_ptr, l1_slope_ptr, targets_ptr, head_lse_ptr, loss_upstream_ptr,
-    gradient_ptr, T_s, T_t, V, V_head,
-    student_stride_b, student_stride_t, teacher_stride_b, teacher_stride_t, scale,
-    REVERSE: tl.constexpr, TARGETS: tl.constexpr, HEAD: tl.constexpr, PER: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+    student_ptr,
+    chunk_ptr,
+    student_order_ptr,
+    student_first_ptr,
+    student_lse_ptr,
+    teacher_ptr,
+    teacher_order_ptr,
+    teacher_first_ptr,
+    teacher_lse_ptr,
+    pair_ptr,
+    signs_ptr,
+    kl_upstream_ptr,
+    l1_upstream_ptr,
+    kl_slope_ptr,
+    l1_slope_ptr,
+    targets_ptr,
+    head_lse_ptr,
+    loss_upstream_ptr,
+    gradient_ptr,
+    T_s,
+    T_t,
+    V,
+    V_head,
+    student_stride_b,
+    student_stride_t,
+    teacher_stride_b,
+    teacher_stride_t,
+    scale,
+    REVERSE: tl.constexpr,
+    TARGETS: tl.constexpr,
+    HEAD: tl.constexpr,
+    PER: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Compute `scale / n (g - softmax(x) sum g)` for PER ids of one position, `g` the gradient of its chunk's means.
 
     With targets the cross-entropy's gradient is added; HEAD says that its softmax is another one.
@@ -359,10 +515,39 @@ def gold_bwd_kernel(
     else:
         total = of_kl * tl.load(kl_slope_ptr + chunk) + of_l1 * tl.load(l1_slope_ptr + chunk)
         chunk_gradient_of_row(
-            base, to_ptr, from_v, to_v, chunk, tl.load(student_lse_ptr + row), of_kl, of_l1, total,
-            student_ptr, student_order_ptr, student_first_ptr, student_lse_ptr,
-            teacher_ptr, teacher_order_ptr, teacher_first_ptr, teacher_lse_ptr, pair_ptr, signs_ptr,
-            head_lse, target, of_loss, T_s, T_t, V, V_head,
-            student_stride_b, student_stride_t, teacher_stride_b, teacher_stride_t, scale,
-            REVERSE, TARGETS, HEAD, BLOCK
-        )  # fmt: skip
+            base,
+            to_ptr,
+            from_v,
+            to_v,
+            chunk,
+            tl.load(student_lse_ptr + row),
+            of_kl,
+            of_l1,
+            total,
+            student_ptr,
+            student_order_ptr,
+            student_first_ptr,
+            student_lse_ptr,
+            teacher_ptr,
+            teacher_order_ptr,
+            teacher_first_ptr,
+            teacher_lse_ptr,
+            pair_ptr,
+            signs_ptr,
+            head_lse,
+            target,
+            of_loss,
+            T_s,
+            T_t,
+            V,
+            V_head,
+            student_stride_b,
+            student_stride_t,
+            teacher_stride_b,
+            teacher_stride_t,
+            scale,
+            REVERSE,
+            TARGETS,
+            HEAD,
+            BLOCK,
+        )

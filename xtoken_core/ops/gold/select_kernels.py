@@ -19,9 +19,22 @@ LINE = tl.constexpr(16)
 
 @triton.jit
 def chunk_keys(
-    logits_ptr, order_ptr, lse_ptr, listed_ptr, base, lse, first, count, start, u, T, stride_b, stride_t, scale,
-    BLOCK: tl.constexpr
-):  # fmt: skip
+    logits_ptr,
+    order_ptr,
+    lse_ptr,
+    listed_ptr,
+    base,
+    lse,
+    first,
+    count,
+    start,
+    u,
+    T,
+    stride_b,
+    stride_t,
+    scale,
+    BLOCK: tl.constexpr,
+):
     """Return a block of listed ids, a chunk's averaged log-probabilities at them, and keys: the bits of `-log p`.
 
     `base` and `lse` are those of its first position; beyond the list keys are -1.
@@ -38,9 +51,24 @@ def chunk_keys(
 
 @triton.jit
 def count_digits(
-    logits_ptr, order_ptr, lse_ptr, listed_ptr, base, lse, first, count, u, T, stride_b, stride_t, scale,
-    least, edge, width, BLOCK: tl.constexpr
-):  # fmt: skip
+    logits_ptr,
+    order_ptr,
+    lse_ptr,
+    listed_ptr,
+    base,
+    lse,
+    first,
+    count,
+    u,
+    T,
+    stride_b,
+    stride_t,
+    scale,
+    least,
+    edge,
+    width,
+    BLOCK: tl.constexpr,
+):
     """Count the keys from `least` on per digit `(key - edge) >> width` in 0 .. 15, a byte per lane and digit.
 
     Keys before `edge` count for digit 0.
@@ -49,9 +77,22 @@ def count_digits(
     high = tl.zeros((BLOCK,), dtype=tl.int64)
     for start in range(0, u, BLOCK):
         _, _, key = chunk_keys(
-            logits_ptr, order_ptr, lse_ptr, listed_ptr, base, lse, first, count, start, u, T, stride_b, stride_t, scale,
-            BLOCK
-        )  # fmt: skip
+            logits_ptr,
+            order_ptr,
+            lse_ptr,
+            listed_ptr,
+            base,
+            lse,
+            first,
+            count,
+            start,
+            u,
+            T,
+            stride_b,
+            stride_t,
+            scale,
+            BLOCK,
+        )
         digit = tl.maximum((key - edge) >> width, 0)
         one = tl.full((BLOCK,), 1, dtype=tl.int64) << ((digit & 7) * 8).to(tl.int64)
         low += tl.where((key >= least) & (digit < 8), one, 0)
@@ -75,9 +116,23 @@ def next_digit(low, high, before, wanted):
 
 @triton.jit
 def find_edge(
-    logits_ptr, order_ptr, lse_ptr, listed_ptr, base, lse, first, count, u, T, stride_b, stride_t, scale,
-    wanted, room, BLOCK: tl.constexpr
-):  # fmt: skip
+    logits_ptr,
+    order_ptr,
+    lse_ptr,
+    listed_ptr,
+    base,
+    lse,
+    first,
+    count,
+    u,
+    T,
+    stride_b,
+    stride_t,
+    scale,
+    wanted,
+    room,
+    BLOCK: tl.constexpr,
+):
     """Find the last key to take and the number of equal ones: at least `wanted` keys, if possible at most `room`.
 
     Each turn narrows an interval of keys to a sixteenth.
@@ -87,9 +142,24 @@ def find_edge(
         width = tl.maximum(width - 4, 0)
         least = tl.where(turn == 0, 0, edge)
         low, high = count_digits(
-            logits_ptr, order_ptr, lse_ptr, listed_ptr, base, lse, first, count, u, T, stride_b, stride_t, scale,
-            least, edge, width, BLOCK
-        )  # fmt: skip
+            logits_ptr,
+            order_ptr,
+            lse_ptr,
+            listed_ptr,
+            base,
+            lse,
+            first,
+            count,
+            u,
+            T,
+            stride_b,
+            stride_t,
+            scale,
+            least,
+            edge,
+            width,
+            BLOCK,
+        )
         digit, before_digit, up_to_digit = next_digit(low, high, before, wanted)
         outside = (turn == 0) & ((digit == 0) | (digit == 16))
         edge = tl.where(outside, 0, edge + (digit << width))
@@ -102,9 +172,22 @@ def find_edge(
 
 @triton.jit(do_not_specialize=["T", "from_chunk", "wanted", "u"])
 def gold_edge_kernel(
-    logits_ptr, order_ptr, first_ptr, lse_ptr, listed_ptr, edge_ptr,
-    from_chunk, wanted, u, T, stride_b, stride_t, scale, STEP: tl.constexpr, SAMPLE: tl.constexpr
-):  # fmt: skip
+    logits_ptr,
+    order_ptr,
+    first_ptr,
+    lse_ptr,
+    listed_ptr,
+    edge_ptr,
+    from_chunk,
+    wanted,
+    u,
+    T,
+    stride_b,
+    stride_t,
+    scale,
+    STEP: tl.constexpr,
+    SAMPLE: tl.constexpr,
+):
     """Guess a log-probability above which `wanted` of one chunk's listed ids lie, from one of STEP lines of them."""
     slot = tl.program_id(0).to(tl.int64)
     first = tl.load(first_ptr + from_chunk + slot)
@@ -127,17 +210,47 @@ def gold_edge_kernel(
 
 @triton.jit
 def take_above(
-    logits_ptr, order_ptr, lse_ptr, listed_ptr, base, lse, first, count, u, T, stride_b, stride_t, scale,
-    values_ptr, ids_ptr, edge, room, MASS: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+    logits_ptr,
+    order_ptr,
+    lse_ptr,
+    listed_ptr,
+    base,
+    lse,
+    first,
+    count,
+    u,
+    T,
+    stride_b,
+    stride_t,
+    scale,
+    values_ptr,
+    ids_ptr,
+    edge,
+    room,
+    MASS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Store the probabilities above an edge, as far as there is room; return their number and the sum over all ids."""
     taken = 0
     mass = tl.zeros((BLOCK,), dtype=tl.float32)
     for start in range(0, u, BLOCK):
         ids, log_p, key = chunk_keys(
-            logits_ptr, order_ptr, lse_ptr, listed_ptr, base, lse, first, count, start, u, T, stride_b, stride_t, scale,
-            BLOCK
-        )  # fmt: skip
+            logits_ptr,
+            order_ptr,
+            lse_ptr,
+            listed_ptr,
+            base,
+            lse,
+            first,
+            count,
+            start,
+            u,
+            T,
+            stride_b,
+            stride_t,
+            scale,
+            BLOCK,
+        )
         p = tl.exp(log_p)
         if MASS:
             mass += tl.where(key >= 0, p, 0.0)
@@ -162,9 +275,27 @@ def fill_up(values_ptr, ids_ptr, taken, room, value, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "from_chunk", "wanted", "room", "u"])
 def gold_pick_kernel(
-    logits_ptr, order_ptr, first_ptr, lse_ptr, listed_ptr, edge_ptr, values_ptr, ids_ptr, size_ptr, mass_ptr,
-    from_chunk, wanted, room, u, T, stride_b, stride_t, scale, MASS: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+    logits_ptr,
+    order_ptr,
+    first_ptr,
+    lse_ptr,
+    listed_ptr,
+    edge_ptr,
+    values_ptr,
+    ids_ptr,
+    size_ptr,
+    mass_ptr,
+    from_chunk,
+    wanted,
+    room,
+    u,
+    T,
+    stride_b,
+    stride_t,
+    scale,
+    MASS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Pick one chunk's `wanted` largest of `u` uncommon probabilities, with at most `room - wanted` more, by id.
 
     They lie above a guessed edge; if they are too few or too many, the stored size is 0. Room that is left is filled
@@ -180,9 +311,26 @@ def gold_pick_kernel(
     if count > 0:
         base, lse = first_position(logits_ptr, order_ptr, lse_ptr, first, count, T, stride_b, stride_t)
         taken, mass = take_above(
-            logits_ptr, order_ptr, lse_ptr, listed_ptr, base, lse, first, count, u, T, stride_b, stride_t, scale,
-            values_ptr, ids_ptr, tl.load(edge_ptr + slot), room, MASS, BLOCK
-        )  # fmt: skip
+            logits_ptr,
+            order_ptr,
+            lse_ptr,
+            listed_ptr,
+            base,
+            lse,
+            first,
+            count,
+            u,
+            T,
+            stride_b,
+            stride_t,
+            scale,
+            values_ptr,
+            ids_ptr,
+            tl.load(edge_ptr + slot),
+            room,
+            MASS,
+            BLOCK,
+        )
         left = -1.0
         size = tl.where((taken >= wanted) & (taken <= room), taken, 0)
     tl.store(size_ptr + slot, size)
@@ -193,16 +341,45 @@ def gold_pick_kernel(
 
 @triton.jit
 def take(
-    logits_ptr, order_ptr, lse_ptr, listed_ptr, base, lse, first, count, u, T, stride_b, stride_t, scale,
-    values_ptr, ids_ptr, last, last_room, BLOCK: tl.constexpr
-):  # fmt: skip
+    logits_ptr,
+    order_ptr,
+    lse_ptr,
+    listed_ptr,
+    base,
+    lse,
+    first,
+    count,
+    u,
+    T,
+    stride_b,
+    stride_t,
+    scale,
+    values_ptr,
+    ids_ptr,
+    last,
+    last_room,
+    BLOCK: tl.constexpr,
+):
     """Store the keys before `last` and `last_room` equal to it; return their number."""
     taken, at_last = 0, 0
     for start in range(0, u, BLOCK):
         ids, log_p, key = chunk_keys(
-            logits_ptr, order_ptr, lse_ptr, listed_ptr, base, lse, first, count, start, u, T, stride_b, stride_t, scale,
-            BLOCK
-        )  # fmt: skip
+            logits_ptr,
+            order_ptr,
+            lse_ptr,
+            listed_ptr,
+            base,
+            lse,
+            first,
+            count,
+            start,
+            u,
+            T,
+            stride_b,
+            stride_t,
+            scale,
+            BLOCK,
+        )
         before, equal = (key >= 0) & (key < last), (key >= 0) & (key == last)
         counted = tl.cumsum(before.to(tl.int32) + (equal.to(tl.int32) << 16), axis=0)
         rank = at_last + (counted >> 16)
@@ -218,9 +395,25 @@ def take(
 
 @triton.jit(do_not_specialize=["T", "from_chunk", "wanted", "room", "u"])
 def gold_select_kernel(
-    logits_ptr, order_ptr, first_ptr, lse_ptr, listed_ptr, values_ptr, ids_ptr, size_ptr,
-    from_chunk, wanted, room, u, T, stride_b, stride_t, scale, COUNT_BLOCK: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+    logits_ptr,
+    order_ptr,
+    first_ptr,
+    lse_ptr,
+    listed_ptr,
+    values_ptr,
+    ids_ptr,
+    size_ptr,
+    from_chunk,
+    wanted,
+    room,
+    u,
+    T,
+    stride_b,
+    stride_t,
+    scale,
+    COUNT_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Select as `gold_pick_kernel` does, for chunks that have no size yet.
 
     The edge is found among all ids. Of too many equal ones at the edge the first are taken.
@@ -232,12 +425,42 @@ def gold_select_kernel(
         count = tl.load(first_ptr + chunk + 1) - first
         base, lse = first_position(logits_ptr, order_ptr, lse_ptr, first, count, T, stride_b, stride_t)
         last, last_room = find_edge(
-            logits_ptr, order_ptr, lse_ptr, listed_ptr, base, lse, first, count, u, T, stride_b, stride_t, scale,
-            wanted, room, COUNT_BLOCK
-        )  # fmt: skip
+            logits_ptr,
+            order_ptr,
+            lse_ptr,
+            listed_ptr,
+            base,
+            lse,
+            first,
+            count,
+            u,
+            T,
+            stride_b,
+            stride_t,
+            scale,
+            wanted,
+            room,
+            COUNT_BLOCK,
+        )
         taken = take(
-            logits_ptr, order_ptr, lse_ptr, listed_ptr, base, lse, first, count, u, T, stride_b, stride_t, scale,
-            values_ptr + slot * room, ids_ptr + slot * room, last, last_room, BLOCK
-        )  # fmt: skip
+            logits_ptr,
+            order_ptr,
+            lse_ptr,
+            listed_ptr,
+            base,
+            lse,
+            first,
+            count,
+            u,
+            T,
+            stride_b,
+            stride_t,
+            scale,
+            values_ptr + slot * room,
+            ids_ptr + slot * room,
+            last,
+            last_room,
+            BLOCK,
+        )
         tl.store(size_ptr + slot, taken)
         fill_up(values_ptr + slot * room, ids_ptr + slot * room, taken, room, -1.0, BLOCK)

@@ -147,9 +147,26 @@ def mark_mixed(
 
 @triton.jit
 def decide_bins(
-    a_ptr, b_ptr, next_ptr, begins_ptr, places_ptr, a_mixed_ptr, b_mixed_ptr, a_held_ptr, b_held_ptr,
-    a_at_ptr, b_at_ptr, ids_ptr, to_ptr, a_width, b_width, top, shift, n, BLOCK: tl.constexpr
-):  # fmt: skip
+    a_ptr,
+    b_ptr,
+    next_ptr,
+    begins_ptr,
+    places_ptr,
+    a_mixed_ptr,
+    b_mixed_ptr,
+    a_held_ptr,
+    b_held_ptr,
+    a_at_ptr,
+    b_at_ptr,
+    ids_ptr,
+    to_ptr,
+    a_width,
+    b_width,
+    top,
+    shift,
+    n,
+    BLOCK: tl.constexpr,
+):
     """Decide the entries whose bins have one sign; move the others next to each other, bin by bin.
 
     Within a bin those of a block lie together. Return the sums of each side's decided entries times their signs; the
@@ -203,9 +220,23 @@ def compare_others(held_ptr, places_ptr, mixed_ptr, bins, p, size, side: tl.cons
 
 @triton.jit
 def decide_entries(
-    held_ptr, held_at_ptr, other_held_ptr, begins_ptr, places_ptr, mixed_ptr, other_mixed_ptr, ids_ptr, to_ptr,
-    number, top, shift, n, side: tl.constexpr, SPREAD: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+    held_ptr,
+    held_at_ptr,
+    other_held_ptr,
+    begins_ptr,
+    places_ptr,
+    mixed_ptr,
+    other_mixed_ptr,
+    ids_ptr,
+    to_ptr,
+    number,
+    top,
+    shift,
+    n,
+    side: tl.constexpr,
+    SPREAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Decide the other entries by their ranks: equal ones are ranked in the order of the list.
 
     Return the sum of the entries times their signs; SPREAD stores the signs at the ids.
@@ -252,10 +283,28 @@ def widths_of(student_size_ptr, teacher_size_ptr, slot):
 
 @triton.jit(do_not_specialize=["from_chunk", "rows", "n"])
 def gold_tail_kernel(
-    student_ptr, student_size_ptr, ids_ptr, teacher_ptr, teacher_size_ptr, l1_ptr, slope_ptr, to_ptr,
-    tables_ptr, mixed_ptr, held_ptr, held_at_ptr, from_chunk, rows, n, student_width, teacher_width, ids_stride, V,
-    BINS: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+    student_ptr,
+    student_size_ptr,
+    ids_ptr,
+    teacher_ptr,
+    teacher_size_ptr,
+    l1_ptr,
+    slope_ptr,
+    to_ptr,
+    tables_ptr,
+    mixed_ptr,
+    held_ptr,
+    held_at_ptr,
+    from_chunk,
+    rows,
+    n,
+    student_width,
+    teacher_width,
+    ids_stride,
+    V,
+    BINS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Compute chunks' L1 distances of two lists cut to their `n` largest; store the signs at the student's ids.
 
     A program takes every `num_programs`-th chunk with scratch of its own. The sizes of lists of chunks without
@@ -281,18 +330,63 @@ def gold_tail_kernel(
         number = begin_bins(next_ptr, begins_ptr, places_ptr, a_mixed_ptr, n, BINS, BLOCK)
         tl.debug_barrier()
         a_sum, b_sum = decide_bins(
-            a_ptr, b_ptr, next_ptr, begins_ptr, places_ptr, a_mixed_ptr, b_mixed_ptr, a_held_ptr, b_held_ptr,
-            a_at_ptr, b_at_ptr, own_ids_ptr, own_to_ptr, a_width, b_width, top, shift, n, BLOCK
-        )  # fmt: skip
+            a_ptr,
+            b_ptr,
+            next_ptr,
+            begins_ptr,
+            places_ptr,
+            a_mixed_ptr,
+            b_mixed_ptr,
+            a_held_ptr,
+            b_held_ptr,
+            a_at_ptr,
+            b_at_ptr,
+            own_ids_ptr,
+            own_to_ptr,
+            a_width,
+            b_width,
+            top,
+            shift,
+            n,
+            BLOCK,
+        )
         tl.debug_barrier()
         a_sum += decide_entries(
-            a_held_ptr, a_at_ptr, b_held_ptr, begins_ptr, places_ptr, a_mixed_ptr, b_mixed_ptr, own_ids_ptr,
-            own_to_ptr, half(number, STUDENT), top, shift, n, STUDENT, True, BLOCK
-        )  # fmt: skip
+            a_held_ptr,
+            a_at_ptr,
+            b_held_ptr,
+            begins_ptr,
+            places_ptr,
+            a_mixed_ptr,
+            b_mixed_ptr,
+            own_ids_ptr,
+            own_to_ptr,
+            half(number, STUDENT),
+            top,
+            shift,
+            n,
+            STUDENT,
+            True,
+            BLOCK,
+        )
         b_sum += decide_entries(
-            b_held_ptr, b_at_ptr, a_held_ptr, begins_ptr, places_ptr, b_mixed_ptr, a_mixed_ptr, own_ids_ptr,
-            own_to_ptr, half(number, TEACHER), top, shift, n, TEACHER, False, BLOCK
-        )  # fmt: skip
+            b_held_ptr,
+            b_at_ptr,
+            a_held_ptr,
+            begins_ptr,
+            places_ptr,
+            b_mixed_ptr,
+            a_mixed_ptr,
+            own_ids_ptr,
+            own_to_ptr,
+            half(number, TEACHER),
+            top,
+            shift,
+            n,
+            TEACHER,
+            False,
+            BLOCK,
+        )
         tl.store(slope_ptr + chunk, a_sum)
         tl.store(l1_ptr + chunk, a_sum + b_sum)
         tl.debug_barrier()

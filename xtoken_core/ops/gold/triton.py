@@ -101,9 +101,21 @@ def _token_values(side: Side, targets: Tensor, vocab_size: int, scale: float) ->
     lse, head_lse, losses = (torch.empty((B, T), dtype=torch.float32, device=device) for _ in range(3))
     hits = torch.empty((B, T), dtype=torch.bool, device=device)
     kernels.gold_student_kernel[(B * T,)](
-        side.logits, targets, lse, head_lse, losses, hits, T, vocab_size, V_head, *side.strides, scale, scale == 1.0,
-        _lanes(V_head), num_warps=ROW_WARPS,
-    )  # fmt: skip
+        side.logits,
+        targets,
+        lse,
+        head_lse,
+        losses,
+        hits,
+        T,
+        vocab_size,
+        V_head,
+        *side.strides,
+        scale,
+        scale == 1.0,
+        _lanes(V_head),
+        num_warps=ROW_WARPS,
+    )
     return TokenValues(lse.view(-1), head_lse.view(-1), losses, hits)
 
 
@@ -161,11 +173,34 @@ class TritonGold(torch.autograd.Function):
         per = GRADIENT_BLOCKS * block
         of_tokens = (student_lse,) * 3 if of_losses is None else (targets, head_lse, of_losses)
         kernels.gold_bwd_kernel[(triton.cdiv(V_head, per) * B * T,)](
-            student.logits, *student.positions, student_lse, teacher.logits, *teacher.positions[1:], teacher_lse,
-            pair, signs, grad_kl.float().contiguous(), grad_l1.float().contiguous(), kl_slope, l1_slope, *of_tokens,
-            gradient, T, teacher.logits.shape[1], V, V_head, *student.strides, *teacher.strides, scale,
-            ctx.options.reverse, of_losses is not None, V_head != V or scale != 1.0, per, block, num_warps=8,
-        )  # fmt: skip
+            student.logits,
+            *student.positions,
+            student_lse,
+            teacher.logits,
+            *teacher.positions[1:],
+            teacher_lse,
+            pair,
+            signs,
+            grad_kl.float().contiguous(),
+            grad_l1.float().contiguous(),
+            kl_slope,
+            l1_slope,
+            *of_tokens,
+            gradient,
+            T,
+            teacher.logits.shape[1],
+            V,
+            V_head,
+            *student.strides,
+            *teacher.strides,
+            scale,
+            ctx.options.reverse,
+            of_losses is not None,
+            V_head != V or scale != 1.0,
+            per,
+            block,
+            num_warps=8,
+        )
         return gradient, None, None, None, None, None
 
 
@@ -210,9 +245,21 @@ class Tail:
             return values, *self._pick(values, start, scale, mass)
         ids = self.ids.int().unsqueeze(0)
         kernels.gold_rest_kernel[(rows,)](
-            self.side.logits, *positions[1:], self.lse, ids, values, summed, start, u, T, *self.side.strides, scale,
-            mass is not None, min(BLOCK, power_of_2(u)), num_warps=8,
-        )  # fmt: skip
+            self.side.logits,
+            *positions[1:],
+            self.lse,
+            ids,
+            values,
+            summed,
+            start,
+            u,
+            T,
+            *self.side.strides,
+            scale,
+            mass is not None,
+            min(BLOCK, power_of_2(u)),
+            num_warps=8,
+        )
         first = positions.first[start : start + rows + 1]
         return values, ids, torch.where(first[1:] > first[:-1], u, -self.wanted).int()
 
@@ -227,18 +274,44 @@ class Tail:
         shape = u, T, *self.side.strides, scale
         sample = min(SAMPLE, power_of_2(u))
         select_kernels.gold_edge_kernel[(rows,)](
-            *inputs, edges, start, (self.wanted + self.width) // 2, *shape, triton.cdiv(u, sample), sample,
+            *inputs,
+            edges,
+            start,
+            (self.wanted + self.width) // 2,
+            *shape,
+            triton.cdiv(u, sample),
+            sample,
             num_warps=SAMPLE_WARPS,
-        )  # fmt: skip
+        )
         select_kernels.gold_pick_kernel[(rows,)](
-            *inputs, edges, values, ids, sizes, self.lse if mass is None else mass, start, self.wanted,
-            self.width, *shape, mass is not None, PICK_BLOCK, num_warps=PICK_WARPS,
-        )  # fmt: skip
+            *inputs,
+            edges,
+            values,
+            ids,
+            sizes,
+            self.lse if mass is None else mass,
+            start,
+            self.wanted,
+            self.width,
+            *shape,
+            mass is not None,
+            PICK_BLOCK,
+            num_warps=PICK_WARPS,
+        )
         count_block = max(SELECT_BLOCK, power_of_2(triton.cdiv(u, 255)))  # a byte counts what a lane sees
         select_kernels.gold_select_kernel[(rows,)](
-            *inputs, values, ids, sizes, start, self.wanted, self.width, *shape, count_block, SELECT_BLOCK,
+            *inputs,
+            values,
+            ids,
+            sizes,
+            start,
+            self.wanted,
+            self.width,
+            *shape,
+            count_block,
+            SELECT_BLOCK,
             num_warps=SELECT_WARPS,
-        )  # fmt: skip
+        )
         return ids, sizes
 
 
@@ -253,11 +326,25 @@ def _compare_common(
     """Fill in the divergence over the common pairs, the teacher's mass there, the slopes' sums and the best pairs."""
     c = partition.common_student.shape[0]
     kernels.gold_common_kernel[(results[0].numel(),)](
-        student.logits, *student.positions[1:], lse[0], teacher.logits, *teacher.positions[1:], lse[1],
-        partition.common_student.int(), partition.common_teacher.int(), *results, c,
-        student.logits.shape[1], teacher.logits.shape[1], *student.strides, *teacher.strides,
-        1.0 / options.temperature, options.reverse, min(COMMON_BLOCK, power_of_2(c)), num_warps=8,
-    )  # fmt: skip
+        student.logits,
+        *student.positions[1:],
+        lse[0],
+        teacher.logits,
+        *teacher.positions[1:],
+        lse[1],
+        partition.common_student.int(),
+        partition.common_teacher.int(),
+        *results,
+        c,
+        student.logits.shape[1],
+        teacher.logits.shape[1],
+        *student.strides,
+        *teacher.strides,
+        1.0 / options.temperature,
+        options.reverse,
+        min(COMMON_BLOCK, power_of_2(c)),
+        num_warps=8,
+    )
 
 
 def _compare_tails(
@@ -291,10 +378,24 @@ def _compare_tails(
         a, places, ids = tails[0].descending(start, rows, scale, None)
         b, *_ = tails[1].descending(start, rows, scale, mass)
         kernels.gold_l1_kernel[(rows,)](
-            a, places, ids, b, l1, l1_slope, signs, start, n_s, n_t, max(n_s, n_t), signs.shape[1],
-            a.stride(0), ids.stride(0) if tails[0].picked else 0, b.stride(0),
-            min(BLOCK, power_of_2(max(n_s, n_t))), num_warps=8,
-        )  # fmt: skip
+            a,
+            places,
+            ids,
+            b,
+            l1,
+            l1_slope,
+            signs,
+            start,
+            n_s,
+            n_t,
+            max(n_s, n_t),
+            signs.shape[1],
+            a.stride(0),
+            ids.stride(0) if tails[0].picked else 0,
+            b.stride(0),
+            min(BLOCK, power_of_2(max(n_s, n_t))),
+            num_warps=8,
+        )
 
 
 def _compare_counts(
@@ -314,10 +415,29 @@ def _compare_counts(
     held = torch.empty((programs, a.shape[1] + b.shape[1]), dtype=torch.float32, device=device)
     held_at = torch.empty((*held.shape, 2), dtype=torch.int32, device=device)
     tail_kernels.gold_tail_kernel[(programs,)](
-        a, student_sizes, ids, b, teacher_sizes, l1, l1_slope, signs, tables, mixed, held, held_at, start, rows, n,
-        a.shape[1], b.shape[1], ids.stride(0) if tails[0].picked else 0, signs.shape[1], bins, min(TAIL_BLOCK, bins),
+        a,
+        student_sizes,
+        ids,
+        b,
+        teacher_sizes,
+        l1,
+        l1_slope,
+        signs,
+        tables,
+        mixed,
+        held,
+        held_at,
+        start,
+        rows,
+        n,
+        a.shape[1],
+        b.shape[1],
+        ids.stride(0) if tails[0].picked else 0,
+        signs.shape[1],
+        bins,
+        min(TAIL_BLOCK, bins),
         num_warps=TAIL_WARPS,
-    )  # fmt: skip
+    )
 
 
 def _compare(

@@ -33,9 +33,22 @@ def row_base(logits_ptr, row, T, stride_b, stride_t):
 
 @triton.jit(do_not_specialize=["T"])
 def group_statistics_kernel(
-    logits_ptr, maxima_ptr, sums_ptr, scaled_ptr, T, V, width, groups, tiles, stride_b, stride_t, scale,
-    CUT: tl.constexpr, SCALED: tl.constexpr, GROUPS: tl.constexpr
-):  # fmt: skip
+    logits_ptr,
+    maxima_ptr,
+    sums_ptr,
+    scaled_ptr,
+    T,
+    V,
+    width,
+    groups,
+    tiles,
+    stride_b,
+    stride_t,
+    scale,
+    CUT: tl.constexpr,
+    SCALED: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
     """Compute of GROUPS groups of one row the maximum, NaN left out, and `sum exp(x - maximum)`.
 
     The sum of a group with NaN is NaN. With SCALED also `sum exp((x - maximum) * scale)`. The first `width` columns can
@@ -107,10 +120,31 @@ def with_equal_tokens(top, total, x, count, scale):
 
 @triton.jit(do_not_specialize=["T", "k", "wanted"])
 def choose_groups_kernel(
-    logits_ptr, targets_ptr, maxima_ptr, sums_ptr, scaled_ptr, chosen_ptr, edge_ptr, log_z_ptr, log_z_scaled_ptr,
-    own_ptr, top_ptr, total_ptr, T, V, k, wanted, groups, stride_b, stride_t, scale,
-    SCALED: tl.constexpr, K: tl.constexpr, SHIFT: tl.constexpr, LANES: tl.constexpr
-):  # fmt: skip
+    logits_ptr,
+    targets_ptr,
+    maxima_ptr,
+    sums_ptr,
+    scaled_ptr,
+    chosen_ptr,
+    edge_ptr,
+    log_z_ptr,
+    log_z_scaled_ptr,
+    own_ptr,
+    top_ptr,
+    total_ptr,
+    T,
+    V,
+    k,
+    wanted,
+    groups,
+    stride_b,
+    stride_t,
+    scale,
+    SCALED: tl.constexpr,
+    K: tl.constexpr,
+    SHIFT: tl.constexpr,
+    LANES: tl.constexpr,
+):
     """Compute one row's normalisers and its own token's log-probability; store its `wanted` best groups, ascending.
 
     Those are the groups with the largest maxima, of equal ones the first. Stored are also a key that k of the row's
@@ -160,9 +194,18 @@ def group_tokens(chosen_ptr, base, slot, V, width, wanted, SHIFT: tl.constexpr):
 
 @triton.jit
 def store_tokens(
-    chosen_ptr, picked_ptr, base, edge, room, V, width, wanted,
-    K: tl.constexpr, SHIFT: tl.constexpr, SLOTS: tl.constexpr
-):  # fmt: skip
+    chosen_ptr,
+    picked_ptr,
+    base,
+    edge,
+    room,
+    V,
+    width,
+    wanted,
+    K: tl.constexpr,
+    SHIFT: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
     """Store a row's tokens above the edge and the first `room` at it, in the order of their ids."""
     before = 0  # tokens above the edge, fewer than k <= 512, and from bit 10 on those at it
     for start in range(0, K, SLOTS):
@@ -179,9 +222,24 @@ def store_tokens(
 
 @triton.jit(do_not_specialize=["T", "k", "wanted"])
 def select_tokens_kernel(
-    logits_ptr, chosen_ptr, edge_ptr, picked_ptr, top_ptr, total_ptr, T, V, width, k, wanted, stride_b, stride_t, scale,
-    K: tl.constexpr, SHIFT: tl.constexpr, SLOTS: tl.constexpr
-):  # fmt: skip
+    logits_ptr,
+    chosen_ptr,
+    edge_ptr,
+    picked_ptr,
+    top_ptr,
+    total_ptr,
+    T,
+    V,
+    width,
+    k,
+    wanted,
+    stride_b,
+    stride_t,
+    scale,
+    K: tl.constexpr,
+    SHIFT: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
     """Select the k largest logits of one row's chosen groups, of equal ones the lowest ids; add the others to the rest.
 
     They are stored in the order of their ids, as `key << 32 | LAST ^ id`, from SLOTS groups at a time, which are read
@@ -205,9 +263,19 @@ def select_tokens_kernel(
 
 @triton.jit(do_not_specialize=["k"])
 def order_tokens_kernel(
-    picked_ptr, log_z_scaled_ptr, top_ptr, total_ptr, ids_ptr, values_ptr, log_rest_ptr, k, wanted_mass, scale,
-    MASS: tl.constexpr, K: tl.constexpr
-):  # fmt: skip
+    picked_ptr,
+    log_z_scaled_ptr,
+    top_ptr,
+    total_ptr,
+    ids_ptr,
+    values_ptr,
+    log_rest_ptr,
+    k,
+    wanted_mass,
+    scale,
+    MASS: tl.constexpr,
+    K: tl.constexpr,
+):
     """Store one row's selected tokens, largest first, and the logarithm of the mass of all others.
 
     With MASS only as many tokens are kept as reach the fraction `wanted_mass` of the mass.

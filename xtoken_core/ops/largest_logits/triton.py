@@ -53,23 +53,84 @@ def _largest(logits: Tensor, targets: Tensor, k: int, V: int, mass: float | None
     ids = torch.empty((B, T, k), dtype=torch.int64, device=device)
     values = torch.empty((B, T, k), dtype=torch.float32, device=device)
     group_statistics_kernel[(B * T * tiles,)](
-        logits, maxima, sums[0], sums[-1], T, V, width, groups, tiles, *strides, scale,
-        width > V, scaled, TILE_GROUPS, num_warps=TILE_WARPS,
-    )  # fmt: skip
+        logits,
+        maxima,
+        sums[0],
+        sums[-1],
+        T,
+        V,
+        width,
+        groups,
+        tiles,
+        *strides,
+        scale,
+        width > V,
+        scaled,
+        TILE_GROUPS,
+        num_warps=TILE_WARPS,
+    )
     choose_groups_kernel[(B * T,)](
-        logits, targets, maxima, sums[0], sums[-1], chosen, edge, log_z, log_z_scaled, own, top, total,
-        T, V, k, wanted, groups, *strides, scale,
-        scaled, K, shift, lanes, num_warps=min(max(lanes // LANES_PER_WARP, 1), MOST_WARPS), maxnreg=MOST_REGISTERS,
-    )  # fmt: skip
+        logits,
+        targets,
+        maxima,
+        sums[0],
+        sums[-1],
+        chosen,
+        edge,
+        log_z,
+        log_z_scaled,
+        own,
+        top,
+        total,
+        T,
+        V,
+        k,
+        wanted,
+        groups,
+        *strides,
+        scale,
+        scaled,
+        K,
+        shift,
+        lanes,
+        num_warps=min(max(lanes // LANES_PER_WARP, 1), MOST_WARPS),
+        maxnreg=MOST_REGISTERS,
+    )
     warps = min(K // SLOTS_PER_WARP, MOST_WARPS)
     select_tokens_kernel[(B * T,)](
-        logits, chosen, edge, picked, top, total, T, V, width, k, wanted, *strides, scale,
-        K, shift, SLOTS_AT_ONCE * warps, num_warps=warps,
-    )  # fmt: skip
+        logits,
+        chosen,
+        edge,
+        picked,
+        top,
+        total,
+        T,
+        V,
+        width,
+        k,
+        wanted,
+        *strides,
+        scale,
+        K,
+        shift,
+        SLOTS_AT_ONCE * warps,
+        num_warps=warps,
+    )
     order_tokens_kernel[(B * T,)](
-        picked, log_z_scaled, top, total, ids, values, log_rest, k, mass or 0.0, scale,
-        mass is not None, K, num_warps=min(max(K // 64, 1), 4),
-    )  # fmt: skip
+        picked,
+        log_z_scaled,
+        top,
+        total,
+        ids,
+        values,
+        log_rest,
+        k,
+        mass or 0.0,
+        scale,
+        mass is not None,
+        K,
+        num_warps=min(max(K // 64, 1), 4),
+    )
     return LargestLogits(ids, values, log_z, log_z_scaled, log_rest, own)
 
 

@@ -56,9 +56,22 @@ def teacher_term(block_ptr, lse, there, offsets, scale, PROB: tl.constexpr):
 
 @triton.jit
 def chunk_of_teachers(
-    block_ptr, order_ptr, lse_ptr, first, count, most, line, lse, left, Q, K, scale,
-    PROB: tl.constexpr, COLUMNS: tl.constexpr, LINE: tl.constexpr
-):  # fmt: skip
+    block_ptr,
+    order_ptr,
+    lse_ptr,
+    first,
+    count,
+    most,
+    line,
+    lse,
+    left,
+    Q,
+    K,
+    scale,
+    PROB: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    LINE: tl.constexpr,
+):
     """Return the chunks' averaged log-probabilities, `[chunks, COLUMNS]`; -inf beyond the columns."""
     k = tl.arange(0, COLUMNS)
     there = (k < left)[None, :] & (count > 0)[:, None]
@@ -100,9 +113,20 @@ def slope(r, log_p, REVERSE: tl.constexpr):
 
 @triton.jit
 def further_positions(
-    block_ptr, products_ptr, order_ptr, first, count, most, line, left, K,
-    PER: tl.constexpr, COLUMNS: tl.constexpr, CHUNKS: tl.constexpr, LINE: tl.constexpr
-):  # fmt: skip
+    block_ptr,
+    products_ptr,
+    order_ptr,
+    first,
+    count,
+    most,
+    line,
+    left,
+    K,
+    PER: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    LINE: tl.constexpr,
+):
     """Store the results at the chunks' first positions for their other positions: PER columns from `block_ptr`."""
     tl.debug_barrier()
     for i in range(1, most):
@@ -143,12 +167,35 @@ def store_argmax(best, at, best_ptr, at_ptr):
 
 @triton.jit(do_not_specialize=["C"])
 def p_kl_chunk_kernel(
-    projected_ptr, sums_ptr, student_order_ptr, student_first_ptr,
-    gathered_ptr, teacher_order_ptr, teacher_first_ptr, teacher_lse_ptr,
-    products_ptr, norm_ptr, kl_ptr, mass_ptr, inner_ptr, best_q_ptr, at_q_ptr, best_l_ptr, at_l_ptr,
-    C, K, student_padded, chunks_padded, scale, REVERSE: tl.constexpr, PROB: tl.constexpr,
-    PER: tl.constexpr, COLUMNS: tl.constexpr, CHUNKS: tl.constexpr, LINE: tl.constexpr
-):  # fmt: skip
+    projected_ptr,
+    sums_ptr,
+    student_order_ptr,
+    student_first_ptr,
+    gathered_ptr,
+    teacher_order_ptr,
+    teacher_first_ptr,
+    teacher_lse_ptr,
+    products_ptr,
+    norm_ptr,
+    kl_ptr,
+    mass_ptr,
+    inner_ptr,
+    best_q_ptr,
+    at_q_ptr,
+    best_l_ptr,
+    at_l_ptr,
+    C,
+    K,
+    student_padded,
+    chunks_padded,
+    scale,
+    REVERSE: tl.constexpr,
+    PROB: tl.constexpr,
+    PER: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    LINE: tl.constexpr,
+):
     """Compute PER columns of CHUNKS chunks: part of the divergence; slopes replace the positions' probabilities."""
     part = tl.program_id(0).to(tl.int64)
     chunks = tl.program_id(1).to(tl.int64) * CHUNKS + tl.arange(0, CHUNKS)
@@ -174,9 +221,22 @@ def p_kl_chunk_kernel(
             block_ptr, student_order_ptr, first_s, count_s, most_s, line_s, K - from_k, K, COLUMNS, LINE
         )
         log_p = chunk_of_teachers(
-            gathered_ptr + from_k * LINE, teacher_order_ptr, teacher_lse_ptr, first_t, count_t, most_t, line_t,
-            lse_t, K - from_k, Q, K, scale, PROB, COLUMNS, LINE
-        )  # fmt: skip
+            gathered_ptr + from_k * LINE,
+            teacher_order_ptr,
+            teacher_lse_ptr,
+            first_t,
+            count_t,
+            most_t,
+            line_t,
+            lse_t,
+            K - from_k,
+            Q,
+            K,
+            scale,
+            PROB,
+            COLUMNS,
+            LINE,
+        )
         Qn = Q * share[:, None]
         kl += tl.where(inside, term(Qn + EPS, log_p, REVERSE), 0.0)
         mass += tl.where(inside, tl.exp(log_p), 0.0)
@@ -189,9 +249,20 @@ def p_kl_chunk_kernel(
         best_l, at_l = larger(best_l, at_l, log_p, k[None, :].to(tl.int32), start == 0)
     tl.store(products_ptr + part * student_padded + row_s, tl.sum(product, axis=1), mask=count_s > 0)
     further_positions(
-        projected_ptr + part * PER * LINE, products_ptr + part * student_padded, student_order_ptr, first_s, count_s,
-        most_s, line_s, K - part * PER, K, PER, COLUMNS, CHUNKS, LINE
-    )  # fmt: skip
+        projected_ptr + part * PER * LINE,
+        products_ptr + part * student_padded,
+        student_order_ptr,
+        first_s,
+        count_s,
+        most_s,
+        line_s,
+        K - part * PER,
+        K,
+        PER,
+        COLUMNS,
+        CHUNKS,
+        LINE,
+    )
     tl.store(norm_ptr + chunks, norm)
     places = part * chunks_padded + chunks
     store_sums(kl, mass, inner, kl_ptr + places, mass_ptr + places, inner_ptr + places)
@@ -201,9 +272,23 @@ def p_kl_chunk_kernel(
 
 @triton.jit(do_not_specialize=["C"])
 def p_kl_chunk_rows_kernel(
-    kl_ptr, mass_ptr, inner_ptr, best_q_ptr, at_q_ptr, best_l_ptr, at_l_ptr,
-    kl_out_ptr, mass_out_ptr, inner_out_ptr, agrees_ptr, C, parts, padded, PARTS: tl.constexpr, CHUNKS: tl.constexpr
-):  # fmt: skip
+    kl_ptr,
+    mass_ptr,
+    inner_ptr,
+    best_q_ptr,
+    at_q_ptr,
+    best_l_ptr,
+    at_l_ptr,
+    kl_out_ptr,
+    mass_out_ptr,
+    inner_out_ptr,
+    agrees_ptr,
+    C,
+    parts,
+    padded,
+    PARTS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
     """Reduce CHUNKS chunks from their parts."""
     chunks = tl.program_id(0).to(tl.int64) * CHUNKS + tl.arange(0, CHUNKS)
     mask = chunks < C

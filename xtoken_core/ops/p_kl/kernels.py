@@ -42,10 +42,27 @@ def p_kl_slots_kernel(
 
 @triton.jit(do_not_specialize=["R", "T", "from_row"])
 def p_kl_student_kernel(
-    logits_ptr, counts_ptr, transposed_ptr, top_ptr, total_ptr, head_top_ptr, head_total_ptr,
-    R, T, from_row, V, V_head, stride_b, stride_t, width, scale,
-    HEAD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, LINE: tl.constexpr
-):  # fmt: skip
+    logits_ptr,
+    counts_ptr,
+    transposed_ptr,
+    top_ptr,
+    total_ptr,
+    head_top_ptr,
+    head_total_ptr,
+    R,
+    T,
+    from_row,
+    V,
+    V_head,
+    stride_b,
+    stride_t,
+    width,
+    scale,
+    HEAD: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    LINE: tl.constexpr,
+):
     """Reduce a tile of student logits to its sums; copy the ids that project into K, positions contiguous."""
     part = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1).to(tl.int64)
@@ -68,10 +85,30 @@ def p_kl_student_kernel(
 
 @triton.jit(do_not_specialize=["R", "T", "from_row"])
 def p_kl_student_rows_kernel(
-    logits_ptr, targets_ptr, top_ptr, total_ptr, head_top_ptr, head_total_ptr,
-    lse_ptr, head_lse_ptr, losses_ptr, hits_ptr, R, T, from_row, V_head, parts, stride_b, stride_t, width,
-    TARGETS: tl.constexpr, HEAD: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):  # fmt: skip
+    logits_ptr,
+    targets_ptr,
+    top_ptr,
+    total_ptr,
+    head_top_ptr,
+    head_total_ptr,
+    lse_ptr,
+    head_lse_ptr,
+    losses_ptr,
+    hits_ptr,
+    R,
+    T,
+    from_row,
+    V_head,
+    parts,
+    stride_b,
+    stride_t,
+    width,
+    TARGETS: tl.constexpr,
+    HEAD: tl.constexpr,
+    PARTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     """Compute each student position's log-sum-exp; with targets the whole head's cross-entropy and first guess.
 
     Without HEAD the head's sums are those of the first log-sum-exp.
@@ -105,10 +142,25 @@ def p_kl_student_rows_kernel(
 
 @triton.jit(do_not_specialize=["from_row"])
 def p_kl_project_kernel(
-    transposed_ptr, lse_ptr, columns_ptr, offsets_ptr, sources_ptr, weights_ptr, projected_ptr, sums_ptr,
-    K, V, from_row, width, scale,
-    PER: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, AHEAD: tl.constexpr, LINE: tl.constexpr
-):  # fmt: skip
+    transposed_ptr,
+    lse_ptr,
+    columns_ptr,
+    offsets_ptr,
+    sources_ptr,
+    weights_ptr,
+    projected_ptr,
+    sums_ptr,
+    K,
+    V,
+    from_row,
+    width,
+    scale,
+    PER: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    AHEAD: tl.constexpr,
+    LINE: tl.constexpr,
+):
     """Compute `softmax W[:, K]` of PER compared columns for ROWS positions, and its sum over them."""
     part = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1).to(tl.int64)
@@ -140,9 +192,25 @@ def p_kl_project_kernel(
 
 @triton.jit(do_not_specialize=["R", "T"])
 def p_kl_teacher_kernel(
-    logits_ptr, columns_ptr, token_ptr, offsets_ptr, gathered_ptr, top_ptr, total_ptr, unnamed_ptr,
-    R, T, K, stride_b, stride_t, padded, scale, ROWS: tl.constexpr, COLUMNS: tl.constexpr, LINE: tl.constexpr
-):  # fmt: skip
+    logits_ptr,
+    columns_ptr,
+    token_ptr,
+    offsets_ptr,
+    gathered_ptr,
+    top_ptr,
+    total_ptr,
+    unnamed_ptr,
+    R,
+    T,
+    K,
+    stride_b,
+    stride_t,
+    padded,
+    scale,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    LINE: tl.constexpr,
+):
     """Reduce a tile of teacher logits at compared columns to its sums; copy it, positions contiguous.
 
     One of the sums is over the tokens that no row of the projection names.
@@ -203,9 +271,20 @@ def entry_of_slot(places_ptr, weights_ptr, slopes_ptr, slot, v, V, ROWS: tl.cons
 
 @triton.jit(do_not_specialize=["R"])
 def p_kl_factors_kernel(
-    chunk_ptr, first_ptr, upstream_ptr, norm_ptr, inner_ptr, sums_ptr, products_ptr, factor_ptr, of_row_ptr, dot_ptr,
-    R, scale, ROWS: tl.constexpr
-):  # fmt: skip
+    chunk_ptr,
+    first_ptr,
+    upstream_ptr,
+    norm_ptr,
+    inner_ptr,
+    sums_ptr,
+    products_ptr,
+    factor_ptr,
+    of_row_ptr,
+    dot_ptr,
+    R,
+    scale,
+    ROWS: tl.constexpr,
+):
     """Compute per position the factor of its gradient (0 = none), its chunk's `inner`, and slopes times `q`."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     chunk = tl.load(chunk_ptr + rows, mask=rows < R, other=-1)
@@ -223,11 +302,34 @@ def p_kl_factors_kernel(
 
 @triton.jit(do_not_specialize=["R", "T"])
 def p_kl_student_bwd_kernel(
-    logits_ptr, lse_ptr, slopes_ptr, factor_ptr, inner_ptr, dot_ptr, places_ptr, weights_ptr, counts_ptr,
-    targets_ptr, head_lse_ptr, loss_upstream_ptr, out_ptr, R, T, V, V_head, K, stride_b, stride_t, scale,
-    TARGETS: tl.constexpr, HEAD: tl.constexpr, EAGER: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, LINE: tl.constexpr
-):  # fmt: skip
+    logits_ptr,
+    lse_ptr,
+    slopes_ptr,
+    factor_ptr,
+    inner_ptr,
+    dot_ptr,
+    places_ptr,
+    weights_ptr,
+    counts_ptr,
+    targets_ptr,
+    head_lse_ptr,
+    loss_upstream_ptr,
+    out_ptr,
+    R,
+    T,
+    V,
+    V_head,
+    K,
+    stride_b,
+    stride_t,
+    scale,
+    TARGETS: tl.constexpr,
+    HEAD: tl.constexpr,
+    EAGER: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    LINE: tl.constexpr,
+):
     """Compute a tile of the student's gradient, through projection and softmax, plus the cross-entropy's."""
     # With p = softmax(z), the projection q_k = sum_v p_v W_vk, slopes g_k, and the normalisation of the chunk, which
     # subtracts `inner` from every slope: a_v = sum_k W_vk (g_k - inner), and the softmax's backward pass gives

@@ -191,15 +191,46 @@ class Comparison:
         of_head = torch.empty_like(sums) if head else sums
         strides = *row_strides(logits), width
         kernels.p_kl_student_kernel[(parts, width // rows)](
-            logits, counts, transposed, *sums, *of_head, B * T, T, from_row, self.V, V_head, *strides, self.scale,
-            head, rows, columns, PADDING, num_warps=8,
-        )  # fmt: skip
+            logits,
+            counts,
+            transposed,
+            *sums,
+            *of_head,
+            B * T,
+            T,
+            from_row,
+            self.V,
+            V_head,
+            *strides,
+            self.scale,
+            head,
+            rows,
+            columns,
+            PADDING,
+            num_warps=8,
+        )
         known = targets is not None and out.losses is not None
         kernels.p_kl_student_rows_kernel[(width // ROWS,)](
-            logits, targets if known else out.lse, *sums, *of_head, out.lse, out.head_lse,
-            out.losses if known else out.lse, out.hits if known else out.lse,
-            B * T, T, from_row, V_head, parts, *strides, known, head, PARTS, ROWS, columns,
-        )  # fmt: skip
+            logits,
+            targets if known else out.lse,
+            *sums,
+            *of_head,
+            out.lse,
+            out.head_lse,
+            out.losses if known else out.lse,
+            out.hits if known else out.lse,
+            B * T,
+            T,
+            from_row,
+            V_head,
+            parts,
+            *strides,
+            known,
+            head,
+            PARTS,
+            ROWS,
+            columns,
+        )
 
     def _project(self, transposed: Tensor, out: StudentRows, from_row: int, width: int) -> None:
         """Compute projected probabilities of `width` rows, and their sums over K."""
@@ -208,10 +239,26 @@ class Comparison:
         parts = triton.cdiv(self.K, self.per)
         partial = self._float(parts, width)
         kernels.p_kl_project_kernel[(parts, width // rows)](
-            transposed, out.lse, self.columns, W.offsets, W.sources, W.weights, out.projected, partial,
-            self.K, self.V, from_row, width, self.scale, self.per, columns, rows, PROJECT_AHEAD, PADDING,
+            transposed,
+            out.lse,
+            self.columns,
+            W.offsets,
+            W.sources,
+            W.weights,
+            out.projected,
+            partial,
+            self.K,
+            self.V,
+            from_row,
+            width,
+            self.scale,
+            self.per,
+            columns,
+            rows,
+            PROJECT_AHEAD,
+            PADDING,
             num_warps=PROJECT_WARPS,
-        )  # fmt: skip
+        )
         sum_kernel[(width // ROWS,)](partial, out.sums[from_row:], parts, width, PARTS, ROWS)
 
     def teacher_rows(self, logits: Tensor) -> TeacherRows:
@@ -224,9 +271,23 @@ class Comparison:
         gathered = self._lines(width, logits.dtype)
         sums, lse, unnamed = self._float(3, parts, width), self._float(width), self._float(B, T)
         kernels.p_kl_teacher_kernel[(parts, width // rows)](
-            logits, compared, self.columns, self.projection.offsets, gathered, *sums, B * T, T, self.K,
-            *row_strides(logits), width, self.scale, rows, columns, PADDING, num_warps=8,
-        )  # fmt: skip
+            logits,
+            compared,
+            self.columns,
+            self.projection.offsets,
+            gathered,
+            *sums,
+            B * T,
+            T,
+            self.K,
+            *row_strides(logits),
+            width,
+            self.scale,
+            rows,
+            columns,
+            PADDING,
+            num_warps=8,
+        )
         kernels.p_kl_teacher_rows_kernel[(width // ROWS,)](*sums, lse, unnamed, B * T, parts, width, PARTS, ROWS)
         return TeacherRows(gathered, lse, unnamed)
 
@@ -241,11 +302,30 @@ class Comparison:
         of_parts = (*values[:4], places[0], values[4], places[1])
         partial, products = self._float(parts, self.student_padded), self._float(self.student_padded)
         chunk_kernels.p_kl_chunk_kernel[(parts, width // chunks)](
-            student.projected, student.sums, self.student.order, self.student.first,
-            teacher.gathered, self.teacher.order, self.teacher.first, teacher.lse, partial, norm, *of_parts,
-            self.C, self.K, self.student_padded, width, self.scale,
-            self.options.reverse, self.prob, self.per, columns, chunks, PADDING, num_warps=CHUNK_WARPS,
-        )  # fmt: skip
+            student.projected,
+            student.sums,
+            self.student.order,
+            self.student.first,
+            teacher.gathered,
+            self.teacher.order,
+            self.teacher.first,
+            teacher.lse,
+            partial,
+            norm,
+            *of_parts,
+            self.C,
+            self.K,
+            self.student_padded,
+            width,
+            self.scale,
+            self.options.reverse,
+            self.prob,
+            self.per,
+            columns,
+            chunks,
+            PADDING,
+            num_warps=CHUNK_WARPS,
+        )
         sum_kernel[(self.student_padded // ROWS,)](partial, products, parts, self.student_padded, PARTS, ROWS)
         kl, mass, inner, unnamed = (self._float(*shape) for _ in range(4))
         agrees = torch.empty(shape, dtype=torch.bool, device=self.device)
@@ -253,9 +333,18 @@ class Comparison:
             *of_parts, kl, mass, inner, agrees, self.C, parts, width, PARTS, ROWS
         )
         chunk_mean_kernel[(self.C, 1)](
-            teacher.unnamed, self.teacher.order, self.teacher.first, unnamed, self._float(*shape),
-            teacher.unnamed.numel(), 1, 0, 1, EPSILON, 1,
-        )  # fmt: skip
+            teacher.unnamed,
+            self.teacher.order,
+            self.teacher.first,
+            unnamed,
+            self._float(*shape),
+            teacher.unnamed.numel(),
+            1,
+            0,
+            1,
+            EPSILON,
+            1,
+        )
         return ChunkResults(kl, agrees, mass, unnamed, norm, inner, products)
 
     def student_gradient(
@@ -294,11 +383,32 @@ class Comparison:
         out = logits if in_place else torch.empty((B, T, V_head), dtype=logits.dtype, device=self.device)
         head = V_head != self.V or self.scale != 1.0
         kernels.p_kl_student_bwd_kernel[(triton.cdiv(V_head, columns), width // rows)](
-            logits, lse, slopes, factor, inner, dot, *slots,
-            lse if targets is None else targets, head_lse, lse if of_losses is None else of_losses, out,
-            B * T, T, self.V, V_head, self.K, *row_strides(logits), self.scale,
-            targets is not None, head, self._eager_slots(), rows, columns, PADDING, num_warps=GRADIENT_WARPS,
-        )  # fmt: skip
+            logits,
+            lse,
+            slopes,
+            factor,
+            inner,
+            dot,
+            *slots,
+            lse if targets is None else targets,
+            head_lse,
+            lse if of_losses is None else of_losses,
+            out,
+            B * T,
+            T,
+            self.V,
+            V_head,
+            self.K,
+            *row_strides(logits),
+            self.scale,
+            targets is not None,
+            head,
+            self._eager_slots(),
+            rows,
+            columns,
+            PADDING,
+            num_warps=GRADIENT_WARPS,
+        )
         return out
 
     def _eager_slots(self) -> int:

@@ -41,9 +41,20 @@ def weighted_gap(e, a, b):
 
 @triton.jit
 def store_tokens(
-    base, row, targets_ptr, top, total, at, V, V_head, losses_ptr, hits_ptr, head_lse_ptr,
-    UNSCALED: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+    base,
+    row,
+    targets_ptr,
+    top,
+    total,
+    at,
+    V,
+    V_head,
+    losses_ptr,
+    hits_ptr,
+    head_lse_ptr,
+    UNSCALED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Store a row's cross-entropy on the whole head; sums over its first `V` logits are known at temperature 1."""
     lanes = tl.arange(0, BLOCK)
     first = V
@@ -67,10 +78,28 @@ def store_tokens(
 
 @triton.jit(do_not_specialize=["T"])
 def token_kl_kernel(
-    student_ptr, teacher_ptr, targets_ptr, kl_ptr, agrees_ptr, losses_ptr, hits_ptr, s_lse_ptr, t_lse_ptr,
-    head_lse_ptr, T, V, V_head, s_stride_b, s_stride_t, t_stride_b, t_stride_t, scale,
-    REVERSE: tl.constexpr, UNSCALED: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+    student_ptr,
+    teacher_ptr,
+    targets_ptr,
+    kl_ptr,
+    agrees_ptr,
+    losses_ptr,
+    hits_ptr,
+    s_lse_ptr,
+    t_lse_ptr,
+    head_lse_ptr,
+    T,
+    V,
+    V_head,
+    s_stride_b,
+    s_stride_t,
+    t_stride_b,
+    t_stride_t,
+    scale,
+    REVERSE: tl.constexpr,
+    UNSCALED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Compute one position, each side's row in one reading.
 
     With `p = softmax(z_t)`, the sum of `p (log p - log q)` is that of `p (z_t - z_s)`, plus the student's `log sum exp`
@@ -108,17 +137,33 @@ def token_kl_kernel(
     tl.store(s_lse_ptr + row, s_lse)
     tl.store(t_lse_ptr + row, t_lse)
     store_tokens(
-        s_base, row, targets_ptr, s_top, s_total, s_at, V, V_head, losses_ptr, hits_ptr, head_lse_ptr, UNSCALED,
-        BLOCK
-    )  # fmt: skip
+        s_base, row, targets_ptr, s_top, s_total, s_at, V, V_head, losses_ptr, hits_ptr, head_lse_ptr, UNSCALED, BLOCK
+    )
 
 
 @triton.jit(do_not_specialize=["T"])
 def token_kl_bwd_kernel(
-    student_ptr, teacher_ptr, targets_ptr, kl_ptr, s_lse_ptr, t_lse_ptr, head_lse_ptr, of_kl_ptr, of_losses_ptr,
-    grad_ptr, T, V, V_head, s_stride_b, s_stride_t, t_stride_b, t_stride_t, scale,
-    REVERSE: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+    student_ptr,
+    teacher_ptr,
+    targets_ptr,
+    kl_ptr,
+    s_lse_ptr,
+    t_lse_ptr,
+    head_lse_ptr,
+    of_kl_ptr,
+    of_losses_ptr,
+    grad_ptr,
+    T,
+    V,
+    V_head,
+    s_stride_b,
+    s_stride_t,
+    t_stride_b,
+    t_stride_t,
+    scale,
+    REVERSE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Compute one tile of a student row's gradient; a part without upstream gradient reads nothing."""
     row = tl.program_id(0).to(tl.int64)
     x = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

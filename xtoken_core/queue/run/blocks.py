@@ -36,7 +36,7 @@ class Blocks:
 
     def __init__(
         self, positions: int, block_size: int, span: int, *, own: range = range(1), per_step: int = 1, prompts: int = 0
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.positions = positions
         self.own, self.per_step, self.prompts = own, per_step, prompts
         self.block_size = block_size

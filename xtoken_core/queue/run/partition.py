@@ -114,9 +114,13 @@ class RunPartition(Partition):
         return QueueError("forbidden", f"partition {self.name!r} belongs to a run: it has calls of its own")
 
     HANDLERS: ClassVar[Mapping[type[m.Request], Handler]] = {
-        **COMMON_HANDLERS, m.Window: window, m.ClaimSlot: claim_slot, m.ClaimBatch: claim_batch,
-        m.AckWindow: ack_window, m.Rewind: rewind,
-    }  # fmt: skip
+        **COMMON_HANDLERS,
+        m.Window: window,
+        m.ClaimSlot: claim_slot,
+        m.ClaimBatch: claim_batch,
+        m.AckWindow: ack_window,
+        m.Rewind: rewind,
+    }
 
     # State
 

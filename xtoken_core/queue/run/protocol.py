@@ -81,9 +81,13 @@ class RunProtocol(RunState):
         return new
 
     def fill_block(
-        self, block: int, ids: Sequence[int], fields: Iterable[str], tombstones: Mapping[int, str],
+        self,
+        block: int,
+        ids: Sequence[int],
+        fields: Iterable[str],
+        tombstones: Mapping[int, str],
         dead: Mapping[int, str] = MappingProxyType({}),
-    ) -> list[int]:  # fmt: skip
+    ) -> list[int]:
         """Finish a block with its rows and tombstones; return the new rows.
 
         A position whose row was kept when a rewind re-opened the block keeps it, and gets no tombstone.

@@ -141,8 +141,12 @@ class TaskPartition(Partition):
         return QueueError("bad_request", f"partition {self.name!r} is not the queue of a run")
 
     HANDLERS: ClassVar[Mapping[type[m.Request], Handler]] = {
-        **COMMON_HANDLERS, m.Claim: claim, m.Ack: ack, m.Nack: nack, m.Clear: clear,
-    }  # fmt: skip
+        **COMMON_HANDLERS,
+        m.Claim: claim,
+        m.Ack: ack,
+        m.Nack: nack,
+        m.Clear: clear,
+    }
 
     # State
 

@@ -229,9 +229,7 @@ class Sampler:
             row.stopped = any(stop in row.tail for stop in self._stops)
 
 
-def choose(
-    logits: Float[Tensor, "B V"], uniforms: Float[Tensor, " B"], settings: RolloutSpec
-) -> Int[Tensor, " B"]:  # fmt: skip
+def choose(logits: Float[Tensor, "B V"], uniforms: Float[Tensor, " B"], settings: RolloutSpec) -> Int[Tensor, " B"]:
     """Choose a token of each row by the inverse of its cumulative distribution.
 
     Args:

@@ -91,9 +91,14 @@ class EnginePool:
         self._closed = False
 
     def call(
-        self, method: str, path: str, body: Any = None, *, replica: Replica | None = None,
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        replica: Replica | None = None,
         decode: Callable[[bytearray], Any] = msgspec.json.decode,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         """Send a request, and repeat it until it is answered.
 
         Args:

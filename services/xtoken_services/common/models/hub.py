@@ -27,9 +27,17 @@ HUB_ID = re.compile(
 SNAPSHOT = re.compile(r".*/(?P<kind>models|datasets)--(?P<repo>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})(/.*)?")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 TOKENIZER_FILES = (
-    "tokenizer*", "vocab.json", "vocab.txt", "merges.txt", "*.model", "*.tiktoken", "tekken.json", "added_tokens.json",
-    "special_tokens_map.json", "chat_template.*",
-)  # fmt: skip
+    "tokenizer*",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    "tekken.json",
+    "added_tokens.json",
+    "special_tokens_map.json",
+    "chat_template.*",
+)
 MODEL_FILES = ("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json", "README.md")
 NOT_FETCHED = ("*/*", "consolidated*", "*.py")
 """Files in folders, weights in another form, code."""
@@ -175,10 +183,14 @@ class Hub:
                 with spinner(f"getting {repository.requested} from the Hub"):
                     path = Path(
                         snapshot_download(
-                            repository.repo, repo_type=kind, revision=pinned or repository.revision, **_hub_options(),
-                            allow_patterns=list(patterns), ignore_patterns=list(ignored),
+                            repository.repo,
+                            repo_type=kind,
+                            revision=pinned or repository.revision,
+                            **_hub_options(),
+                            allow_patterns=list(patterns),
+                            ignore_patterns=list(ignored),
                         )
-                    )  # fmt: skip
+                    )
             except Exception as error:  # of the library, its HTTP client, or the disk
                 raise _refused(name, repository, kind, error) from error
         self.commits[key] = path.name

@@ -28,9 +28,13 @@ class ChildError(InputError):
 
 
 def lines_of(
-    command: Sequence[str], text: bytes, *, silence_s: float, memory: int = MEMORY_LIMIT,
+    command: Sequence[str],
+    text: bytes,
+    *,
+    silence_s: float,
+    memory: int = MEMORY_LIMIT,
     environment: Mapping[str, str] | None = None,
-) -> Generator[bytes, None, None]:  # fmt: skip
+) -> Generator[bytes, None, None]:
     """Run a Python module or program and yield the lines that it prints; kill it if it prints none for too long.
 
     Args:
@@ -48,9 +52,13 @@ def lines_of(
         stdin.write(text)
         stdin.seek(0)
         process = subprocess.Popen(
-            [sys.executable, "-P", *command], stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            env=variables, start_new_session=True,
-        )  # fmt: skip
+            [sys.executable, "-P", *command],
+            stdin=stdin,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=variables,
+            start_new_session=True,
+        )
     errors = bytearray()
     try:
         yield from _lines(process, silence_s, errors)

@@ -31,9 +31,16 @@ BYTES_PER_TOKEN = 4
 LEAST_EVALUATION, MOST_EVALUATION = 16 << 10, 1 << 20
 EVALUATIONS = 10
 FILLED = (
-    "output", "student.context_length", "student.dtype", "teacher.context_length", "teacher.dtype", "eval.path",
-    "eval.max_bytes", "eval.every", "train.micro_batch_tokens",
-)  # fmt: skip
+    "output",
+    "student.context_length",
+    "student.dtype",
+    "teacher.context_length",
+    "teacher.dtype",
+    "eval.path",
+    "eval.max_bytes",
+    "eval.every",
+    "train.micro_batch_tokens",
+)
 """Settings that models, text and machine decide where a run file leaves them out. Others change with them only to fit a
 GPU (`xtoken_services.common.run.memory_fit`)."""
 
@@ -265,9 +272,7 @@ def _fill_evaluation(defaults: RunDefaults, base: Path, output: Path, *, writes:
             defaults.fill("eval.every", max(1, -(-steps // EVALUATIONS)), f"{EVALUATIONS} times in the run")
 
 
-def _hold_back(
-    defaults: RunDefaults, given: Mapping[str, Any], base: Path, output: Path, *, writes: bool
-) -> bool:  # fmt: skip
+def _hold_back(defaults: RunDefaults, given: Mapping[str, Any], base: Path, output: Path, *, writes: bool) -> bool:
     """Set the text of an evaluation that names none; return False if there is none.
 
     A text that the first start has split is split again from the files that the run file names now: they may have

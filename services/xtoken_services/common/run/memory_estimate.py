@@ -190,7 +190,7 @@ def check_room(run: ResolvedRun, device: torch.device, further: Sequence[MemoryU
 
 def memory_shortage(
     run: ResolvedRun, gpu: int, gpus: int, total: int, *, rings: bool, further: Sequence[MemoryUse] = ()
-) -> str:  # fmt: skip
+) -> str:
     """Return why a GPU cannot hold what a run keeps there; empty if it can.
 
     Args:

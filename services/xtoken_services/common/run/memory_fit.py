@@ -32,8 +32,10 @@ LOGITS_COPIES = 3
 """Logits, their gradient, and a float32 intermediate of half-precision logits."""
 GIB = 1 << 30
 HIDDEN: dict[str, Any] = {
-    "workers.signal": "cuda_ipc_hidden", "student.blockwise_head": True, "student.checkpoint_activations": True,
-}  # fmt: skip
+    "workers.signal": "cuda_ipc_hidden",
+    "student.blockwise_head": True,
+    "student.checkpoint_activations": True,
+}
 """What saves memory without a change of the result, beyond rounding."""
 NO_MASTERS: dict[str, Any] = {"train.master_weights": False}
 """What saves more, with changes lost that are smaller than a weight's last bit."""

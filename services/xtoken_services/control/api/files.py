@@ -41,15 +41,15 @@ def show_metrics(
     view = context.view(run_id)
     view.refresh()
     return RunMetrics(
-        steps=view.steps.sample(after, points), eval=view.eval.sample(after, points),
-        steps_total=len(view.steps), eval_total=len(view.eval),
-    )  # fmt: skip
+        steps=view.steps.sample(after, points),
+        eval=view.eval.sample(after, points),
+        steps_total=len(view.steps),
+        eval_total=len(view.eval),
+    )
 
 
 @router.get("/notes", responses=problems_of(404, 422))
-def show_notes(
-    run_id: RunId, context: Context, after: Annotated[int, Query(ge=0, le=MAX_STEP)] = 0
-) -> list[Note]:  # fmt: skip
+def show_notes(run_id: RunId, context: Context, after: Annotated[int, Query(ge=0, le=MAX_STEP)] = 0) -> list[Note]:
     """Return the history of a run: restarts of workers with the reason, recoveries, and how it ended."""
     context.view(run_id)
     return [Note.model_validate(note, from_attributes=True) for note in context.runs.store.notes(run_id, after=after)]
@@ -62,9 +62,11 @@ def list_logs(run_id: RunId, context: Context) -> list[LogFile]:
     return [LogFile(worker=log.worker, attempt=log.attempt, bytes=log.size) for log in logs_in(output)]
 
 
-@router.get("/logs", response_class=StreamingResponse, responses={
-    200: {"content": {"text/plain": {"schema": {"type": "string"}}}}, **problems_of(404, 422)
-})  # fmt: skip
+@router.get(
+    "/logs",
+    response_class=StreamingResponse,
+    responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}, **problems_of(404, 422)},
+)
 def show_logs(
     run_id: RunId,
     context: Context,
@@ -102,10 +104,16 @@ def list_artifacts(run_id: RunId, context: Context) -> Artifacts:
     return Artifacts.model_validate({"artifacts": files, "truncated": more})
 
 
-@router.get("/artifacts/{path:path}", response_class=FileResponse, responses={
-    200: {"content": FILE}, 206: {"content": FILE}, 416: {"description": "Range not satisfiable."},
-    **problems_of(404, 422),
-})  # fmt: skip
+@router.get(
+    "/artifacts/{path:path}",
+    response_class=FileResponse,
+    responses={
+        200: {"content": FILE},
+        206: {"content": FILE},
+        416: {"description": "Range not satisfiable."},
+        **problems_of(404, 422),
+    },
+)
 def get_artifact(run_id: RunId, path: Annotated[str, PathParameter(max_length=4096)], context: Context) -> Response:
     """Return a file, complete or in ranges."""
     output = context.view(run_id).output
@@ -121,9 +129,12 @@ class OpenFileResponse(FileResponse):
     def __init__(self, descriptor: int, name: str) -> None:
         self._descriptor = descriptor
         super().__init__(
-            f"/proc/self/fd/{descriptor}", stat_result=os.fstat(descriptor), filename=name,
-            media_type="application/octet-stream", headers={"X-Content-Type-Options": "nosniff"},
-        )  # fmt: skip
+            f"/proc/self/fd/{descriptor}",
+            stat_result=os.fstat(descriptor),
+            filename=name,
+            media_type="application/octet-stream",
+            headers={"X-Content-Type-Options": "nosniff"},
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send it."""

@@ -147,12 +147,19 @@ class DryRun(ApiModel):
 class RunMetrics(ApiModel):
     """Metrics of a run: one object per step, and one per evaluation."""
 
-    model_config = ConfigDict(use_attribute_docstrings=True, json_schema_extra={
-        "examples": [{
-            "steps": [{"step": 0, "loss": 5.1, "ce_loss": 4.0, "kl_loss": 4.7, "tokens_per_second": 812.0}],
-            "eval": [{"step": 0, "bits_per_byte": 3.2}], "steps_total": 1, "eval_total": 1,
-        }]
-    })  # fmt: skip
+    model_config = ConfigDict(
+        use_attribute_docstrings=True,
+        json_schema_extra={
+            "examples": [
+                {
+                    "steps": [{"step": 0, "loss": 5.1, "ce_loss": 4.0, "kl_loss": 4.7, "tokens_per_second": 812.0}],
+                    "eval": [{"step": 0, "bits_per_byte": 3.2}],
+                    "steps_total": 1,
+                    "eval_total": 1,
+                }
+            ]
+        },
+    )
 
     steps: list[dict[str, Any]]
     """If there were more than `points`, each is the mean over an interval, at its last step."""

@@ -39,16 +39,19 @@ _dry_runs = threading.BoundedSemaphore(MAX_DRY_RUNS)
 Key = Annotated[
     str | None,
     Header(
-        alias="Idempotency-Key", min_length=1, max_length=255, pattern=r"^[!-~]+$",
+        alias="Idempotency-Key",
+        min_length=1,
+        max_length=255,
+        pattern=r"^[!-~]+$",
         description="A second request with the same key and specification returns the first run.",
     ),
-]  # fmt: skip
+]
 Specification = Annotated[AnyRunSpec, Body(openapi_examples=RUNS)]
 
 
 @router.post(
     "", status_code=201, responses={200: {"model": RunStatus | DryRun}, **problems_of(400, 409, 413, 422, 503)}
-)  # fmt: skip
+)
 def start_run(
     document: Specification, context: Context, response: Response, dry_run: bool = False, key: Key = None
 ) -> RunStatus | DryRun:

@@ -92,9 +92,7 @@ def start_short(runs: Runs, document: Mapping[str, Any], key: str | None) -> tup
     return run, row
 
 
-def complete(
-    runs: Runs, document: Mapping[str, Any], *, writes: bool = False, preview: bool = False
-) -> Completed:  # fmt: skip
+def complete(runs: Runs, document: Mapping[str, Any], *, writes: bool = False, preview: bool = False) -> Completed:
     """Fill in what a specification leaves out.
 
     Args:

@@ -36,9 +36,12 @@ class Telemetry:
             f"{PREFIX}control_requests", "HTTP requests.", ["method", "route", "status"], registry=self._registry
         )
         self.seconds = Histogram(
-            f"{PREFIX}control_request_seconds", "Duration of HTTP requests.", ["method", "route"], buckets=BUCKETS_S,
+            f"{PREFIX}control_request_seconds",
+            "Duration of HTTP requests.",
+            ["method", "route"],
+            buckets=BUCKETS_S,
             registry=self._registry,
-        )  # fmt: skip
+        )
         self._registry.register(_Collector(runs, views))
 
     def text(self) -> bytes:

@@ -48,9 +48,14 @@ class AlignServer:
         self._idle: threading.Timer | None = None
 
     def align(
-        self, student: Path, teacher: Path, text: str, special_tokens: Mapping[str, str] | None = None, *,
+        self,
+        student: Path,
+        teacher: Path,
+        text: str,
+        special_tokens: Mapping[str, str] | None = None,
+        *,
         timeout_s: float,
-    ) -> dict[str, Any]:  # fmt: skip
+    ) -> dict[str, Any]:
         """Align a text; requests are answered one after the other.
 
         Args:
@@ -119,10 +124,13 @@ class AlignServer:
             self._kill()
             limits = {LIMITS_VARIABLE: str(MEMORY_LIMIT)}
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL, env={**os.environ, **SINGLE_THREADED, **limits, **self._environment},
+                [sys.executable, "-P", "-m", __name__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env={**os.environ, **SINGLE_THREADED, **limits, **self._environment},
                 start_new_session=True,
-            )  # fmt: skip
+            )
         return self._process
 
     def _kill(self) -> None:

@@ -16,9 +16,14 @@ ERRORS: dict[str, type[XtokenError]] = {"ConfigError": ConfigError, "InputError"
 
 
 def ask_child(
-    module: str, request: bytes, environment: Mapping[str, str], *, silence_s: float, result: str,
+    module: str,
+    request: bytes,
+    environment: Mapping[str, str],
+    *,
+    silence_s: float,
+    result: str,
     progress: Callable[[str, float], None] = lambda activity, done: None,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Run a module in a child process and return its answer.
 
     Args:

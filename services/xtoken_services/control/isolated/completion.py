@@ -26,7 +26,7 @@ SILENCE_S = 900.0
 
 def complete_document(
     document: Mapping[str, Any], paths: Iterable[tuple[str, Path]], environment: Mapping[str, str], *, writes: bool
-) -> tuple[RunSpec, list[str]]:  # fmt: skip
+) -> tuple[RunSpec, list[str]]:
     """Fill in a run's settings in a child process; see `xtoken_services.common.run.defaults.fill_run_defaults`.
 
     Args:

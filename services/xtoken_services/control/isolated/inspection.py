@@ -27,7 +27,7 @@ REPORT_S = 0.5
 
 def inspect_run(
     spec: RunSpec, progress: Callable[[str, float], None], environment: Mapping[str, str]
-) -> tuple[ResolvedRun, list[str]]:  # fmt: skip
+) -> tuple[ResolvedRun, list[str]]:
     """Resolve a run in a child process; see `xtoken_services.common.run.resolve.resolve_run`.
 
     Args:
@@ -42,9 +42,7 @@ def inspect_run(
         XtokenError: The run is invalid, or its files cannot be inspected within the limits.
     """
     text = spec.model_dump_json().encode()
-    answer = ask_child(
-        __name__, text, environment, silence_s=SILENCE_S, result="resolved", progress=progress
-    )  # fmt: skip
+    answer = ask_child(__name__, text, environment, silence_s=SILENCE_S, result="resolved", progress=progress)
     return ResolvedRun.model_validate(answer["resolved"]), answer["warnings"]
 
 

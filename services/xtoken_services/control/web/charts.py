@@ -67,102 +67,192 @@ class Chart:
 
 
 HELD_OUT = Chart(
-    "held-out", "Held-out text", "eval", "bits per byte",
-    (Line("bits_per_byte", "bits per byte"), Line("bits_per_byte_*", "of", single_label="of another text")), group=MAIN,
-)  # fmt: skip
+    "held-out",
+    "Held-out text",
+    "eval",
+    "bits per byte",
+    (Line("bits_per_byte", "bits per byte"), Line("bits_per_byte_*", "of", single_label="of another text")),
+    group=MAIN,
+)
 TASKS = Chart(
-    "tasks", "Tasks", "eval", "% right",
-    (Line("task_accuracy_*", "", single_label="right"),), divisor=0.01, floor=0.0,
-)  # fmt: skip
+    "tasks",
+    "Tasks",
+    "eval",
+    "% right",
+    (Line("task_accuracy_*", "", single_label="right"),),
+    divisor=0.01,
+    floor=0.0,
+)
 QUALITY = (
     Chart(
-        "held-out-agreement", "Held-out accuracy", "eval", "%",
+        "held-out-agreement",
+        "Held-out accuracy",
+        "eval",
+        "%",
         (
             Line("next_token_accuracy", "next token"),
             Line("held_out_proj_accuracy*", "with teacher", "with the teacher"),
         ),
-        divisor=0.01, floor=0.0,
+        divisor=0.01,
+        floor=0.0,
     ),
     Chart(
-        "agreement", "Training accuracy", "steps", "%",
+        "agreement",
+        "Training accuracy",
+        "steps",
+        "%",
         (Line("accuracy", "next token"), Line("proj_accuracy*", "with teacher", "with the teacher")),
-        divisor=0.01, floor=0.0,
+        divisor=0.01,
+        floor=0.0,
     ),
     Chart(
-        "mass", "Teacher's probability", "steps", "%",
+        "mass",
+        "Teacher's probability",
+        "steps",
+        "%",
         (
             Line("chunk_mass*", "compared, teacher", single_label="compared"),
             Line("unreachable_mass*", "without gradient, teacher", single_label="without gradient"),
         ),
-        divisor=0.01, floor=0.0,
+        divisor=0.01,
+        floor=0.0,
     ),
     Chart("gradient", "Gradient norm", "steps", "before clipping", (Line("grad_norm", "norm"),), floor=0.0),
     Chart("weights", "Teacher weights", "steps", "weight", (Line("weight_t*", "teacher"),), floor=0.0, min_lines=2),
-)  # fmt: skip
+)
 RATES = (
     Chart(
-        "throughput", "Throughput", "steps", "tokens/s", (Line("tokens_per_second", "tokens/s"),), floor=0.0,
+        "throughput",
+        "Throughput",
+        "steps",
+        "tokens/s",
+        (Line("tokens_per_second", "tokens/s"),),
+        floor=0.0,
         group=SPEED,
     ),
     Chart(
-        "waiting", "Time of a step", "steps", "%",
+        "waiting",
+        "Time of a step",
+        "steps",
+        "%",
         (
-            Line("teacher_wait", "waiting for the teacher"), Line("data_wait", "waiting for data"),
+            Line("teacher_wait", "waiting for the teacher"),
+            Line("data_wait", "waiting for data"),
             Line("mfu", "of the peak FLOP/s"),
         ),
-        divisor=0.01, floor=0.0, group=SPEED,
+        divisor=0.01,
+        floor=0.0,
+        group=SPEED,
     ),
     Chart(
-        "parts", "Step time by phase", "steps", "ms on the device",
+        "parts",
+        "Step time by phase",
+        "steps",
+        "ms on the device",
         (
-            Line("forward_seconds", "forward"), Line("loss_seconds", "loss"),
-            Line("backward_seconds", "backward"), Line("optimizer_seconds", "optimiser"),
+            Line("forward_seconds", "forward"),
+            Line("loss_seconds", "loss"),
+            Line("backward_seconds", "backward"),
+            Line("optimizer_seconds", "optimiser"),
         ),
-        divisor=1e-3, floor=0.0, group=SPEED,
+        divisor=1e-3,
+        floor=0.0,
+        group=SPEED,
     ),
     Chart(
-        "memory", "Trainer memory", "steps", "GiB",
-        (Line("memory_peak_bytes", "peak per step"),), divisor=GIB, floor=0.0, group=SPEED,
+        "memory",
+        "Trainer memory",
+        "steps",
+        "GiB",
+        (Line("memory_peak_bytes", "peak per step"),),
+        divisor=GIB,
+        floor=0.0,
+        group=SPEED,
     ),
     Chart(
-        "store", "Stored teacher output", "steps", "MiB read per step",
-        (Line("store_bytes", "read"),), divisor=MIB, floor=0.0, group=SPEED,
+        "store",
+        "Stored teacher output",
+        "steps",
+        "MiB read per step",
+        (Line("store_bytes", "read"),),
+        divisor=MIB,
+        floor=0.0,
+        group=SPEED,
     ),
     Chart(
-        "store-records", "Records of a teacher's store", "steps", "samples per step",
-        (Line("store_hits", "read"), Line("store_misses", "missing, skipped")), floor=0.0, group=SPEED,
+        "store-records",
+        "Records of a teacher's store",
+        "steps",
+        "samples per step",
+        (Line("store_hits", "read"), Line("store_misses", "missing, skipped")),
+        floor=0.0,
+        group=SPEED,
     ),
     Chart(
-        "store-wait", "Wait for a teacher's store", "steps", "s per step",
-        (Line("store_wait_seconds", "waited"),), floor=0.0, group=SPEED,
+        "store-wait",
+        "Wait for a teacher's store",
+        "steps",
+        "s per step",
+        (Line("store_wait_seconds", "waited"),),
+        floor=0.0,
+        group=SPEED,
     ),
     Chart(
-        "served", "Answers of the teacher's servers", "steps", "per step",
-        (Line("served_requests", "answered"), Line("served_retries", "repeated")), floor=0.0, group=SPEED,
+        "served",
+        "Answers of the teacher's servers",
+        "steps",
+        "per step",
+        (Line("served_requests", "answered"), Line("served_retries", "repeated")),
+        floor=0.0,
+        group=SPEED,
     ),
     Chart(
-        "served-bytes", "Size of the servers' answers", "steps", "MiB per step",
-        (Line("served_bytes", "received"),), divisor=MIB, floor=0.0, group=SPEED,
+        "served-bytes",
+        "Size of the servers' answers",
+        "steps",
+        "MiB per step",
+        (Line("served_bytes", "received"),),
+        divisor=MIB,
+        floor=0.0,
+        group=SPEED,
     ),
     Chart(
-        "served-wait", "Teacher's wait for its servers", "steps", "s per step",
-        (Line("served_wait_seconds", "waited"),), floor=0.0, group=SPEED,
+        "served-wait",
+        "Teacher's wait for its servers",
+        "steps",
+        "s per step",
+        (Line("served_wait_seconds", "waited"),),
+        floor=0.0,
+        group=SPEED,
     ),
     Chart("queue", "Queue", "gauges", "samples", (Line("queue_samples", "held"),), floor=0.0, group=SPEED),
     Chart(
-        "gpu-memory", "GPU memory", "gauges", "GiB", (Line("gpu_memory*", "GPU"),), divisor=GIB, floor=0.0,
+        "gpu-memory",
+        "GPU memory",
+        "gauges",
+        "GiB",
+        (Line("gpu_memory*", "GPU"),),
+        divisor=GIB,
+        floor=0.0,
         group=SPEED,
     ),
     Chart("gpu-use", "GPU utilization", "gauges", "%", (Line("gpu_use*", "GPU"),), floor=0.0, group=SPEED),
-)  # fmt: skip
+)
 CLASSES = {
-    "1to1": "1 to 1", "1ton": "1 to n", "nto1": "n to 1", "mton": "m to n", "numerals": "numerals",
+    "1to1": "1 to 1",
+    "1ton": "1 to n",
+    "nto1": "n to 1",
+    "mton": "m to n",
+    "numerals": "numerals",
     "whitespace": "white space",
-}  # fmt: skip
+}
 """Classes of chunks, by tokens of student and teacher or by content, with their labels."""
 BY_CLASS = tuple(
     Chart(
-        name, title, "steps", "nats per chunk",
+        name,
+        title,
+        "steps",
+        "nats per chunk",
         tuple(
             Line(f"chunk_kl_{prefix}{each}_t*", f"{label}, teacher", single_label=label)
             for each, label in CLASSES.items()
@@ -173,7 +263,7 @@ BY_CLASS = tuple(
         ("classes", "Divergence by class: text", ""),
         ("classes-generated", "Divergence by class: completions", "generated_"),
     )
-)  # fmt: skip
+)
 """Charts of runs with rollouts."""
 COMPARED = (
     Chart("held-out", "Held-out text", "eval", "bits per byte", (Line("bits_per_byte", ""),), group=MAIN),
@@ -215,11 +305,13 @@ def _terms(spec: Mapping[str, Any], same_tokenizer: Sequence[bool], prefix: str)
         weights = [1.0 if not prefix else float(t.get("weight", 1.0)) for t in spec["teacher"]]
         divergences = [
             Line(
-                f"{prefix}kl_loss_t{i}", f"{weighted(name, *times)}, teacher {i}", factor=own,
+                f"{prefix}kl_loss_t{i}",
+                f"{weighted(name, *times)}, teacher {i}",
+                factor=own,
                 factor_keys=scale if prefix else (*scale, f"weight_t{i}"),
             )
             for i, (name, own) in enumerate(zip(names, weights, strict=True))
-        ]  # fmt: skip
+        ]
     else:
         name = weighted(divergence_name(spec, same_tokenizer), *times)
         divergences = [Line(f"{prefix}kl_loss", name, factor_keys=scale)]

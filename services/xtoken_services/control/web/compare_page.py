@@ -40,11 +40,18 @@ def compare(request: Request, context: Context, run: RunIds = []) -> Response:  
     verdict, finding = _finding(chosen)
     part = "compare_results.html" if "hx-request" in request.headers else "compare.html"
     return page(
-        request, part, runs=chosen, labels=_labels(chosen), others=others, charts=COMPARED,
-        differing=differing_settings({view.id: view.spec for view in chosen}), room=len(ids) < MAX_RUNS,
-        verdict=verdict, finding=finding,
+        request,
+        part,
+        runs=chosen,
+        labels=_labels(chosen),
+        others=others,
+        charts=COMPARED,
+        differing=differing_settings({view.id: view.spec for view in chosen}),
+        room=len(ids) < MAX_RUNS,
+        verdict=verdict,
+        finding=finding,
         tasks=list(dict.fromkeys(name for view in chosen for name, *_ in view.tasks)),
-    )  # fmt: skip
+    )
 
 
 def _row(context: AppContext, run_id: str) -> dict[str, Any]:

@@ -36,9 +36,10 @@ def download_model(run_id: RunId, context: Context) -> Response:
     entries = [(file, _header(file, run_id)) for file in files]
     length = sum(len(header) + _padded(file["bytes"]) for file, header in entries) + 2 * BLOCK
     return StreamingResponse(
-        _archive(output, entries), media_type="application/x-tar",
+        _archive(output, entries),
+        media_type="application/x-tar",
         headers={**_as_file(f"{run_id}.tar"), "Content-Length": str(length)},
-    )  # fmt: skip
+    )
 
 
 @router.get("/runs/{run_id}/download/run-file")

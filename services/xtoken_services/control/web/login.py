@@ -48,9 +48,13 @@ async def log_in(request: Request, context: Context) -> Response:
         return page(request, "login.html", status=403, next=own_path(to), wrong=True)
     response = RedirectResponse(own_path(to), 303)
     response.set_cookie(
-        COOKIE, context.auth.sessions.open(), max_age=SESSION_S, httponly=True, samesite="strict",
+        COOKIE,
+        context.auth.sessions.open(),
+        max_age=SESSION_S,
+        httponly=True,
+        samesite="strict",
         secure=request.url.scheme == "https",
-    )  # fmt: skip
+    )
     return response
 
 

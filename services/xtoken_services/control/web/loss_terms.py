@@ -34,9 +34,12 @@ MODES_OF_SETTING = {
 }
 """Modes that read a setting of the loss; a setting that is not listed belongs to all."""
 OF_SEVERAL_TEACHERS = (
-    "teacher_aggregation", "teacher_modes", "dynamic_teacher_weights", "dynamic_weight_alpha",
+    "teacher_aggregation",
+    "teacher_modes",
+    "dynamic_teacher_weights",
+    "dynamic_weight_alpha",
     "normalize_teacher_by_vocab",
-)  # fmt: skip
+)
 """Settings of the loss that compare teachers with each other."""
 SAME_TOKENIZER = "KL"
 CROSS_ENTROPY = "cross-entropy"

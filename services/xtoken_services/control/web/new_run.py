@@ -37,11 +37,22 @@ MAIN_FIELDS = {
 }
 """Fields that are always visible; the others are collapsed."""
 TITLES = {
-    "": "Run", "student": "Student", TEACHER: "Teacher", "data": "Data", "eval": "Evaluation", "eval.tasks": "Tasks",
+    "": "Run",
+    "student": "Student",
+    TEACHER: "Teacher",
+    "data": "Data",
+    "eval": "Evaluation",
+    "eval.tasks": "Tasks",
     "eval.samples": "Sample completions",
-    "rollout": "Rollouts", "loss": "Loss", "train": "Training", "train.lora": "LoRA", "report": "Reporting",
-    "queue": "Queue", "workers": "Workers", "ray": "Ray",
-}  # fmt: skip
+    "rollout": "Rollouts",
+    "loss": "Loss",
+    "train": "Training",
+    "train.lora": "LoRA",
+    "report": "Reporting",
+    "queue": "Queue",
+    "workers": "Workers",
+    "ray": "Ray",
+}
 ORDER = (
     "",
     "student",
@@ -73,7 +84,7 @@ router = APIRouter(route_class=PageRoute)
 @router.get("/runs/new")
 def show_form(
     request: Request, context: Context, like: Annotated[str, Query(alias="from", max_length=128)] = ""
-) -> Response:  # fmt: skip
+) -> Response:
     """Show an empty form, or one with the settings of another run but no output."""
     document: dict[str, Any] = {TEACHER: [{}]}
     if like:
@@ -157,19 +168,30 @@ def _with_teachers(document: dict[str, Any], action: str) -> dict[str, Any]:
 
 
 def _render(
-    request: Request, context: AppContext, values: dict[str, str], errors: form.Errors | None = None,
+    request: Request,
+    context: AppContext,
+    values: dict[str, str],
+    errors: form.Errors | None = None,
     checked: DryRun | None = None,
-) -> Response:  # fmt: skip
+) -> Response:
     """Render the form; with status 200 even if there are errors, as browsers log other statuses as failures."""
     errors, validator = errors or {}, context.runs.validator
     by_fields = values.get("mode") != "toml"
     return page(
-        request, "new.html", values=values, errors=errors, checked=checked,
-        mode=values.get("mode", "fields"), blocks=_blocks(values, errors), first_wrong=next(iter(errors), None),
-        key=secrets.token_urlsafe(12), base=validator.base,
-        roots=validator.roots, mode_names=MODE_NAMES,
+        request,
+        "new.html",
+        values=values,
+        errors=errors,
+        checked=checked,
+        mode=values.get("mode", "fields"),
+        blocks=_blocks(values, errors),
+        first_wrong=next(iter(errors), None),
+        key=secrets.token_urlsafe(12),
+        base=validator.base,
+        roots=validator.roots,
+        mode_names=MODE_NAMES,
         taken=first_defaults(context.runs, form.document_of(values)) if by_fields else {},
-    )  # fmt: skip
+    )
 
 
 def _main_fields(section: str, fields: Sequence[Field]) -> tuple[str, ...]:
@@ -207,10 +229,20 @@ def _blocks(values: dict[str, str], errors: form.Errors) -> list[dict[str, Any]]
             used = values.get(name) == "on" if section.optional else False
             touched = any(n in errors or values.get(n, f.default) != f.default for n, f in rest)
             opened = touched or (used and name != form.EVAL)  # held-out text is there without being asked for
-            blocks.append({
-                "name": prefix, "title": TITLES[name] + (f" {number + 1}" if count > 1 else ""), "first": first,
-                "rest": rest, "optional": section.optional, "used": used, "open": opened,
-                "removable": name == TEACHER, "last_teacher": name == TEACHER and number == count - 1, "number": number,
-                "help": section.help + HELD_BACK * (name == form.EVAL), "absent": False,
-            })  # fmt: skip
+            blocks.append(
+                {
+                    "name": prefix,
+                    "title": TITLES[name] + (f" {number + 1}" if count > 1 else ""),
+                    "first": first,
+                    "rest": rest,
+                    "optional": section.optional,
+                    "used": used,
+                    "open": opened,
+                    "removable": name == TEACHER,
+                    "last_teacher": name == TEACHER and number == count - 1,
+                    "number": number,
+                    "help": section.help + HELD_BACK * (name == form.EVAL),
+                    "absent": False,
+                }
+            )
     return blocks

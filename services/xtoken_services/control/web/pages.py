@@ -52,9 +52,12 @@ Cursor = Annotated[int | None, Query(ge=0, le=MAX_CURSOR)]
 
 @router.get("/")
 def list_runs(
-    request: Request, context: Context, tab: Tab = "", name: Annotated[str, Query(max_length=64)] = "",
+    request: Request,
+    context: Context,
+    tab: Tab = "",
+    name: Annotated[str, Query(max_length=64)] = "",
     cursor: Cursor = None,
-) -> Response:  # fmt: skip
+) -> Response:
     """Show the runs; for an htmx request only their table."""
     if cursor is None and not name:  # other lists do not stay open in many browsers
         key = (tab, "hx-request" in request.headers)
@@ -77,9 +80,16 @@ def _list_of_runs(request: Request, context: AppContext, tab: Tab, name: str, cu
     following = rows[PAGE_SIZE - 1]["seq"] if len(rows) > PAGE_SIZE else None
     part = "runs_table.html" if "hx-request" in request.headers else "runs.html"
     return page(
-        request, part, runs=run_views(context, rows[:PAGE_SIZE]), tabs=tabs, tab=tab, name=name, cursor=cursor,
-        following=following, any_run=bool(counts),
-    )  # fmt: skip
+        request,
+        part,
+        runs=run_views(context, rows[:PAGE_SIZE]),
+        tabs=tabs,
+        tab=tab,
+        name=name,
+        cursor=cursor,
+        following=following,
+        any_run=bool(counts),
+    )
 
 
 @router.get("/docs")
@@ -118,7 +128,7 @@ def show_gauges(request: Request, run_id: RunId, context: Context, after: float 
 @router.get("/runs/{run_id}/log")
 def show_log(
     request: Request, run_id: RunId, context: Context, worker: Annotated[str, Query(max_length=64)] = ""
-) -> Response:  # fmt: skip
+) -> Response:
     """Show the last lines of a run's logs."""
     output = context.view(run_id).output
     logs = last_attempts(logs_in(output))
@@ -127,9 +137,14 @@ def show_log(
     matches = [LOG_LINE.match(line.decode("utf-8", "replace")) for line in lines]
     part = "log_lines.html" if "hx-request" in request.headers else "run_log.html"
     return page(
-        request, part, tab="log", lines=[match.groupdict() for match in matches if match], worker=worker,
-        workers=[log.worker for log in logs], **_variables(context, run_id),
-    )  # fmt: skip
+        request,
+        part,
+        tab="log",
+        lines=[match.groupdict() for match in matches if match],
+        worker=worker,
+        workers=[log.worker for log in logs],
+        **_variables(context, run_id),
+    )
 
 
 @router.get("/runs/{run_id}/configuration")

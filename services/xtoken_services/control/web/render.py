@@ -44,9 +44,11 @@ def page(request: Request, template: str, *, status: int = 200, **values: Any) -
         values: Variables of the template.
     """
     signed_in = context_of(request).auth.token is not None
-    text = templates().get_template(template).render(
-        path=request.url.path, signed_in=signed_in, version=assets_version(), **values
-    )  # fmt: skip
+    text = (
+        templates()
+        .get_template(template)
+        .render(path=request.url.path, signed_in=signed_in, version=assets_version(), **values)
+    )
     return HTMLResponse(text, status, HEADERS)
 
 
@@ -79,14 +81,24 @@ def error_page(request: Request, status: int, detail: str) -> HTMLResponse:
 def templates() -> Environment:
     """Return the template environment: auto-escaping, and strict about undefined variables."""
     environment = Environment(
-        loader=FileSystemLoader(HERE / "templates"), autoescape=True, undefined=StrictUndefined,
-        trim_blocks=True, lstrip_blocks=True, auto_reload=False,
-    )  # fmt: skip
+        loader=FileSystemLoader(HERE / "templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        auto_reload=False,
+    )
     environment.filters |= {
-        "ago": formatting.ago, "span": formatting.span, "bytes": formatting.size, "number": formatting.number,
-        "percent": formatting.percent, "count": formatting.count, "clock": formatting.clock, "code": formatting.code,
+        "ago": formatting.ago,
+        "span": formatting.span,
+        "bytes": formatting.size,
+        "number": formatting.number,
+        "percent": formatting.percent,
+        "count": formatting.count,
+        "clock": formatting.clock,
+        "code": formatting.code,
         "sentence": formatting.sentence,
-    }  # fmt: skip
+    }
     environment.globals |= {"worker_tones": WORKER_TONES}
     return environment
 

@@ -42,9 +42,11 @@ class RunView:
     """
 
     def __init__(
-        self, status: Mapping[str, Any], steps: Sequence[Mapping[str, Any]] = (),
+        self,
+        status: Mapping[str, Any],
+        steps: Sequence[Mapping[str, Any]] = (),
         same_tokenizer: Sequence[bool] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._status, self._steps = status, steps
         self.id: str = status["id"]
         self.name: str = status["name"]
@@ -210,7 +212,7 @@ class RunView:
             ("Held-out loss", number(evaluation.get("held_out_loss")), "nats, weighted as in training"),
             ("Throughput", number(last.get("tokens_per_second")), "tokens/s"),
             ("Waiting", *self._waiting(last)),
-        ]  # fmt: skip
+        ]
         return [tile for tile in tiles if tile[1] != "–"]
 
     def _waiting(self, last: Mapping[str, Any]) -> tuple[str, str]:

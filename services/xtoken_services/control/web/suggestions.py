@@ -42,9 +42,7 @@ _cache: dict[Roots | None, tuple[float, Suggestions]] = {}
 
 
 @router.get("/paths")
-def suggest(
-    context: Context, kind: Kind, text: Annotated[str, Query(max_length=4096)] = ""
-) -> JSONResponse:  # fmt: skip
+def suggest(context: Context, kind: Kind, text: Annotated[str, Query(max_length=4096)] = "") -> JSONResponse:
     """Return paths that a field may be completed to: usable ones with the text, then names that begin so."""
     roots = context.runs.validator.roots
     usable: list[str] = getattr(suggestions_under(roots), kind)

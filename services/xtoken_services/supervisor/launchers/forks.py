@@ -36,9 +36,18 @@ ANSWER_LIMIT_S = 30.0
 PROGRAM = (sys.executable, "-P", "-m")
 QUEUE = ("xtoken_services.cli", "queue")
 NOT_READ_AT_IMPORT = {
-    MARK, STATUS_FILE, THREADS, "OMP_WAIT_POLICY", "RAYON_NUM_THREADS", "TOKENIZERS_PARALLELISM", "RANK", "LOCAL_RANK",
-    "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
-}  # fmt: skip
+    MARK,
+    STATUS_FILE,
+    THREADS,
+    "OMP_WAIT_POLICY",
+    "RAYON_NUM_THREADS",
+    "TOKENIZERS_PARALLELISM",
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+}
 """Variables in which a worker may differ from the server; one that differs in others is started as a program."""
 OWN = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "OPENBLAS_NUM_THREADS": "1"}
 """The server asks for GPUs without opening one, and numpy starts no threads in it."""
@@ -60,10 +69,14 @@ class ForkServer:
         with theirs:
             number = theirs.fileno()
             self._process = subprocess.Popen(
-                [*PROGRAM, "xtoken_services.supervisor.fork_server", str(number), *preload], pass_fds=[number],
-                env={**self._environment, **OWN, MARK: "." * MARK_ROOM}, stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-            )  # fmt: skip
+                [*PROGRAM, "xtoken_services.supervisor.fork_server", str(number), *preload],
+                pass_fds=[number],
+                env={**self._environment, **OWN, MARK: "." * MARK_ROOM},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
         self._until = time.monotonic() + READY_LIMIT_S
         self._has_imported = False
         self._lost = False

@@ -211,9 +211,13 @@ class LocalLauncher:
     """
 
     def __init__(
-        self, *, tied: bool = False, private: Sequence[Path] = (), detached: bool = False,
+        self,
+        *,
+        tied: bool = False,
+        private: Sequence[Path] = (),
+        detached: bool = False,
         forks: ForkServer | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._reaper = OrphanReaper(private, detached=detached) if tied else None
         self._forks = forks
 
@@ -243,9 +247,13 @@ class LocalLauncher:
                 if pid is not None:
                     return ForkedHandle(self._forks, pid, env[MARK], Path(env[STATUS_FILE]), self._reaper)
             process = subprocess.Popen(
-                list(command), env=dict(env), stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+                list(command),
+                env=dict(env),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
                 start_new_session=True,
-            )  # fmt: skip
+            )
         return LocalHandle(process, self._reaper)
 
     def attach(self, identity: dict[str, Any] | None, mark: str, status: Path, *, node: int = 0) -> AttachedHandle:
@@ -291,8 +299,11 @@ class OrphanReaper:
         program = [sys.executable, "-P", "-m", "xtoken_services.supervisor.orphan_reaper"]
         self._process = subprocess.Popen(
             [*program, *([DETACH] if detached else ()), *map(str, private)],
-            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True, text=True,
-        )  # fmt: skip
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+            text=True,
+        )
         assert self._process.stdin is not None
         self._pipe: IO[str] = self._process.stdin
         if detached:  # the child forks the reaper and exits; nothing may be started before that

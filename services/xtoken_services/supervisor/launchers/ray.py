@@ -267,9 +267,14 @@ class Bridge:
         inherited = {name: value for name, value in os.environ.items() if name != MARK}
         with log_file.open("ab") as file:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "xtoken_services.supervisor.launchers.ray_bridge"], env=inherited,
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=file, start_new_session=True, text=True,
-            )  # fmt: skip
+                [sys.executable, "-P", "-m", "xtoken_services.supervisor.launchers.ray_bridge"],
+                env=inherited,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=file,
+                start_new_session=True,
+                text=True,
+            )
         self._log_file = log_file
         self._lock = threading.Lock()
         self._failure = ""

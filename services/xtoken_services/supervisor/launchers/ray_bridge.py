@@ -69,9 +69,13 @@ class Bundle:
             self._receive_statuses()
         present = self._facts is not None
         return {
-            "present": present, "generation": self.generation, "reason": self.reason, "facts": self._facts or {},
-            "statuses": self._statuses, "known": present or not self._agent,
-        }  # fmt: skip
+            "present": present,
+            "generation": self.generation,
+            "reason": self.reason,
+            "facts": self._facts or {},
+            "statuses": self._statuses,
+            "known": present or not self._agent,
+        }
 
     def call(self, method: str, arguments: list[Any]) -> Any:
         """Call a method of the agent.
@@ -125,7 +129,7 @@ class Bundle:
         try:
             self._agent = remote.remote(
                 node["NodeManagerAddress"], node_id, settings["keys"], settings["required_file"]
-            )  # fmt: skip
+            )
         except ValueError as error:  # Ray has not freed the name of the agent that was lost yet
             self._lose(first_line(error))
             return
@@ -209,7 +213,7 @@ class Bridge:
         detached = {} if settings["tied"] else {"lifetime": "detached"}
         return util.placement_group(
             [bundle] * settings["nodes"], strategy="STRICT_SPREAD", name=settings["name"], **detached
-        )  # fmt: skip
+        )
 
 
 def describe_resources() -> str:
