@@ -66,7 +66,7 @@ class EngineLoad:
         self.buffers = [bytes(buffer) for buffer in buffers]
         self.rows = workload.BATCH if name == "batch" else 1
         self.engine = engine.Engine(memory_limit=MEMORY_LIMIT, clock=time.monotonic)
-        hello = m.Hello(id="h", versions=[1], name="n", role="bench", incarnation=1)
+        hello = m.Hello(id="h", versions=[2], name="n", role="bench", incarnation=1)
         session = self.engine.handle(hello, ()).reply.session
         self.at = {"session": session, "partition": "p"}
         tasks = [m.TaskDef(name="a", requires=["input_ids"])]

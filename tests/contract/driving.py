@@ -155,7 +155,7 @@ class Driven:
     def stats(self) -> Answer:
         """The statistics, as far as the oracle knows them."""
         if not self.watcher:
-            hello = m.Hello(id="watch", versions=[1], name="watch", role="watch", incarnation=0, silence_s=86400.0)
+            hello = m.Hello(id="watch", versions=[2], name="watch", role="watch", incarnation=0, silence_s=86400.0)
             welcome, _ = self.client("watch").transport.exchange(hello, [], 0.0)
             assert isinstance(welcome, m.Welcome)
             self.watcher = welcome.session

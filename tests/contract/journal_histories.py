@@ -159,7 +159,7 @@ class Workers:
     def hello(self, worker: str) -> None:
         """Connect a newer incarnation of a worker."""
         self.incarnation[worker] += 1
-        welcome = self.ask(worker, m.Hello, versions=list(m.VERSIONS), name=worker, role=ROLES[worker],
+        welcome = self.ask(worker, m.Hello, versions=[m.VERSION], name=worker, role=ROLES[worker],
                            incarnation=self.incarnation[worker], rank=0)  # fmt: skip
         self.session[worker] = welcome.session
 

@@ -30,7 +30,7 @@ from xtoken_services.queue.authenticator import REFUSED, WELCOME, Authenticator
 from xtoken_services.queue.waiting import MAX_WAITING_OF_SESSION
 
 MEMORY = 64 << 20
-HELLO = {"type": "hello", "id": "a.1", "versions": [1], "name": "w", "role": "r", "incarnation": 1}
+HELLO = {"type": "hello", "id": "a.1", "versions": [2], "name": "w", "role": "r", "incarnation": 1}
 TASKS = [{"name": "a", "requires": ["x"]}]
 
 

@@ -61,7 +61,7 @@ def tcp_place(request: pytest.FixtureRequest, tcp_queue: Address) -> Iterator[Pl
     place.leave()
 
 
-HELLO = {"type": "hello", "id": "a.1", "versions": [1], "name": "w", "role": "r", "incarnation": 1}
+HELLO = {"type": "hello", "id": "a.1", "versions": [2], "name": "w", "role": "r", "incarnation": 1}
 BAD = {
     "empty": (b"", "bad_frame"),
     "no-msgpack": (b"\xc1", "bad_frame"),

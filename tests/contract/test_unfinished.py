@@ -21,7 +21,7 @@ from xtoken_services.queue.connection_guard import HELD_FACTOR, SPARE_BYTES
 MEMORY = 32 << 20
 BETWEEN_LOOKS = 160 << 20
 """What may come in before the queue looks again; the sum over all attackers, on a busy machine."""
-HELLO = {"type": "hello", "id": "a.1", "versions": [1], "name": "deaf", "role": "r", "incarnation": 1}
+HELLO = {"type": "hello", "id": "a.1", "versions": [2], "name": "deaf", "role": "r", "incarnation": 1}
 
 
 @contextmanager

@@ -228,15 +228,13 @@ class Engine:
         return Response(m.Stored(room=room)) if room >= request.bytes else None
 
     def _hello(self, request: m.Hello) -> Response | None:
-        version = max(set(m.VERSIONS).intersection(request.versions), default=0)
-        if not version:
-            mine = ", ".join(map(str, m.VERSIONS))
-            raise QueueError("unsupported_version", f"this queue speaks versions {mine}, the worker {request.versions}")
+        if m.VERSION not in request.versions:
+            raise QueueError("unsupported_version", f"this queue speaks version {m.VERSION}, not {request.versions}")
         run = next((p for p in self.partitions.values() if isinstance(p, RunPartition)), None)
         if request.needs_run and run is None:
             return None
-        session = self._opened_by(request) or self._new_session(request, version)
-        welcome = m.Welcome(session=session.id, version=session.version, memory_limit=self.memory_limit)
+        session = self._opened_by(request) or self._new_session(request)
+        welcome = m.Welcome(session=session.id, version=m.VERSION, memory_limit=self.memory_limit)
         if run is not None:
             welcome.partition, welcome.run = run.name, run.run.definition.document
         return Response(welcome)
@@ -248,7 +246,7 @@ class Engine:
                 return session
         return None
 
-    def _new_session(self, request: m.Hello, version: int) -> Session:
+    def _new_session(self, request: m.Hello) -> Session:
         if len(self.sessions.live) >= MAX_SESSIONS:
             raise QueueError("too_large", f"a queue holds at most {MAX_SESSIONS} sessions")
         ahead = request.incarnation - time.time_ns()
@@ -265,7 +263,6 @@ class Engine:
             silence=request.silence_s,
             last_seen=now,
             progress_at=now,
-            version=version,
         )
         if self.sessions.open(session):
             self._drop_stale()

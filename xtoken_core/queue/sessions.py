@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from hashlib import blake2s
 
 from xtoken_core.wire import QueueError
-from xtoken_core.wire.messages import VERSION
 
 ENDED_KEPT = 256
 
@@ -25,7 +24,6 @@ class Session:
         progress_at: Time at which that number last grew.
         activity: Description of work that takes long; empty for steps.
         ended: Reason for which it ended; empty while it lives.
-        version: Version of the protocol that its hello agreed on.
     """
 
     id: str
@@ -40,7 +38,6 @@ class Session:
     progress_at: float = 0.0
     activity: str = ""
     ended: str = ""
-    version: int = VERSION
     public_id: str = field(init=False)
 
     def __post_init__(self) -> None:

@@ -54,7 +54,7 @@ class Worker:
 
     def __init__(self, engine: Engine, role: str = "trainer") -> None:
         self.engine, self.number = engine, 0
-        hello = m.Hello(id="hello", versions=list(m.VERSIONS), name=role, role=role, incarnation=1)
+        hello = m.Hello(id="hello", versions=[m.VERSION], name=role, role=role, incarnation=1)
         self.session = engine.handle(hello, []).reply.session
 
     def ask(self, kind: Any, columns: dict[str, Column] | None = None, **fields: Any) -> Any:

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TypeVar
 
-from xtoken_core import schema
 from xtoken_core.queue.budget import REASON_BYTES, SLOT_BYTES
 from xtoken_core.queue.partition import COMMON_HANDLERS, Handler, Partition, PriorLease
 from xtoken_core.queue.response import Response
@@ -15,7 +14,7 @@ from xtoken_core.queue.run.slot_columns import SlotColumns
 from xtoken_core.queue.run.slots import SlotState
 from xtoken_core.queue.samples import check_distinct
 from xtoken_core.queue.sessions import Sessions
-from xtoken_core.wire import Column, QueueError, object_column
+from xtoken_core.wire import Column, QueueError
 from xtoken_core.wire import messages as m
 
 ClaimT = TypeVar("ClaimT", m.ClaimSlot, m.ClaimBatch)
@@ -63,8 +62,6 @@ class RunPartition(Partition):
         self.drop_stale()
         if not columns:
             return Response(self.run.complete(request))
-        if self._speaks_version_1(request.session):
-            columns = schema.with_numbers(columns)
         ring, index, slot = self.run.slot_of(request.session, request.lease)
         ids, generation = slot.ids, slot.generation  # completing frees a slot whose samples have all died
         self.slot_columns.check(ring.teacher, ids, columns)
@@ -94,8 +91,6 @@ class RunPartition(Partition):
         signals: dict[str, Column] = {}
         for ref in response.reply.slots:
             signals |= self.slot_columns.read(ref.ring, ref.slot, ref.generation)
-        if self._speaks_version_1(request.session):
-            signals = self._expand_slots(response.reply, signals)
         response.columns |= signals
         return response
 
@@ -190,23 +185,6 @@ class RunPartition(Partition):
             if reply.lease > before:
                 self.run.slots.undo_claim(reply.lease)
             raise
-
-    # Version 1 of the protocol
-
-    def _speaks_version_1(self, session: str) -> bool:
-        return self.run.sessions.get(session).version == 1
-
-    def _expand_slots(self, reply: m.Claimed, signals: dict[str, Column]) -> dict[str, Column]:
-        """Replace slot references by object columns with a row per sample; a single teacher's names have no number."""
-        columns = dict(signals)
-        for ref in reply.slots:
-            rows = [
-                {"ring": ref.ring, "slot": ref.slot, "row": row, "generation": ref.generation}
-                for row in range(len(reply.ids))
-            ]
-            columns[self.run.slots.fields[ref.teacher]] = object_column(rows)
-        reply.slots = []
-        return schema.without_numbers(columns) if self.run.definition.teachers == 1 else columns
 
 
 PROTOCOL_CALLS: dict[type[m.Request], Callable[[RunProtocol, Any], m.Reply | None]] = {

@@ -13,7 +13,6 @@ from xtoken_core.wire.messages.samples import SampleReplies, SampleRequests
 from xtoken_core.wire.messages.sessions import SessionReplies, SessionRequests
 
 VERSION = 2
-VERSIONS = (1, 2)
 """Versions that the queue speaks; `proto/README.md` lists their differences."""
 
 AnyRequest = SessionRequests | PartitionRequests | SampleRequests | RunRequests
