@@ -59,13 +59,12 @@ class Variant:
 COMPILED: dict[str, dict[str, Any]] = {"student": {"compile": True}, "teacher": {"compile": True}}
 LEAN: dict[str, dict[str, Any]] = {
     "student": {"compile": True, "blockwise_head": True},
-    "teacher": {"compile": True},
-    "workers": {"signal": "cuda_ipc_hidden"},
+    "teacher": {"compile": True, "content": "hidden"},
 }
-APART: dict[str, dict[str, Any]] = {**LEAN, "teacher": {"compile": True, "gpu": 1}}
+APART: dict[str, dict[str, Any]] = {**LEAN, "teacher": {"compile": True, "content": "hidden", "gpu": 1}}
 SHARED: dict[str, dict[str, Any]] = {
     **LEAN,
-    "workers": {"signal": "cuda_ipc_hidden", "ranks": 2},
+    "workers": {"ranks": 2},
     "train": {"parallel": "fsdp"},
 }
 KEPT: dict[str, dict[str, Any]] = {
@@ -74,8 +73,7 @@ KEPT: dict[str, dict[str, Any]] = {
 }
 DIVIDED: dict[str, dict[str, Any]] = {
     "student": {"blockwise_head": True},
-    "teacher": {"gpus": 2},
-    "workers": {"signal": "cuda_ipc_hidden"},
+    "teacher": {"gpus": 2, "content": "hidden"},
 }
 EIGHT_BITS: dict[str, dict[str, Any]] = {**COMPILED, "teacher": {"compile": True, "fp8": True}}
 PADDED: dict[str, dict[str, Any]] = {**LEAN, "train": {"packing": "off"}}
@@ -179,4 +177,3 @@ def _for_a_cpu(spec: dict[str, dict[str, Any]]) -> None:
     for name in ("student", "teacher"):
         spec[name].update(compile=False, dtype="float32")
     spec["teacher"].pop("fp8", None)
-    spec["workers"]["signal"] = spec["workers"].get("signal", "auto").replace("cuda_ipc_hidden", "shared_memory_hidden")

@@ -129,10 +129,10 @@ def test_two_teachers_two_epochs_and_bad_records(assets: TinyAssets, tmp_path: P
     lines[30] = json.dumps({"text": " ".join(texts)}).encode()
     data.write_bytes(b"\n".join(lines) + b"\n")
     teacher = {"model": assets.other_teacher, "context_length": 80, "projection": assets.other_projection}
-    first = {"model": assets.teacher, "context_length": 96, "projection": assets.projection, "weight": 0.5}
-    # The signal that no other quick test sends through real processes.
-    signal = {"signal": "shared_memory_hidden"}
-    spec = tiny_spec(assets, tmp_path, data={"path": data, "epochs": 2}, teacher=[first, teacher], workers=signal)
+    # The content that no other quick test sends through real processes.
+    first = assets.first_teacher(weight=0.5, content="hidden")
+    teachers = [first, {**teacher, "content": "hidden"}]
+    spec = tiny_spec(assets, tmp_path, data={"path": data, "epochs": 2}, teacher=teachers)
     ending = start(spec).join()
     assert ending.state == RunState.COMPLETED, ending.error
     summary = summary_of(spec.output)

@@ -39,13 +39,14 @@ def expected() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("signal", ["shared_memory_hidden", "queue"])
+@pytest.mark.parametrize("transport", ["shared_memory", "queue"])
 def test_hidden_states_train_as_logits_do(
-    assets: TinyAssets, tmp_path: Path, start: Start, expected: dict[str, torch.Tensor], signal: str
+    assets: TinyAssets, tmp_path: Path, start: Start, expected: dict[str, torch.Tensor], transport: str
 ) -> None:
     if not expected:
-        expected["loss"] = losses_of(assets, tmp_path / "logits", start, workers={"signal": "shared_memory"})
-    found = losses_of(assets, tmp_path / "hidden", start, workers={"signal": signal})
+        expected["loss"] = losses_of(assets, tmp_path / "logits", start, workers={"transport": "shared_memory"})
+    teacher = [assets.first_teacher(content="hidden")]
+    found = losses_of(assets, tmp_path / "hidden", start, workers={"transport": transport}, teacher=teacher)
     torch.testing.assert_close(found, expected["loss"], rtol=1e-5, atol=1e-6)
 
 
@@ -140,14 +141,14 @@ def test_losses_that_sort_all_probabilities_are_refused_before_the_start(
 
 def test_signals_that_the_queue_cannot_hold_are_refused_before_the_start(assets: TinyAssets, tmp_path: Path) -> None:
     rows = resolve_run(tiny_spec(assets, tmp_path, queue={"memory_limit": 400_000}))
-    assert rows.spec.workers.signal == "auto"
+    assert rows.spec.workers.transport == "auto"
     with pytest.raises(ConfigError, match=r"bytes of signals \(workers\.slots = 8\): \d+ bytes are needed"):
         resolve_run(
-            tiny_spec(assets, tmp_path, queue={"memory_limit": 400_000}, workers={"signal": "queue", "slots": 8})
+            tiny_spec(assets, tmp_path, queue={"memory_limit": 400_000}, workers={"transport": "queue", "slots": 8})
         )
     chosen = {"queue": {"memory_limit": 400_000}, "loss": {"teacher_aggregation": "select_teacher"}}
     with pytest.raises(ConfigError, match=r"signals \(8 slots: select_teacher holds a step's signals at once\): \d+ b"):
-        resolve_run(tiny_spec(assets, tmp_path, workers={"signal": "queue", "slots": 6}, **chosen))
+        resolve_run(tiny_spec(assets, tmp_path, workers={"transport": "queue", "slots": 6}, **chosen))
 
 
 def test_a_model_that_does_not_say_its_hidden_size_cannot_send_hidden_states(
@@ -158,30 +159,38 @@ def test_a_model_that_does_not_say_its_hidden_size_cannot_send_hidden_states(
     config = json.loads((teacher / "config.json").read_text())
     del config["hidden_size"]
     (teacher / "config.json").write_text(json.dumps(config))
-    mine = {"model": teacher, "context_length": 96, "projection": assets.projection}
+    mine = assets.first_teacher(model=teacher)
     resolve_run(tiny_spec(assets, tmp_path, teacher=[mine]))
     with pytest.raises(ConfigError, match="names no hidden_size: let the teacher send logits"):
-        resolve_run(tiny_spec(assets, tmp_path, teacher=[mine], workers={"signal": "shared_memory_hidden"}))
+        resolve_run(tiny_spec(assets, tmp_path, teacher=[{**mine, "content": "hidden"}]))
 
 
 # On a GPU
 
 
-def gpu_workers(signal: str) -> dict[str, Any]:
-    return {"signal": signal, "device": "cuda"}
+def gpu_workers(transport: str) -> dict[str, Any]:
+    return {"transport": transport, "device": "cuda"}
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("signal", ["auto", "cuda_ipc", "cuda_ipc_hidden", "queue"])
+@pytest.mark.parametrize(
+    ("transport", "content"), [("auto", None), ("cuda_ipc", None), ("cuda_ipc", "hidden"), ("queue", None)]
+)
 def test_every_signal_trains_alike_on_a_gpu(
-    assets: TinyAssets, tmp_path: Path, start: Start, expected: dict[str, torch.Tensor], signal: str
+    assets: TinyAssets,
+    tmp_path: Path,
+    start: Start,
+    expected: dict[str, torch.Tensor],
+    transport: str,
+    content: str | None,
 ) -> None:
     if not expected:
         expected["gpu"] = losses_of(assets, tmp_path / "logits", start, workers=gpu_workers("shared_memory"))
-    found = losses_of(assets, tmp_path / "found", start, workers=gpu_workers(signal))
+    teacher = [assets.first_teacher(content=content)]
+    found = losses_of(assets, tmp_path / "found", start, workers=gpu_workers(transport), teacher=teacher)
     torch.testing.assert_close(found, expected["gpu"], rtol=1e-3, atol=1e-4)
     teacher_log = next((tmp_path / "found" / "out" / "logs").glob("teacher-0-0.*.log")).read_text()
-    assert ("slots in cuda_ipc" in teacher_log) == (signal != "queue")
+    assert ("slots in cuda_ipc" in teacher_log) == (transport != "queue")
 
 
 @pytest.mark.gpu
@@ -201,14 +210,14 @@ def test_kills_on_a_gpu_lose_nothing_and_leave_no_memory(assets: TinyAssets, tmp
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("signal", ["cuda_ipc", "cuda_ipc_hidden"])
+@pytest.mark.parametrize("content", ["logits", "hidden"])
 def test_a_teacher_on_another_gpu_trains_alike(
-    assets: TinyAssets, tmp_path: Path, start: Start, expected: dict[str, torch.Tensor], signal: str
+    assets: TinyAssets, tmp_path: Path, start: Start, expected: dict[str, torch.Tensor], content: str
 ) -> None:
     if not expected:
         expected["gpu"] = losses_of(assets, tmp_path / "logits", start, workers=gpu_workers("shared_memory"))
-    teacher = {"model": assets.teacher, "context_length": 96, "projection": assets.projection, "gpu": 1}
-    found = losses_of(assets, tmp_path / "found", start, workers=gpu_workers(signal), teacher=[teacher])
+    teacher = assets.first_teacher(gpu=1, content=content)
+    found = losses_of(assets, tmp_path / "found", start, workers=gpu_workers("cuda_ipc"), teacher=[teacher])
     torch.testing.assert_close(found, expected["gpu"], rtol=1e-3, atol=1e-4)
     trainer_log = next((tmp_path / "found" / "out" / "logs").glob("trainer-0.*.log")).read_text()
     assert "lies on cuda:1 and the trainer is on cuda:0" in trainer_log

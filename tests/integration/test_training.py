@@ -224,13 +224,19 @@ def test_adapters_are_trained_and_saved_alone(assets: TinyAssets, tmp_path: Path
 def test_two_ranks_share_a_student_that_learns_from_hidden_states(
     assets: TinyAssets, tmp_path: Path, start: Start, device: str
 ) -> None:
-    signal = "shared_memory_hidden" if device == "cpu" else "cuda_ipc_hidden"
     loss = {"vocab_topk": None, "kl_loss_weight_end": 0.0}
     changes: dict[str, Any] = {"records": 96, "loss": loss, "student": {"blockwise_head": True}}
     losses = []
     for ranks in (1, 2):
-        workers = {"ranks": ranks, "device": device, "signal": signal}
-        spec = tiny_spec(assets, tmp_path / str(ranks), **changes, train={"parallel": "fsdp"}, workers=workers)
+        workers = {"ranks": ranks, "device": device}
+        spec = tiny_spec(
+            assets,
+            tmp_path / str(ranks),
+            **changes,
+            teacher=[assets.first_teacher(content="hidden")],
+            train={"parallel": "fsdp"},
+            workers=workers,
+        )
         ending = start(spec).join()
         assert ending.state == RunState.COMPLETED, ending.error
         assert [i for line in steps_of(spec.output) for i in line["ids"]] == list(range(96))

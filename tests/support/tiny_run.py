@@ -50,6 +50,10 @@ class TinyAssets:
     projection: Path
     other_projection: Path
 
+    def first_teacher(self, **settings: Any) -> dict[str, Any]:
+        """Return the table of a run's teacher, with further settings."""
+        return {"model": self.teacher, "context_length": 96, "projection": self.projection, **settings}
+
 
 def make_assets(directory: Path, *, layers: int = 1, extra_rows: int = 16) -> TinyAssets:
     """Tokenizers, models with random weights and projections; the teacher's head is wider than its vocabulary."""
@@ -93,7 +97,7 @@ def tiny_spec(assets: TinyAssets, directory: Path, *, records: int = 96, **chang
         "output": directory / "out",
         "seed": 7,
         "student": {"model": assets.student, "context_length": 64},
-        "teacher": [{"model": assets.teacher, "context_length": 96, "projection": assets.projection}],
+        "teacher": [assets.first_teacher()],
         "data": {"path": data},
         "train": {
             "samples_per_step": 8,

@@ -1,4 +1,4 @@
-"""Settings as the document of a run file, and as a run has stored them."""
+"""Settings as the document of a run file."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from xtoken_core.config.base import NONE, ConfigModel, NoneWord
-from xtoken_core.config.spec import RunSpec
 
 
 def document_of(part: ConfigModel, *, exclude_defaults: bool = False) -> dict[str, Any]:
@@ -40,23 +39,6 @@ def without_none(document: Any) -> Any:
     if isinstance(document, (list, tuple)):
         return [without_none(item) for item in document if item is not None]
     return document
-
-
-def read_stored(document: Mapping[str, Any]) -> RunSpec:
-    """Return the specification that a run has stored, with every setting that there was.
-
-    A missing weight at the end is that of an earlier version, in which it was constant.
-
-    Args:
-        document: The specification as plain values.
-
-    Raises:
-        ValidationError: It is no specification of this version.
-    """
-    loss = document.get("loss")
-    if isinstance(loss, Mapping):
-        document = {**document, "loss": {"kl_loss_weight_end": None, **loss}}
-    return RunSpec.model_validate(document)
 
 
 def _written(value: Any, plain: Any) -> Any:

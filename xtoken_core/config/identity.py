@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from xtoken_core.config.base import ConfigModel
 from xtoken_core.config.loss import LossConfig
@@ -60,8 +60,7 @@ class RunIdentity(ConfigModel):
     """Identity of a run: models, data, loss and precision.
 
     How the optimiser goes about it (rates, clipping, decay) and how the work is spread over processes and GPUs is no
-    part of it. A field that is added later needs a default that means what runs did before: a checkpoint without the
-    field is read with it, and stays a checkpoint of the same run.
+    part of it.
 
     Attributes:
         data: Fingerprint of the text.
@@ -95,19 +94,6 @@ class RunIdentity(ConfigModel):
     teacher: tuple[TeacherIdentity, ...]
     loss: LossConfig
     rollout: RolloutSpec | None = None
-
-    @field_validator("loss", mode="before")
-    @classmethod
-    def _of_an_earlier_default(cls, loss: Any) -> Any:
-        """Read what checkpoints stored, or left out, before a default changed.
-
-        Those of other modes than ALM have a temperature of ALM, and those without a weight at the end a constant one.
-        """
-        if not isinstance(loss, dict):
-            return loss
-        unread = not {loss.get("mode"), *loss.get("teacher_modes", ())} & {"alm", "custom"}
-        stored = {name: value for name, value in loss.items() if not unread or name != "alm_temperature"}
-        return {"kl_loss_weight_end": None, **stored}
 
     def differences(self, other: RunIdentity) -> list[str]:
         """Return the paths of the values that differ, such as `teacher.0.weight`."""

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from pydantic import ValidationError, field_validator
+from pydantic import ValidationError
 
 from xtoken_core.config.base import ConfigModel
-from xtoken_core.config.document import read_stored
 from xtoken_core.config.identity import ModelIdentity, RunIdentity, TeacherIdentity
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.config.validation_errors import describe
@@ -73,11 +70,6 @@ class ResolvedRun(ConfigModel):
     packed: bool = False
     packing_obstacle: str = ""
     group: int = 0
-
-    @field_validator("spec", mode="before")
-    @classmethod
-    def _of_an_earlier_version(cls, spec: Any) -> Any:
-        return read_stored(spec) if isinstance(spec, Mapping) else spec
 
     @property
     def same_tokenizer(self) -> tuple[bool, ...]:

@@ -19,7 +19,6 @@ from xtoken_core.config.text_only import CROSS_ENTROPY_ONLY, check_without_teach
 from xtoken_core.config.train import ReportSpec, TrainSpec
 from xtoken_core.config.validation_errors import describe
 from xtoken_core.config.workers import (
-    HIDDEN_SUFFIX,
     Content,
     QueueSpec,
     RaySpec,
@@ -280,9 +279,7 @@ class RunSpec(ConfigModel):
 
     def content_of(self, teacher: int) -> Content:
         """Return the kind of signal that a teacher sends."""
-        workers = self.workers
-        hidden = workers.signal.endswith(HIDDEN_SUFFIX) or workers.transport_name == "queue"
-        hidden = hidden or self.teacher[teacher].store is not None
+        hidden = self.workers.transport == "queue" or self.teacher[teacher].store is not None
         return self.teacher[teacher].content or ("hidden" if hidden else "logits")
 
     @property

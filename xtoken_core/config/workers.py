@@ -10,22 +10,11 @@ from pydantic import Field
 from xtoken_core.config.base import ConfigModel, Count
 from xtoken_core.config.loss import Positive
 
-SignalName = Literal["auto", "cuda_ipc", "cuda_ipc_hidden", "shared_memory", "shared_memory_hidden", "queue"]
 TransportName = Literal["auto", "cuda_ipc", "shared_memory", "queue"]
 Content = Literal["logits", "hidden", "topk"]
-HIDDEN_SUFFIX = "_hidden"
-"""Ending of the values of `workers.signal` that mean hidden states."""
 
 TOGETHER_S = 20.0
 """Minimum of seconds for several ranks to leave a run together."""
-_TRANSPORT_OF_SIGNAL: dict[SignalName, TransportName] = {
-    "auto": "auto",
-    "cuda_ipc": "cuda_ipc",
-    "cuda_ipc_hidden": "cuda_ipc",
-    "shared_memory": "shared_memory",
-    "shared_memory_hidden": "shared_memory",
-    "queue": "queue",
-}
 
 
 class QueueSpec(ConfigModel):
@@ -62,8 +51,6 @@ class WorkersSpec(ConfigModel):
     transport: TransportName = "auto"
     """How the teachers' signal reaches the student: `auto` is `cuda_ipc` on a GPU and `shared_memory` elsewhere;
     `queue` reaches another node and carries hidden states or largest logits. What is sent is `teacher.content`."""
-    signal: SignalName = "auto"
-    """Earlier name of `transport`; the values that end in `_hidden` also set `teacher.content = "hidden"`."""
     slots: Annotated[int, Field(ge=1, le=64)] = 2
     """Micro-batches that a teacher may be ahead of its student."""
     max_restarts: Annotated[int, Field(ge=0)] = 3
@@ -74,19 +61,6 @@ class WorkersSpec(ConfigModel):
     """Seconds without progress after which a running worker counts as hung."""
     stop_timeout_s: Positive = 120.0
     """Seconds that workers have for a graceful shutdown, in which the trainer writes a checkpoint."""
-
-    @property
-    def transport_name(self) -> TransportName:
-        """The transport, by whichever of the two names it was set."""
-        if self.transport != "auto" or self.signal == "auto":
-            return self.transport
-        return _TRANSPORT_OF_SIGNAL[self.signal]
-
-    @property
-    def named_transport(self) -> str:
-        """The setting that names the transport, for an error."""
-        by_signal = self.transport == "auto" and self.signal != "auto"
-        return f'workers.signal = "{self.signal}"' if by_signal else f'workers.transport = "{self.transport}"'
 
 
 class RaySpec(ConfigModel):
@@ -113,8 +87,10 @@ def check_placement(workers: WorkersSpec, queue: QueueSpec) -> None:
         raise ValueError(
             "queue.address: with several nodes, or on Ray, every queue gets an address of its own: unset it"
         )
-    if workers.device == "cpu" and workers.transport_name == "cuda_ipc":
-        raise ValueError(f'{workers.named_transport} needs GPUs, and workers.device is "cpu": use "auto"')
+    if workers.device == "cpu" and workers.transport == "cuda_ipc":
+        raise ValueError(
+            f'workers.transport = "{workers.transport}" needs GPUs, and workers.device is "cpu": use "auto"'
+        )
     if workers.nodes * workers.ranks > 1 and workers.stop_timeout_s < TOGETHER_S:
         raise ValueError(
             f"workers.stop_timeout_s = {workers.stop_timeout_s:g}: several ranks may need seconds to leave together "
@@ -130,19 +106,8 @@ def check_content(workers: WorkersSpec, contents: Sequence[Content | None]) -> N
     Raises:
         ValueError: The settings that exclude each other, and what to do.
     """
-    named = _TRANSPORT_OF_SIGNAL[workers.signal]
-    if "auto" not in (workers.transport, workers.signal) and named != workers.transport:
-        raise ValueError(
-            f'workers.transport = "{workers.transport}" and workers.signal = "{workers.signal}" name two transports: '
-            "unset workers.signal"
-        )
     for number, content in enumerate(contents):
-        if workers.signal.endswith(HIDDEN_SUFFIX) and content not in (None, "hidden"):
-            raise ValueError(
-                f'workers.signal = "{workers.signal}" means hidden states, and teacher.{number}.content is '
-                f'"{content}": set workers.transport = "{named}" instead'
-            )
-        if workers.transport_name == "queue" and content == "logits":
+        if workers.transport == "queue" and content == "logits":
             raise ValueError(
                 f'teacher.{number}.content = "logits" is too large for the queue: use "hidden" or "topk", or another '
                 "workers.transport"

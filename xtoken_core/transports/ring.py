@@ -244,22 +244,6 @@ class RingHandle(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             extra,
         )
 
-    def to_dict(self) -> dict[str, object]:
-        """Return the handle as plain msgpack values."""
-        return {name: getattr(self, name) for name in self.__struct_fields__}
-
-    @classmethod
-    def from_dict(cls, values: dict[str, object]) -> RingHandle:
-        """Parse a handle from plain values.
-
-        Raises:
-            SignalError: If they are none.
-        """
-        try:
-            return msgspec.convert(values, cls)
-        except msgspec.ValidationError as error:
-            raise SignalError(f"this is no ring's handle: {error}") from error
-
     def to_bytes(self) -> bytes:
         """Return the handle as msgpack, at most `MAX_HANDLE_BYTES`."""
         frame = msgspec.msgpack.encode(self)

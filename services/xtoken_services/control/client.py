@@ -13,7 +13,6 @@ from urllib.parse import quote
 import httpx
 
 from xtoken_core.atomic import atomic_path
-from xtoken_core.config.document import read_stored
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import XtokenError
 from xtoken_services.supervisor.interrupts import Interrupts
@@ -200,7 +199,7 @@ def start_or_resume(client: ControlClient, spec: RunSpec) -> dict[str, Any]:
         existing = client.show(error.run)
         requested, original = (
             spec.model_dump(mode="json"),
-            read_stored(existing["spec"]).model_dump(mode="json"),
+            RunSpec.model_validate(existing["spec"]).model_dump(mode="json"),
         )
         if not RunState(existing["state"]).over or existing["output"] != str(spec.output.resolve()):
             raise

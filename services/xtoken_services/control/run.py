@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from xtoken_core.config.document import read_stored
 from xtoken_core.config.resolved import ResolvedRun, parse_resolved_run
+from xtoken_core.config.spec import RunSpec
 from xtoken_core.regular_files import JSON_LIMIT, read_below
 from xtoken_services.common.files.allowed_paths import Roots
 from xtoken_services.common.files.input_files import check_input_files
@@ -41,7 +41,7 @@ class Run(SupervisedRun):
     ) -> None:
         events = DatabaseEvents(store, row.id, row.launch)
         environment = roots.environment if roots is not None else {}
-        spec = read_stored(row.spec)
+        spec = RunSpec.model_validate(row.spec)
         super().__init__(spec, row.id, launchers, events=events, environment=environment)
         self._row, self._store, self._recovered = row, store, recovered
         self._confined = roots is not None

@@ -14,7 +14,6 @@ import threading
 import time
 from pathlib import Path
 
-from xtoken_core.config.document import read_stored
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import ConfigError, XtokenError
 from xtoken_services.common.files.directory_lock import OccupiedError
@@ -181,7 +180,7 @@ class Runs:
         if summary is None or document is None:
             raise ConflictError(f"{output} has no complete run")
         try:
-            spec = read_stored(document)
+            spec = RunSpec.model_validate(document)
         except ValueError as error:
             raise ConflictError(f"{output / SPEC} is no specification of this version") from error
         with self._lock:
@@ -230,7 +229,7 @@ class Runs:
             row = self._ended(run_id, "resumed")
             if row.state == RunState.COMPLETED:
                 raise ConflictError(f"the run {run_id!r} is complete")
-            spec = self.validator.validate(read_stored(row.spec))
+            spec = self.validator.validate(RunSpec.model_validate(row.spec))
             if str(spec.output) != row.output:
                 raise ConflictError(f"{row.output} is now a link to {spec.output}")
             check_launch(spec)

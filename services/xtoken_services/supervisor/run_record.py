@@ -11,7 +11,6 @@ from typing import Any
 from pydantic import ValidationError
 
 from xtoken_core.atomic import atomic_write
-from xtoken_core.config.document import read_stored
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import InputError
 from xtoken_services.supervisor.json_files import read_json
@@ -95,7 +94,7 @@ def is_finished(spec: RunSpec) -> bool:
         return False
     try:
         # Compared by value, so that a setting that did not exist yet counts as its default.
-        return read_stored(read_json(output / SPEC) or {}) == spec
+        return RunSpec.model_validate(read_json(output / SPEC) or {}) == spec
     except ValidationError:
         return False
 

@@ -48,7 +48,7 @@ def work(link: QueueLink, *, teacher: int, rank: int, name: str | None) -> None:
             log.warning("removed %s, left behind by a process that is gone", leftover)
         devices = devices_of(spec, teacher, rank)
         device, divided = devices[0], len(devices) > 1
-        transport = pick_transport(spec.workers.transport_name, device)
+        transport = pick_transport(spec.workers.transport, device)
         tokenizer = load_tokenizer(settings.tokenizer_dir, spec.teacher_name(teacher))
         if settings.url:
             serve_url(worker, teacher, rank, device, transport, tokenizer)

@@ -148,7 +148,7 @@ class TeacherRings:
             dtype: torch.dtype = getattr(torch, shape.dtype)
             return load_head(spec.model, width=shape.head_width, hidden=shape.hidden, dtype=dtype)
 
-        transport = run.spec.workers.transport_name
+        transport = run.spec.workers.transport
         open_ring(transport, number, handle, shape, teacher=teacher, device=self.device, head=head)
 
     def _name(self, teacher: int) -> str:

@@ -11,7 +11,6 @@ import pytest
 from pydantic import ValidationError
 
 from tests.support.runs import resolved_run
-from xtoken_core.config.document import read_stored
 from xtoken_core.config.loss import LossConfig
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.config.spec import RunSpec, parse_run_spec
@@ -20,26 +19,30 @@ from xtoken_core.errors import ConfigError
 from xtoken_services.common.batches.step_plan import ring_shape, selects_columns
 from xtoken_services.trainer.loggers import wandb_id
 
-HIDDEN = ["cuda_ipc_hidden", "shared_memory_hidden", "queue"]
 
-
-def run_with(directory: Path, signal: str, **loss: object) -> ResolvedRun:
+def run_with(directory: Path, transport: str, content: str | None = None, **loss: object) -> ResolvedRun:
     """A run whose teacher has hidden states of 16."""
-    run = resolved_run(directory, signal=signal)
-    spec = RunSpec.model_validate({**run.spec.model_dump(), "loss": loss})
+    run = resolved_run(directory, transport=transport)
+    document = run.spec.model_dump()
+    document["teacher"] = [{**document["teacher"][0], "content": content}]
+    spec = RunSpec.model_validate({**document, "loss": loss})
     teacher = run.teachers[0].model_copy(update={"hidden_size": 16})
     return run.model_copy(update={"spec": spec, "teachers": (teacher,)})
 
 
-@pytest.mark.parametrize("signal", ["auto", "cuda_ipc", "shared_memory"])
-def test_slots_of_logits_are_as_wide_as_the_head(tmp_path: Path, signal: str) -> None:
-    shape = ring_shape(run_with(tmp_path, signal, vocab_topk=8), 0)
+@pytest.mark.parametrize("transport", ["auto", "cuda_ipc", "shared_memory"])
+def test_slots_of_logits_are_as_wide_as_the_head(tmp_path: Path, transport: str) -> None:
+    shape = ring_shape(run_with(tmp_path, transport, vocab_topk=8), 0)
     assert (shape.width, shape.hidden, shape.max_rows, shape.head_bytes) == (64, 0, 0, 0)
 
 
-@pytest.mark.parametrize("signal", HIDDEN)
-def test_slots_of_hidden_states_have_room_for_every_rows_maxima(tmp_path: Path, signal: str) -> None:
-    run = run_with(tmp_path, signal, vocab_topk=8)
+@pytest.mark.parametrize(
+    ("transport", "content"), [("cuda_ipc", "hidden"), ("shared_memory", "hidden"), ("queue", None)]
+)
+def test_slots_of_hidden_states_have_room_for_every_rows_maxima(
+    tmp_path: Path, transport: str, content: str | None
+) -> None:
+    run = run_with(tmp_path, transport, content, vocab_topk=8)
     shape = ring_shape(run, 0)
     assert (shape.width, shape.hidden, shape.head_bytes) == (16, 16, 64 * 16 * 4)
     assert shape.max_rows == run.spec.train.samples_per_step == 8
@@ -68,7 +71,7 @@ def test_maxima_come_only_where_columns_are_selected(tmp_path: Path, loss: dict[
     [
         ("student.dtype", "float16", "student is not trained in float16"),
         ("train.betas", [0.9, 1.5], "train.betas"),
-        ("workers.signal", "cuda_ipc_hidden", 'workers.signal = "cuda_ipc_hidden" needs GPUs'),
+        ("workers.transport", "cuda_ipc", 'workers.transport = "cuda_ipc" needs GPUs'),
         ("teacher.0.fp8", True, "teacher.0.fp8 needs a GPU"),
         ("workers", {"ranks": 2, "stop_timeout_s": 5}, "workers.stop_timeout_s = 5: several ranks"),
     ],
@@ -116,27 +119,23 @@ def settings(directory: Path, workers: dict[str, Any] | None = None, **teacher: 
     ("workers", "given", "transport", "content"),
     [
         ({}, None, "auto", "logits"),
-        ({"signal": "shared_memory_hidden"}, None, "shared_memory", "hidden"),
-        ({"signal": "cuda_ipc"}, "hidden", "cuda_ipc", "hidden"),
+        ({"transport": "cuda_ipc"}, "hidden", "cuda_ipc", "hidden"),
         ({"transport": "shared_memory"}, "hidden", "shared_memory", "hidden"),
         ({"transport": "queue"}, None, "queue", "hidden"),
-        ({"signal": "queue"}, "topk", "queue", "topk"),
-        ({"transport": "shared_memory", "signal": "shared_memory_hidden"}, "hidden", "shared_memory", "hidden"),
+        ({"transport": "queue"}, "topk", "queue", "topk"),
     ],
 )
 def test_content_and_transport(
     tmp_path: Path, workers: dict[str, Any], given: str | None, transport: str, content: str
 ) -> None:
     spec = settings(tmp_path, workers, content=given)
-    assert (spec.workers.transport_name, spec.content_of(0)) == (transport, content)
+    assert (spec.workers.transport, spec.content_of(0)) == (transport, content)
     assert RunSpec.model_validate(spec.model_dump()) == spec
 
 
 @pytest.mark.parametrize(
     ("workers", "teacher", "message"),
     [
-        ({"transport": "queue", "signal": "cuda_ipc"}, {}, "name two transports: unset workers.signal"),
-        ({"signal": "cuda_ipc_hidden"}, {"content": "topk"}, 'set workers.transport = "cuda_ipc" instead'),
         ({"transport": "queue"}, {"content": "logits"}, "too large for the queue"),
         ({"transport": "cuda_ipc", "device": "cpu"}, {}, 'workers.transport = "cuda_ipc" needs GPUs'),
         ({}, {"topk": 8}, 'topk belongs to content = "topk"'),
@@ -163,33 +162,11 @@ def test_slots_of_largest_logits(tmp_path: Path, k: int, listed: int) -> None:
     assert run.identity().teacher[0].topk == k
 
 
-def test_a_checkpoint_without_newer_settings_is_one_of_whole_logits_and_constant_weights(tmp_path: Path) -> None:
-    run = resolved_run(tmp_path)
-    constant = run.spec.model_copy(update={"loss": run.spec.loss.model_copy(update={"kl_loss_weight_end": None})})
-    identity = run.model_copy(update={"spec": constant}).identity()
-    stored = identity.model_dump(mode="json")
-    for name in ("topk", "topk_mass"):
-        del stored["teacher"][0][name]
-    for name in ("chain_least_mass", "kl_loss_weight_end"):
-        del stored["loss"][name]
-    assert type(identity).model_validate(stored).differences(identity) == []
-
-
 def test_another_weight_at_the_end_is_another_run(tmp_path: Path) -> None:
     run = resolved_run(tmp_path)
     fading = run.spec.model_copy(update={"loss": run.spec.loss.model_copy(update={"kl_loss_weight_end": 0.5})})
     changed = run.model_copy(update={"spec": fading})
     assert run.identity().differences(changed.identity()) == ["loss.kl_loss_weight_end"]
-
-
-def test_a_stored_run_without_a_weight_at_the_end_has_a_constant_one(tmp_path: Path) -> None:
-    run = resolved_run(tmp_path)
-    assert run.spec.loss.kl_loss_weight_end == 0.0
-    stored = run.model_dump(mode="json")
-    assert type(run).model_validate(stored) == run
-    del stored["spec"]["loss"]["kl_loss_weight_end"]
-    assert type(run).model_validate(stored).spec.loss.kl_loss_weight_end is None
-    assert read_stored(stored["spec"]).loss.kl_loss_weight_end is None
 
 
 def test_a_constant_weight_changes_no_id_of_weights_and_biases(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
@@ -160,10 +161,9 @@ def test_a_handle_that_does_not_fit_is_refused(change, complaint):
     from xtoken_core.transports.cuda_ipc import CudaIpcRingReader
 
     ring = one_ring()
-    values = ring.handle.to_dict()
-    extra = {**values["extra"], **{name: value for name, value in change.items() if name in ("uuid", "memory")}}
+    extra = {**ring.handle.extra, **{name: value for name, value in change.items() if name in ("uuid", "memory")}}
     plain = {name: value for name, value in change.items() if name not in extra}
-    handle = type(ring.handle).from_dict({**values, **plain, "extra": extra})
+    handle = msgspec.structs.replace(ring.handle, **plain, extra=extra)
     with pytest.raises(SignalError, match=complaint):
         CudaIpcRingReader(handle, SHAPE)
     ring.close()

@@ -6,6 +6,7 @@ import signal
 import struct
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
@@ -212,7 +213,7 @@ def test_a_file_of_another_user_is_refused_and_not_swept(shm):
 )
 def test_a_handle_that_does_not_fit_is_refused(shm, change, complaint):
     ring = ring_in(shm)
-    handle = type(ring.handle).from_dict({**ring.handle.to_dict(), **change})
+    handle = msgspec.structs.replace(ring.handle, **change)
     with pytest.raises(SignalError, match=complaint):
         SharedMemoryRingReader(handle, SHAPE, directory=shm)
 

@@ -73,7 +73,7 @@ class RunDefaults:
         table: Any = self.document
         for part in path:
             table = table[int(part)] if isinstance(table, list) else table.setdefault(part, {})
-        if not isinstance(table, dict) or table.get(key, AUTO) != AUTO or (name == "workers.signal" and key in table):
+        if not isinstance(table, dict) or table.get(key, AUTO) != AUTO:
             return
         if (earlier := self.stored_value(name)) is not None:
             value, why = earlier, "as at the first start"

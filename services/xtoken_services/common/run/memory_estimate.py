@@ -179,7 +179,7 @@ def check_room(run: ResolvedRun, device: torch.device, further: Sequence[MemoryU
     """
     if device.type != "cuda":
         return
-    rings = pick_transport(run.spec.workers.transport_name, device) == CUDA_IPC
+    rings = pick_transport(run.spec.workers.transport, device) == CUDA_IPC
     total = torch.cuda.mem_get_info(device)[1]
     why = memory_shortage(run, device.index, torch.cuda.device_count(), total, rings=rings, further=further)
     if why and supervised():

@@ -32,7 +32,7 @@ LOGITS_COPIES = 3
 """Logits, their gradient, and a float32 intermediate of half-precision logits."""
 GIB = 1 << 30
 HIDDEN: dict[str, Any] = {
-    "workers.signal": "cuda_ipc_hidden",
+    "teacher.content": "hidden",
     "student.blockwise_head": True,
     "student.checkpoint_activations": True,
 }
@@ -87,8 +87,8 @@ def fit_memory(defaults: RunDefaults, base: Path) -> None:
         if tokens >= longest:
             break
     for name, value in savers.items():
-        if name != "workers.signal" or (teachers and not _content_is_given(document)):
-            defaults.fill(name, value, "to fit the GPU")
+        for setting in _places(name, teachers):
+            defaults.fill(setting, value, "to fit the GPU")
     fits = max(longest, min(tokens, LARGEST) // longest * longest)
     why = f"for a GPU of {defaults.machine.gpu_bytes / GIB:.0f} GiB"
     if "custom" in _modes(document):
@@ -103,23 +103,30 @@ def _modes(document: dict[str, Any]) -> list[Any]:
     return [loss.get("mode"), *(own if isinstance(own, list) else ())] if isinstance(loss, dict) else []
 
 
-def _content_is_given(document: dict[str, Any]) -> bool:
-    """Return whether the run file names what teachers send, or how, by the names that exclude `workers.signal`."""
-    return "transport" in document.get("workers", {}) or any("content" in each for each in document["teacher"])
+def _places(name: str, teachers: list[_Side]) -> list[str]:
+    """Return the settings that a saver means: `teacher.content` is that of every teacher whose output is its own."""
+    if name != "teacher.content":
+        return [name]
+    return [f"teacher.{number}.content" for number, teacher in enumerate(teachers) if teacher.content is None]
 
 
 def _stored_savers(defaults: RunDefaults) -> dict[str, Any]:
     """Return the savers that the first start has used."""
-    return {name: value for name, value in (HIDDEN | NO_MASTERS).items() if defaults.stored_value(name) == value}
+    teachers = range(len(defaults.document.get("teacher", ())))
+    contents = [defaults.stored_value(f"teacher.{number}.content") for number in teachers]
+    stored = {name: defaults.stored_value(name) for name in (*HIDDEN, *NO_MASTERS)}
+    stored["teacher.content"] = "hidden" if "hidden" in contents else None
+    return {name: value for name, value in (HIDDEN | NO_MASTERS).items() if stored[name] == value}
 
 
 def _with(document: dict[str, Any], savers: dict[str, Any]) -> dict[str, Any]:
     """Return the settings that matter here, a saver's value where the document has none of its own."""
-    unset = {"workers.signal": "auto", "train.master_weights": True, "train.optimizer": "adamw"}
+    unset = {"teacher.content": "logits", "train.master_weights": True, "train.optimizer": "adamw"}
 
     def value_of(name: str) -> Any:
         table, _, key = name.partition(".")
-        return document.get(table, {}).get(key, savers.get(name, unset.get(name, False)))
+        own = document.get(table, {}) if table != "teacher" else {}  # a teacher's own content is in its `_Side`
+        return own.get(key, savers.get(name, unset.get(name, False)))
 
     return {name: value_of(name) for name in (*HIDDEN, *NO_MASTERS, "train.optimizer")}
 
@@ -138,11 +145,10 @@ def _kept(student: _Side, teachers: list[_Side], settings: dict[str, Any]) -> fl
 
 def _per_token(student: _Side, teachers: list[_Side], settings: dict[str, Any]) -> float:
     """Return the bytes that one more token of a micro-batch takes on both sides."""
-    hidden = "hidden" in str(settings["workers.signal"])
 
     def sent(teacher: _Side) -> int:
         """Return the bytes of one token in a slot."""
-        content = teacher.content or ("hidden" if hidden else "logits")
+        content = teacher.content or settings["teacher.content"]
         if content == "topk":
             return (2 * teacher.topk + TOPK_SCALARS) * FLOAT32
         return (teacher.hidden if content == "hidden" else teacher.vocabulary) * teacher.item

@@ -310,7 +310,7 @@ def _check_signal(resolved: ResolvedRun) -> None:
 def _check_memory(resolved: ResolvedRun) -> None:
     spec = resolved.spec
     rows, signals = resolved.span // spec.workers.nodes * largest_row(spec), 0
-    if spec.workers.transport_name == "queue":
+    if spec.workers.transport == "queue":
         shapes = [ring_shape(resolved, number) for number in spec.living_teachers]
         signals = spec.workers.ranks * sum(shape.slots * shape.slot_bytes for shape in shapes)
     if rows + signals > spec.queue.memory_limit:

@@ -20,7 +20,7 @@ from xtoken_services.common.files.private_files import check_private_directory, 
 CHECKPOINTS, RUN, RESOLVED = "checkpoints", "run.json", "resolved.json"
 BEST = "best"
 """Link among the checkpoints to that of the best evaluation, with `eval.keep_best`."""
-VERSION = 4
+VERSION = 1
 """Of the form of a checkpoint, `version` in its `run.json`; the one that is written and read."""
 RUN_BYTES = 1 << 30
 """Greatest size of a `run.json` that is read."""
@@ -88,7 +88,7 @@ def read_run_document(path: Path) -> tuple[RunIdentity, dict[str, Any]]:
     """Read a checkpoint's `run.json`.
 
     Returns:
-        The identity of its run, fields that are newer than the checkpoint at their defaults; and the cursor.
+        The identity of its run; and the cursor.
 
     Raises:
         InputError: It cannot be read, is of another version, or others may write to it.
@@ -97,8 +97,8 @@ def read_run_document(path: Path) -> tuple[RunIdentity, dict[str, Any]]:
         check_private_directory(path.parent, follow=True)
         check_private_directory(path)
         document = parse_object(read_private(path, RUN, RUN_BYTES))
-        version = document.get("version", document.get("format"))  # `format` until version 2
-        if version is not None and version != VERSION:
+        version = document["version"]
+        if version != VERSION:
             raise InputError(
                 f"the checkpoint {path} has version {version}, this xtoken reads version {VERSION}: resume with the "
                 "xtoken that wrote it, or choose another output directory"

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, HTTPException, Query, Request, Response
 
-from xtoken_core.config.document import read_stored
+from xtoken_core.config.spec import RunSpec
 from xtoken_services.common.run.baseline import baseline_output
 from xtoken_services.common.run.verdict import Verdict, describe, judge
 from xtoken_services.control.api.dependencies import AppContext, Context
@@ -112,7 +112,7 @@ def _without_unread(spec: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _without_defaults(spec: Mapping[str, Any]) -> dict[str, Any]:
-    return read_stored(spec).model_dump(mode="json", exclude_defaults=True) if spec else {}
+    return RunSpec.model_validate(spec).model_dump(mode="json", exclude_defaults=True) if spec else {}
 
 
 def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, str]]:

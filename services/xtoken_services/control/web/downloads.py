@@ -12,7 +12,7 @@ from typing import Any
 from fastapi import APIRouter, HTTPException, Response
 from fastapi.responses import StreamingResponse
 
-from xtoken_core.config.document import read_stored
+from xtoken_core.config.spec import RunSpec
 from xtoken_services.control.api.dependencies import Context, RunId
 from xtoken_services.control.api.files import MAX_FILES
 from xtoken_services.control.artifacts import list_files, open_file
@@ -45,7 +45,7 @@ def download_model(run_id: RunId, context: Context) -> Response:
 @router.get("/runs/{run_id}/download/run-file")
 def download_run_file(run_id: RunId, context: Context) -> Response:
     """Return the run's settings, without defaults, as a run file."""
-    spec = read_stored(context.status(run_id)["spec"])
+    spec = RunSpec.model_validate(context.status(run_id)["spec"])
     text = to_toml(without_defaults(spec))
     return Response(text, media_type="application/toml", headers=_as_file(f"{run_id}.toml"))
 

@@ -14,7 +14,7 @@ from fastapi.responses import JSONResponse, RedirectResponse
 from pydantic import ValidationError
 from starlette.concurrency import run_in_threadpool
 
-from xtoken_core.config.document import read_stored
+from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import XtokenError
 from xtoken_services.control.api.dependencies import AppContext, Context
 from xtoken_services.control.api.models import DryRun
@@ -88,7 +88,7 @@ def show_form(
     """Show an empty form, or one with the settings of another run but no output."""
     document: dict[str, Any] = {TEACHER: [{}]}
     if like:
-        document = form.without_defaults(read_stored(context.status(like)["spec"]))
+        document = form.without_defaults(RunSpec.model_validate(context.status(like)["spec"]))
         document.pop("output")
     return _render(request, context, form.values_of(document))
 

@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse, RedirectResponse
 
-from xtoken_core.config.document import document_of, read_stored
+from xtoken_core.config.document import document_of
+from xtoken_core.config.spec import RunSpec
 from xtoken_services.common.run.baseline import baseline_of, baseline_output
 from xtoken_services.control.api.dependencies import AppContext, Context, RunId
 from xtoken_services.control.api.files import MAX_FILES
@@ -151,7 +152,7 @@ def show_log(
 def show_configuration(request: Request, run_id: RunId, context: Context) -> Response:
     """Show the specification of a run as a run file."""
     variables = _variables(context, run_id)
-    spec = read_stored(variables["run"].spec)
+    spec = RunSpec.model_validate(variables["run"].spec)
     return page(
         request,
         "run_configuration.html",
@@ -207,7 +208,7 @@ def start_baseline(run_id: RunId, context: Context) -> Response:
 
     One that `xtoken run --baseline` has finished is listed, and nothing is trained.
     """
-    spec = baseline_of(read_stored(context.status(run_id)["spec"]))
+    spec = baseline_of(RunSpec.model_validate(context.status(run_id)["spec"]))
     if (spec.output / SUMMARY).is_file():
         return RedirectResponse(f"/compare?run={run_id}&run={context.runs.add_finished(spec.output).id}", 303)
     run, row = context.runs.start(spec)

@@ -184,7 +184,7 @@ def test_llama_1b_from_qwen3_4b_fits_24_gib(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr("xtoken_services.common.models.weights.weight_count", lambda directory: counts[directory.name])
     spec, _ = load_run(tmp_path / "run.toml", machine=GPU_24)
     assert not spec.train.master_weights and spec.student.blockwise_head
-    assert spec.workers.signal == "cuda_ipc_hidden"
+    assert spec.content_of(0) == "hidden"
     assert 1280 <= spec.train.micro_batch_tokens < 16384
     roomy, _ = load_run(tmp_path / "run.toml", machine=Machine(16, 80 << 30))
     assert roomy.train.master_weights and roomy.train.micro_batch_tokens >= 1280
