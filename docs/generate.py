@@ -9,11 +9,9 @@ python docs/generate.py --check  only say whether they are in step
 
 from __future__ import annotations
 
-import ast
 import inspect
 import re
 import sys
-import textwrap
 import types
 import typing
 from collections.abc import Iterator
@@ -115,22 +113,6 @@ def _part(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
     return None, False
 
 
-def docs_of(model: type[BaseModel]) -> dict[str, str]:
-    """Return the string that follows each field in the models' source, by `Model.field`; inherited fields included."""
-    found: dict[str, str] = {}
-    for base in reversed([base for base in model.__mro__ if issubclass(base, BaseModel) and base is not BaseModel]):
-        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
-        assert isinstance(definition, ast.ClassDef)
-        for line, following in zip(definition.body, [*definition.body[1:], None], strict=True):
-            if not (isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)):
-                continue
-            text = ""
-            if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
-                text = " ".join(str(following.value.value).split())
-            found[line.target.id] = text
-    return found
-
-
 def type_in_words(annotation: Any, metadata: tuple[Any, ...] = ()) -> str:
     """Return a field's type in the terms of TOML, with its bounds."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
@@ -184,10 +166,9 @@ def configuration() -> str:
         title = f"`{path}{']]' if double else ']'}`" if path else "At the top of the file"
         if path == "[[teacher":
             title += f", or `{path[1:]}]` for a single one"
-        docs = docs_of(model)
         rows = [
             f"| `{name}` | {type_in_words(info.annotation, tuple(info.metadata))} | {default_in_words(info)} "
-            f"| {docs[name]} |"
+            f"| {' '.join((info.description or '').split())} |"
             for name, info in model.model_fields.items()
             if _part(info.annotation)[0] is None
         ]

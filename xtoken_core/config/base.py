@@ -15,7 +15,9 @@ Count = Annotated[int, Field(ge=1)]
 class ConfigModel(BaseModel):
     """A part of the configuration: unknown fields are refused, values are immutable."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
 
 NONE = "none"

@@ -6,7 +6,7 @@ import functools
 import inspect
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
@@ -84,35 +84,79 @@ RankOption = Annotated[int, typer.Option("--rank", min=0, help="The trainer's ra
 def control_plane_command(command: Callable[..., None]) -> Callable[..., None]:
     """Add the options of a control plane's client to a command.
 
-    The command takes a connected client and `as_json`; `--control`, `--token-file` and `--json` come from here. Its
-    signature is rewritten because Typer builds a command line from the signature.
+    The command takes a connected client and `as_json`; `--control`, `--token-file` and `--json` come from here.
 
     Args:
         command: A function of `client`, its own parameters and `as_json`.
     """
-    # The client's type is imported for type checking only, so that `--help` loads no HTTP library.
-    hints = get_type_hints(command, localns={"ControlClient": Any}, include_extras=True)
-    own = [
-        parameter.replace(annotation=hints[name])
-        for name, parameter in inspect.signature(command).parameters.items()
-        if name not in ("client", "as_json")
-    ]
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    shared = [
-        inspect.Parameter("control", keyword, default=DEFAULT_URL, annotation=ControlOption),
-        inspect.Parameter("token_file", keyword, default=None, annotation=ControlTokenOption),
-        inspect.Parameter("as_json", keyword, default=False, annotation=JsonOption),
-    ]
 
-    @functools.wraps(command)
     def run(*, control: str, token_file: Path | None, as_json: bool, **values: Any) -> None:
         with connect(control, token_file) as client:
             command(client=client, as_json=as_json, **values)
 
-    parameters = [parameter.replace(kind=keyword) for parameter in own] + shared
+    shared = {
+        "control": (ControlOption, DEFAULT_URL),
+        "token_file": (ControlTokenOption, None),
+        "as_json": (JsonOption, False),
+    }
+    return _with_options(command, run, ("client", "as_json"), shared)
+
+
+def worker_command(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the options of a worker to a command: its queue and what identifies it there.
+
+    The command takes the link to the queue and the worker's name. The address is checked, and logging set up, before
+    the command imports anything heavy.
+
+    Args:
+        command: A function of `link`, `name` and its own parameters.
+    """
+
+    def run(
+        *,
+        queue: str,
+        name: str | None,
+        incarnation: int | None,
+        token_file: Path | None,
+        keys: Path | None,
+        patience: float,
+        **values: Any,
+    ) -> None:
+        set_up_logging()
+        command(link=queue_link(queue, token_file, keys, incarnation, patience), name=name, **values)
+
+    shared = {
+        "queue": (QueueOption, inspect.Parameter.empty),
+        "name": (NameOption, None),
+        "incarnation": (IncarnationOption, None),
+        "token_file": (QueueTokenOption, None),
+        "keys": (KeysOption, None),
+        "patience": (PatienceOption, 30.0),
+    }
+    return _with_options(command, run, ("link", "name"), shared)
+
+
+def _with_options(
+    command: Callable[..., None], run: Callable[..., None], given: Sequence[str], shared: Mapping[str, tuple[Any, Any]]
+) -> Callable[..., None]:
+    """Return `run` with the command's name, text and own parameters, and with the annotations and defaults of `shared`.
+
+    Typer builds a command line from the signature. `given` are the parameters that `run` fills in.
+    """
+    # Their types are imported for type checking only, so that `--help` loads nothing heavy.
+    hints = get_type_hints(command, localns={"ControlClient": Any, "QueueLink": Any}, include_extras=True)
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    parameters = [
+        parameter.replace(annotation=hints[name], kind=keyword)
+        for name, parameter in inspect.signature(command).parameters.items()
+        if name not in given
+    ]
+    for name, (annotation, default) in shared.items():
+        parameters.append(inspect.Parameter(name, keyword, default=default, annotation=annotation))
+    functools.update_wrapper(run, command)
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    del run.__wrapped__  # or Typer would read the signature of the command itself
+    del run.__wrapped__  # type: ignore[attr-defined]  # or Typer would read the signature of the command itself
     return run
 
 

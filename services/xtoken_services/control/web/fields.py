@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
 import json
 import re
-import textwrap
 import types
 from dataclasses import dataclass
 from functools import cache
@@ -130,7 +128,6 @@ def field_names() -> frozenset[str]:
 
 
 def _collect(model: type[ConfigModel], name: str, optional: bool, collected: dict[str, Section]) -> None:
-    docs = _docstrings(model)
     own: list[Field] = []
     collected[name] = Section(name, optional, "", ())  # reserves the place in the order
     for key, info in model.model_fields.items():
@@ -139,7 +136,7 @@ def _collect(model: type[ConfigModel], name: str, optional: bool, collected: dic
         if part is not None and (path == TEACHER or _kind(info.annotation)[0] != "json"):
             _collect(part, path, absent, collected)
         elif path not in EXCLUDED:
-            own.append(_field(path, info, docs.get(key, "")))
+            own.append(_field(path, info, " ".join((info.description or "").split())))
     collected[name] = Section(name, optional, (inspect.getdoc(model) or "").partition("\n")[0], tuple(own))
 
 
@@ -212,19 +209,3 @@ def _options(annotation: Any) -> list[Any]:
     if get_origin(annotation) in (Union, types.UnionType):
         return [option for arm in get_args(annotation) for option in _options(arm)]
     return [annotation]
-
-
-def _docstrings(model: type[ConfigModel]) -> dict[str, str]:
-    """Return the docstrings below a model's fields, including those of its bases."""
-    docs: dict[str, str] = {}
-    for base in reversed(model.__mro__):
-        if not (issubclass(base, ConfigModel) and base is not ConfigModel):
-            continue
-        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
-        assert isinstance(definition, ast.ClassDef)
-        for line, following in zip(definition.body, definition.body[1:], strict=False):
-            if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
-                text = following.value if isinstance(following, ast.Expr) else None
-                if isinstance(text, ast.Constant) and isinstance(text.value, str):
-                    docs[line.target.id] = " ".join(text.value.split())
-    return docs
