@@ -20,7 +20,6 @@ from xtoken_services.cli.chain import chain_app
 from xtoken_services.cli.control import control
 from xtoken_services.cli.demo import demo
 from xtoken_services.cli.export import export
-from xtoken_services.cli.gradients import gradients
 from xtoken_services.cli.init import init
 from xtoken_services.cli.options import DEBUG_VARIABLE
 from xtoken_services.cli.projection import projection_app
@@ -36,7 +35,7 @@ INTERRUPTED = 130
 
 COMMANDS = {
     command.__name__: command
-    for command in (demo, init, run, collator, rollout, teacher, trainer, export, gradients, control, version)
+    for command in (demo, init, run, collator, rollout, teacher, trainer, export, control, version)
 }
 GROUPS = {
     "runs": runs_app,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
+
+from starlette.concurrency import run_in_threadpool
 
 from xtoken_core.regular_files import names_below, open_below
 
@@ -23,6 +26,7 @@ MAX_LOGS = 2048
 MAX_LINE_BYTES = 1 << 14
 """Longest line that is shown; the rest of a longer one is cut."""
 DIRECTORY = "logs"
+POLL_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -120,18 +124,27 @@ class Follower:
     Args:
         output: Output directory of the run.
         worker: Follow only this worker; if empty follow all, and prefix each line by its worker.
-        positions: Where to begin in each log; by default at its end.
     """
 
-    def __init__(self, output: Path, worker: str, positions: Mapping[str, int] | None = None) -> None:
+    def __init__(self, output: Path, worker: str) -> None:
         self._output, self._worker = output, worker
-        ends = positions if positions is not None else {log.name: tail(log, 0)[1] for log in self._logs()}
-        self._read_to = dict(ends)
+        self._read_to = {log.name: tail(log, 0)[1] for log in self._logs()}
 
-    @property
-    def positions(self) -> dict[str, int]:
-        """Return the position in each log up to which it was read."""
-        return dict(self._read_to)
+    async def added(self, is_over: Callable[[], bool]) -> AsyncIterator[bytes]:
+        """Yield lines as they are added, until the run is over.
+
+        Args:
+            is_over: Returns True if the run is over.
+        """
+        while True:
+            over = await run_in_threadpool(is_over)  # first, so that the last lines are read after the end
+            text = await run_in_threadpool(self.read)
+            if text:
+                yield text  # a read is bounded, so there may be more
+            elif over:
+                return
+            else:
+                await asyncio.sleep(POLL_S)
 
     def read(self) -> bytes:
         """Return the complete lines added since the last call."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -61,16 +60,11 @@ class Store:
     Args:
         directory: Directory of the database file; None keeps the database in memory.
 
-    Attributes:
-        version: Another number after every change.
-
     Raises:
         StoreError: The database cannot be opened, is damaged, or has another schema version.
     """
 
     def __init__(self, directory: Path | None) -> None:
-        self.version = 0
-        self._versions = itertools.count(1)
         self._guard: AbstractContextManager[Any]
         self._file: DatabaseFile | None = None
         if directory is None:
@@ -238,7 +232,6 @@ class Store:
     def _session(self) -> Iterator[Session]:
         with self._guard, self._errors(), Session(self._engine, expire_on_commit=False) as session, session.begin():
             yield session
-        self.version = next(self._versions)
 
     @contextmanager
     def _reading(self) -> Iterator[Session]:

@@ -10,13 +10,11 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from weakref import WeakValueDictionary
 
 from xtoken_core.errors import InputError
 from xtoken_services.common.run.resume import CHECKPOINTS, RESOLVED, newest_checkpoint
 from xtoken_services.control.metric_log import MetricLog
 from xtoken_services.control.runs import Runs
-from xtoken_services.control.shared_logs import LogStream, SharedLogs
 from xtoken_services.control.store import AttemptRow, RunRow
 from xtoken_services.supervisor.json_files import read_json
 from xtoken_services.supervisor.run_record import SUMMARY, RunState
@@ -39,7 +37,6 @@ class View:
         self.steps = MetricLog(output / "steps.jsonl")
         self.eval = MetricLog(output / "eval.jsonl")
         self._same_tokenizer: tuple[bool, ...] = ()
-        self._followed: WeakValueDictionary[str, SharedLogs] = WeakValueDictionary()
 
     def refresh(self) -> None:
         """Read the lines that the trainer has added to both curves."""
@@ -87,13 +84,6 @@ class View:
             return run.over.is_set()
         row = self._runs.store.run(self.run_id)
         return row is None or RunState(row.state).over
-
-    def follow_logs(self, worker: str) -> LogStream:
-        """Return a stream of the lines added to the logs of a worker, or of all if empty; streams share the reading."""
-        shared = self._followed.get(worker)
-        if shared is None:  # two threads may both make one, which costs no more than a second read
-            shared = self._followed[worker] = SharedLogs(self.output, worker, self.is_over)
-        return shared.join()
 
     def _checkpoint(self) -> int | None:
         try:

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from xtoken_services.control import logs, shared_logs
+from xtoken_services.control import logs
 from xtoken_services.control.logs import Follower, last_attempts, logs_in, merged
-from xtoken_services.control.shared_logs import LogStream, SharedLogs, pause_after
 
 
 def write(output: Path, name: str, text: str = "") -> None:
@@ -51,58 +50,35 @@ def test_follower_of_many_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert lines.count(b"a | line") == 20 and sum(line.count(b"x") for line in lines) == 120
 
 
-def test_pause_of_a_followed_log_under_load() -> None:
-    assert [pause_after(seconds) for seconds in (0.001, 0.5, 60)] == [0.5, 2.0, 5.0]
+def followed(follower: Follower, output: Path, lines: list[str]) -> bytes:
+    """Return what a follower yields while lines are written, and a last one as the run ends."""
+    over = []
 
+    async def text() -> bytes:
+        return b"".join([part async for part in follower.added(lambda: bool(over))])
 
-def followed(shared: SharedLogs, streams: list[LogStream], write_lines: list[str], end: list[bool]) -> list[bytes]:
-    """Return what each stream yields while these lines are written, one every other read."""
-
-    async def lines_of(stream: LogStream) -> bytes:
-        return b"".join([part async for part in stream.lines()])
-
-    async def run() -> list[bytes]:
-        tasks = [asyncio.create_task(lines_of(stream)) for stream in streams]
-        for line in write_lines:
-            write(shared._output, "a.1.log", line)
-            await asyncio.sleep(2.5 * shared_logs.POLL_S)
-        end.append(True)
-        return await asyncio.gather(*tasks)
+    async def run() -> bytes:
+        task = asyncio.create_task(text())
+        for line in lines[:-1]:
+            write(output, "a.1.log", line)
+            await asyncio.sleep(2.5 * logs.POLL_S)
+        write(output, "a.1.log", lines[-1])
+        over.append(True)
+        return await task
 
     return asyncio.run(run())
 
 
-def test_streams_share_what_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each has the lines since it began; lines of before its first part are in its tail."""
-    monkeypatch.setattr(shared_logs, "POLL_S", 0.02)
+def test_lines_are_followed_to_the_end_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logs, "POLL_S", 0.02)
     write(tmp_path, "a.1.log", "before\n")
-    end: list[bool] = []
-    shared = SharedLogs(tmp_path, "", lambda: bool(end))
-    early = shared.join()
-    write(tmp_path, "a.1.log", "1\n")
-    late = [shared.join() for _ in range(3)]
-    texts = followed(shared, [early, *late], ["2\n", "3\n"], end)
-    assert texts == [b"a | 1\na | 2\na | 3\n"] + [b"a | 2\na | 3\n"] * 3
+    follower = Follower(tmp_path, "")
+    assert followed(follower, tmp_path, ["1\n", "2\n", "3\n"]) == b"a | 1\na | 2\na | 3\n"
 
 
-def test_stream_behind_the_others_reads_for_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_logs, "POLL_S", 0.02)
-    monkeypatch.setattr(shared_logs, "KEPT_BYTES", 10)
+def test_more_than_one_read_is_left_at_the_end_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logs, "MAX_BYTES", 100)
+    monkeypatch.setattr(logs, "TAIL_BYTES", 50)
     write(tmp_path, "a.1.log")
-    end: list[bool] = []
-    shared = SharedLogs(tmp_path, "", lambda: bool(end))
-    slow = shared.join()
-    for number in range(5):
-        write(tmp_path, "a.1.log", f"line {number}\n")
-        shared.join()
-    texts = followed(shared, [slow], ["line 5\n"], end)
-    assert slow.own is not None
-    assert texts[0].split(b"\n") == [b"a | line %d" % number for number in range(6)] + [b""]
-
-
-def test_error_of_a_followed_log(tmp_path: Path) -> None:
-    answers = [False]
-    shared = SharedLogs(tmp_path, "", lambda: answers.pop())
-    stream = shared.join()
-    with pytest.raises(IndexError):
-        followed(shared, [stream], [], [])
+    follower = Follower(tmp_path, "")
+    assert followed(follower, tmp_path, ["line\n" * 100]) == b"a | line\n" * 100

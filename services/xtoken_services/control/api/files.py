@@ -15,8 +15,7 @@ from starlette.types import Receive, Scope, Send
 from xtoken_services.control.api.dependencies import Context, RunId, problems_of
 from xtoken_services.control.api.models import Artifacts, LogFile, Note, RunMetrics
 from xtoken_services.control.artifacts import list_files, open_file
-from xtoken_services.control.logs import last_attempts, logs_in, merged, tail
-from xtoken_services.control.shared_logs import LogStream
+from xtoken_services.control.logs import Follower, last_attempts, logs_in, merged, tail
 
 MAX_POINTS = 10_000
 MAX_LINES = 10_000
@@ -83,18 +82,18 @@ def show_logs(
     if (worker or attempt is not None) and not logs:
         raise HTTPException(404, f"the run {run_id!r} has no such log: see /v1/runs/{run_id}/logs/files")
     logs = last_attempts(logs)
-    stream = view.follow_logs(worker) if follow else None
+    follower = Follower(view.output, worker) if follow else None
     selected = tail(logs[0], lines)[0] if worker else list(merged(logs, lines))
     first = b"".join(line + b"\n" for line in selected)
-    if stream is None:
+    if follower is None:
         return Response(first, media_type="text/plain; charset=utf-8")
-    return StreamingResponse(_followed(first, stream), media_type="text/plain; charset=utf-8")
+    return StreamingResponse(_followed(first, follower.added(view.is_over)), media_type="text/plain; charset=utf-8")
 
 
-async def _followed(first: bytes, stream: LogStream) -> AsyncIterator[bytes]:
+async def _followed(first: bytes, added: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     yield first
-    async for added in stream.lines():
-        yield added
+    async for lines in added:
+        yield lines
 
 
 @router.get("/artifacts", responses=problems_of(404, 422))

@@ -21,7 +21,6 @@ from xtoken_services.control.web import (
     tables_page,
 )
 from xtoken_services.control.web.gauges import Gauges
-from xtoken_services.control.web.rendered import RenderedPages
 
 STATIC = Path(__file__).parent / "static"
 
@@ -37,7 +36,6 @@ def install(app: FastAPI) -> None:
     app.state.gauges = Gauges(app.state.context)
     roots = app.state.context.runs.validator.roots
     app.state.table_builds = TableBuilds(roots.environment if roots is not None else {})
-    app.state.rendered = RenderedPages(app.state.context.runs.store)
     for module in (new_run, pages, compare_page, downloads, align_page, tables_page, suggestions, login):
         app.include_router(module.router, include_in_schema=False)
     app.mount("/static", StaticFiles(directory=STATIC))

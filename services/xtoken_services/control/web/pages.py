@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request, Response
-from fastapi.responses import HTMLResponse, JSONResponse, RedirectResponse
+from fastapi.responses import JSONResponse, RedirectResponse
 
 from xtoken_core.config.document import document_of
 from xtoken_core.config.spec import RunSpec
@@ -21,8 +20,7 @@ from xtoken_services.control.web.charts import DETAIL, MAIN, SPEED, charts_of
 from xtoken_services.control.web.completions import LEVELS, read_samples
 from xtoken_services.control.web.form import to_toml, without_defaults
 from xtoken_services.control.web.gauges import gauges_of
-from xtoken_services.control.web.render import HEADERS, PageRoute, page
-from xtoken_services.control.web.rendered import RenderedPages
+from xtoken_services.control.web.render import PageRoute, page
 from xtoken_services.control.web.run_view import RunView, run_views
 from xtoken_services.supervisor.run_record import SUMMARY, RunState
 
@@ -38,7 +36,6 @@ TABS = {
     "ended": (RunState.FAILED, RunState.STOPPED, RunState.INTERRUPTED),
 }
 """Run states in each tab of the list; empty for all."""
-LIVE_TABS = ("overview", "log", "configuration", "files", "rollouts")
 """Tabs of a run's page."""
 TAB_LABELS = {"": "All", "active": "Active", "completed": "Completed", "ended": "Stopped or failed"}
 LOG_LINE = re.compile(
@@ -60,19 +57,6 @@ def list_runs(
     cursor: Cursor = None,
 ) -> Response:
     """Show the runs; for an htmx request only their table."""
-    if cursor is None and not name:  # other lists do not stay open in many browsers
-        key = (tab, "hx-request" in request.headers)
-        return _rendered_once(request, key, lambda: _list_of_runs(request, context, tab, name, cursor))
-    return _list_of_runs(request, context, tab, name, cursor)
-
-
-def _rendered_once(request: Request, key: tuple[str, object], render: Callable[[], HTMLResponse]) -> HTMLResponse:
-    """Return a page that many readers have open and that depends on nothing but the key."""
-    rendered: RenderedPages = request.app.state.rendered
-    return HTMLResponse(rendered.get((request.url.path, *key), lambda: bytes(render().body)), headers=HEADERS)
-
-
-def _list_of_runs(request: Request, context: AppContext, tab: Tab, name: str, cursor: int | None) -> HTMLResponse:
     rows = context.runs.store.page(PAGE_SIZE + 1, before=cursor, states=TABS[tab], name=name.strip())
     counts = context.runs.store.counts()
     tabs = [
@@ -112,11 +96,7 @@ def show_run(request: Request, run_id: RunId, context: Context) -> Response:
 @router.get("/runs/{run_id}/live")
 def show_live(request: Request, run_id: RunId, context: Context, tab: str = "overview") -> Response:
     """Return the changing parts of a run's page: its header, and on the first tab its metrics, workers and history."""
-
-    def render() -> HTMLResponse:
-        return page(request, "run_live.html", tab=tab, **_variables(context, run_id))
-
-    return _rendered_once(request, (run_id, tab), render) if tab in LIVE_TABS else render()
+    return page(request, "run_live.html", tab=tab, **_variables(context, run_id))
 
 
 @router.get("/runs/{run_id}/gauges")
