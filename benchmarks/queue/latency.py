@@ -10,8 +10,8 @@ from typing import Any
 
 from benchmarks.queue import ours, plain
 from benchmarks.queue.workload import FIELDS, alone, batch, buffers_of, quantiles
+from xtoken_core.compat.task_client import TaskClient
 from xtoken_core.data_plane.address import Address
-from xtoken_core.data_plane.task_client import TaskClient
 from xtoken_core.wire import Column
 from xtoken_core.wire.columns import offsets_from_lengths
 

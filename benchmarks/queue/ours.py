@@ -26,8 +26,8 @@ from benchmarks.queue.workload import (
     memory,
     rate,
 )
+from xtoken_core.compat.task_client import TaskClient
 from xtoken_core.data_plane.address import Address
-from xtoken_core.data_plane.task_client import TaskClient
 from xtoken_core.data_plane.zmq_transport import ZmqTransport
 from xtoken_core.wire import messages as m
 
@@ -120,8 +120,8 @@ def tensordicts(address: Address) -> dict[str, Any]:
     """Measure samples per second of TensorDicts put, and got."""
     import torch
 
-    from xtoken_core.data_plane.compat.meta import KVBatchMeta
-    from xtoken_core.data_plane.compat.samples import get_samples, put_samples
+    from xtoken_core.compat.meta import KVBatchMeta
+    from xtoken_core.compat.samples import get_samples, put_samples
     from xtoken_core.data_plane.tensors import tensordict_from_columns
 
     torch.set_num_threads(1)

@@ -13,10 +13,10 @@ import httpx
 import pytest
 
 from tests.architecture.conftest import ROOT, run_code, run_without, started_without
+from xtoken_core.compat.task_client import TaskClient
 from xtoken_core.config.resolved import ResolvedModel, ResolvedRun
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.data_plane.address import Address
-from xtoken_core.data_plane.task_client import TaskClient
 from xtoken_core.data_plane.zmq_transport import ZmqTransport
 from xtoken_services.common.text.training_text import open_index
 

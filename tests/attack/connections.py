@@ -8,8 +8,8 @@ import time
 from contextlib import suppress
 
 from tests.attack.target import Attack, FaultError, Target
+from xtoken_core.compat.task_client import TaskClient
 from xtoken_core.data_plane.address import Address
-from xtoken_core.data_plane.task_client import TaskClient
 from xtoken_core.data_plane.zmq_transport import ZmqTransport
 from xtoken_core.errors import XtokenError
 

@@ -10,8 +10,8 @@ import pytest
 
 from tests.contract.peers import Place
 from tests.contract.processes import ipc_address, queue_process, queue_thread, tcp_address
+from xtoken_core.compat.memory_transport import MemoryQueue
 from xtoken_core.data_plane.address import Address
-from xtoken_core.data_plane.memory_transport import MemoryQueue
 
 KINDS = ("memory-library", "ipc-library", "tcp-library", "ipc-reference", "tcp-reference")
 

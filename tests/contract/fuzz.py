@@ -27,8 +27,8 @@ import zmq
 
 from tests.contract.peers import Place, ints
 from tests.contract.processes import queue_process, tcp_address
+from xtoken_core.compat.task_client import TaskClient
 from xtoken_core.data_plane.address import Address
-from xtoken_core.data_plane.task_client import TaskClient
 from xtoken_core.data_plane.zmq_transport import ZmqTransport
 from xtoken_core.wire import messages as m
 from xtoken_services.queue.server import FAILED

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from tests.contract.peers import column_from, ints
+from xtoken_core.compat.task_client import TaskClient
 from xtoken_core.data_plane.address import Address
 from xtoken_core.data_plane.queue_client import AlreadyDone
 from xtoken_core.data_plane.run_client import RunClient
-from xtoken_core.data_plane.task_client import TaskClient
 from xtoken_core.data_plane.zmq_transport import ZmqTransport
 from xtoken_core.errors import StaleSessionError
 from xtoken_core.wire import QueueError

@@ -12,11 +12,11 @@ import msgspec
 
 from tests.contract import reference_client
 from tests.contract.reference_client import RefusedError
+from xtoken_core.compat.memory_transport import MemoryQueue
+from xtoken_core.compat.task_client import TaskClient
 from xtoken_core.data_plane.address import Address
-from xtoken_core.data_plane.memory_transport import MemoryQueue
 from xtoken_core.data_plane.queue_client import AlreadyDone, new_id
 from xtoken_core.data_plane.run_client import RunClient, StepRows
-from xtoken_core.data_plane.task_client import TaskClient
 from xtoken_core.data_plane.zmq_transport import ZmqTransport
 from xtoken_core.errors import StaleSessionError
 from xtoken_core.wire import Column, QueueError, object_column, object_values

@@ -22,8 +22,8 @@ from tests.contract.attacker import Attacker
 from tests.contract.peers import Place, ints
 from tests.contract.processes import ROOT, free_port, ipc_address, queue_process, start_queue, tcp_address
 from tests.contract.test_transport import dealer
+from xtoken_core.compat.task_client import TaskClient
 from xtoken_core.data_plane.address import Address
-from xtoken_core.data_plane.task_client import TaskClient
 from xtoken_core.data_plane.zmq_transport import ZmqTransport
 from xtoken_core.errors import QueueUnreachableError
 from xtoken_core.wire import messages as m

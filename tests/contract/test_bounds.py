@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from xtoken_core.data_plane.memory_transport import MemoryQueue
+from xtoken_core.compat.memory_transport import MemoryQueue
+from xtoken_core.compat.task_client import TaskClient
 from xtoken_core.data_plane.run_client import RunClient
-from xtoken_core.data_plane.task_client import TaskClient
 from xtoken_core.wire import Column, ColumnHead, QueueError, object_column, unpack_columns
 from xtoken_core.wire import messages as m
 from xtoken_core.wire.bounds import MAX_AHEAD_S, MAX_DOCUMENT_BYTES, MAX_IDS

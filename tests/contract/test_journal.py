@@ -10,7 +10,7 @@ import pytest
 
 from tests.contract.peers import LibraryPeer, ints
 from tests.contract.reference_client import RefusedError
-from xtoken_core.data_plane.memory_transport import MemoryQueue
+from xtoken_core.compat.memory_transport import MemoryQueue
 from xtoken_core.errors import ConfigError, InputError, XtokenError
 from xtoken_services.queue.segment import LARGE_BYTES
 from xtoken_services.queue.write_ahead_log import WriteAheadLog

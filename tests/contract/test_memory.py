@@ -12,7 +12,7 @@ import pytest
 
 from tests.contract.peers import Place
 from tests.contract.processes import ipc_address, queue_process
-from xtoken_core.data_plane.task_client import TaskClient
+from xtoken_core.compat.task_client import TaskClient
 from xtoken_core.queue.store import Store
 from xtoken_core.wire import Column, pack_columns, select_rows, unpack_columns
 from xtoken_core.wire import messages as m

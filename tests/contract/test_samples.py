@@ -12,6 +12,8 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from tests.contract.peers import Place
+from xtoken_core.compat.memory_transport import MemoryQueue
+from xtoken_core.compat.task_client import TaskClient
 from xtoken_core.data_plane import (
     KVBatchMeta,
     get_samples,
@@ -22,8 +24,6 @@ from xtoken_core.data_plane import (
     to_nested_by_length,
     write_columns,
 )
-from xtoken_core.data_plane.memory_transport import MemoryQueue
-from xtoken_core.data_plane.task_client import TaskClient
 from xtoken_core.errors import ConfigError
 from xtoken_core.wire import Column, QueueError
 from xtoken_core.wire import messages as m

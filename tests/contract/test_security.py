@@ -20,9 +20,9 @@ from tests.contract.peers import Place, ints
 from tests.contract.processes import free_port, ipc_address, queue_thread
 from tests.contract.reference_client import UnreachableError
 from tests.contract.test_transport import ask, dealer
+from xtoken_core.compat.task_client import TaskClient
 from xtoken_core.data_plane.address import Address
 from xtoken_core.data_plane.keys import client_keys, create_client_keys, create_queue_keys
-from xtoken_core.data_plane.task_client import TaskClient
 from xtoken_core.data_plane.zmq_transport import ZmqTransport
 from xtoken_core.errors import ConfigError, InputError, QueueUnreachableError
 from xtoken_services.cli.queue import queue_app

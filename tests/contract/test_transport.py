@@ -20,8 +20,8 @@ from tests.contract import reference_client
 from tests.contract.peers import Place, ints
 from tests.contract.processes import ipc_address, queue_process, queue_thread, start_queue, tcp_address
 from tests.contract.reference_client import RefusedError, UnreachableError
+from xtoken_core.compat.task_client import TaskClient
 from xtoken_core.data_plane.address import Address, create_token, read_token
-from xtoken_core.data_plane.task_client import TaskClient
 from xtoken_core.data_plane.zmq_transport import ZmqTransport
 from xtoken_core.errors import ConfigError, InputError, QueueUnreachableError, XtokenError
 from xtoken_core.queue.engine import Engine

@@ -21,13 +21,13 @@ from xtoken_core.ops.token_kl import TokenKLOptions
 
 pytest.importorskip("triton")
 keys = pytest.importorskip("tests.support.compile_keys", reason="Triton has another way to bind arguments")
+from xtoken_core.compat.embedding.triton import embedding_backward  # noqa: E402
 from xtoken_core.ops import tensor_maps  # noqa: E402
 from xtoken_core.ops.chain.layout import chain_layout  # noqa: E402
 from xtoken_core.ops.chain.triton import TritonChainOp  # noqa: E402
 from xtoken_core.ops.chain_topk.triton import TritonChainTopKOp  # noqa: E402
 from xtoken_core.ops.chunk_mean.triton import TritonChunkMeanOp  # noqa: E402
 from xtoken_core.ops.cross_entropy.triton import TritonCrossEntropyOp  # noqa: E402
-from xtoken_core.ops.embedding.triton import embedding_backward  # noqa: E402
 from xtoken_core.ops.gold import triton as gold_triton  # noqa: E402
 from xtoken_core.ops.gold.triton import TritonGoldCrossEntropyOp, TritonGoldOp  # noqa: E402
 from xtoken_core.ops.p_kl.triton import TritonPKLCrossEntropyOp, TritonPKLOp  # noqa: E402

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from xtoken_core.ops.embedding import NativeEmbeddingOp
+from xtoken_core.compat.embedding import NativeEmbeddingOp
 from xtoken_core.ops.registry import BACKENDS, load_backend
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

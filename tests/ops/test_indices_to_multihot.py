@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from xtoken_core.ops.indices_to_multihot import (
+from xtoken_core.compat.indices_to_multihot import (
     fused_indices_to_multihot,
     indices_to_multihot,
     null_decorator,

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from xtoken_core.compat.embedding import NativeEmbeddingOp
 from xtoken_core.errors import ConfigError
 from xtoken_core.ops import OpBackend, get_op, op_names, priority
-from xtoken_core.ops.embedding import NativeEmbeddingOp
 from xtoken_core.ops.registry import BACKENDS, PRIORITY, load_backend
 
 

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.contract.processes import ROOT, UP_S, ipc_address, start_queue
+from xtoken_core.compat.task_client import TaskClient
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.data_plane.run_client import RunClient
-from xtoken_core.data_plane.task_client import TaskClient
 from xtoken_core.data_plane.zmq_transport import ZmqTransport
 from xtoken_core.queue.run.names import TRAINER
 from xtoken_services.common.run.resolve import resolve_run

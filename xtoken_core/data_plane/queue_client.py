@@ -1,7 +1,7 @@
 """Client of a queue over a transport: sessions, waiting, repeating, and looking into the queue.
 
 `RunClient` adds the calls of a training run, `TaskClient` those of the generic task queue. Nothing here imports torch:
-rows are `xtoken_core.wire.Column`s, and `data_plane.compat.samples` puts TensorDicts on top.
+rows are `xtoken_core.wire.Column`s, and `compat.samples` puts TensorDicts on top.
 """
 
 from __future__ import annotations

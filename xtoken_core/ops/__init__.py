@@ -4,6 +4,9 @@
 a run is.
 """
 
+from xtoken_core.lazy_names import lazy_names
 from xtoken_core.ops.registry import OpBackend, get_op, op_names, priority
 
 __all__ = ["OpBackend", "get_op", "op_names", "priority"]
+
+__getattr__ = lazy_names(__name__, {"xtoken_core.compat.embedding": ["NativeEmbeddingOp"]})

@@ -24,8 +24,8 @@ Op = Callable[..., Any]
 class OpBackend(Enum):
     """Every backend, as the place of its class: `module:Class`."""
 
-    PYTORCH_NATIVE_EMBEDDING = "xtoken_core.ops.embedding.reference:NativeEmbeddingOp"
-    PYTORCH_NATIVE_INDICES_TO_MULTIHOT = "xtoken_core.ops.indices_to_multihot.reference:NativeIndicesToMultihotOp"
+    PYTORCH_NATIVE_EMBEDDING = "xtoken_core.compat.embedding.reference:NativeEmbeddingOp"
+    PYTORCH_NATIVE_INDICES_TO_MULTIHOT = "xtoken_core.compat.indices_to_multihot.reference:NativeIndicesToMultihotOp"
     PYTORCH_NATIVE_SPARSE_PROJECTION = "xtoken_core.ops.sparse_projection.reference:NativeSparseProjectionOp"
     PYTORCH_NATIVE_SELECT_TOPK_COLUMNS = "xtoken_core.ops.select_topk_columns.reference:NativeSelectTopkColumnsOp"
     PYTORCH_NATIVE_LARGEST_LOGITS = "xtoken_core.ops.largest_logits.reference:NativeLargestLogitsOp"
@@ -41,8 +41,8 @@ class OpBackend(Enum):
     TRITON_TOKEN_KL = "xtoken_core.ops.token_kl.triton:TritonTokenKLOp"
     TRITON_CHAIN = "xtoken_core.ops.chain.triton:TritonChainOp"
     TRITON_CHAIN_TOPK = "xtoken_core.ops.chain_topk.triton:TritonChainTopKOp"
-    TRITON_EMBEDDING = "xtoken_core.ops.embedding.triton:TritonEmbeddingOp"
-    TRITON_INDICES_TO_MULTIHOT = "xtoken_core.ops.indices_to_multihot.triton:TritonIndicesToMultihotOp"
+    TRITON_EMBEDDING = "xtoken_core.compat.embedding.triton:TritonEmbeddingOp"
+    TRITON_INDICES_TO_MULTIHOT = "xtoken_core.compat.indices_to_multihot.triton:TritonIndicesToMultihotOp"
     TRITON_SPARSE_PROJECTION = "xtoken_core.ops.sparse_projection.triton:TritonSparseProjectionOp"
     TRITON_SELECT_TOPK_COLUMNS = "xtoken_core.ops.select_topk_columns.triton:TritonSelectTopkColumnsOp"
     TRITON_LARGEST_LOGITS = "xtoken_core.ops.largest_logits.triton:TritonLargestLogitsOp"

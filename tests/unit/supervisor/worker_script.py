@@ -19,10 +19,10 @@ import sys
 import time
 from pathlib import Path
 
+from xtoken_core.compat.task_client import TaskClient
 from xtoken_core.data_plane.address import Address
 from xtoken_core.data_plane.queue_client import AlreadyDone
 from xtoken_core.data_plane.run_client import RunClient
-from xtoken_core.data_plane.task_client import TaskClient
 from xtoken_core.data_plane.zmq_transport import ZmqTransport
 from xtoken_core.errors import XtokenError
 from xtoken_core.schema import INPUT_IDS

@@ -87,7 +87,7 @@ def fit_memory(defaults: RunDefaults, base: Path) -> None:
         if tokens >= longest:
             break
     for name, value in savers.items():
-        for setting in _places(name, teachers):
+        for setting in _settings_named(name, teachers):
             defaults.fill(setting, value, "to fit the GPU")
     fits = max(longest, min(tokens, LARGEST) // longest * longest)
     why = f"for a GPU of {defaults.machine.gpu_bytes / GIB:.0f} GiB"
@@ -103,7 +103,7 @@ def _modes(document: dict[str, Any]) -> list[Any]:
     return [loss.get("mode"), *(own if isinstance(own, list) else ())] if isinstance(loss, dict) else []
 
 
-def _places(name: str, teachers: list[_Side]) -> list[str]:
+def _settings_named(name: str, teachers: list[_Side]) -> list[str]:
     """Return the settings that a saver means: `teacher.content` is that of every teacher whose output is its own."""
     if name != "teacher.content":
         return [name]

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from xtoken_core.data_plane.task_client import TaskClient
+from xtoken_core.compat.task_client import TaskClient
 from xtoken_core.data_plane.transport import Reply, Transport
 from xtoken_core.queue.engine import Engine
 from xtoken_core.wire import QueueError

@@ -12,7 +12,7 @@ from xtoken_core.errors import StaleSessionError
 from xtoken_core.wire import Column, QueueError
 
 if TYPE_CHECKING:
-    from xtoken_core.data_plane.task_client import TaskClient
+    from xtoken_core.compat.task_client import TaskClient
 
 T = TypeVar("T")
 POLL_S = 1.0

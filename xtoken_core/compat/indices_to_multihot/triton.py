@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from xtoken_core.ops.indices_to_multihot.kernels import _indices_to_multihot_kernel, _multihot_to_indices_kernel
+from xtoken_core.compat.indices_to_multihot.kernels import _indices_to_multihot_kernel, _multihot_to_indices_kernel
 from xtoken_core.ops.numerics import upcast
 from xtoken_core.ops.triton_support import launching_on, power_of_2
 

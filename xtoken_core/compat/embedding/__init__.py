@@ -1,5 +1,5 @@
 """`embedding`: rows of a table by token id."""
 
-from xtoken_core.ops.embedding.reference import NativeEmbeddingOp
+from xtoken_core.compat.embedding.reference import NativeEmbeddingOp
 
 __all__ = ["NativeEmbeddingOp"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 
+from xtoken_core.compat.stream import Stream
 from xtoken_core.data_plane.queue_client import QueueClient, new_id
-from xtoken_core.data_plane.stream import Stream
 from xtoken_core.wire import Column, QueueError, pack_columns, unpack_columns
 from xtoken_core.wire import messages as m
 

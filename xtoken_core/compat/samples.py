@@ -13,12 +13,12 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
+from xtoken_core.compat.meta import KVBatchMeta
+from xtoken_core.compat.packing import pack_jagged_fields, pack_per_token_field
+from xtoken_core.compat.stream import Stream
+from xtoken_core.compat.task_client import TaskClient
 from xtoken_core.data_plane.batch import BatchedDataDict
-from xtoken_core.data_plane.codec import Layout, materialize
-from xtoken_core.data_plane.compat.meta import KVBatchMeta
-from xtoken_core.data_plane.compat.packing import pack_jagged_fields, pack_per_token_field
-from xtoken_core.data_plane.stream import Stream
-from xtoken_core.data_plane.task_client import TaskClient
+from xtoken_core.data_plane.materialize import Layout, materialize
 from xtoken_core.data_plane.tensors import columns_from_tensordict, tensordict_from_columns
 from xtoken_core.errors import ConfigError
 from xtoken_core.wire import Column

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from xtoken_core.ops.embedding.kernels import embedding_bwd_pieces_kernel, embedding_bwd_runs_kernel
+from xtoken_core.compat.embedding.kernels import embedding_bwd_pieces_kernel, embedding_bwd_runs_kernel
 from xtoken_core.ops.numerics import upcast
 from xtoken_core.ops.triton_support import accumulates_in_float32, launching_on, power_of_2
 

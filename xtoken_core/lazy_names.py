@@ -1,0 +1,24 @@
+"""Names of a module that are loaded from elsewhere at their first use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from typing import Any
+
+
+def lazy_names(module: str, names: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:
+    """Return a module's `__getattr__`.
+
+    Args:
+        module: The module's name.
+        names: By the module that defines them, the names.
+    """
+    homes = {name: home for home, some in names.items() for name in some}
+
+    def load(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        return getattr(import_module(homes[name]), name)
+
+    return load
