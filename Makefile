@@ -10,7 +10,7 @@ JOBS ?= 2
 TORCH_INDEX ?=
 PIP_INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX),)
 
-.PHONY: help install demo lint format type test test-all test-browser test-docker check-gpu-service test-deploy docs mutants fuzz fuzz-parsers attack bench-checkpoint bench-store bench-queue bench-queue-compare bench-queue-load bench-queue-peer bench-collate bench-padding bench-startup bench-ops bench-counters bench-ideas bench-e2e bench-on-policy bench-e2e-mps bench-e2e-two-gpus bench-divided-teacher bench-node-groups bench-kills bench-control evidence evidence-reduced clean
+.PHONY: help install demo lint format type test test-all test-browser test-docker check-gpu-service test-deploy docs mutants fuzz fuzz-parsers attack bench-checkpoint bench-store bench-queue bench-queue-compare bench-queue-load bench-queue-peer bench-collate bench-startup bench-ops bench-e2e bench-on-policy bench-e2e-mps bench-e2e-two-gpus bench-divided-teacher bench-node-groups bench-kills bench-control evidence evidence-reduced clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -107,9 +107,6 @@ bench-collate: $(STAMP)  ## alignment beside TRL's, collation, projection; then 
 
 bench-startup: $(STAMP)  ## from `xtoken run` to the first step, on a finished demo-out, beside COMMIT; needs an idle machine
 	$(BIN)/python -m benchmarks.startup demo-out $(if $(COMMIT),--commit $(COMMIT))
-
-bench-padding: $(STAMP)  ## computed positions that are no token, padded and packed, from the plan alone
-	$(BIN)/python -m benchmarks.padding
 	$(BIN)/python -m benchmarks.pages
 
 bench-ops: $(STAMP)  ## test and time the operators on a GPU, the references beside them
@@ -119,14 +116,6 @@ bench-ops: $(STAMP)  ## test and time the operators on a GPU, the references bes
 	$(BIN)/python -m benchmarks.chain
 	$(BIN)/python -m pip install --quiet $(PIP_INDEX) -c constraints.txt -e '.[bench]'
 	$(BIN)/python -m benchmarks.same_tokenizer
-	$(BIN)/python -m benchmarks.pages
-
-bench-counters: $(STAMP)  ## hardware counters of the slowest kernels, by Nsight Compute on a GPU
-	$(BIN)/python -m benchmarks.counters
-	$(BIN)/python -m benchmarks.pages
-
-bench-ideas: $(STAMP)  ## TMA, persistent programs and 8-bit logits beside the kernels that ship, on a Hopper GPU; two minutes
-	$(BIN)/python -m benchmarks.kernel_ideas
 	$(BIN)/python -m benchmarks.pages
 
 bench-control: $(STAMP)  ## the control plane: its list, a run's first step, training beside readers; twenty minutes
@@ -142,8 +131,6 @@ bench-e2e: $(STAMP)  ## a whole run at real model sizes on a GPU, beside the pla
 		--variants fixed_lengths text_padded text_packed chat_padded chat_packed
 	$(BIN)/python -m benchmarks.end_to_end --out benchmarks/results/end_to_end_small.json --samples 128 --steps 10 --warmup 4 --no-serial \
 		--variants small_fixed small_text_padded small_text_packed
-	$(BIN)/python -m benchmarks.kernel_share --variant small_text_packed --steps 24
-	$(BIN)/python -m benchmarks.kernel_share --variant small_fixed --go-on
 	$(BIN)/python -m benchmarks.pages
 
 bench-on-policy: $(STAMP)  ## on-policy distillation beside TRL's GOLD trainer: STUDENT, TEACHER, TEXT; one GPU, five minutes

@@ -92,36 +92,10 @@ def collation_bounds(result: dict[str, Any], workers: dict[str, Any]) -> list[Bo
     ]
 
 
-def padding_bounds(result: dict[str, Any]) -> list[Bound]:
-    """Return the bounds of packed rows, each the worst of all rows and of both sides."""
-    return [
-        Bound(
-            f"{name}: computed positions that are no token, packed",
-            max(row[name]["packed"][side] for row in result["rows"] for side in ("student", "teacher")),
-            0.03,
-            0.01,
-            "{:.2%}",
-            most=True,
-        )
-        for name in result["lengths"]
-    ]
-
-
-def divided_bound(result: dict[str, Any] | None) -> Bound:
+def divided_bound(result: dict[str, Any]) -> Bound:
     """Return the bound of a teacher over two GPUs, the worst of all rows."""
     what = "a teacher's rate on two GPUs, relative to one"
-    return Bound(what, min(result["times_one"].values()) if result else None, 1.5, 1.8, "{:.2f}")
-
-
-def kernel_bounds(result: dict[str, Any] | None) -> list[Bound]:
-    """Return the bounds of the time in which the GPU runs a kernel."""
-    variants = {"small_fixed": "2,048 tokens", "small_text_packed": "lengths of text"}
-    measured = result["variants"] if result else {}
-    what = "one GPU, 135M student from 270M teacher, documents of {}: fraction of the time in which a kernel runs"
-    return [
-        Bound(what.format(words), measured.get(name, {}).get("fraction"), None, 0.9, "{:.1%}")
-        for name, words in variants.items()
-    ]
+    return Bound(what, min(result["times_one"].values()), 1.5, 1.8, "{:.2f}")
 
 
 def control_bounds(result: dict[str, Any]) -> list[Bound]:

@@ -22,19 +22,14 @@ import jinja2
 from benchmarks import bounds, operators
 from benchmarks.end_to_end import labels
 from benchmarks.end_to_end.bounds import bounds_of
-from benchmarks.kernel_ideas import report as kernel_ideas
 from benchmarks.on_policy import report as on_policy
 from benchmarks.queue.bounds import queue_bounds
-from benchmarks.startup_gpu import on_gpu
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 TEMPLATES = ROOT / "benchmarks" / "templates"
 PERFORMANCE = ROOT / "docs" / "performance.md"
 OPERATORS = ROOT / "docs" / "operators"
-USABILITY = ROOT / "docs" / "usability.md"
-COMPARED = ("cross_entropy", "sparse_projection", "p_kl")
-"""Operators' pages with times of two ways or more to do the same."""
 
 
 @dataclass(frozen=True)
@@ -78,11 +73,6 @@ def result(name: str) -> dict[str, Any]:
     """Return the contents of `results/NAME.json`."""
     loaded: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
     return loaded
-
-
-def exists(name: str) -> bool:
-    """Return whether there is a file `results/NAME.json`."""
-    return (RESULTS / f"{name}.json").is_file()
 
 
 def render(template: Path, **variables: Any) -> str:
@@ -138,21 +128,15 @@ def _bounds() -> dict[str, Any]:
     tables = {
         "The queue": queue_bounds(result("queue")),
         "Alignment, collation, projection": bounds.collation_bounds(result("collate"), result("collate_workers")),
-        "Packing": bounds.padding_bounds(result("padding")),
         "Whole runs": [
             *bounds_of(end_to_end_results()),
-            *bounds.kernel_bounds(result("kernel_share") if exists("kernel_share") else None),
-            bounds.divided_bound(result("divided_teacher") if exists("divided_teacher") else None),
+            bounds.divided_bound(result("divided_teacher")),
         ],
-        "On-policy distillation": on_policy.bounds(_on_policy()),
+        "On-policy distillation": on_policy.bounds(result("on_policy")),
         "Kills and resume": bounds.kill_bounds(result("worker_kills"), result("resume")),
         "The control plane": bounds.control_bounds(result("control")),
     }
     return {"tables": tables}
-
-
-def _on_policy() -> dict[str, Any]:
-    return result("on_policy") if exists("on_policy") else {}
 
 
 def _fuzz_parsers() -> dict[str, Any]:
@@ -164,9 +148,13 @@ def _fuzz_parsers() -> dict[str, Any]:
 
 
 def _load() -> dict[str, Any]:
-    parts = {name: result(file) for name, file in (("compare", "queue_compare"), ("attack", "attack")) if exists(file)}
     runs = [result("queue_runs"), result("queue_day")]
-    return {"runs": runs, "kills": result("queue_kills"), "compare": None, "attack": None} | parts
+    return {
+        "runs": runs,
+        "kills": result("queue_kills"),
+        "compare": result("queue_compare"),
+        "attack": result("attack"),
+    }
 
 
 def _comparison() -> dict[str, Any]:
@@ -189,20 +177,6 @@ def _comparison() -> dict[str, Any]:
     }
 
 
-def _counters(page: str) -> Callable[[], dict[str, Any]]:
-    return lambda: operators.counters(page, result("counters"), result("gpu_tests"))
-
-
-def _kernel_ideas() -> dict[str, Any]:
-    names = ("kernel_ideas", "eight_bit_logits")
-    timed, real = (result(name) if exists(name) else None for name in names)
-    return kernel_ideas.variables(timed, real)
-
-
-def _compared_paths(page: str) -> Callable[[], dict[str, Any]]:
-    return lambda: {"page": page, "r": result("compared_paths")}
-
-
 def _operator(page: str) -> Callable[[], dict[str, Any]]:
     return lambda: operators.variables(page, result("gpu_tests"), result("ops"))
 
@@ -211,15 +185,15 @@ PARTS = [
     Part("comparison", ROOT / "README.md", _comparison),
     Part("queue", PERFORMANCE, _queue),
     Part("collation", PERFORMANCE, _collation),
-    Part("padding", PERFORMANCE, lambda: {"r": result("padding")}),
     Part("end_to_end", PERFORMANCE, _end_to_end),
     Part(
         "on_policy",
         ROOT / "docs" / "on_policy.md",
-        lambda: on_policy.variables(_on_policy()),
+        lambda: on_policy.variables(result("on_policy")),
     ),
     Part("kills", PERFORMANCE, _kills),
     Part("control", PERFORMANCE, lambda: {"r": result("control")}),
+    Part("startup", PERFORMANCE, lambda: {"r": result("startup")}),
     Part("images", ROOT / "docs" / "operations.md", lambda: {"r": result("images")}),
     Part("fuzz_parsers", ROOT / "docs" / "operations.md", _fuzz_parsers),
     Part("load", ROOT / "docs" / "operations.md", _load),
@@ -230,18 +204,7 @@ PARTS = [
         lambda: operators.hidden_states(result("gpu_tests"), result("hidden_states")),
     ),
     Part("same_tokenizer", OPERATORS / "token_kl.md", lambda: {"r": result("same_tokenizer")}),
-    Part(
-        "startup",
-        USABILITY,
-        lambda: {
-            "r": result("startup") if exists("startup") else None,
-            "g": on_gpu(result("startup_gpu")) if exists("startup_gpu") else None,
-        },
-    ),
     Part("chain", OPERATORS / "chain.md", lambda: {"r": result("chain")}),
-    Part("kernel_ideas", OPERATORS / "chain.md", _kernel_ideas),
-    *(Part("compared_paths", OPERATORS / f"{page}.md", _compared_paths(page)) for page in COMPARED),
-    *(Part("counters", OPERATORS / f"{page}.md", _counters(page)) for page in operators.COUNTED),
     *(
         Part("operator", page, _operator(page.stem))
         for page in sorted(OPERATORS.glob("*.md"))

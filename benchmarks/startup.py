@@ -1,11 +1,10 @@
 """Time from `xtoken run` to its first step, and to the answers that start nothing, beside another commit.
 
-    python -m benchmarks.startup demo-out --commit 13bacc5
+    python -m benchmarks.startup demo-out --commit COMMIT
 
 reads the finished files of the demo. Both trees run in turn, `--rounds` times, with the packages of this interpreter;
-the other commit's tree is checked out into a temporary directory. They are compared by P-KL with a projection file,
-which a commit from before the default loss was chain can read; chain's first step is measured for this tree alone.
-The smallest of the rounds counts: everything else that runs on the machine only adds to a time.
+the other commit's tree is checked out into a temporary directory. The smallest of the rounds counts: everything else
+that runs on the machine only adds to a time.
 """
 
 from __future__ import annotations
@@ -17,21 +16,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 
+from benchmarks.other_tree import ROOT, checkout, environment
 from xtoken_core.atomic import atomic_write
 
-ROOT = Path(__file__).parents[1]
 OUT = Path(__file__).parent / "results" / "startup.json"
 RUN_FILE = "distilled.toml"
-PROJECTION = "projection.safetensors"
-CHAIN = "first_step_chain"
-"""The one measurement that other commits do not have."""
 POLL_S = 0.02
 LIMIT_S = 600.0
 STOP_S = 3.0
@@ -41,11 +37,10 @@ MUST_S = 8.0
 
 def command(tree: Path, *arguments: str) -> subprocess.Popen[bytes]:
     """Start an `xtoken` command of a tree."""
-    path = [str(tree), str(tree / "services"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
-    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    variables = environment(tree)
+    variables.pop("PYTHONDONTWRITEBYTECODE", None)
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", "xtoken_services.cli", *arguments], env=environment, cwd=tree,
+        [sys.executable, "-P", "-m", "xtoken_services.cli", *arguments], env=variables, cwd=tree,
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
 
@@ -71,53 +66,15 @@ def answer(tree: Path, *arguments: str) -> dict[str, float]:
     return {"seconds": time.monotonic() - began, "cpu_seconds": usage.ru_utime + usage.ru_stime}
 
 
-def run_file(demo: Path, mode: str) -> str:
-    """Return the demo's run file with this loss.
-
-    Args:
-        demo: Directory of the demo.
-        mode: `chain`, as the demo has it, or `p_kl` with a projection file, which is built if it is not there.
-    """
-    text = (demo / RUN_FILE).read_text(encoding="utf-8")
-    if mode == "chain":
-        return text
-    if not (demo / PROJECTION).exists():
-        pair = ("--student", str(demo / "student"), "--teacher", str(demo / "teacher"))
-        command(ROOT, "projection", "build", *pair, "--out", str(demo / PROJECTION)).wait()
-    text = text.replace('mode = "chain"', "vocab_topk = 1024")  # a name that means P-KL, to older commits as well
-    return text.replace("[teacher]\n", f'[teacher]\nprojection = "{PROJECTION}"\n')
-
-
-def first_step(tree: Path, demo: Path, output: Path, mode: str) -> dict[str, float]:
+def first_step(tree: Path, demo: Path, output: Path) -> dict[str, float]:
     """Return the seconds from the command to the first line of `steps.jsonl`, then stop the run.
 
     Raises:
         RuntimeError: The run ended before, or the line did not come.
     """
-    lines = run_file(demo, mode).splitlines()
+    lines = (demo / RUN_FILE).read_text(encoding="utf-8").splitlines()
     file = demo / f"startup-{os.getpid()}.toml"
     file.write_text("\n".join(f'output = "{output}"' if x.startswith("output") else x for x in lines), "utf-8")
-    try:
-        return until_first_step(tree, file, output)
-    finally:
-        file.unlink()
-
-
-def until_first_step(
-    tree: Path, file: Path, output: Path, *, limit_s: float = LIMIT_S, look: Callable[[float], None] = lambda _: None
-) -> dict[str, float]:
-    """Start a run, wait for the first line of `steps.jsonl`, and stop it.
-
-    Args:
-        tree: The tree whose command runs.
-        file: The run file.
-        output: The output that it names.
-        limit_s: Seconds after which the step is no longer waited for.
-        look: Called at every look at the output, with the seconds since the command.
-
-    Raises:
-        RuntimeError: The run ended before, or the line did not come.
-    """
     began = time.monotonic()
     process = command(tree, "run", str(file))
     try:
@@ -126,10 +83,9 @@ def until_first_step(
         while not (steps.is_file() and steps.stat().st_size):
             time.sleep(POLL_S)
             seconds = time.monotonic() - began
-            look(seconds)
             if not evaluated and evaluations.is_file() and evaluations.stat().st_size:
                 evaluated = seconds
-            if process.poll() is not None or seconds > limit_s:
+            if process.poll() is not None or seconds > LIMIT_S:
                 raise RuntimeError(f"{tree}: no first step after {seconds:.0f} s")
         seconds = time.monotonic() - began
         cpu = cpu_seconds(psutil.Process(process.pid))
@@ -140,6 +96,7 @@ def until_first_step(
         except subprocess.TimeoutExpired:
             process.terminate()  # the second signal stops without a checkpoint
             process.wait()
+        file.unlink()
     return {"seconds": seconds, "cpu_seconds": cpu, "evaluated_seconds": evaluated}
 
 
@@ -150,22 +107,8 @@ def measurements(demo: Path, scratch: Path) -> dict[str, Callable[[Path, str], d
     return {
         "help": lambda tree, _: answer(tree, "--help"),
         "misspelt_path": lambda tree, _: answer(tree, "run", str(missing)),
-        "first_step": lambda tree, label: first_step(tree, demo, scratch / label, "p_kl"),
-        CHAIN: lambda tree, label: first_step(tree, demo, scratch / f"{label}-chain", "chain"),
+        "first_step_chain": lambda tree, label: first_step(tree, demo, scratch / label),
     }
-
-
-@contextmanager
-def checkout(commit: str) -> Iterator[Path]:
-    """Check a commit out into a temporary directory."""
-    with tempfile.TemporaryDirectory() as directory:
-        tree = Path(directory) / "tree"
-        git = ["git", "-C", str(ROOT), "worktree"]
-        subprocess.run([*git, "add", "--quiet", "--detach", str(tree), commit], check=True)
-        try:
-            yield tree
-        finally:
-            subprocess.run([*git, "remove", "--force", str(tree)], check=True)
 
 
 def smallest(rounds: list[dict[str, float]]) -> dict[str, float]:
@@ -183,12 +126,13 @@ def main() -> int:
     arguments = parser.parse_args()
     demo = arguments.demo.resolve()
     rounds: dict[str, dict[str, list[dict[str, float]]]] = {}
-    with tempfile.TemporaryDirectory() as scratch, checkout(arguments.commit or "HEAD") as other:
-        trees = {"this": ROOT} | ({arguments.commit: other} if arguments.commit else {})
+    tree = checkout(arguments.commit) if arguments.commit else nullcontext(ROOT)
+    with tempfile.TemporaryDirectory() as scratch, tree as other:
+        trees = {"this": ROOT, arguments.commit or "this": other}
         for number in range(arguments.rounds + 1):  # the first writes bytecode and fills the page cache
             for name, measure in measurements(demo, Path(scratch)).items():
-                for label, tree in trees.items() if name != CHAIN else [("this", ROOT)]:
-                    result = measure(tree, f"{label}-{number}")
+                for label, place in trees.items():
+                    result = measure(place, f"{label}-{number}")
                     print(f"{number} {name:14} {label:8} " + "  ".join(f"{k} {v:.2f}" for k, v in result.items()))
                     if number:
                         rounds.setdefault(name, {}).setdefault(label, []).append(result)

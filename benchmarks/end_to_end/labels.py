@@ -45,7 +45,6 @@ def label_of(variant: dict[str, Any]) -> str:
         ", not compiled": not student.get("compile"),
         ", hidden states": "hidden" in workers.get("signal", ""),
         ", teacher in 8 bits": teacher.get("fp8"),
-        ", teacher in 4 bits": teacher.get("nf4"),
         ", four samples together": variant["wide"],
         ", teacher on the other GPU": teacher.get("gpu") is not None,
         ", student shared by two GPUs": workers.get("ranks", 1) > 1,

@@ -15,27 +15,25 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from benchmarks.bounds import Bound
-from benchmarks.queue import ours, source_tree
+from benchmarks.other_tree import ROOT, checkout, environment
+from benchmarks.queue import source_tree
 from benchmarks.queue.__main__ import IN_FLIGHT, ROUNDS, TRANSPORTS, machine, rounded
 from benchmarks.queue.bounds import latency_bounds, queue_bounds
 from benchmarks.queue.workload import quantiles
 from xtoken_core.atomic import atomic_write
 
-ROOT = ours.ROOT
 RESULT = ROOT / "benchmarks" / "results" / "queue_compare.json"
 WORST = 0.95
 BLOCKS = 30
@@ -47,28 +45,6 @@ UNCOMPARED = {"transferqueue": {"skipped": "not compared"}, "idle": {"idle_pss_m
 
 Round = dict[str, dict[str, float]]
 """Figures by side and name, larger being better."""
-
-
-@contextmanager
-def checkout(commit: str) -> Iterator[Path]:
-    """Yield a directory with the files of a commit."""
-    with tempfile.TemporaryDirectory(prefix="xc-") as name:
-        tree = Path(name) / "tree"
-        subprocess.run(["git", "worktree", "add", "--detach", "--quiet", str(tree), commit], cwd=ROOT, check=True)
-        try:
-            yield tree
-        finally:
-            subprocess.run(["git", "worktree", "remove", "--force", str(tree)], cwd=ROOT, check=True)
-
-
-def environment(tree: Path) -> dict[str, str]:
-    """Return the environment in which Python imports from a tree, and packages from where they are now."""
-    others = [
-        path
-        for path in os.environ.get("PYTHONPATH", "").split(os.pathsep)
-        if path and not Path(path).is_relative_to(ROOT)
-    ]
-    return os.environ | {"PYTHONPATH": os.pathsep.join([str(tree), str(tree / "services"), *others])}
 
 
 class Sides:

@@ -38,12 +38,10 @@ ours = importlib.import_module("benchmarks.queue.ours")
 plain = importlib.import_module("benchmarks.queue.plain")
 thousand = importlib.import_module("benchmarks.queue.crowd")
 whole = importlib.import_module("benchmarks.queue.__main__")
-OLDER = Path("xtoken_core/protocol/engine.py")
-engine = importlib.import_module("xtoken_core.protocol.engine" if OLDER.exists() else "xtoken_core.queue.engine")
+engine = importlib.import_module("xtoken_core.queue.engine")
 
-WAIT_AFTER = "SETTLE_S" if hasattr(ours, "SETTLE_S") else "IDLE_WAIT_S"
-"""Name of the wait before memory is measured, which is done at one of the rates only."""
 AT_REST = "ipc_1"
+"""The one rate at which the wait before memory is measured is kept."""
 SIZES = {"small": latency.small_sample, "workload": lambda: workload.batch(1)}
 
 REQUESTS = {"batch": 25, "sample": 100, "small": 100}
@@ -150,12 +148,12 @@ class Measurements:
         self._addresses, self._stack = whole.Places(directory), stack
         self._engines: dict[str, EngineLoad] = {}
         self._calls: SingleCalls | None = None
-        self._wait_s = getattr(ours, WAIT_AFTER)
+        self._wait_s = ours.IDLE_WAIT_S
 
     def rates(self, key: str) -> dict[str, Any]:
         """Measure put and get through raw pyzmq and through the queue."""
         transport, in_flight = key.split("_")
-        setattr(ours, WAIT_AFTER, self._wait_s if key == AT_REST else 0.0)
+        ours.IDLE_WAIT_S = self._wait_s if key == AT_REST else 0.0
         raw = plain.measure(self._addresses.url(transport), int(in_flight))
         return {"plain": raw, "ours": ours.measure(self._addresses.address(transport), int(in_flight))}
 

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.worker_kills.forks import ForkLauncher
 from benchmarks.worker_kills.lane import VICTIMS, Lane, trained_ids
+from tests.support.forks import ForkLauncher
 from tests.support.tiny_run import make_assets, tiny_spec
 from xtoken_core.config.spec import RunSpec
 from xtoken_services.common.processes.worker import SILENCE_S, WAIT_S

@@ -18,8 +18,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.worker_kills.forks import ForkLauncher
 from benchmarks.worker_kills.lane import Lane
+from tests.support.forks import ForkLauncher
 from tests.support.tiny_run import make_assets, tiny_spec
 from tests.support.trained_student import train_briefly
 from xtoken_services.common.generation.published_weights import weights_file

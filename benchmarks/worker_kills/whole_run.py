@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from benchmarks.worker_kills.__main__ import DEADLINE_S, LIMIT, memory_at_rest, used
-from benchmarks.worker_kills.forks import ForkLauncher
 from benchmarks.worker_kills.lane import VICTIMS, Lane
+from tests.support.forks import ForkLauncher
 from xtoken_core.config.spec import RunSpec
 from xtoken_services.supervisor.run_record import RunState
 

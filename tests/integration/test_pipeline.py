@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.worker_kills.forks import ForkLauncher
 from tests.integration.conftest import Crew
+from tests.support.forks import ForkLauncher
 from tests.support.tiny_run import TinyAssets, documents, steps_of, tiny_spec, write_jsonl
 from xtoken_services.common.run.baseline import baseline_of
 from xtoken_services.supervisor.run_record import RunState

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.worker_kills.forks import ForkLauncher
 from tests.integration.conftest import Crew
+from tests.support.forks import ForkLauncher
 from tests.support.tiny_run import TinyAssets, make_assets, steps_of, tiny_spec
 from tests.support.trained_student import train_briefly
 from xtoken_core.config.spec import RunSpec

@@ -77,7 +77,7 @@ def test_a_target_measures_what_its_file_has(name: str) -> None:
     assert asked.no_serial == all(call["no_serial"] for call in calls)
 
 
-@pytest.mark.parametrize("words", [[], ["--small"], ["--variants", "p_kl"]])
+@pytest.mark.parametrize("words", [[], ["--small"], ["--variants", "p_kl_wide"]])
 def test_a_call_by_hand_leaves_the_page_s_files_alone(words: list[str]) -> None:
     assert parsed(words).out.parent == parsed(words).work
     assert (parsed(words).work == parsed([]).work) == ("--small" not in words), (

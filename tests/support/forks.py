@@ -1,7 +1,7 @@
 """Workers that start at once: forked from a process that has imported everything and touched no device.
 
 A killed collator, rollout worker, teacher or trainer is back within a second or two instead of ten. The queue is
-started as always. `python -m benchmarks.worker_kills.forks` is that process: it takes a JSON object a line and answers
+started as always. `python -m tests.support.forks` is that process: it takes a JSON object a line and answers
 with a process id.
 """
 
@@ -44,7 +44,7 @@ class ForkLauncher(LocalLauncher):
         super().__init__(tied=True)
         self._lock = threading.Lock()
         self._template = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.worker_kills.forks"],
+            [sys.executable, "-m", "tests.support.forks"],
             cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
         )  # fmt: skip

@@ -1,1 +1,0 @@
-"""Ideas for kernels on Hopper, each measured beside the kernel that ships."""
