@@ -10,7 +10,7 @@ JOBS ?= 2
 TORCH_INDEX ?=
 PIP_INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX),)
 
-.PHONY: help install demo lint format type test test-all test-browser test-docker check-gpu-service test-deploy docs mutants fuzz fuzz-parsers attack bench-checkpoint bench-store bench-queue bench-queue-compare bench-queue-load bench-queue-peer bench-collate bench-startup bench-ops bench-e2e bench-on-policy bench-e2e-mps bench-e2e-two-gpus bench-divided-teacher bench-node-groups bench-kills bench-control evidence evidence-reduced clean
+.PHONY: help install demo lint format type test test-all test-browser test-docker check-gpu-service test-deploy docs mutants fuzz fuzz-parsers attack bench-checkpoint bench-store bench-queue bench-queue-compare bench-queue-load bench-queue-peer bench-collate bench-startup bench-ops bench-e2e bench-on-policy bench-e2e-mps bench-e2e-two-gpus bench-divided-teacher bench-node-groups bench-kills bench-control clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -155,14 +155,6 @@ bench-divided-teacher: $(STAMP)  ## a teacher's rate on two GPUs beside one; nee
 
 bench-node-groups: $(STAMP)  ## two node groups by torchrun and Ray, one killed, beside one group; needs two GPUs
 	tests/support/loopback.sh $(BIN)/python -m benchmarks.node_groups
-
-evidence: $(STAMP)  ## every distillation method on numerals, on a GPU; resumes where it stopped
-	$(BIN)/python -m experiments.digits all
-	$(BIN)/python -m experiments.digits.page
-
-evidence-reduced: $(STAMP)  ## the same, small, without a GPU
-	$(BIN)/python -m experiments.digits all --scale reduced --seconds 7200
-	$(BIN)/python -m experiments.digits.page
 
 bench-kills: $(STAMP)  ## kill teachers and trainers of real runs on a GPU at random moments, and resume
 	$(BIN)/python -m benchmarks.worker_kills

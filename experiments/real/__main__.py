@@ -6,8 +6,6 @@
     runs      train: every method, learning rate and data seed of a condition, each an `xtoken run`
     collect   measure the teachers, add the runs to the result file, print the tables
     merge     add the rows of other result files to the result file: merge FILE...
-    split     cut a file into pieces: split FILE DIRECTORY [--bytes N]
-    join      put pieces together again: join DIRECTORY FILE
 
 `runs --remaining` makes what the result file lacks, in an order in which each run's weights and rate are known by then.
 A method's first weights run at every learning rate, its other weights at the one that the result file shows to be best
@@ -33,7 +31,6 @@ from experiments.real.methods import CONDITIONS, METHODS, PATIENCE, SEEDS, TITLE
 from xtoken_core.errors import InputError
 
 RESULTS = Path(__file__).parent / "results"
-BEST = "best"
 
 
 def main() -> int:
@@ -48,17 +45,10 @@ def main() -> int:
     merge = commands.add_parser("merge")
     merge.add_argument("files", nargs="+", type=Path, help="result files of other machines, the newest last")
     merge.add_argument("--out", type=Path, default=RESULTS / "real.json", help="the result file")
-    cut = commands.add_parser("split")
-    cut.add_argument("file", type=Path)
-    cut.add_argument("directory", type=Path)
-    cut.add_argument("--bytes", type=int, default=48 << 20)
-    join = commands.add_parser("join")
-    join.add_argument("directory", type=Path)
-    join.add_argument("file", type=Path)
     arguments = parser.parse_args()
     try:
         return _run(arguments)
-    except (models.MissingSourceError, results.OtherTextError, results.UnknownRunError, InputError) as error:
+    except (models.MissingSourceError, results.OtherTextError, InputError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 
@@ -68,12 +58,8 @@ def _add_choice(parser: argparse.ArgumentParser) -> None:
         "--conditions", nargs="*", choices=CONDITIONS, default=[], help="de-500k if left out; with --remaining all"
     )
     parser.add_argument("--methods", nargs="*", choices=METHODS, default=list(METHODS))
-    parser.add_argument(
-        "--weights", nargs="*", choices=[*WEIGHTS, BEST], default=[],
-        help=f"all if left out; `{BEST}`: of each method those that were best on validation of data seed 0",
-    )  # fmt: skip
+    parser.add_argument("--weights", nargs="*", choices=WEIGHTS, default=[], help="all if left out")
     parser.add_argument("--seeds", nargs="*", type=int, default=list(SEEDS))
-    parser.add_argument("--list", type=Path, help="file of the runs' names, one a line, in their order, instead")
     parser.add_argument(
         "--remaining", action="store_true", help="all runs that the result file lacks, weights and seeds as they come"
     )
@@ -103,17 +89,13 @@ def _add_choice(parser: argparse.ArgumentParser) -> None:
 
 
 def _planned(arguments: argparse.Namespace) -> list[Cell]:
-    if arguments.list:
-        return results.named(arguments.list.read_text(encoding="utf-8").split())
-    best = arguments.weights == [BEST]
     if arguments.remaining:
         controls = arguments.stage == "controls"
         choose = remaining.waiting_for_controls if controls else remaining.finished_or_missing
         return choose(arguments.state, arguments.out)
     names = arguments.conditions or ["de-500k"]
-    chosen = (names, arguments.methods, [] if best else arguments.weights, arguments.seeds)
-    planned = results.tried(cells(*map(tuple, chosen)), results.read_result(arguments.out)["runs"])
-    return stages.best_weights(arguments.state, planned, arguments.out) if best else planned
+    chosen = (names, arguments.methods, arguments.weights, arguments.seeds)
+    return results.tried(cells(*map(tuple, chosen)), results.read_result(arguments.out)["runs"])
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -133,17 +115,12 @@ def _run(arguments: argparse.Namespace) -> int:
         names = list(dict.fromkeys(cell.condition for cell in planned))
         stages.teachers(arguments.state, names, arguments.device, arguments.out, arguments.again)
         _print_tables(stages.collect(arguments.state, planned, arguments.out, arguments.again), names)
-    elif arguments.stage == "merge":
+    else:
         result = results.read_result(arguments.out)
         for file in arguments.files:
             result = results.merged(result, json.loads(file.read_text(encoding="utf-8")))
         results.write_result(arguments.out, result)
         _print_tables(result, list(result["conditions"]))
-    elif arguments.stage == "split":
-        for piece in models.split(arguments.file, arguments.directory, arguments.bytes):
-            print(piece)
-    else:
-        models.join(arguments.directory.iterdir(), arguments.file)
     return 0
 
 

@@ -71,23 +71,6 @@ def convert(gguf: Path, directory: Path) -> None:
         target.rename(directory)
 
 
-def split(file: Path, pieces: Path, most_bytes: int) -> list[Path]:
-    """Cut a file into numbered pieces, to carry it where a single transfer is limited.
-
-    Args:
-        file: The file.
-        pieces: The directory of the pieces.
-        most_bytes: The largest size of a piece.
-    """
-    _made(pieces)
-    written = []
-    with file.open("rb") as source:
-        while block := source.read(most_bytes):
-            written.append(pieces / f"{file.name}.{len(written):03d}")
-            written[-1].write_bytes(block)
-    return written
-
-
 def join(pieces: Iterable[Path], file: Path) -> None:
     """Put the pieces of a file together again, in the order of their names."""
     beside = _made(file.parent) / f"{file.name}.part"

@@ -1,12 +1,12 @@
-"""The outcome in one picture and one table, for the page of evidence and the README."""
+"""The outcome in one picture and a few tables, for the page and the README."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from experiments.digits.pictures import LEFT, ROW, TOP, WIDE, head, tick_at
 from experiments.real import methods, summary
+from experiments.real.picture import LEFT, ROW, TOP, WIDE, head, tick_at
 
 CONDITION = "de-500k"
 """The condition of which every method is shown."""

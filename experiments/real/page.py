@@ -1,8 +1,8 @@
-"""Write `docs/real-models.md` from the result file, the predictions and the template `page.md.j2`.
+"""Write `docs/real-models.md` and its picture from the result file, the predictions and the template `page.md.j2`.
 
     python -m experiments.real.page [--check]
 
-With `--check` nothing is written; the exit status is 1 if the page is out of date.
+With `--check` nothing is written; the exit status is 1 if a file is out of date.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ def page(result: dict[str, Any]) -> str:
         conditions=conditions,
         compared=compared,
         overview=overview.table(result),
+        worse=overview.worse(result),
         other_rates=overview.other_rates(result),
         fitted=overview.fitted_rates(result),
         past=overview.past_the_best(result),

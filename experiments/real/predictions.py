@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from experiments.digits.predictions import holds
 from experiments.real.methods import SEEDS
 from experiments.real.summary import Outcome, chosen, outcomes
 
@@ -36,9 +35,12 @@ def compare(result: Mapping[str, Any]) -> Iterator[str]:
         yield f"| {prediction['condition']} | {prediction['says']} | {limits} | {outcome} | {verdict} |"
 
 
-def differences(
-    result: Mapping[str, Any], found: list[Outcome], prediction: Mapping[str, Any]
-) -> list[float]:  # fmt: skip
+def holds(value: float, low: float | None, high: float | None) -> bool:
+    """Return whether a figure is in a range; None is no bound."""
+    return (low is None or value >= low) and (high is None or value <= high)
+
+
+def differences(result: Mapping[str, Any], found: list[Outcome], prediction: Mapping[str, Any]) -> list[float]:
     """Return a prediction's differences in bits per byte, one for each data seed that both methods have.
 
     Args:

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.machines import joined_machines
+from experiments.real.machines import joined_machines
 from experiments.real.methods import CONDITIONS, METHODS, SEEDS, Cell, cells
-from experiments.real.summary import VALIDATION, Choice, choices, outcomes
+from experiments.real.summary import VALIDATION, choices, outcomes
 from xtoken_core.atomic import atomic_write
 
 SAME_START = 0.005
@@ -19,10 +19,6 @@ _ORDER = {cell: n for n, cell in enumerate(cells(tuple(CONDITIONS), tuple(METHOD
 
 class OtherTextError(RuntimeError):
     """Two result files have a condition of the same name on other texts or models; the message names it."""
-
-
-class UnknownRunError(RuntimeError):
-    """No run has such a name; the message has it."""
 
 
 def read_result(file: Path) -> dict[str, Any]:
@@ -144,27 +140,9 @@ def cell_of(row: Mapping[str, Any]) -> Cell:
     return Cell(row["condition"], row["method"], row["weight"], row["rate"], row["seed"])
 
 
-def named(names: Sequence[str]) -> list[Cell]:
-    """Return the runs of these names, in their order.
-
-    Raises:
-        UnknownRunError: No run has such a name.
-    """
-    known = {cell.name: cell for cell in _ORDER}
-    for name in names:
-        if name not in known:
-            raise UnknownRunError(f"there is no run {name}: a name is CONDITION-METHOD-WEIGHTS-RATE-sSEED")
-    return [known[name] for name in names]
-
-
 def all_cells() -> Iterable[Cell]:
     """Return every run that the methods and conditions allow, in their order."""
     return _ORDER.keys()
-
-
-def counts(cell: Cell, best: Choice | None) -> bool:
-    """Return True for a run of the best weights and, on other data seeds than the first, of the best rate."""
-    return best is not None and cell.weight == best.weight and (cell.seed == SEEDS[0] or cell.rate == best.rate)
 
 
 def _in_order(some: Iterable[Cell]) -> list[Cell]:

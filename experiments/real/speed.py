@@ -22,7 +22,7 @@ from typing import Any
 import tomli_w
 import torch
 
-from experiments.digits.stages import machine
+from experiments.real.machines import machine
 from experiments.real.methods import CONDITIONS, METHODS, SEEDS, Cell, job
 from experiments.real.models import MissingSourceError
 from experiments.real.stages import prepare, write_sample

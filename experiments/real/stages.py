@@ -9,9 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from experiments.digits.stages import machine
 from experiments.jobs import SHORTEST_S, finished, run_all
 from experiments.real import controls
+from experiments.real.machines import machine
 from experiments.real.methods import (
     CHAT,
     CONDITIONS,
@@ -19,7 +19,6 @@ from experiments.real.methods import (
     EVAL_BYTES,
     METHODS,
     PATIENCE,
-    SEEDS,
     TEACHER_CONTEXT,
     Cell,
     Condition,
@@ -27,8 +26,8 @@ from experiments.real.methods import (
     projection_file,
 )
 from experiments.real.models import MissingSourceError
-from experiments.real.results import cell_of, counts, merged, missing, read_result, without, write_result
-from experiments.real.summary import BASELINE, choices, outcomes
+from experiments.real.results import merged, missing, read_result, without, write_result
+from experiments.real.summary import BASELINE
 from experiments.real.tasks import write_tasks
 from xtoken_core.atomic import atomic_write
 
@@ -120,26 +119,6 @@ def make_controls(state: Path, planned: Sequence[Cell], *, until: float, device:
             return False
         controls.keep_continued(state)
     return True
-
-
-def best_weights(state: Path, planned: Sequence[Cell], known: Path) -> list[Cell]:
-    """Return the planned runs whose weights, and rate on other seeds, were best on validation of the first data seed.
-
-    Args:
-        state: Directory of the runs.
-        planned: Runs of several weights.
-        known: A result file, for runs that are not in `state`.
-
-    Raises:
-        MissingSourceError: A method's runs of the first data seed are not finished.
-    """
-    first = dict.fromkeys(replace(cell, seed=SEEDS[0]) for cell in planned)
-    rows = {cell_of(row): row for row in [*read_result(known)["runs"], *finished_rows(state, list(first))]}
-    best = choices(outcomes({"runs": [rows[cell] for cell in first if cell in rows]}))
-    for cell in planned:
-        if (cell.condition, cell.method) not in best:
-            raise MissingSourceError(f"no run of {cell.method} on {cell.condition} and data seed 0 is finished")
-    return [cell for cell in planned if counts(cell, best[cell.condition, cell.method])]
 
 
 def write_sample(texts: Path, cell: Cell) -> None:

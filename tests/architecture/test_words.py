@@ -105,11 +105,6 @@ OLD_MODULES = {
 }  # fmt: skip
 """Modules that have been renamed, by folder."""
 
-ALLOWED = {
-    ("docs/evidence.md", r"\b(nobody|somebody|whoever|no one|everybody)\b"): "predictions are quoted as committed",
-}
-"""Exceptions: a file (`*` for all) and a word or pattern that may stay in it, with the reason."""
-
 
 @cache
 def code_files() -> list[Path]:
@@ -120,11 +115,6 @@ def code_files() -> list[Path]:
 def name_of(path: Path) -> str:
     """Return a file's path in the tree."""
     return path.relative_to(ROOT).as_posix()
-
-
-def allowed(file: str, word: str) -> bool:
-    """Return whether a word may stay in a file."""
-    return (file, word) in ALLOWED or ("*", word) in ALLOWED
 
 
 def words_of(identifier: str) -> list[str]:
@@ -218,7 +208,6 @@ def identifier_findings() -> list[str]:
         f"{name_of(path)}: {identifier} ({(IDENTIFIERS | NAMES)[word]})"
         for path in code_files()
         for identifier, word in dict.fromkeys(wrong_identifiers(path.read_text(encoding="utf-8")))
-        if not allowed(name_of(path), word)
     ]
 
 
@@ -230,7 +219,6 @@ def phrase_findings() -> list[str]:
         f"{name_of(path)}:{line}: /{pattern}/ ({PHRASES[pattern]})"
         for path, line, text in texts
         for pattern in phrases_in(text)
-        if not allowed(name_of(path), pattern)
     ]
 
 
@@ -250,7 +238,6 @@ def function_findings() -> list[str]:
         f"{name_of(path)}:{line}: {text}"
         for path in sorted(files)
         for line, text in wrong_functions(path.read_text(encoding="utf-8"))
-        if not allowed(name_of(path), VAGUE)
     ]
 
 

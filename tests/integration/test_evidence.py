@@ -1,7 +1,6 @@
-"""The experiments again, small: the committed tables say what comes out.
+"""Runs of real models again: the committed tables say what comes out.
 
-On a GPU and with `XTOKEN_REAL_STATE`, a directory with `models` and `texts` of `python -m experiments.real`, runs of
-real models are repeated; the digits of the reduced size need neither.
+They need a GPU and `XTOKEN_REAL_STATE`, a directory with `models` and `texts` of `python -m experiments.real`.
 """
 
 from __future__ import annotations
@@ -9,25 +8,17 @@ from __future__ import annotations
 import json
 import os
 import time
-from itertools import combinations, pairwise
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 
-from experiments.digits import page, stages
-from experiments.digits.compare import RESOLUTIONS, mismatches
-from experiments.digits.methods import CROSS
-from experiments.digits.settings import REDUCED
-from experiments.digits.summary import Summary
 from experiments.real import stages as real
 from experiments.real import summary
 from experiments.real.methods import Cell
 from experiments.real.page import RESULT
 
-BASELINE = "ce"
-METHODS = ("chain", "alm1", "p_kl")
-"""Losses whose sign and order are held, fixed before they were repeated."""
 STATE = os.environ.get("XTOKEN_REAL_STATE", "")
 CELLS = (("chain_fading", "even", 4e-4), ("chain", "even", 4e-4), ("p_kl", "even", 4e-4), ("ce", "ce", 2e-4))
 """Runs on half a megabyte of German at their best learning rates, in the order of their outcome; the default first."""
@@ -59,27 +50,3 @@ def test_the_first_losses_on_real_models_come_out_as_the_table_says(tmp_path: Pa
         now, then = (bits[second[0]] - bits[first[0]] for bits in (repeated, published))
         assert abs(now - then) < NOISE, (first, second)
         assert now > 0 or then < NOISE, (first, second)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_the_first_losses_on_digits_come_out_as_the_table_says(tmp_path: Path) -> None:
-    side_by_side = os.cpu_count() or 1
-    known = Summary(json.loads((page.RESULTS / "reduced.json").read_text(encoding="utf-8")))
-    held = [name for name in METHODS if len(known.runs(name)) == REDUCED.seeds]
-    assert "p_kl" in held
-    first = tuple(f"student-{seed}" for seed in range(REDUCED.seeds))
-    stages.scratch(tmp_path, REDUCED, side_by_side=side_by_side, only=(CROSS, *first))
-    until = time.monotonic() + 3000
-    runs = max(1, side_by_side // 2)
-    assert stages.runs(tmp_path, REDUCED, side_by_side=runs, until=until, only=(BASELINE, *held), seeds=())
-    stages.measure(tmp_path, REDUCED, tmp_path)
-    again = Summary(json.loads((tmp_path / "reduced.json").read_text(encoding="utf-8")))
-    found = {}
-    for pair in combinations((*held, BASELINE), 2):
-        for measure, resolution in RESOLUTIONS.items():
-            differences = [one.difference(*pair, measure) for one in (known, again)]
-            assert [len(values) for values in differences] == [REDUCED.seeds] * 2
-            if lines := mismatches(*differences, resolution=resolution):
-                found[pair, measure] = lines
-    assert found == {}

@@ -9,15 +9,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks import pages
-from experiments.digits import page as evidence
 from experiments.real import page as real_models
 
 WRITERS: dict[str, tuple[Callable[[], dict[Path, str]], set[Path]]] = {
     "benchmarks.pages": (pages.rendered, {part.page for part in pages.PARTS}),
-    "experiments.digits.page": (
-        evidence.rendered,
-        {evidence.PAGE, *(evidence.IMAGES / f"evidence-{name}.svg" for name in ("answers", "gains", "numerals"))},
-    ),
     "experiments.real.page": (real_models.rendered, {real_models.PAGE, real_models.PICTURE}),
 }
 

@@ -84,6 +84,11 @@ def test_large_micro_batches_belong_to_methods_that_read_no_ring_of_logits() -> 
         assert not (large and (method.custom or method.loss.get("mode") in ("p_kl", "uld")))
 
 
+def test_nothing_is_started_when_the_time_is_up(tmp_path: Path) -> None:
+    assert not jobs.run_all(tmp_path, [jobs.Job("ce-0", "")], side_by_side=1, until=0.0)
+    assert not (tmp_path / "ce-0.toml").exists()
+
+
 def test_what_nobody_reads_of_a_finished_run_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jobs.sys, "executable", str(tmp_path / "runner"))
     (tmp_path / "runner").write_text(f"#!/bin/sh\ntouch {tmp_path}/runs/whole/summary.json\n")

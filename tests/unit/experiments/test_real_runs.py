@@ -138,30 +138,6 @@ def test_a_sample_is_drawn_by_the_seed_up_to_its_size(tmp_path: Path, monkeypatc
     assert drawn[0] != drawn[1]
 
 
-def test_best_weights_are_those_of_the_first_seed(tmp_path: Path) -> None:
-    planned = [cell for cell in cells(("de-500k",), ("chain",), (), (0, 1)) if cell.rate == RATES[0]]
-    with pytest.raises(MissingSourceError, match="no run of chain on de-500k and data seed 0"):
-        stages.best_weights(tmp_path, planned, tmp_path / "real.json")
-    for cell, bits in zip(planned, (1.4, 1.3, 1.5), strict=False):
-        write_run(tmp_path, cell, bits)
-    known = tmp_path / "real.json"
-    assert {(cell.weight, cell.seed) for cell in stages.best_weights(tmp_path, planned, known)} == {
-        ("kd", 0),
-        ("kd", 1),
-    }
-
-
-def test_best_weights_are_known_without_run_directories(tmp_path: Path) -> None:
-    planned = list(cells(("de-500k",), ("chain",), (), (0, 1)))
-    stages.collect(tmp_path, planned, known := tmp_path / "real.json")
-    for cell in planned[:9]:
-        write_run(tmp_path, cell, 1.2 if (cell.weight, cell.rate) == ("strong", 2e-4) else 1.4)
-    stages.collect(tmp_path, planned, known)
-    chosen = stages.best_weights(tmp_path / "elsewhere", planned, known)
-    assert {(cell.weight, cell.rate) for cell in chosen if cell.seed == 1} == {("strong", 2e-4)}
-    assert {cell.rate for cell in chosen if cell.seed == 0} == set(RATES)
-
-
 def write_run(state: Path, cell: Cell, bits: float, *, start: float = 1.9) -> None:
     run = state / "runs" / cell.name
     run.mkdir(parents=True)
@@ -186,6 +162,15 @@ def test_rows_stay_when_their_run_directories_are_gone(tmp_path: Path) -> None:
     assert [results.cell_of(row) for row in after["not_run"]] == planned[5:]
     assert after["teachers"] == {"de-500k": {"bits_per_byte": 1.1}}
     assert json.loads(out.read_text()) == json.loads(json.dumps(after))
+
+
+def test_rows_of_two_machines_have_one_description() -> None:
+    known, found = results.read_result(Path("none")), results.read_result(Path("none"))
+    known["machine"] = {"gpus": [], "cpus": "2 to 8", "torch": "2.11"}
+    found["machine"] = {"gpus": ["A"], "cpus": 32, "torch": "2.13"}
+    joined = results.merged(known, found)["machine"]
+    assert joined == {"gpus": ["A"], "cpus": "2 to 32", "torch": "2.11 or 2.13"}
+    assert results.merged(known | {"machine": joined}, found)["machine"] == joined
 
 
 def test_rows_of_other_texts_are_refused(tmp_path: Path) -> None:
@@ -304,12 +289,6 @@ def test_the_page_begins_with_where_the_default_gains_nothing(gain: float, said:
     assert ("**On validation it is worse** by 0.020 on manual-de, 2 MB." in text) == (gain > 0)
     assert "it forgets more of other text**, in bits per byte after manual-de, 2 MB: handbook-en 0.020." in text
     assert ("within the noise" in overview.worse(known)) == (abs(gain) < overview.NOISE)
-
-
-def test_runs_are_found_by_name() -> None:
-    assert results.named([cell.name for cell in PLANNED]) == PLANNED
-    with pytest.raises(results.UnknownRunError, match="there is no run de-500k-ce"):
-        results.named(["de-500k-ce"])
 
 
 def write_jsonl_rows(file: Path, rows: list[dict[str, float]]) -> None:

@@ -1,12 +1,9 @@
-"""The texts and the carried files of experiments/real, on hand-made pages."""
+"""The texts of experiments/real, on hand-made pages."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from experiments.real.models import join, split
 from experiments.real.texts import Page, documents, html_paragraphs, is_in, roff_paragraphs, split_of
 
 PAGE = """<html><head><title>T</title></head><body><div class="section"><h2>Head</h2><div class="para">
@@ -61,12 +58,3 @@ def test_every_split_has_its_fraction_of_the_pages() -> None:
     splits = [split_of(f"page-{number}.html") for number in range(2000)]
     for name, fraction in (("train", 0.8), ("validation", 0.1), ("test", 0.1)):
         assert abs(splits.count(name) / 2000 - fraction) < 0.03
-
-
-def test_pieces_are_joined_to_the_same_file(tmp_path: Path) -> None:
-    file = tmp_path / "model.gguf"
-    file.write_bytes(bytes(range(256)) * 10)
-    pieces = split(file, tmp_path / "pieces", 1000)
-    assert [piece.stat().st_size for piece in pieces] == [1000, 1000, 560]
-    join(reversed(pieces), tmp_path / "joined")
-    assert (tmp_path / "joined").read_bytes() == file.read_bytes()

@@ -1,17 +1,31 @@
-"""Machines of a result file whose rows come from several of them."""
+"""The machine of a run, and one description of those of a result file's rows."""
 
 from __future__ import annotations
 
+import os
+import platform
 import re
 from collections.abc import Mapping
 from typing import Any
 
 
+def machine() -> dict[str, Any]:
+    """Describe the machine and its versions."""
+    import torch
+    import transformers
+
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "gpus": gpus,
+        "cpus": os.cpu_count(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
 def joined_machines(known: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
     """Return one description of two machines: a range of cores, and every version that either has.
-
-    >>> joined_machines({"gpus": [], "cpus": "2 to 8", "torch": "2.11"}, {"gpus": ["A"], "cpus": 32, "torch": "2.13"})
-    {'gpus': ['A'], 'cpus': '2 to 32', 'torch': '2.11 or 2.13'}
 
     Args:
         known: A description as a result file has it; empty if there is none.

@@ -1,1 +1,0 @@
-"""Chain tables of real vocabularies in every pairing: their cost, and what they say about text and source code."""
