@@ -96,8 +96,9 @@ attack: $(STAMP)  ## attack a queue and a control plane that serve a real run, f
 bench-checkpoint: $(STAMP)  ## three forms of a checkpoint side by side; two minutes
 	$(BIN)/python -m benchmarks.checkpoint
 
-bench-store: $(STAMP)  ## a store of MODEL's output of TEXT, beside a checkout of DISTILLKIT: bytes per token and rates; five minutes
-	$(BIN)/python -m benchmarks.store --model $(MODEL) --text $(TEXT) $(if $(DISTILLKIT),--distillkit $(DISTILLKIT))
+bench-store: $(STAMP)  ## a store of MODEL's output of TEXT: bytes per token and rates; five minutes
+	$(BIN)/python -m benchmarks.store --model $(MODEL) --text $(TEXT)
+	$(BIN)/python -m benchmarks.pages
 
 bench-collate: $(STAMP)  ## alignment beside TRL's, collation, projection; then two collators beside one
 	$(BIN)/python -m pip install --quiet $(PIP_INDEX) -c constraints.txt -e '.[bench]'

@@ -194,6 +194,7 @@ PARTS = [
     Part("kills", PERFORMANCE, _kills),
     Part("control", PERFORMANCE, lambda: {"r": result("control")}),
     Part("startup", PERFORMANCE, lambda: {"r": result("startup")}),
+    Part("store", ROOT / "docs" / "operations.md", lambda: {"r": result("store")}),
     Part("images", ROOT / "docs" / "operations.md", lambda: {"r": result("images")}),
     Part("fuzz_parsers", ROOT / "docs" / "operations.md", _fuzz_parsers),
     Part("load", ROOT / "docs" / "operations.md", _load),

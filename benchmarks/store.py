@@ -1,24 +1,17 @@
-"""Stores of a teacher's output: `python -m benchmarks.store --model DIR --text FILE [--distillkit DIR] [--out FILE]`.
+"""Stores of a teacher's output: `python -m benchmarks.store --model DIR --text FILE [--out FILE]`.
 
 A real model's hidden states and largest logits of a text, as `xtoken store build` keeps them: bytes per token beside
 the values without compression, and the rates of writing (packed by one thread, with fsync) and of reading (mapped,
-checksums verified, by one thread). With `--distillkit`, a checkout of arcee-ai/DistillKit, its own `LogprobCompressor`
-packs and unpacks the same logits with one thread: ids in ceil(log2 V) bits, and all k values in 32 or 16 bits, or, as
-its README recommends for k = 128, the first 16 in bfloat16 and the rest as a polynomial of 6 terms; and that once more
-with `normalize_t`. What it returns is compared with what it was given. The result goes to
-`benchmarks/results/store.json`.
+checksums verified, by one thread). The result goes to `benchmarks/results/store.json`.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import os
 import platform
 import shutil
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -41,9 +34,6 @@ from xtoken_services.trainer.stored_teachers import array_of
 RESULTS = Path(__file__).parent / "results" / "store.json"
 LENGTH = 256
 KS = (16, 64, 256)
-EXACT: int = 16
-TERMS: list[int | str] = [0, 1, 2, 3, 4, "sqrt"]
-"""Values that DistillKit keeps, and terms of its polynomial of the others, as its README recommends."""
 SHARD_BYTES = 64 << 20
 ROUNDS = 3
 
@@ -118,74 +108,15 @@ def measure(identity: StoreIdentity, values: list[np.ndarray]) -> dict[str, Any]
     }
 
 
-def distillkit(k: int, vocab: int, values: list[np.ndarray]) -> dict[str, dict[str, float]]:
-    """Return sizes, rates and errors of DistillKit's format for the same logits, by its settings.
-
-    An error is the mean, and the largest, of the differences of log-probabilities; `ids_differ` counts the tokens that
-    come back in another order, at equal values. The caller has put a checkout's package on the path.
-
-    Args:
-        k: Tokens of a position.
-        vocab: Tokens of the vocabulary.
-        values: `[tokens, 2 k + TOPK_SCALARS]` of each piece, as a slot holds them.
-    """
-    config = importlib.import_module("distillkit.compression.config")
-    compressor = importlib.import_module("distillkit.compression.compressor")
-    settings: dict[str, dict[str, Any]] = {
-        "float32": {"exact_k": k, "exact_dtype": "float32"},
-        "float16": {"exact_k": k, "exact_dtype": "float16"},
-    }
-    if k > EXACT:
-        polynomial = {"exact_k": EXACT, "exact_dtype": "bfloat16", "polynomial_terms": TERMS}
-        settings |= {"polynomial": polynomial, "normalized": polynomial | {"normalize_t": True}}
-    slots = [torch.from_numpy(array) for array in values]
-    ids = [slot[None, :, k : 2 * k].contiguous().view(torch.int32).long() for slot in slots]
-    given = [slot[None, :, :k] - slot[None, :, 2 * k : 2 * k + 1] for slot in slots]  # log-probabilities
-    tokens, made = sum(map(len, values)), {}
-    for name, chosen in settings.items():
-        kit = compressor.LogprobCompressor(
-            config.DistributionQuantizationConfig(
-                d=vocab, k=k, term_dtype="float32", residual_bins=[], delta_encoding=False, **chosen
-            )
-        )
-        packing, unpacking = [], []
-        for _ in range(ROUNDS):
-            began = time.perf_counter()
-            rows = [kit.compress_from_sparse(*pair) for pair in zip(ids, given, strict=True)]
-            packing.append(time.perf_counter() - began)
-            began = time.perf_counter()
-            back = [kit.decompress_to_sparse(row) for row in rows]
-            unpacking.append(time.perf_counter() - began)
-        apart = torch.cat([(found[1].float() - logs).abs() for found, logs in zip(back, given, strict=True)], dim=1)
-        made[name] = {
-            "bytes_per_token": sum(part.numel() for row in rows for part in row.values()) / tokens,
-            "pack_tokens_per_second": tokens / min(packing),
-            "unpack_tokens_per_second": tokens / min(unpacking),
-            "mean_error": float(apart.mean()),
-            "largest_error": float(apart.max()),
-            "ids_differ": sum(int((found[0] != wanted).sum()) for found, wanted in zip(back, ids, strict=True)),
-        }
-    return made
-
-
-def commit_of(checkout: Path) -> str:
-    """Return the commit of a checkout; empty where it is none."""
-    command = ["git", "-C", str(checkout), "rev-parse", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-
-
 def main() -> None:
     """Measure, and write the result file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="a model's directory")
     parser.add_argument("--text", type=Path, required=True, help="a text file")
     parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--distillkit", type=Path, help="a checkout of arcee-ai/DistillKit")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args()
-    if given.distillkit is not None:
-        sys.path.append(str(given.distillkit))
     tokenizer = AutoTokenizer.from_pretrained(given.model)
     loaded = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32)
     model, vocab = TeacherModel(loaded), len(tokenizer)
@@ -203,8 +134,6 @@ def main() -> None:
         if not k:
             content = {"content": "hidden", "hidden_size": values[0].shape[1]}
         forms[name] = measure(StoreIdentity(**base, **content), values)
-        if k and given.distillkit is not None:
-            forms[name]["distillkit"] = distillkit(k, vocab, values)
         size, raw = forms[name]["bytes_per_token"], forms[name]["bytes_per_token_raw"]
         print(f"{name}: {size:.1f} of {raw:.1f} bytes per token")
     result = {
@@ -213,7 +142,6 @@ def main() -> None:
         "model": given.model.name,
         "text": given.text.name,
         "vocabulary": vocab,
-        "distillkit": given.distillkit and commit_of(given.distillkit),
         "dtype": given.dtype,
         "load_average": os.getloadavg()[0],
         "forms": forms,

@@ -25,12 +25,13 @@ import psutil
 from benchmarks.queue import crowd, disk, latency, ours, plain, workload
 from benchmarks.queue.bounds import queue_bounds
 from xtoken_core.data_plane.address import Address
+from xtoken_services.supervisor.launchers.local import LOOPBACK, free_port
 
 ROUNDS = 5
 IN_FLIGHT = (1, 4)
 TRANSPORTS = ("ipc", "tcp")
 HERE = Path(__file__).parent
-LOOPBACK = ours.ROOT / "tests" / "support" / "loopback.sh"
+NAMESPACE = ours.ROOT / "tests" / "support" / "loopback.sh"
 PEER_PYTHON = ours.ROOT / ".venv-transferqueue" / "bin" / "python"
 PEER_S = 240.0
 RESULT = ours.ROOT / "benchmarks" / "results" / "queue.json"
@@ -47,7 +48,7 @@ class Places:
         """Return an unused address."""
         if transport == "ipc":
             return f"ipc://{self.directory}/{next(self._numbers)}"
-        return f"tcp://127.0.0.1:{free_port()}"
+        return f"tcp://{LOOPBACK}:{free_port(LOOPBACK)}"
 
     def address(self, transport: str = "ipc") -> Address:
         """Return the address of a queue, with a token where it needs one."""
@@ -59,20 +60,11 @@ class Places:
         return self.directory / f"journal-{next(self._numbers)}"
 
 
-def free_port() -> int:
-    """Return a loopback port that is free now."""
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def transferqueue(python: Path) -> dict[str, Any]:
     """Measure the package TransferQueue, or return why it was not measured."""
     if not python.exists():
         return {"skipped": f"no {python}: `make bench-queue-peer` installs it"}
-    command = [str(LOOPBACK), str(python), str(HERE / "transferqueue" / "measure.py")]
+    command = [str(NAMESPACE), str(python), str(HERE / "transferqueue" / "measure.py")]
     if subprocess.run([command[0], "true"], capture_output=True, check=False).returncode:
         return {"skipped": "this user may not make a network namespace, and Ray binds more than loopback outside one"}
     try:

@@ -1,7 +1,6 @@
 """Ratios of `make bench-queue`, of this tree and of another commit in turn: `python -m benchmarks.queue.compare`.
 
     python -m benchmarks.queue.compare COMMIT --rounds 5 --out benchmarks/results/queue_compare.json
-    python -m benchmarks.queue.compare COMMIT --directory DIR   # its files, where there is no repository
 
 Each round starts processes for the commit, for the commit again and for this tree, and has them measure the same parts
 one after the other, a different one first each time: rates, journal and crowd as wholes, single calls and requests to
@@ -21,7 +20,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -220,15 +218,13 @@ def main() -> int:
     """Compare, write the result, print each ratio; 1 if one is more than 5% worse."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("commit", help="the commit to compare with")
-    parser.add_argument("--directory", type=Path, help="with the files of that commit; default: git checks it out")
-    parser.add_argument("--here", help="name of this tree's commit; default: git's answer")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="how often everything is measured")
     parser.add_argument("--blocks", type=int, default=BLOCKS, help="of calls and requests per size, side and round")
     parser.add_argument("--only-calls", action="store_true", help="leave out rates, journal and crowd")
     parser.add_argument("--out", type=Path, default=RESULT, help="where the JSON goes")
     options = parser.parse_args()
-    given, here = options.directory, options.here or this_commit()
-    with nullcontext(given.resolve()) if given else checkout(options.commit) as directory:
+    here = this_commit()
+    with checkout(options.commit) as directory:
         for one in compare(
             options.commit, directory, here, options.rounds, options.blocks, only_calls=options.only_calls
         ):

@@ -22,13 +22,14 @@ from typing import Any
 import zmq
 
 from benchmarks.queue import ours
-from benchmarks.queue.__main__ import free_port, machine, rounded
+from benchmarks.queue.__main__ import machine, rounded
 from benchmarks.queue.latency import small_sample
 from xtoken_core.data_plane.address import Address
 from xtoken_core.data_plane.frames import receive_frames, send_frames
 from xtoken_core.wire import messages as m
 from xtoken_core.wire import pack_columns
 from xtoken_core.wire.columns import Column, offsets_from_lengths
+from xtoken_services.supervisor.launchers.local import LOOPBACK, free_port
 
 SAMPLES, BLOCK, AHEAD = 8, 4, 4
 """Samples of a step, positions of a block, steps that collators may be ahead."""
@@ -272,7 +273,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="where the JSON goes")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="xb-") as name:
-        url = f"ipc://{name}/q" if options.transport == "ipc" else f"tcp://127.0.0.1:{free_port()}"
+        url = f"ipc://{name}/q" if options.transport == "ipc" else f"tcp://{LOOPBACK}:{free_port(LOOPBACK)}"
         address = Address.parse(url, Path(name) / "token" if options.transport == "tcp" else None)
         found = measure(address, options.runs, options.steps, min(options.processes, options.runs))
     grown = options.runs == 1 and found["rss_end_over_a_tenth"] > GROWTH
