@@ -307,16 +307,16 @@ def _json_default(schema: dict[str, Any]) -> str:
 
 
 def decisions() -> str:
-    """Return the decisions with their index, made from each record's heading and bold first sentence."""
+    """Return the decisions with their index, made from each record's heading."""
     page = (DOCS / "decisions.md").read_text(encoding="utf-8")
     start, end = INDEX_MARKS
     before, _, rest = page.partition(start)
     _, _, after = rest.partition(end)
     rows = [
-        f"| {number} | [{title}](#{anchor(f'{number}. {title}')}) | {' '.join(sentence.split())} |"
-        for number, title, sentence in re.findall(r"^## (\d+)\. (.+)\n\n\*\*([^*]+?)\.?\*\*", after, re.MULTILINE)
+        f"| {number} | [{title}](#{anchor(f'{number}. {title}')}) |"
+        for number, title in re.findall(r"^## (\d+)\. (.+)\n\n\*\*[^*]+?\*\*", after, re.MULTILINE)
     ]
-    index = "\n".join(["| | decision | in one sentence |", "|---|---|---|", *rows])
+    index = "\n".join(["| | decision |", "|---|---|", *rows])
     return f"{before}{start}\n{index}\n{end}{after}"
 
 
