@@ -7,7 +7,7 @@ from enum import StrEnum
 NOISE = 0.01
 """Bits per byte by which two runs may differ without a reason.
 
-The differences between two losses on pretrained models, see docs/real-models.md, have a standard deviation of at most
+The differences between two losses on pretrained models, see docs/evidence.md, have a standard deviation of at most
 0.006 over data seeds: a single pair of runs that differs by less than about twice that shows nothing."""
 
 
