@@ -198,7 +198,7 @@ PARTS = [
     Part("images", ROOT / "docs" / "operations.md", lambda: {"r": result("images")}),
     Part("fuzz_parsers", ROOT / "docs" / "operations.md", _fuzz_parsers),
     Part("load", ROOT / "docs" / "operations.md", _load),
-    Part("bounds", ROOT / "benchmarks" / "README.md", _bounds),
+    Part("bounds", PERFORMANCE, _bounds),
     Part(
         "hidden_states",
         OPERATORS / "hidden_states.md",
