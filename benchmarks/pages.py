@@ -158,22 +158,11 @@ def _load() -> dict[str, Any]:
 
 
 def _comparison() -> dict[str, Any]:
-    files = {name: result(name) for name in ("end_to_end", "ops", "queue", "collate")}
-    queue, calls = files["queue"], ("put", "get")
-    peer = queue["transferqueue"].get("batch", {}).values()
-    single = {call: [queue["ours"][key][call] for key in ("ipc_1", "tcp_1")] for call in calls}
-    times = {(row["op"], row["backend"]): row["forward_ms"] + row["backward_ms"] for row in files["ops"]["rows"]}
-    return files | {
-        "rates": [ours[call] for ours in queue["ours"].values() for call in calls],
-        "raw": [ours[call] / queue["plain"][key][call] for key, ours in queue["ours"].items() for call in calls],
-        "single_rates": [rate for rates in single.values() for rate in rates],
-        "transferqueue": [rate / max(p[call] for p in peer) for call in calls for rate in single[call] if peer],
-        "aligned": [row["student_tokens_per_s"] / 1e6 for row in files["collate"]["align"]],
-        "walk": [row["times_offset_walk"] for row in files["collate"]["align"]],
-        "losses": {
-            name: (times[op, "triton"], times[op, "reference"])
-            for op, name in (("gold_loss", "gold"), ("p_kl_loss", "P-KL"))
-        },
+    aligned = result("collate")["align"]
+    return {
+        "end_to_end": result("end_to_end"),
+        "aligned": [row["student_tokens_per_s"] / 1e6 for row in aligned],
+        "walk": [row["times_offset_walk"] for row in aligned],
     }
 
 
