@@ -152,7 +152,6 @@ def _load() -> dict[str, Any]:
     return {
         "runs": runs,
         "kills": result("queue_kills"),
-        "compare": result("queue_compare"),
         "attack": result("attack"),
     }
 

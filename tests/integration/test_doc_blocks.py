@@ -130,15 +130,15 @@ def completed(output: Path) -> bool:
 def test_the_readme_s_commands_run_as_typed(workspace: Path) -> None:
     page = ROOT / "README.md"
     write_run_file(page, workspace)
-    overview, own_run, by_hand = fenced(page, "sh")
+    (overview,) = fenced(page, "sh")
+    by_hand = next(b for b in fenced(ROOT / "docs/operations.md", "sh") if b.startswith("xtoken queue --bind"))
     activation = ". .venv/bin/activate"
     assert activation in overview
-    # the overview's run file is the one that the second block prepares
-    run(script_of([activation, own_run, overview]), workspace)
-    assert completed(workspace / "runs" / "my-run")
+    run(script_of([overview]), workspace)
+    assert completed(workspace / "runs" / "run")
     (workspace / "runs").rename(workspace / "earlier-runs")
     run(script_of([activation, by_hand]), workspace)
-    assert completed(workspace / "runs" / "my-run")
+    assert completed(workspace / "runs" / "run")
 
 
 @pytest.mark.slow
