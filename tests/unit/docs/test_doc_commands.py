@@ -14,7 +14,7 @@ import typer
 from tests.doc_blocks import PAGES, ROOT, commands_of, shell_commands
 from xtoken_services.cli.app import app
 
-GUIDES = [ROOT / "README.md", ROOT / "docs/quickstart.md", ROOT / "docs/gpu-run.md"]
+GUIDES = [ROOT / "README.md", ROOT / "docs/quickstart.md"]
 """Pages that are followed from the top in a fresh shell."""
 SYSTEM = {
     ".", "cp", "curl", "df", "docker", "echo", "export", "kubectl", "ls", "mkdir", "nvidia-cuda-mps-control",
