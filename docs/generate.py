@@ -14,6 +14,7 @@ import re
 import sys
 import types
 import typing
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -32,6 +33,11 @@ from xtoken_services.control.runs import Runs  # noqa: E402
 
 MAKE = "python docs/generate.py"
 INDEX_MARKS = "<!-- index: written by docs/generate.py -->", "<!-- end of index -->"
+
+COMMON = 4
+"""Commands that share an option from which on it is explained once."""
+LONG = 6
+"""Words of a field's meaning from which on an equal one is not repeated."""
 
 CONFIGURATION = """# Configuration
 
@@ -55,6 +61,10 @@ the run ids of the control plane.
 
 <!-- Written by `{make}` from services/xtoken_services/cli: change that, not this. -->
 
+## Common options
+
+{common}
+
 {sections}
 
 ## Exit statuses
@@ -73,7 +83,8 @@ the run ids of the control plane.
 REST = """# REST interface
 
 Requests of `xtoken control`, generated from its OpenAPI description (`/openapi.json`, browsable at `/docs`).
-Authentication is described in [operations](operations.md#access-control). Times are ISO 8601 with a zone, sizes bytes.
+Authentication is described in [operations](operations.md#access-control). Times are ISO 8601 with a zone, sizes bytes. A
+status from 400 on comes with a [Problem](#problem).
 
 <!-- Written by `{make}` from the control plane's OpenAPI: change services/xtoken_services/control, not this. -->
 
@@ -161,6 +172,7 @@ def configuration() -> str:
     """Render the page about the run file."""
     sections = []
     required = {name for name, info in RunSpec.model_fields.items() if info.is_required()}
+    explained: dict[tuple[str, str], str] = {}
     for path, model in sections_of(RunSpec):
         double = path.startswith("[[")
         title = f"`{path}{']]' if double else ']'}`" if path else "At the top of the file"
@@ -168,7 +180,7 @@ def configuration() -> str:
             title += f", or `{path[1:]}]` for a single one"
         rows = [
             f"| `{name}` | {type_in_words(info.annotation, tuple(info.metadata))} | {default_in_words(info)} "
-            f"| {' '.join((info.description or '').split())} |"
+            f"| {_meaning(name, info, path, explained)} |"
             for name, info in model.model_fields.items()
             if _part(info.annotation)[0] is None
         ]
@@ -177,6 +189,15 @@ def configuration() -> str:
         needed = " Required." if path.strip("[") in required else " May be left out." if path else ""
         sections.append(f"## {title}\n\n{intro}{needed}\n\n{table}\n")
     return CONFIGURATION.format(make=MAKE, sections="\n".join(sections))
+
+
+def _meaning(name: str, info: FieldInfo, path: str, explained: dict[tuple[str, str], str]) -> str:
+    """Return a field's meaning, or the table that has explained a field of this name and meaning before."""
+    meaning = " ".join((info.description or "").split())
+    if len(meaning.split()) < LONG:
+        return meaning
+    before = explained.setdefault((name, meaning), path)
+    return meaning if before == path else f"As in `{before}{']]' if before.startswith('[[') else ']'}`."
 
 
 def commands_of(command: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -189,17 +210,27 @@ def commands_of(command: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str
 
 
 def cli() -> str:
-    """Render the page about the commands."""
+    """Render the page about the commands; options that many of them have are explained once."""
+    commands = list(commands_of(typer.main.get_command(app), ("xtoken",)))
+    counts = Counter(_row(o) for _, command in commands for o in _options(command) if not o.required)
+    common = [row for row, count in counts.items() if count >= COMMON]
     sections = []
-    for path, command in commands_of(typer.main.get_command(app), ("xtoken",)):
+    for path, command in commands:
         arguments = [p for p in command.params if p.param_type_name == "argument"]
-        options = [p for p in command.params if p.param_type_name == "option"]
+        options = _options(command)
         words = [*path, *(_argument(p) for p in arguments), *(["[OPTIONS]"] if options else [])]
-        rows = [_row(parameter) for parameter in (*arguments, *options)]
+        rows = [_row(parameter) for parameter in (*arguments, *options) if _row(parameter) not in common]
         table = "\n".join(["", "| argument | default | meaning |", "|---|---|---|", *rows, ""]) if rows else ""
+        shared = ", ".join(f"`{option.opts[0]}`" for option in options if _row(option) in common)
+        also = f"\nAlso {shared} ([common options](#common-options)).\n" if shared else ""
         text = " ".join((command.help or "").split())
-        sections.append(f"## {' '.join(path)}\n\n{text}\n\n```\n{' '.join(words)}\n```\n{table}")
-    return CLI.format(make=MAKE, sections="\n".join(sections).rstrip())
+        sections.append(f"## {' '.join(path)}\n\n{text}\n\n```\n{' '.join(words)}\n```\n{table}{also}")
+    head = "\n".join(["| option | default | meaning |", "|---|---|---|", *common])
+    return CLI.format(make=MAKE, common=head, sections="\n".join(sections).rstrip())
+
+
+def _options(command: Any) -> list[Any]:
+    return [parameter for parameter in command.params if parameter.param_type_name == "option"]
 
 
 def _argument(parameter: Any) -> str:
@@ -237,6 +268,7 @@ def rest() -> str:
 
 
 ERRORS = ("Problem", "FieldError")
+ERROR = "[Problem](#problem)"
 
 
 def _is_answer(name: str) -> bool:
@@ -257,19 +289,19 @@ def _request(method: str, path: str, operation: dict[str, Any]) -> str:
         rows.insert(0, f"| the body | JSON | {_schema_in_words(content['schema'])} | required |  |")
     if rows:
         lines += ["| parameter | in | takes | default | meaning |", "|---|---|---|---|---|", *rows, ""]
-    lines += ["| status | answer |", "|---|---|"]
-    lines += [f"| {status} | {_answer(answer)} |" for status, answer in sorted(operation["responses"].items())]
+    answers = [f"{status} {_answer(answer)}".strip() for status, answer in sorted(operation["responses"].items())]
+    lines += [f"Answers: {', '.join(answers)}."]
     return "\n".join([*lines, ""])
 
 
 def _answer(answer: dict[str, Any]) -> str:
-    """Describe a response, and the object or type that it carries."""
-    text = " ".join(answer.get("description", "").split()).rstrip(".")
+    """Return the object or type that a response carries; nothing for an error, which is always the same."""
     carried = []
     for kind, content in answer.get("content", {}).items():
         schema = content.get("schema", {})
         carried.append(_schema_in_words(schema) if "$ref" in schema else f"`{kind}`")
-    return ": ".join(filter(None, [text, ", ".join(carried)]))
+    text = " or ".join(carried)
+    return "" if text == ERROR else text
 
 
 def _object(name: str, schema: dict[str, Any]) -> str:
