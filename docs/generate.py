@@ -83,8 +83,8 @@ the run ids of the control plane.
 REST = """# REST interface
 
 Requests of `xtoken control`, generated from its OpenAPI description (`/openapi.json`, browsable at `/docs`).
-Authentication is described in [operations](operations.md#access-control). Times are ISO 8601 with a zone, sizes bytes. A
-status from 400 on comes with a [Problem](#problem).
+Authentication is described in [operations](operations.md#access-control). Times are ISO 8601 with a zone, sizes bytes.
+A status from 400 on comes with a [Problem](#problem).
 
 <!-- Written by `{make}` from the control plane's OpenAPI: change services/xtoken_services/control, not this. -->
 
