@@ -43,7 +43,7 @@ def test_windows_of_a_text_begin_as_the_teachers_texts_do(tmp_path: Path) -> Non
     ids, size = tokenizer(text, add_special_tokens=False)["input_ids"], WINDOW - 1
     windows = [[tokenizer.bos_token_id, *ids[at : at + size]] for at in range(0, len(ids), size)]
     assert len(windows) > 2
+    named = named_tokens(read_topk(tmp_path / "part.safetensors"), len(tokenizer))
     with torch.no_grad():
-        logits = [model(torch.tensor([window])).logits[0] for window in windows]
-    mass = unreachable_mass(named_tokens(read_topk(tmp_path / "part.safetensors"), len(tokenizer)), logits)
+        mass = unreachable_mass(named, (model(torch.tensor([window])).logits[0] for window in windows))
     assert found["unreachable_mass"] == pytest.approx(mass, rel=1e-6)
