@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import array
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from xtoken_core.errors import InputError
 from xtoken_core.queue.engine import Engine
 from xtoken_core.queue.partition import PriorLease
 from xtoken_core.queue.run.partition import RunPartition
@@ -37,27 +36,16 @@ SIGNAL = "teacher_0_full_logits_ipc"
 
 
 class Records:
-    """Records in the order in which they were written, as they come out of a segment."""
+    """Records in the order in which they were written, as they come out of a file."""
 
     def __init__(self, entries: Iterable[r.Entry] = ()) -> None:
-        self.number = 0
-        self.entries: list[tuple[bytes, bytes]] = []
+        self.entries: list[tuple[bytes, list[bytes]]] = []
         for head, buffers in entries:
             self.append(head, buffers)
 
     def append(self, head: r.Record, buffers: Sequence[Any]) -> None:
         """Add a record as its bytes."""
-        self.entries.append((msgspec.msgpack.encode(head), b"".join(buffers)))
-
-    def __iter__(self) -> Iterator[r.Entry]:
-        for number, (encoded, body) in enumerate(self.entries, 1):
-            self.number = number
-            head = r.decode(encoded)
-            yield head, r.split(head, memoryview(body))
-
-    def misfit(self, why: str) -> InputError:
-        """Return the error about the latest record."""
-        return InputError(f"record {self.number}: {why}")
+        self.entries.append((msgspec.msgpack.encode(head), [bytes(buffer) for buffer in buffers]))
 
 
 def empty_engine() -> Engine:
@@ -65,11 +53,10 @@ def empty_engine() -> Engine:
     return Engine(memory_limit=1 << 24, clock=lambda: 0.0)
 
 
-def replayed(*segments: Records) -> Engine:
+def replayed(*parts: Records) -> Engine:
     """Return an engine that has read these records."""
-    engine, whole = empty_engine(), Records()
-    whole.entries = [entry for segment in segments for entry in segment.entries]
-    apply(engine, whole)
+    engine = empty_engine()
+    apply(engine, [entry for part in parts for entry in part.entries])
     return engine
 
 
@@ -122,7 +109,7 @@ class Workers:
             self.tail.append(*entry)
 
     def snapshot(self) -> None:
-        """Begin a new segment of the journal."""
+        """Begin a new file of the journal."""
         self.base, self.tail = Records(r.snapshot(self.engine)), Records()
 
     def restarts(self) -> dict[str, Engine]:

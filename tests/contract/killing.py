@@ -70,9 +70,9 @@ def kill_repeatedly(directory: Path, kills: int, *, fsync: str = "interval", see
         try:
             for _ in range(kills):
                 time.sleep(rng.uniform(0.05, 0.5))
-                outcome.journal_bytes += sum(f.stat().st_size for f in (directory / "j").glob("*.journal"))
                 process.send_signal(signal.SIGKILL)
                 process.wait()
+                outcome.journal_bytes += sum(f.stat().st_size for f in (directory / "j").glob("*.journal*"))
                 process = start_queue(address, *options, stderr=log)
             time.sleep(0.5)
         finally:

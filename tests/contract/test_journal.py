@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,15 @@ from tests.contract.peers import LibraryPeer, ints
 from tests.contract.reference_client import RefusedError
 from xtoken_core.compat.memory_transport import MemoryQueue
 from xtoken_core.errors import ConfigError, InputError, XtokenError
-from xtoken_services.queue.segment import LARGE_BYTES
+from xtoken_services.queue.journal_file import CHUNK_BYTES, log_of
 from xtoken_services.queue.write_ahead_log import WriteAheadLog
 
 TASKS = [{"name": "a", "requires": ["x"]}, {"name": "b", "requires": ["x", "v"]}]
-SLACK = 4096
+SLACK = 1 << 16
 
 
 class Kept:
-    """A queue in memory with a journal, and how it is started again."""
+    """A queue in memory with a journal that is committed after every request, and how it is started again."""
 
     def __init__(self, directory: Path, **options: Any) -> None:
         self.directory, self.options = directory, {"slack": SLACK, **options}
@@ -30,6 +31,11 @@ class Kept:
     def start(self) -> None:
         self.queue = MemoryQueue()
         self.journal = WriteAheadLog(self.directory, self.queue.engine, **self.options)
+        self.queue.engine.on_change = self._commit
+
+    def _commit(self, *change: Any) -> None:
+        self.journal.record(*change)
+        self.journal.commit()
 
     def worker(self, role: str = "worker") -> LibraryPeer:
         peer = LibraryPeer(self.queue.connect())
@@ -316,9 +322,9 @@ def test_what_is_done_does_not_pile_up(kept: Kept) -> None:
         peer.call("put", partition="p", ids=[i], columns={"x": ints([i] * 50)})
         peer.call("claim", partition="p", task="a", count=1)
         peer.call("ack", partition="p", task="a", ids=[i])
-        files = list(kept.directory.glob("*.journal"))
-        assert len(files) == 1
-        sizes.append(files[0].stat().st_size)
+        path = journal_file(kept.directory)
+        assert sorted(kept.directory.iterdir()) == [path, log_of(path)]
+        sizes.append(path.stat().st_size + log_of(path).stat().st_size)
     assert max(sizes) < 2 * SLACK
 
 
@@ -327,38 +333,51 @@ def journal_file(directory: Path) -> Path:
     return found
 
 
-def filled(directory: Path) -> bytes:
-    """The bytes of a segment with five puts."""
+def bodies(directory: Path) -> tuple[bytes, bytes]:
+    """The bytes of a journal: of its database, and of the database's log."""
+    path = journal_file(directory)
+    return path.read_bytes(), log_of(path).read_bytes() if log_of(path).exists() else b""
+
+
+def filled(directory: Path) -> tuple[bytes, bytes]:
+    """The bytes of a journal with five puts, as a killed queue leaves it."""
     kept = Kept(directory, slack=1 << 30)
     peer = kept.worker()
     peer.call("open", partition="p", tasks=TASKS)
     for i in range(5):
         peer.call("put", partition="p", ids=[i], columns={"x": ints([i] * 10)})
-    body = journal_file(directory).read_bytes()
+    found = bodies(directory)
     kept.journal.close()
-    return body
+    return found
 
 
-def samples_after(directory: Path, body: bytes) -> list[int]:
-    for old in directory.glob("*.journal"):
+def samples_after(directory: Path, database: bytes, log: bytes = b"") -> list[int]:
+    """The samples that a queue finds in a journal of these bytes."""
+    for old in directory.glob("*.journal*"):
         old.unlink()
-    (directory / "00000007.journal").write_bytes(body)
+    path = directory / "00000007.journal"
+    path.write_bytes(database)
+    log_of(path).write_bytes(log)
     kept = Kept(directory)
     part = kept.queue.engine.partitions.get("p")
     kept.journal.close()
     return sorted(part.samples.samples) if part else []
 
 
-def test_a_torn_tail_is_left_out(tmp_path: Path) -> None:
+def test_a_torn_tail_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     directory = tmp_path / "j"
-    body = filled(directory)
-    whole = samples_after(directory, body)
+    database, log = filled(directory)
+    whole = samples_after(directory, database, log)
     assert whole == [0, 1, 2, 3, 4]
+    assert "torn" not in caplog.text
     rng = random.Random(3)
-    for end in [len(body) - 1, *sorted(rng.sample(range(8, len(body)), 25))]:
-        found = samples_after(directory, body[:end])
+    for end in [len(log) - 1, *sorted(rng.sample(range(1, len(log)), 25))]:
+        caplog.clear()
+        found = samples_after(directory, database, log[:end])
         assert found == whole[: len(found)]
-        padded = samples_after(directory, body[:end] + bytes(40))
+        assert len(found) < len(whole)
+        assert "is torn and ignored" in caplog.text
+        padded = samples_after(directory, database, log[:end] + bytes(40))
         assert padded == whole[: len(padded)]
         assert 0 <= len(padded) - len(found) <= 1
 
@@ -368,17 +387,33 @@ def test_large_records_and_a_torn_one(tmp_path: Path) -> None:
     kept = Kept(directory, slack=1 << 30)
     peer = kept.worker()
     peer.call("open", partition="p", tasks=TASKS)
-    rows = [[i] * (LARGE_BYTES // 8) for i in range(3)]
+    rows = [[i] * (CHUNK_BYTES // 8 * 2 + i) for i in range(3)]
     for i in range(3):
         peer.call("put", partition="p", ids=[i], columns={"x": ints(rows[i])})
     peer = kept.restart()
     assert peer.call("get", partition="p", ids=[2, 0], fields=["x"])["columns"] == {"x": ints(rows[2], rows[0])}
     peer.call("put", partition="p", ids=[3], columns={"x": ints(rows[0])})
-    body = journal_file(directory).read_bytes()
+    database, log = bodies(directory)
     kept.journal.close()
-    assert samples_after(directory, body) == [0, 1, 2, 3]
-    for end in (len(body) - 1, len(body) - 4, len(body) - 5, len(body) - LARGE_BYTES):
-        assert samples_after(directory, body[:end]) == [0, 1, 2]
+    assert samples_after(directory, database, log) == [0, 1, 2, 3]
+    for end in (len(log) - 1, len(log) - 4096, len(log) - 4097, len(log) - CHUNK_BYTES):
+        assert samples_after(directory, database, log[:end]) == [0, 1, 2]
+
+
+def test_a_full_disk_stops_the_queue_and_leaves_nothing_half_written(kept: Kept) -> None:
+    peer = kept.worker()
+    peer.call("open", partition="p", tasks=TASKS)
+    peer.call("put", partition="p", ids=[0], columns={"x": ints([0])})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (log_of(journal_file(kept.directory)).stat().st_size, limits[1]))
+    try:
+        for ids in ([1], [2]):
+            with pytest.raises(XtokenError, match=r"cannot write the journal in .*: disk"):
+                peer.call("put", partition="p", ids=ids, columns={"x": ints([1] * CHUNK_BYTES)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    peer = kept.restart()
+    assert states(peer, "p", "a") == {"ready": [0]}
 
 
 def test_one_queue_per_journal(kept: Kept) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from tests.fuzz.targets import RUN, Peers, body_of, joined, sealed
+from tests.fuzz.targets import RUN, Peers, joined
 from xtoken_core.wire import messages as m
 from xtoken_core.wire import pack_columns
 from xtoken_core.wire.columns import Column, ColumnHead, offsets_from_lengths
@@ -97,9 +97,8 @@ def columns() -> list[bytes]:
 
 
 def journal() -> list[bytes]:
-    """A segment with every type of record, as bytes and as bodies, and the snapshot of an engine."""
+    """Every type of record, the snapshot of an engine, and places of a journal to damage."""
     heads, buffers = packed(sample_columns())
-    sizes = [len(buffer) for buffer in buffers]
     plain = m.OpenPartition(
         id="o", session="s", partition="p", tasks=[m.TaskDef(name="t", requires=["input_ids"], order="arrival")]
     )
@@ -107,8 +106,8 @@ def journal() -> list[bytes]:
     entries: list[tuple[records.Record, list[bytes]]] = [
         (records.Opened(partition="p", definition=plain), []),
         (records.Finished(partition="p", intervals=[(10, 20), (30, 31)]), []),
-        (records.Rows(partition="p", ids=[1, 2], columns=heads, sizes=sizes), buffers),
-        (records.Rows(partition="p", ids=[3, 4], columns=heads, sizes=sizes, task="t", gone=[3]), buffers),
+        (records.Rows(partition="p", ids=[1, 2], columns=heads), buffers),
+        (records.Rows(partition="p", ids=[3, 4], columns=heads, task="t", gone=[3]), buffers),
         (records.Refused(partition="p", ids=[1], reason="no", times=2), []),
         (records.Done(partition="p", task="t", ids=[2]), []),
         (records.Cleared(partition="p", ids=[1]), []),
@@ -116,7 +115,7 @@ def journal() -> list[bytes]:
         (records.Cleared(partition="p", everything=True), []),
         (records.Opened(partition="r", definition=run), []),
         (
-            records.BlockRows(partition="r", ids=[0, 1], tombstones={2: "a", 3: "b"}, columns=heads, sizes=sizes),
+            records.BlockRows(partition="r", ids=[0, 1], tombstones={2: "a", 3: "b"}, columns=heads),
             buffers,
         ),
         (records.BlockRefused(partition="r", block=1, reason="no", times=3), []),
@@ -125,10 +124,10 @@ def journal() -> list[bytes]:
         (records.AtStep(partition="r", step=2, skipped={2: "a"}, dead={5: "d"}), []),
         (records.GivenUp(partition="r", reason="enough"), []),
     ]
-    bodies = [body_of(head, after) for head, after in entries]
-    state = [body_of(head, after) for head, after in records.snapshot(Peers().engine)]
-    parts = [bodies[:9], bodies[9:], bodies, state]
-    return [b"\1" + joined(part) for part in parts] + [b"\0" + sealed(part) for part in parts]
+    bodies = [joined([msgspec.msgpack.encode(head), *after]) for head, after in entries]
+    state = [joined([msgspec.msgpack.encode(head), *after]) for head, after in records.snapshot(Peers().engine)]
+    damages = [joined([at.to_bytes(4, "little") + bytes(3)]) for at in (0, 60, 5000, 9000, 20_000, -1 % (1 << 32))]
+    return [b"\1" + joined(part) for part in (bodies[:9], bodies[9:], bodies, state)] + [b"\0" + one for one in damages]
 
 
 def index() -> list[bytes]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import sqlite3
 import struct
 import tempfile
 import tomllib
-import zlib
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 import msgspec
@@ -24,10 +25,12 @@ from xtoken_core.wire import messages as m
 from xtoken_core.wire.columns import ColumnHead
 from xtoken_services.control.isolated.toml_text import check_document
 from xtoken_services.queue import log_records as records
+from xtoken_services.queue.journal_file import JournalFile, log_of, read
 from xtoken_services.queue.replay import apply
-from xtoken_services.queue.segment import CHECK, HEADER, PREFIX, Reader
 
 LENGTH = struct.Struct("<H")
+SNAPSHOT = 40
+"""Records that a journal to damage begins with."""
 MEMORY = 1 << 20
 RUN = m.RunDef(positions=64, samples_per_step=4, block_size=4, span=16, teachers=1, ranks=1, slots=2, document=b"{}")
 ROLES: dict[type[m.Request], str] = {
@@ -133,39 +136,52 @@ def columns(data: bytes) -> None:
 
 
 def journal(data: bytes) -> None:
-    """Replay a segment: the bytes of one, or pieces as the bodies of records with correct numbers and checksums."""
-    segment = data[1:]
-    if data[:1] != b"\0":
-        segment = sealed(pieces(segment))
-    path = SCRATCH / "00000001.journal"
-    path.write_bytes(segment)
+    """Replay records, each a piece of pieces: its head and its buffers; or, after a zero, read a damaged journal."""
+    if data[:1] == b"\0":
+        damaged_journal(pieces(data[1:]))
+        return
     queue = Engine(memory_limit=MEMORY, clock=lambda: 0.0)
     try:
-        apply(queue, Reader(path))
-    except InputError as error:
-        assert "\n" not in str(error)
+        apply(queue, [(head, buffers) for head, *buffers in (pieces(one) or [b""] for one in pieces(data[1:]))])
+    except ValueError:
         return
     queue.tick()
-    bodies = [body_of(head, buffers) for head, buffers in records.snapshot(queue)]
-    path.write_bytes(sealed(bodies))
-    apply(Engine(memory_limit=MEMORY, clock=lambda: 0.0), Reader(path))
+    again = [(msgspec.msgpack.encode(head), buffers) for head, buffers in records.snapshot(queue)]
+    apply(Engine(memory_limit=MEMORY, clock=lambda: 0.0), again)
 
 
-def sealed(bodies: list[bytes]) -> bytes:
-    """Return a segment with these bodies."""
-    out, chain = [HEADER], 0
-    for number, body in enumerate(bodies, 1):
-        prefix = PREFIX.pack(number, len(body))
-        check = zlib.crc32(prefix, chain)
-        chain = zlib.crc32(body, check)
-        out += [prefix, CHECK.pack(check), body, CHECK.pack(chain)]
-    return b"".join(out)
+@cache
+def killed_journal() -> tuple[bytes, bytes, list[tuple[bytes, list[bytes]]]]:
+    """Return a journal as a killed queue leaves it: its database, the database's log, and the records in them."""
+    path = SCRATCH / "killed.journal"
+    entries = [(records.Sealed(partition=f"p{number}"), [bytes(50 * number)]) for number in range(80)]
+    file = JournalFile(path, entries[:SNAPSHOT], "OFF")
+    for number in range(SNAPSHOT, len(entries)):
+        file.append(*entries[number])
+        if number % 2:
+            file.commit()
+    found = path.read_bytes(), log_of(path).read_bytes()
+    file.close()
+    return *found, [(msgspec.msgpack.encode(head), buffers) for head, buffers in entries]
 
 
-def body_of(head: records.Record, buffers: records.Sequence[records.Buffer]) -> bytes:
-    """Return the body of a record."""
-    header = msgspec.msgpack.encode(head)
-    return b"".join([CHECK.pack(len(header)), header, *buffers])
+def damaged_journal(changes: list[bytes]) -> None:
+    """Read a journal with changed bytes, each where its first four say; it is refused, or loses what came last only."""
+    whole, rest, entries = killed_journal()
+    database, log = bytearray(whole), bytearray(rest)
+    for change in changes:
+        at = int.from_bytes(change[:4], "little") % (len(database) + len(log))
+        file, at = (database, at) if at < len(database) else (log, at - len(database))
+        file[at : at + len(change) - 4] = change[4:][: len(file) - at]
+    path = SCRATCH / "00000001.journal"
+    path.write_bytes(database)
+    log_of(path).write_bytes(log)
+    try:
+        found = list(read(path))
+    except (ValueError, sqlite3.Error):
+        return
+    assert found == entries[: len(found)]
+    assert len(found) >= SNAPSHOT
 
 
 def index(data: bytes) -> None:

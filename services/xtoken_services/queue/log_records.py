@@ -45,41 +45,41 @@ class Cleared(Record, tag="cleared", kw_only=True):
     everything: bool = False
 
 
-class Rows(Record, tag="rows", kw_only=True):
+class WithColumns(Record, kw_only=True):
+    """Columns were put for samples or positions.
+
+    Attributes:
+        ids: Those with a row.
+        columns: Heads of the columns.
+    """
+
+    ids: list[int]
+    columns: list[ColumnHead] = []
+
+
+class Rows(WithColumns, tag="rows", kw_only=True):
     """Columns were put for ids.
 
     Attributes:
-        ids: The samples.
-        columns: Heads of the columns.
-        sizes: Bytes of each buffer.
         task: Task that completed the samples by this, if any.
         gone: Samples that every task has done by it, where one task's result is volatile.
     """
 
-    ids: list[int]
-    columns: list[ColumnHead] = []
-    sizes: list[int] = []
     task: str = ""
     gone: list[int] = []
 
 
-class BlockRows(Record, tag="block_rows", kw_only=True):
+class BlockRows(WithColumns, tag="block_rows", kw_only=True):
     """A block of a run was put, or what is left of one that a rewind has re-opened.
 
     Attributes:
-        ids: Positions with a row.
         tombstones: Reasons of positions that were put without one.
         dead: Reasons of positions that are dead, in a snapshot.
         partial: These are not all positions of the block, in a snapshot.
-        columns: Heads of the columns.
-        sizes: Bytes of each buffer.
     """
 
-    ids: list[int]
     tombstones: dict[int, str] = {}
     dead: dict[int, str] = {}
-    columns: list[ColumnHead] = []
-    sizes: list[int] = []
     partial: bool = False
 
 
@@ -142,22 +142,6 @@ def decode(head: Buffer) -> Record:
     return _decoder.decode(head)
 
 
-def split(head: Record, body: memoryview) -> list[memoryview]:
-    """Split a body into the buffers of a record's columns.
-
-    Raises:
-        ValueError: Their lengths differ from those in the head.
-    """
-    sizes = head.sizes if isinstance(head, (Rows, BlockRows)) else []
-    if sum(sizes) != body.nbytes:
-        raise ValueError(f"{body.nbytes} bytes of columns where {sum(sizes)} are meant")
-    buffers, at = [], 0
-    for size in sizes:
-        buffers.append(body[at : at + size])
-        at += size
-    return buffers
-
-
 # From requests to records
 
 
@@ -192,20 +176,18 @@ def record_of(engine: Engine, request: m.Request, buffers: Sequence[Buffer], pri
 
 
 def _put(part: Partition, request: m.Put, buffers: Sequence[Buffer]) -> Entry:
-    heads, kept, sizes = _durable(part, unpack_columns(request.columns, buffers))
+    heads, kept = _durable(part, unpack_columns(request.columns, buffers))
     if request.lease is None:
-        return Rows(partition=part.name, ids=request.ids, columns=heads, sizes=sizes), kept
-    return BlockRows(
-        partition=part.name, ids=request.ids, tombstones=request.tombstones, columns=heads, sizes=sizes
-    ), kept
+        return Rows(partition=part.name, ids=request.ids, columns=heads), kept
+    return BlockRows(partition=part.name, ids=request.ids, tombstones=request.tombstones, columns=heads), kept
 
 
 def _complete(part: Partition, request: m.Complete, buffers: Sequence[Buffer], prior: PriorLease) -> Entry:
     columns = unpack_columns(request.columns, buffers)
-    heads, kept, sizes = _durable(part, columns)
+    heads, kept = _durable(part, columns)
     task = prior.task if part.volatile.isdisjoint(columns) else ""
     ids, gone = list(prior.ids), _gone(part, prior.ids)
-    return Rows(partition=part.name, ids=ids, columns=heads, sizes=sizes, task=task, gone=gone), kept
+    return Rows(partition=part.name, ids=ids, columns=heads, task=task, gone=gone), kept
 
 
 def _gone(part: Partition, ids: Sequence[int]) -> list[int]:
@@ -220,9 +202,8 @@ def _nack(part: Partition, request: m.Nack, prior: PriorLease) -> Entry | None:
     return (Refused(partition=part.name, ids=ids, reason=request.reason), ()) if ids else None
 
 
-def _durable(part: Partition, columns: dict[str, Column]) -> tuple[list[ColumnHead], list[memoryview], list[int]]:
-    heads, buffers = pack_columns({name: column for name, column in columns.items() if name not in part.volatile})
-    return heads, buffers, [buffer.nbytes for buffer in buffers]
+def _durable(part: Partition, columns: dict[str, Column]) -> tuple[list[ColumnHead], list[memoryview]]:
+    return pack_columns({name: column for name, column in columns.items() if name not in part.volatile})
 
 
 # From an engine to records
@@ -262,8 +243,7 @@ def _rows(part: Partition, fields: tuple[str, ...], ids: list[int]) -> Iterator[
     for start in range(0, len(ids), ROWS):
         some = ids[start : start + ROWS]
         heads, buffers = pack_columns(part.store.read(some, fields))
-        sizes = [buffer.nbytes for buffer in buffers]
-        yield Rows(partition=part.name, ids=some, columns=heads, sizes=sizes), buffers
+        yield Rows(partition=part.name, ids=some, columns=heads), buffers
 
 
 def _refusals(part: Partition, held: Iterable[Sample]) -> Iterator[Entry]:
@@ -312,5 +292,4 @@ def _block_records(part: RunPartition, block: int) -> Iterator[Entry]:
 
 def _block_rows(part: RunPartition, ids: list[int], fields: Iterable[str], **rest: Any) -> Entry:
     heads, buffers = pack_columns(part.store.read(ids, sorted(fields)))
-    sizes = [buffer.nbytes for buffer in buffers]
-    return BlockRows(partition=part.name, ids=ids, columns=heads, sizes=sizes, **rest), buffers
+    return BlockRows(partition=part.name, ids=ids, columns=heads, **rest), buffers

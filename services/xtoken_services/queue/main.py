@@ -18,7 +18,7 @@ from xtoken_core.queue.engine import Engine
 from xtoken_core.wire import messages as m
 from xtoken_services.queue.memory import one_heap
 from xtoken_services.queue.server import Server
-from xtoken_services.queue.write_ahead_log import POLICIES, WriteAheadLog, check_policy
+from xtoken_services.queue.write_ahead_log import WriteAheadLog, check_policy
 
 log = logging.getLogger("xtoken.queue")
 
@@ -47,7 +47,7 @@ def serve(
     one_heap()
     if run is None and group:
         raise ConfigError(f"--group {group} needs the run whose node group it is: name it by --run")
-    if journal is None and check_policy(fsync) != POLICIES[0]:
+    if journal is None and check_policy(fsync) == "always":
         raise ConfigError(f"--fsync {fsync} needs a journal: name its directory by --journal")
     address = Address.parse(bind, token_file, keys)
     resolved = None if run is None else of_group(load_resolved(run), group)

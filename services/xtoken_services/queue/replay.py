@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Sequence
 
-from xtoken_core.errors import InputError
+import msgspec
+
 from xtoken_core.queue.budget import cost_of_definition
 from xtoken_core.queue.engine import Engine, new_partition
 from xtoken_core.queue.partition import Partition
@@ -18,56 +18,35 @@ from xtoken_core.queue.tasks.partition import TaskPartition
 from xtoken_core.wire import Column, QueueError, unpack_columns
 from xtoken_core.wire import messages as m
 from xtoken_core.wire.columns import Buffer
-from xtoken_services.queue.log_records import (
-    AtStep,
-    BlockRefused,
-    BlockRows,
-    Cleared,
-    Done,
-    Entry,
-    Finished,
-    GivenUp,
-    Opened,
-    Record,
-    Refused,
-    Rows,
-    Sealed,
-)
+from xtoken_services.queue import log_records as r
 
 log = logging.getLogger("xtoken.queue.journal")
 
 OWNER = "journal"
+MISFITS = (msgspec.MsgspecError, RecursionError, QueueError, LookupError, ValueError, TypeError, ArithmeticError)
 
 
-class Source(Protocol):
-    """Records of a segment."""
-
-    number: int
-
-    def __iter__(self) -> Iterator[Entry]: ...
-
-    def misfit(self, why: str) -> InputError:
-        """Return the error about the record that was read last."""
-        ...
-
-
-def apply(engine: Engine, source: Source) -> int:
+def apply(engine: Engine, entries: Iterable[tuple[Buffer, Sequence[Buffer]]]) -> int:
     """Replay records into an empty engine; return their number. Rows that no column can have are logged and left out.
 
+    Args:
+        engine: Empty.
+        entries: Head of each record, as its bytes, and the buffers of its columns.
+
     Raises:
-        InputError: A record contradicts those before it.
+        ValueError: A record is none of this version, or contradicts those before it.
     """
     owner = Session(id=OWNER, name=OWNER, role=TRAINER, incarnation=0, rank=0, silence=1e9, last_seen=engine.clock())
     engine.sessions.open(owner)
-    count = 0
-    for head, buffers in source:
+    number = 0
+    for number, (encoded, buffers) in enumerate(entries, 1):
         try:
+            head = r.decode(encoded)
             _apply(engine, head, buffers)
         except _BadRowsError as error:
-            log.error("%s", source.misfit(f"is left out: samples {error.ids} of partition {head.partition!r}: {error}"))
-        except (QueueError, LookupError, ValueError, TypeError, ArithmeticError) as error:
-            raise source.misfit(f"contradicts those before it: {error}") from error
-        count += 1
+            log.error("record %d is left out: samples %s of partition %r: %s", number, error.ids, head.partition, error)
+        except MISFITS as error:
+            raise ValueError(f"record {number} does not fit those before it: {error}") from error
     engine.sessions.end(OWNER, "recovered")
     engine.charge_partitions()
     engine.sessions.ended.pop(OWNER, None)
@@ -76,7 +55,7 @@ def apply(engine: Engine, source: Source) -> int:
             part.samples.rebuild_ready_queues()
         held = frozenset[str]().union(*(sample.fields for sample in part.samples.samples.values()))
         part.kinds = {name: kind for name, kind in part.kinds.items() if name in held}
-    return count
+    return number
 
 
 class _BadRowsError(Exception):
@@ -87,7 +66,7 @@ class _BadRowsError(Exception):
         self.ids = list(ids[:8])
 
 
-def _columns_of(part: Partition, head: Rows | BlockRows, buffers: Sequence[Buffer]) -> dict[str, Column]:
+def _columns_of(part: Partition, head: r.Rows | r.BlockRows, buffers: Sequence[Buffer]) -> dict[str, Column]:
     try:
         columns = unpack_columns(head.columns, buffers)
         part.check(columns, len(head.ids))
@@ -96,8 +75,8 @@ def _columns_of(part: Partition, head: Rows | BlockRows, buffers: Sequence[Buffe
     return columns
 
 
-def _apply(engine: Engine, head: Record, buffers: Sequence[Buffer]) -> None:
-    if isinstance(head, Opened):
+def _apply(engine: Engine, head: r.Record, buffers: Sequence[Buffer]) -> None:
+    if isinstance(head, r.Opened):
         if head.partition != head.definition.partition:
             raise ValueError(f"partition {head.partition!r} is opened as {head.definition.partition!r}")
         if head.partition not in engine.partitions:
@@ -113,27 +92,27 @@ def _apply(engine: Engine, head: Record, buffers: Sequence[Buffer]) -> None:
         raise ValueError(f"there is no partition {head.partition!r}")
 
 
-def _apply_to_tasks(part: TaskPartition, head: Record, buffers: Sequence[Buffer]) -> None:
+def _apply_to_tasks(part: TaskPartition, head: r.Record, buffers: Sequence[Buffer]) -> None:
     samples = part.samples
     match head:
-        case Sealed():
+        case r.Sealed():
             part.sealed = True
-        case Cleared(everything=True):
+        case r.Cleared(everything=True):
             part.reset()
-        case Cleared():
+        case r.Cleared():
             part.drop(head.ids)
-        case Rows():
+        case r.Rows():
             columns = _columns_of(part, head, buffers)
             part.keep(head.ids, columns, samples.produce(head.ids, columns))
             if head.task:
                 part.store.drop(samples.finish(head.task, head.ids))
             part.drop(head.gone)
-        case Done():
+        case r.Done():
             part.store.drop(samples.finish(head.task, head.ids))
             part.drop(head.gone)
-        case Refused():
+        case r.Refused():
             samples.count_refusals(head.ids, head.reason, head.times)
-        case Finished():
+        case r.Finished():
             for start, stop in head.intervals:
                 samples.finished.add(start, stop)
 
@@ -150,10 +129,10 @@ def _check_block(run: RunProtocol, block: int) -> int:
     return block
 
 
-def _apply_to_run(part: RunPartition, head: Record, buffers: Sequence[Buffer]) -> None:
+def _apply_to_run(part: RunPartition, head: r.Record, buffers: Sequence[Buffer]) -> None:
     run = part.run
     match head:
-        case BlockRows():
+        case r.BlockRows():
             columns = _columns_of(part, head, buffers)
             positions = [*head.ids, *head.tombstones, *head.dead]
             block = _check_block(run, min(positions, default=-1) // run.blocks.block_size)
@@ -164,17 +143,17 @@ def _apply_to_run(part: RunPartition, head: Record, buffers: Sequence[Buffer]) -
             else:
                 raise ValueError(f"position {max(positions)} is not in block {block}")
             part.keep(head.ids, columns, new)
-        case BlockRefused():
+        case r.BlockRefused():
             run.refuse_block(_check_block(run, head.block), head.reason, head.times)
-        case Refused():
+        case r.Refused():
             run.mark_dead(run.samples.count_refusals(head.ids, head.reason, head.times), head.reason)
-        case AtStep(acked=True):
+        case r.AtStep(acked=True):
             if head.step == run.cursor + 1:
                 part.store.drop(run.advance())
             elif head.step != run.cursor:  # equal for an acknowledgement that was repeated
                 raise ValueError(f"step {head.step} is not the one after step {run.cursor}")
-        case AtStep():
+        case r.AtStep():
             to = {"id": OWNER, "session": OWNER, "partition": part.name}
             part.rewind(m.Rewind(**to, step=head.step, skipped=head.skipped, dead=head.dead))
-        case GivenUp():
+        case r.GivenUp():
             run.fail(head.reason)

@@ -247,16 +247,16 @@ class Server:
         self._send(peer, m.Failure(id=request_id, code=error.code, message=str(error)[:4096], detail=error.detail), [])
 
     def _send(self, peer: bytes, reply: m.Reply, buffers: Sequence[memoryview]) -> None:
-        """Send a reply; with a journal that is flushed before each reply, at the end of the round."""
-        if self._journal is not None and self._journal.always:
+        """Send a reply; with a journal, at the end of the round."""
+        if self._journal is not None:
             self._outbox.append((peer, copy(reply), buffers))
         else:
             self._send_now(peer, reply, buffers)
 
     def _send_out(self) -> None:
-        """Flush the journal once for all replies of the round, then send them."""
+        """Commit the journal once for all replies of the round, then send them."""
         if self._journal is not None and self._outbox:
-            self._journal.sync()
+            self._journal.commit()
             held, self._outbox = self._outbox, []
             for peer, reply, buffers in held:
                 self._send_now(peer, reply, buffers)
