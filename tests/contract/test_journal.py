@@ -323,7 +323,7 @@ def test_what_is_done_does_not_pile_up(kept: Kept) -> None:
         peer.call("claim", partition="p", task="a", count=1)
         peer.call("ack", partition="p", task="a", ids=[i])
         path = journal_file(kept.directory)
-        assert sorted(kept.directory.iterdir()) == [path, log_of(path)]
+        assert {file.name.partition("-")[0] for file in kept.directory.iterdir()} == {path.name}
         sizes.append(path.stat().st_size + log_of(path).stat().st_size)
     assert max(sizes) < 2 * SLACK
 

@@ -17,7 +17,7 @@ from xtoken_core.errors import InputError
 from xtoken_core.wire import ColumnHead
 from xtoken_core.wire import messages as m
 from xtoken_services.queue import log_records as r
-from xtoken_services.queue.journal_file import FRAME_HEADER, PAGE_BYTES, JournalFile
+from xtoken_services.queue.journal_file import FRAME_HEADER, PAGE_BYTES, JournalFile, remove
 
 WHOLE = [0, 1, 2, 3, 4]
 FRAME = FRAME_HEADER + PAGE_BYTES
@@ -33,12 +33,14 @@ def refusal(directory: Path) -> str:
     return str(caught.value)
 
 
-def changed(directory: Path, *statements: str) -> None:
-    """Change a journal that was closed."""
+def changed(directory: Path, *statements: str) -> bytes:
+    """Change a journal by another program, which copies the log back; return its bytes."""
     with closing(sqlite3.connect(journal_file(directory))) as database:
         for statement in statements:
             database.execute(statement)
         database.commit()
+        database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    return journal_file(directory).read_bytes()
 
 
 @pytest.mark.parametrize("version", [0, 2], ids=["older", "newer"])
@@ -60,7 +62,7 @@ def test_a_damaged_journal_is_named(tmp_path: Path, file: str, where: str) -> No
     directory = tmp_path / "j"
     database, log = map(bytearray, filled(directory))
     if file == "database":
-        database, log = bytearray(journal_file(directory).read_bytes()), bytearray()
+        database, log = bytearray(changed(directory)), bytearray()
     body = log or database
     body[2 if where == "start" else len(body) // 2] ^= 0x40
     with pytest.raises(InputError, match=r"cannot read the journal .*00000007\.journal: "):
@@ -80,13 +82,13 @@ def test_no_flip_in_the_last_batch_is_dropped(tmp_path: Path) -> None:
             samples_after(directory, database, bytes(damaged))
 
 
-def test_no_flip_in_a_closed_journal_loses_a_sample(tmp_path: Path) -> None:
+def test_no_flip_in_the_database_loses_a_sample(tmp_path: Path) -> None:
     directory = tmp_path / "j"
     filled(directory)
-    closed = journal_file(directory).read_bytes()
+    whole = changed(directory)
     rng, refused = random.Random(4), 0
-    for at in [*rng.sample(range(len(closed)), 150), *range(len(closed) - 50, len(closed))]:
-        damaged = bytearray(closed)
+    for at in [*rng.sample(range(len(whole)), 150), *range(len(whole) - 50, len(whole))]:
+        damaged = bytearray(whole)
         damaged[at] ^= 1 << rng.randrange(8)
         try:
             assert samples_after(directory, bytes(damaged)) == WHOLE
@@ -111,10 +113,10 @@ def test_no_flip_in_a_closed_journal_loses_a_sample(tmp_path: Path) -> None:
 def test_rows_keep_their_order(tmp_path: Path, statements: Sequence[str]) -> None:
     directory = tmp_path / "j"
     filled(directory)
-    closed = journal_file(directory).read_bytes()
-    assert samples_after(directory, closed) == WHOLE
-    journal_file(directory).unlink()
-    (directory / "00000007.journal").write_bytes(closed)
+    whole = changed(directory)
+    assert samples_after(directory, whole) == WHOLE
+    remove(journal_file(directory))
+    (directory / "00000007.journal").write_bytes(whole)
     changed(directory, *statements)
     assert "row 4 is damaged" in refusal(directory) or "row 5 is damaged" in refusal(directory)
 
@@ -178,6 +180,17 @@ def test_a_record_that_does_not_fit_its_run_is_refused(tmp_path: Path, record: r
     run = m.OpenPartition(id="a", session="s", partition="r", tasks=[], run=m.RunDef(**sizes, document=b""))
     written(tmp_path / "j", r.Opened(partition="r", definition=run), r.AtStep(partition="r", step=0), record)
     assert f"record 4 does not fit those before it: {words}" in refusal(tmp_path / "j")
+
+
+def test_a_log_whose_journal_was_moved_away_is_not_read(tmp_path: Path) -> None:
+    directory = tmp_path / "j"
+    filled(directory)
+    journal_file(directory).unlink()
+    kept = Kept(directory)
+    assert not kept.queue.engine.partitions
+    kept.worker().call("open", partition="q", tasks=[])
+    kept.restart()
+    assert list(kept.queue.engine.partitions) == ["q"]
 
 
 @pytest.mark.parametrize("suffix", ["", "-wal"], ids=["database", "log"])

@@ -31,7 +31,7 @@ VERSION = 1
 TABLE = "CREATE TABLE rows (number INTEGER PRIMARY KEY, batch, record, part, checksum, body)"
 CHUNK_BYTES = 1 << 18
 """Most bytes of a row: SQLite allows 1e9, and copies a row several times."""
-PAGE_BYTES = 4096
+PAGE_BYTES = 8192
 LOG_HEADER, FRAME_HEADER = 32, 24
 """Bytes before the first frame of SQLite's log, and before the page in each (https://sqlite.org/fileformat2.html#walformat)."""
 
@@ -68,8 +68,9 @@ class JournalFile:
         sync(unfinished)
         log_of(path).unlink(missing_ok=True)  # of a file of this name that was moved away without its log
         atomic_rename(unfinished, path)
-        settings = "locking_mode=EXCLUSIVE", f"synchronous={synchronous}", "wal_autocheckpoint=0", "journal_mode=WAL"
-        self._database = _connect(path, "rw", *settings)
+        self._database = _connect(path, "rw", f"synchronous={synchronous}", "wal_autocheckpoint=0", "journal_mode=WAL")
+        # The last connection to a file copies its log back when it is closed; one that only reads cannot.
+        self._last = _connect(path, "ro", "schema_version")
         self.log_file = os.open(log_of(path), os.O_RDONLY | os.O_CLOEXEC)
         self.snapshot_bytes = path.stat().st_size
 
@@ -105,9 +106,10 @@ class JournalFile:
         return written
 
     def close(self) -> None:
-        """Close it, without records that were not committed. If it was not removed, SQLite copies its log back."""
+        """Close it, without records that were not committed."""
         os.close(self.log_file)
         self._database.close()
+        self._last.close()
 
 
 def read(path: Path) -> Iterator[tuple[bytes, list[bytes]]]:
@@ -176,20 +178,20 @@ def _check_log(path: Path, batch: int) -> None:
     """Check that SQLite has read all of its log: it ignores what follows a damaged frame, as it does a torn end.
 
     Args:
-        path: The log; SQLite removes it, or leaves an empty one, when the file is closed.
+        path: The log; missing or empty where another program that has looked at the file has copied it back.
         batch: The last batch that SQLite has read.
 
     Raises:
         ValueError: The log has the end of a later batch.
     """
-    if not path.exists():
+    if not path.exists() or not path.stat().st_size:
         return
     with path.open("rb") as file:
         size, step = os.fstat(file.fileno()).st_size, FRAME_HEADER + PAGE_BYTES
         # After the number of its page, a frame has the number of all pages if a batch ends with it, else 0.
         ends = [at for at in range(LOG_HEADER, size - step + 1, step) if any(os.pread(file.fileno(), 4, at + 4))]
         empty = not any(os.pread(file.fileno(), 8, max(size - 8, 0)))  # what a power cut makes of the end
-    if size and len(ends) != batch and not (empty and len(ends) - 1 == batch):
+    if len(ends) != batch and not (empty and len(ends) - 1 == batch):
         raise ValueError(f"what follows batch {batch} of {len(ends)} is damaged")
     if size > (ends[-1] + step if ends else 0):
         log.warning("journal %s: what follows batch %d is torn and ignored", path, batch)
