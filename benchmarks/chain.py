@@ -14,7 +14,7 @@ import argparse
 import json
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -24,7 +24,6 @@ from benchmarks.chain_tables import DrawnText, draw_tables, draw_text
 from benchmarks.gpu_tests import machine
 from benchmarks.ops import Shape
 from benchmarks.timing import copy_bandwidth, nbytes, timed_by_events, timed_by_graph
-from xtoken_core.chain.class_order import class_order, in_class_order
 from xtoken_core.chain.tables import ChainTables
 from xtoken_core.config.loss import LossConfig
 from xtoken_core.losses import CrossTokenizerDistillationLoss, LossTeacher
@@ -34,8 +33,6 @@ ROOT = Path(__file__).parents[1]
 
 
 SMALL = Shape(48, 1024, 1536)
-ORDERS = "vocabulary", "class"
-"""Orders of the teacher's logits: its tokens' ids, or `xtoken_core.chain.class_order`."""
 
 
 @dataclass(frozen=True)
@@ -139,19 +136,11 @@ def main() -> int:
         parser.error(f"chain has no backend {', '.join(sorted(unknown))}")
     rows = []
     text = draw_text(tables, shape.tokens)
-    order = class_order(tables)
-    new = torch.empty_like(order)
-    new[order] = torch.arange(len(order))
-    ordered = in_class_order(tables, order), replace(text, ids=(text.ids[0], new[text.ids[1]]))
-    runs = [(f"{name} in {how} order", name, how) for name in arguments.backends.split(",") for how in ORDERS]
-    for label, backend, how in runs:
-        if backend == "reference" and how == "class":
-            continue
+    for backend in arguments.backends.split(","):
         ops = ("chain", "cross_entropy")
         os.environ[ENVIRONMENT] = ",".join(f"{op}={backend}" for op in ops if backend in BACKENDS.get(op, {}))
-        given = ordered if how == "class" else (tables, text)
-        loss = chain_loss(*given, shape, device)
-        row = measure(label, loss, student, teacher, bandwidth)
+        loss = chain_loss(tables, text, shape, device)
+        row = measure(backend, loss, student, teacher, bandwidth)
         rows.append(row)
         print(
             f"{row.name:32} forward {row.forward_ms:8.3f} ms  both {row.both_ms:8.3f} ms  ({row.timed_by})  "

@@ -28,7 +28,6 @@ from benchmarks.gpu_tests import RESULTS, machine
 from benchmarks.kernel_hash import kernel_hash
 from benchmarks.operators import HIDDEN_TESTS
 from benchmarks.timing import timed_by_events
-from xtoken_core.chain.class_order import class_order, in_class_order
 from xtoken_core.config import LossConfig
 from xtoken_core.losses import CrossTokenizerDistillationLoss, HeadProjection, LossTeacher
 
@@ -49,8 +48,6 @@ class Shape:
 
 
 SMALL = Shape(2, 96, 1024, 64, 1536, 96, 128)
-ORDERED = "_class_order"
-"""Ends the name of a row whose teacher has the rows of its head in class order."""
 LONG = "_one_sample"
 """Ends the name of a row whose tokens are one sample's."""
 
@@ -91,20 +88,17 @@ def random_batch(shape: Shape, generator: torch.Generator) -> tuple[dict[str, Te
     return batch_of(ids, sides, T), LossTeacher(shape.teacher_vocab, indices, weights)
 
 
-def chain_batch(shape: Shape, *, ordered: bool) -> tuple[dict[str, Tensor], LossTeacher, Tensor | None]:
-    """Return text and chain tables as in `benchmarks.chain_tables`, on the CPU; if `ordered` with the class order."""
+def chain_batch(shape: Shape) -> tuple[dict[str, Tensor], LossTeacher]:
+    """Return text and chain tables as in `benchmarks.chain_tables`, on the CPU."""
     tables = draw_tables(shape.student_vocab, shape.teacher_vocab)
     texts = [draw_text(tables, shape.tokens, seed) for seed in range(shape.samples)]
     ids, sides = (
         [torch.cat([getattr(text, name)[k] for text in texts]) for k in (0, 1)] for name in ("ids", "chunk_id")
     )
     mask = torch.ones(shape.samples, shape.tokens, dtype=torch.int64)
-    order = class_order(tables) if ordered else None
-    if order is not None:
-        tables, ids[1] = in_class_order(tables, order), torch.argsort(order)[ids[1]]
     batch = batch_of(ids[0], sides, max(text.chunks for text in texts))
     batch |= {"teacher_input_ids": ids[1], "teacher_token_mask": mask}
-    return batch, LossTeacher(shape.teacher_vocab, tables=tables), order
+    return batch, LossTeacher(shape.teacher_vocab, tables=tables)
 
 
 def batch_of(ids: Tensor, sides: list[Tensor], most: int) -> dict[str, Tensor]:
@@ -132,7 +126,6 @@ class Workload:
         rows: int | None,
         *,
         maxima: bool,
-        ordered: bool = False,
     ) -> None:
         """Draw everything.
 
@@ -142,12 +135,11 @@ class Workload:
             device: Where.
             rows: Positions of a block.
             maxima: True if column maxima come along.
-            ordered: True for chain's teacher in class order.
         """
-        generator, order = torch.Generator().manual_seed(0), None
+        generator = torch.Generator().manual_seed(0)
         B, T = shape.samples, shape.tokens
         if config.mode == "chain":
-            host, teacher, order = chain_batch(shape, ordered=ordered)
+            host, teacher = chain_batch(shape)
         else:
             host, teacher = random_batch(shape, generator)
         self.loss = CrossTokenizerDistillationLoss(
@@ -164,7 +156,6 @@ class Workload:
         self.weight = random(shape.student_vocab, shape.student_width, scale=shape.student_width**-0.5).requires_grad_()
         hidden = random(B, T, shape.teacher_width, scale=1.0)
         weight = random(shape.teacher_vocab, shape.teacher_width, scale=shape.teacher_width**-0.5)
-        weight = weight if order is None else weight[order.to(device)]
         self.teacher = HeadProjection(hidden, weight)
         if maxima:
             of_samples = [HeadProjection(hidden[b : b + 1], weight).logits().amax(1) for b in range(B)]
@@ -209,7 +200,6 @@ CONFIGS: dict[str, tuple[LossConfig, bool]] = {
     "p_kl_full_vocabulary": (LossConfig(vocab_topk=None), False),
     "gold": (LossConfig(mode="gold"), False),
     "chain": (LossConfig(mode="chain"), False),
-    f"chain{ORDERED}": (LossConfig(mode="chain"), False),
     "cross_entropy_alone": (LossConfig(mode="p_kl", kl_loss_weight=0.0, ce_loss_scale=1.0), True),
 }
 """Settings, and whether the teacher sends its column maxima."""
@@ -222,7 +212,7 @@ def measure(name: str, shape: Shape, device: torch.device, rows: int | None) -> 
         shape = Shape(1, shape.samples * shape.tokens, *list(asdict(shape).values())[2:])
     config, maxima = CONFIGS[base]
     config = config.model_copy(update={"vocab_topk": shape.vocab_topk}) if config.vocab_topk else config
-    load = Workload(shape, config, device, rows, maxima=maxima, ordered=base.endswith(ORDERED))
+    load = Workload(shape, config, device, rows, maxima=maxima)
     load.step()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()

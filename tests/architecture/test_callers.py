@@ -22,8 +22,6 @@ PLACE = re.compile(r"[\w.]+:(\w+)")
 """A name as a string: `module:name`."""
 
 WITHOUT_CALLER = {
-    "xtoken_core/chain/class_order.py:class_order": "an order of a teacher's head, which benchmarks measure",
-    "xtoken_core/chain/class_order.py:in_class_order": "the tables of that order",
     "xtoken_core/chain/live_sets.py:live_rows": "live sets written out, by which tests define them",
     "xtoken_core/data_plane/tensors.py:columns_from_tensordict": "a run has columns; the surface puts TensorDicts",
     "xtoken_core/losses/chain.py:chain_divergence": "the divergence of whole logits, by which tests define the loss",

@@ -21,12 +21,9 @@ LONG_FILES: dict[str, str] = {
     "xtoken_core/ops/gold/triton.py": "kernels and their launches, one argument a line",
 }
 LONG_FUNCTIONS: dict[str, str] = {
-    "xtoken_core/ops/chain/aligned_kernels.py:chain_both_kernel": "a kernel",
     "xtoken_core/ops/chain/class_kernels.py:chain_class_kernel": "a kernel",
-    "xtoken_core/ops/chain/class_kernels.py:compare_tiles": "a kernel",
     "xtoken_core/ops/chain/event_launch.py:find_events": "a launch",
     "xtoken_core/ops/chain/gradient_kernels.py:chain_row_bwd_kernel": "a kernel",
-    "xtoken_core/ops/chain/launch.py:start_values": "a launch",
     "xtoken_core/ops/chain/live_kernels.py:chain_clear_kernel": "a kernel",
     "xtoken_core/ops/chain/node_gradient_kernels.py:add_node": "a kernel",
     "xtoken_core/ops/chain/node_gradient_kernels.py:chain_node_bwd_kernel": "a kernel",

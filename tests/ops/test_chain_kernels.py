@@ -12,7 +12,6 @@ from tests.unit.chain.test_divergence import batch_of
 from tests.unit.chain.test_edges import DOCUMENTS, SPLIT, WHOLE
 from xtoken_core.chain import class_layout
 from xtoken_core.chain.build import build_tables
-from xtoken_core.chain.class_order import class_order, in_class_order
 from xtoken_core.chain.tables import ChainTables
 from xtoken_core.losses.chain import side_tokens
 from xtoken_core.losses.masks import whole_chunks
@@ -21,13 +20,12 @@ from xtoken_core.ops.chain.reference import ChainOptions, ChainSettings, NativeC
 pytest.importorskip("triton")
 launch = pytest.importorskip("xtoken_core.ops.chain.launch")
 from xtoken_core.ops.chain import gradient_launch, layout  # noqa: E402
-from xtoken_core.ops.chain.layout import chain_layout  # noqa: E402
 from xtoken_core.ops.chain.triton import TritonChainOp  # noqa: E402
 
 slow = pytest.mark.slow
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SIZES = {
-    "TEACHER_LANES": 2, "BOTH_LANES": 2, "STUDENT_LANES": 2, "BLOCK": 16, "SLOTS": 2, "CHUNKS": 2,
+    "TEACHER_LANES": 2, "STUDENT_LANES": 2, "BLOCK": 16, "SLOTS": 2, "CHUNKS": 2,
     "TERMS": 2,
     "WORDS": 2, "RULES": 4, "TOKENS": 2, "SPLITS": 2, "POINTS": 2, "AT_POINT": 2,
 }  # fmt: skip
@@ -60,21 +58,6 @@ def inputs(pair, device, dtype=torch.float32):
     ]
     tables = ChainTables.of(build_tables(*(side.fast for side in pair))).to(device)
     return *logits, *sides, tables, P
-
-
-def in_order(given):
-    """The same input with the teacher in class order."""
-    student, teacher, of_student, of_teacher, tables, P = given
-    device, tables = teacher.device, tables.to("cpu")
-    order = class_order(tables)
-    new = torch.empty_like(order)
-    new[order] = torch.arange(len(order))
-    renumbered = in_class_order(tables, order).to(device)
-    assert chain_layout(renumbered).aligned
-    new, V = new.to(device), len(order)
-    order = torch.cat([order, torch.arange(V, teacher.shape[-1])]).to(device)
-    tokens = replace(of_teacher, predicted=new[of_teacher.predicted], read=new[of_teacher.read])
-    return student, teacher[..., order], of_student, tokens, renumbered, P
 
 
 def results(op, given, options, temperature, upcast=False, overwrite=False):
@@ -128,12 +111,10 @@ def test_gradient_takes_the_memory_of_the_logits(device, pair, temperature):
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("both", [True, pytest.param(False, marks=slow)])
-def test_class_order(device, both, monkeypatch):
-    monkeypatch.setattr(launch, "READS_BOTH", both)
+def test_medium_classes(device, monkeypatch):
     for name, sizes in MEDIUM.items():
         monkeypatch.setattr(class_layout, name, sizes)
-    check(in_order(inputs((SPLIT, WHOLE), device)), ChainOptions())
+    check(inputs((SPLIT, WHOLE), device), ChainOptions())
 
 
 def without_end_terms(tables):
@@ -192,9 +173,7 @@ def test_vocabularies_of_thousands(dtype):
     tables = tables.to(device)
     given = *logits, *sides, tables, text.chunks
     check(given, ChainOptions())
-    check(in_order(given), ChainOptions())
     check(given, ChainOptions(), overwrite=True)
-    check(in_order(given), ChainOptions(), overwrite=True)
     TritonChainOp().prepare(tables)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
@@ -211,11 +190,10 @@ def test_vocabularies_of_thousands(dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("ordered", [False, True], ids=["vocabulary", "class_order"])
-def test_from_hidden_states(ordered):
+def test_from_hidden_states():
     from benchmarks.hidden_states import CONFIGS, SMALL, Workload
 
-    load = Workload(SMALL, CONFIGS["chain"][0], torch.device("cuda"), None, maxima=False, ordered=ordered)
+    load = Workload(SMALL, CONFIGS["chain"][0], torch.device("cuda"), None, maxima=False)
     leaves = [x.detach().float().requires_grad_() for x in (load.hidden, load.weight)]
     teacher = load.teacher.hidden.float() @ load.teacher.weight.float().t()
     expected, _ = load.loss(load.batch, leaves[0] @ leaves[1].t(), [teacher])

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from benchmarks.chain_tables import draw_tables
-from xtoken_core.chain.class_order import class_order, in_class_order
 from xtoken_core.ops.chain.events import SideTokens
 from xtoken_core.ops.chain.reference import ChainSettings
 from xtoken_core.ops.chain_topk.reference import ChainTopKSettings
@@ -23,7 +22,6 @@ pytest.importorskip("triton")
 keys = pytest.importorskip("tests.support.compile_keys", reason="Triton has another way to bind arguments")
 from xtoken_core.compat.embedding.triton import embedding_backward  # noqa: E402
 from xtoken_core.ops import tensor_maps  # noqa: E402
-from xtoken_core.ops.chain.layout import chain_layout  # noqa: E402
 from xtoken_core.ops.chain.triton import TritonChainOp  # noqa: E402
 from xtoken_core.ops.chain_topk.triton import TritonChainTopKOp  # noqa: E402
 from xtoken_core.ops.chunk_mean.triton import TritonChunkMeanOp  # noqa: E402
@@ -82,13 +80,6 @@ def tables():
 
 
 @cache
-def tables_in_class_order():
-    ordered = in_class_order(tables(), class_order(tables()))
-    assert chain_layout(ordered).aligned
-    return ordered
-
-
-@cache
 def partition():
     common = torch.arange(40)
     return TokenPartition(
@@ -104,11 +95,6 @@ def projection():
 
 def chain(x: Drawn):
     return TritonChainOp()(x.student, x.teacher, *x.sides(), tables(), ChainSettings(x.P, with_cross_entropy=True))
-
-
-def chain_in_class_order(x: Drawn):
-    ordered = tables_in_class_order()
-    return TritonChainOp()(x.student, x.teacher, *x.sides(), ordered, ChainSettings(x.P, with_cross_entropy=True))
 
 
 def chain_topk(x: Drawn):
@@ -182,7 +168,7 @@ def embedding(x: Drawn):
 
 
 OPS = [
-    chain, chain_in_class_order, chain_topk, gold, gold_cross_entropy, gold_picked, p_kl, p_kl_cross_entropy, token_kl,
+    chain, chain_topk, gold, gold_cross_entropy, gold_picked, p_kl, p_kl_cross_entropy, token_kl,
     cross_entropy, cross_entropy_by_tma, chunk_mean, select_topk_columns, sparse_projection,
     sparse_projection_of_columns, embedding,
 ]  # fmt: skip

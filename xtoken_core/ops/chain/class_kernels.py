@@ -26,9 +26,9 @@ def words_of(bits_ptr, event, E, W, at):
 
 
 @triton.jit
-def probabilities(base, x, live, scale, lse, CACHE: tl.constexpr):
+def probabilities(base, x, live, scale, lse):
     """Return the probabilities of live tokens, 0 of others."""
-    z = tl.load(base + x, mask=live, other=float("-inf"), cache_modifier=CACHE).to(tl.float32) * scale
+    z = tl.load(base + x, mask=live, other=float("-inf")).to(tl.float32) * scale
     return exp(z - lse)
 
 
@@ -61,7 +61,6 @@ def compare_tiles(
     LENGTH: tl.constexpr,
     AXIS: tl.constexpr,
     EVENTS: tl.constexpr,
-    CACHE: tl.constexpr,
 ):
     """Compare a block of classes at some starts.
 
@@ -91,8 +90,8 @@ def compare_tiles(
             s_base = row_of(student_ptr, s_row, T_s, s_stride_b, s_stride_t)
             t_base = row_of(teacher_ptr, t_row, T_t, t_stride_b, t_stride_t)
             live = ((s_word >> (s_at & 31)) & 1) != 0
-            q = probabilities(s_base, x, live, scale, s_lse, "")
-            p = probabilities(t_base, y, ((t_word >> (t_at & 31)) & 1) != 0, scale, t_lse, CACHE)
+            q = probabilities(s_base, x, live, scale, s_lse)
+            p = probabilities(t_base, y, ((t_word >> (t_at & 31)) & 1) != 0, scale, t_lse)
             store_terms(
                 tl.sum(q, axis=AXIS),
                 tl.max(live.to(tl.int32), axis=AXIS),
@@ -123,7 +122,6 @@ def compare_wide(
     scale,
     TILE: tl.constexpr,
     EVENTS: tl.constexpr,
-    CACHE: tl.constexpr,
 ):
     """Compare a wide class at some starts."""
     student_ptr, teacher_ptr, s_bits_ptr, t_bits_ptr = sides
@@ -151,8 +149,8 @@ def compare_wide(
                 live = is_live(s_bits, s_first + entry, entry < s_count)
                 y = tl.load(t_token_ptr + t_first + entry, mask=entry < t_count, other=0)
                 t_live = is_live(t_bits, t_first + entry, entry < t_count)
-                q += probabilities(s_base, x, live, scale, s_lse, "")
-                p += probabilities(t_base, y, t_live, scale, t_lse, CACHE)
+                q += probabilities(s_base, x, live, scale, s_lse)
+                p += probabilities(t_base, y, t_live, scale, t_lse)
                 reached = reached | live.to(tl.int32)
             none = tl.zeros((1,), dtype=tl.float32)
             store_terms(
@@ -207,7 +205,6 @@ def chain_class_kernel(
     L_3: tl.constexpr,
     TILE: tl.constexpr,
     EVENTS: tl.constexpr,
-    CACHE: tl.constexpr,
 ):
     """Compute the terms of one block of classes at some starts."""
     first, block = tl.program_id(0) // blocks * EVENTS, tl.program_id(0) % blocks
@@ -219,32 +216,18 @@ def chain_class_kernel(
     to = ratio_ptr, terms_ptr
     shape = E, M, T_s, T_t, W_s, W_t, s_stride_b, s_stride_t, t_stride_b, t_stride_t
     if kind == 0:
-        compare_tiles(
-            sides, starts, tokens, to, shape, own_ptr, block, first, scale, H_0, TILE // H_0, 0, EVENTS, CACHE
-        )
+        compare_tiles(sides, starts, tokens, to, shape, own_ptr, block, first, scale, H_0, TILE // H_0, 0, EVENTS)
     elif kind == 1:
-        compare_tiles(
-            sides, starts, tokens, to, shape, own_ptr, block, first, scale, H_1, TILE // H_1, 0, EVENTS, CACHE
-        )
+        compare_tiles(sides, starts, tokens, to, shape, own_ptr, block, first, scale, H_1, TILE // H_1, 0, EVENTS)
     elif kind == 2:
-        compare_tiles(
-            sides, starts, tokens, to, shape, own_ptr, block, first, scale, H_2, TILE // H_2, 0, EVENTS, CACHE
-        )
+        compare_tiles(sides, starts, tokens, to, shape, own_ptr, block, first, scale, H_2, TILE // H_2, 0, EVENTS)
     elif kind == 3:
-        compare_tiles(
-            sides, starts, tokens, to, shape, own_ptr, block, first, scale, TILE // L_0, L_0, 1, EVENTS, CACHE
-        )
+        compare_tiles(sides, starts, tokens, to, shape, own_ptr, block, first, scale, TILE // L_0, L_0, 1, EVENTS)
     elif kind == 4:
-        compare_tiles(
-            sides, starts, tokens, to, shape, own_ptr, block, first, scale, TILE // L_1, L_1, 1, EVENTS, CACHE
-        )
+        compare_tiles(sides, starts, tokens, to, shape, own_ptr, block, first, scale, TILE // L_1, L_1, 1, EVENTS)
     elif kind == 5:
-        compare_tiles(
-            sides, starts, tokens, to, shape, own_ptr, block, first, scale, TILE // L_2, L_2, 1, EVENTS, CACHE
-        )
+        compare_tiles(sides, starts, tokens, to, shape, own_ptr, block, first, scale, TILE // L_2, L_2, 1, EVENTS)
     elif kind == 6:
-        compare_tiles(
-            sides, starts, tokens, to, shape, own_ptr, block, first, scale, TILE // L_3, L_3, 1, EVENTS, CACHE
-        )
+        compare_tiles(sides, starts, tokens, to, shape, own_ptr, block, first, scale, TILE // L_3, L_3, 1, EVENTS)
     else:
-        compare_wide(sides, starts, tokens, to, shape, own_ptr, block, first, scale, TILE, EVENTS, CACHE)
+        compare_wide(sides, starts, tokens, to, shape, own_ptr, block, first, scale, TILE, EVENTS)

@@ -17,7 +17,6 @@ from xtoken_core.ops.chain.start_kernels import (
     in_64_bits,
     live_of,
     live_words,
-    plain_logits,
     row_of,
 )
 
@@ -113,22 +112,17 @@ def part_of_start(
     ratios_ptr,
     V,
     scale,
-    ALIGNED: tl.constexpr,
-    CACHE: tl.constexpr,
 ):
     """Return the gradient of the start of a row's chunk."""
     gradient = tl.zeros(z.shape, dtype=tl.float32)
     if of_start != 0.0:
-        y = tl.load(partner_ptr + x, mask=x < V, other=0).to(tl.int32)  # all of them: wide loads
+        y = tl.load(partner_ptr + x, mask=x < V, other=0)  # all of them: wide loads
         log_q = z * (scale * LOG2_E) - s_lse * LOG2_E
         q = tl.where(live, tl.exp2(log_q), 0.0)
         both = both & (log_q >= LOG_TINY * LOG2_E)
-        log_p = plain_logits(t_base, x, y, V, both, ALIGNED, CACHE) * (scale * LOG2_E)
+        log_p = tl.load(t_base + y, mask=both, other=float("-inf")).to(tl.float32) * (scale * LOG2_E)
         p = tl.exp2(log_p - t_lse * LOG2_E)
-        if ALIGNED:
-            ratio = tl.load(ratios_ptr - 1 + y, mask=live & (y > 0), other=0.0).to(tl.float32)
-        else:
-            ratio = tl.load(ratios_ptr - 1 - y, mask=live & (y < 0), other=0.0).to(tl.float32)
+        ratio = tl.load(ratios_ptr - 1 - y, mask=live & (y < 0), other=0.0).to(tl.float32)
         gradient = of_start * scale * (q * (mass - ratio) - p)
     return gradient
 
@@ -184,8 +178,6 @@ def gradient_at(
     scale,
     TARGETS: tl.constexpr,
     UNSCALED: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    CACHE: tl.constexpr,
     TARGET: tl.constexpr = True,
 ):
     """Return the gradient of some of a row's logits in float32, all that is computed element by element.
@@ -193,10 +185,8 @@ def gradient_at(
     `TARGET`: with the target's own term.
     """
     of_loss, target, head_lse, factor, top, of_start, t_base, mass, s_lse, t_lse = parts
-    z = tl.load(base + x, mask=there, other=float("-inf"), cache_modifier=CACHE).to(tl.float32)
-    gradient = part_of_start(
-        x, z, live, both, of_start, t_base, mass, s_lse, t_lse, partner_ptr, ratios_ptr, V, scale, ALIGNED, CACHE
-    )
+    z = tl.load(base + x, mask=there, other=float("-inf")).to(tl.float32)
+    gradient = part_of_start(x, z, live, both, of_start, t_base, mass, s_lse, t_lse, partner_ptr, ratios_ptr, V, scale)
     if TARGETS and UNSCALED:
         gradient += part_of_both(x, z, of_loss, target, head_lse, factor, top, V, TARGET)
     else:
@@ -248,8 +238,6 @@ def chain_row_bwd_kernel(
     blocks,
     TARGETS: tl.constexpr,
     UNSCALED: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    CACHE: tl.constexpr,
     IN_PLACE: tl.constexpr,
     TILES: tl.constexpr,
     LANES: tl.constexpr,
@@ -305,8 +293,6 @@ def chain_row_bwd_kernel(
             scale,
             TARGETS,
             UNSCALED,
-            ALIGNED,
-            CACHE,
             False,
         )
         if (target >= begin) & (target < begin + LANES * ADJACENT):  # -1 without targets

@@ -14,8 +14,6 @@ from xtoken_core.ops.side_stream import event_of_second, join, second_stream, wa
 
 GRADIENT_LANES, GRADIENT_WARPS = 256, 8
 """Lanes over a row, of `start_kernels.ADJACENT` logits each."""
-GRADIENT_CACHE = ""
-"""How rows that are read in sequence pass the cache: ".cg" = not through a processor's own."""
 GRADIENT_TILES = 8
 """Tiles of a program that stores a gradient: what is the same for a row is read once for them."""
 GRADIENT_PARTS = 4
@@ -83,7 +81,6 @@ class Gradient:
         self.settings: dict[str, Any] = {
             "TARGETS": upstream[0] is not None,
             "UNSCALED": inputs.scale == 1.0,
-            "ALIGNED": inputs.plan.aligned,
             "IN_PLACE": self.nodes_first,
         }
 
@@ -119,7 +116,6 @@ class Gradient:
             first,
             blocks,
             **self.settings,
-            CACHE=GRADIENT_CACHE,
             TILES=GRADIENT_TILES,
             LANES=GRADIENT_LANES,
             num_warps=GRADIENT_WARPS,

@@ -13,7 +13,6 @@ from torch import Tensor
 from xtoken_core.chain import class_layout
 from xtoken_core.chain.tables import ChainTables
 from xtoken_core.ops.chain import (
-    aligned_kernels,
     class_kernels,
     live_kernels,
     node_kernels,
@@ -37,13 +36,8 @@ POINTS, AT_POINT = 32, 32
 """Rules, and tokens at a rule's point, that are read at once."""
 TEACHER_LANES, STUDENT_LANES = 1024, 512
 """Lanes over a row, of `start_kernels.ADJACENT` logits each."""
-READS_BOTH = True
-"""True if a program reads a chunk's first rows on both sides where the teacher's are in class order."""
-BOTH_LANES, BOTH_WARPS = 512, 16
 CLASS_EVENTS = 4
 """Starts at which a program compares a block of classes."""
-CLASS_CACHE = ""
-"""How rows that are read in sequence pass the cache: ".cg" = not through a processor's own."""
 BLOCK, SLOTS, CHUNKS, TERMS = 1024, 512, 32, 16
 """Logits of a row and slots of a node that are read at once by a node's program; chunks of a program that adds up, and
 blocks of classes whose terms it reads at once."""
@@ -143,7 +137,6 @@ class Comparison:
         """Find the events, without waiting for the device."""
         self.tables, self.options, self.scale = tables, options, 1.0 / temperature
         self.plan: ChainLayout = chain_layout(tables)
-        self.reads_both = self.plan.aligned and READS_BOTH
         self.device = sides[0].chunk.device
         self.shape = sides[0].chunk.shape[0], max_chunks
         events = find_events(sides, max_chunks, tables, options)
@@ -226,75 +219,37 @@ class Comparison:
         s_lse, terms = self._float(E), self._float(1 + len(plan.blocks), 3, E)
         losses = None if targets is None else self._float(B, T_s)
         hits = None if targets is None else torch.empty((B, T_s), dtype=torch.bool, device=self.device)
-        if self.reads_both:
-            aligned_kernels.chain_both_kernel[(R_s,)](
-                student.logits,
-                teacher.logits,
-                targets,
-                self.event_of_row,
-                starts.teacher_row,
-                s_bits,
-                t_own,
-                t_bits,
-                losses,
-                hits,
-                head_lse,
-                top,
-                total,
-                t_top,
-                t_total,
-                s_lse,
-                t_lse,
-                terms,
-                E,
-                T_s,
-                teacher.positions,
-                student.logits.shape[2],
-                student.width,
-                teacher.width,
-                s_bits.shape[1],
-                t_own.shape[1],
-                *student.strides,
-                *teacher.strides,
-                self.scale,
-                TARGETS=targets is not None,
-                UNSCALED=self.scale == 1.0,
-                LANES=BOTH_LANES,
-                num_warps=BOTH_WARPS,
-            )
-        else:
-            start_kernels.chain_student_kernel[(R_s,)](
-                student.logits,
-                teacher.logits,
-                targets,
-                self.event_of_row,
-                starts.teacher_row,
-                s_bits,
-                t_bits,
-                plan.partner,
-                t_lse,
-                losses,
-                hits,
-                head_lse,
-                top,
-                total,
-                s_lse,
-                terms,
-                E,
-                T_s,
-                teacher.positions,
-                student.logits.shape[2],
-                student.width,
-                s_bits.shape[1],
-                *student.strides,
-                *teacher.strides,
-                self.scale,
-                TARGETS=targets is not None,
-                UNSCALED=self.scale == 1.0,
-                ALIGNED=plan.aligned,
-                LANES=STUDENT_LANES,
-                num_warps=STUDENT_WARPS,
-            )
+        start_kernels.chain_student_kernel[(R_s,)](
+            student.logits,
+            teacher.logits,
+            targets,
+            self.event_of_row,
+            starts.teacher_row,
+            s_bits,
+            t_bits,
+            plan.partner,
+            t_lse,
+            losses,
+            hits,
+            head_lse,
+            top,
+            total,
+            s_lse,
+            terms,
+            E,
+            T_s,
+            teacher.positions,
+            student.logits.shape[2],
+            student.width,
+            s_bits.shape[1],
+            *student.strides,
+            *teacher.strides,
+            self.scale,
+            TARGETS=targets is not None,
+            UNSCALED=self.scale == 1.0,
+            LANES=STUDENT_LANES,
+            num_warps=STUDENT_WARPS,
+        )
         del t_own  # so that less is held beside the ratios
         half = student.logits.dtype == torch.bfloat16  # float16 has not the range
         ratio = self._float(E, M, dtype=torch.bfloat16 if half else torch.float32)
@@ -319,7 +274,6 @@ class Comparison:
             live.shape[1],
             *teacher.strides,
             self.scale,
-            NODES_ALONE=self.reads_both,
             LANES=TEACHER_LANES,
             num_warps=TEACHER_WARPS,
         )
@@ -386,7 +340,6 @@ class Comparison:
                 **lengths,
                 TILE=class_layout.TILE,
                 EVENTS=CLASS_EVENTS,
-                CACHE=CLASS_CACHE if plan.aligned else "",
                 num_warps=CLASS_WARPS,
             )
 

@@ -16,8 +16,6 @@ from xtoken_core.chain.class_layout import class_layout
 from xtoken_core.chain.tables import ChainTables, SideTable
 from xtoken_core.ops.chain.live_layout import Live, as_int32, live_layout
 
-MOST_IN_16_BITS = 32767
-"""Classes whose numbers fit into int16."""
 NODE_SEGMENT = 32
 """Most tokens of a segment of a node's slot."""
 
@@ -96,9 +94,7 @@ class ChainLayout:
     Attributes:
         student: The student's.
         teacher: The teacher's.
-        partner: `[V_s]` int32, the teacher's token of a plain class; `-1 - m` in another. In class order `m + 1`, 0 in
-            a plain class, int16 if all fit.
-        aligned: True if the teacher's token of every plain class has the id of the student's, as in class order.
+        partner: `[V_s]` int32, the teacher's token of a plain class; `-1 - m` in another.
         blocks: `[blocks, 7]` int32, as in `class_layout`.
         others: `M`, how many classes are not plain.
         classes: `C`.
@@ -107,7 +103,6 @@ class ChainLayout:
     student: SideLayout
     teacher: SideLayout
     partner: Tensor
-    aligned: bool
     blocks: Tensor
     others: int
     classes: int
@@ -146,11 +141,7 @@ def _build(tables: ChainTables) -> ChainLayout:
                 live=live_layout(side.live, columns[k], members, k * len(roots[0]), device),
             )
         )
-    aligned = len(roots[1]) >= len(roots[0]) and bool(((partner < 0) | (partner == np.arange(len(partner)))).all())
-    given = as_int32(np.maximum(-partner, 0) if aligned else partner, device)
-    if aligned and M <= MOST_IN_16_BITS:
-        given = given.short()
-    return ChainLayout(layouts[0], layouts[1], given, aligned, as_int32(classes.blocks, device), M, C)
+    return ChainLayout(layouts[0], layouts[1], as_int32(partner, device), as_int32(classes.blocks, device), M, C)
 
 
 def _by_class(root: np.ndarray, classes: int) -> tuple[np.ndarray, np.ndarray]:

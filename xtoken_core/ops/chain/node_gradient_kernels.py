@@ -178,7 +178,6 @@ def store_list(
     stored_ptr,
     TARGETS: tl.constexpr,
     UNSCALED: tl.constexpr,
-    ALIGNED: tl.constexpr,
     IN_PLACE: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
@@ -204,8 +203,6 @@ def store_list(
             scale,
             TARGETS,
             UNSCALED,
-            ALIGNED,
-            "",
         )
         gradient += tl.load(sum_ptr + at - first, mask=at < last, other=0.0)
         there = at < last
@@ -305,7 +302,6 @@ def chain_node_bwd_kernel(
     i_capacity,
     TARGETS: tl.constexpr,
     UNSCALED: tl.constexpr,
-    ALIGNED: tl.constexpr,
     IN_PLACE: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
@@ -418,7 +414,6 @@ def chain_node_bwd_kernel(
                 stored_ptr,
                 TARGETS,
                 UNSCALED,
-                ALIGNED,
                 False,
                 SLOTS,
             )
@@ -442,7 +437,6 @@ def chain_node_bwd_kernel(
             marks_ptr,
             TARGETS,
             UNSCALED,
-            ALIGNED,
             IN_PLACE,
             SLOTS,
         )
@@ -466,7 +460,6 @@ def chain_node_bwd_kernel(
                 marks_ptr,
                 TARGETS,
                 UNSCALED,
-                ALIGNED,
                 True,
                 SLOTS,
             )

@@ -146,7 +146,6 @@ def chain_teacher_kernel(
     stride_b,
     stride_t,
     scale,
-    NODES_ALONE: tl.constexpr,
     LANES: tl.constexpr,
 ):
     """Compute the whole sum of one row of the teacher that anything reads, and the live one where a chunk starts."""
@@ -154,8 +153,6 @@ def chain_teacher_kernel(
     event = tl.load(event_ptr + row)
     before = tl.load(read_ptr + row - 1, mask=(row > 0) & (row - 1 < reads), other=-1)  # a node before reads this row
     wanted = (event >= 0) | (before >= 0)
-    if NODES_ALONE:
-        wanted = wanted & (event < 0)
     if wanted:
         base = row_of(logits_ptr, row, T, stride_b, stride_t)
         bits = bits_ptr + tl.maximum(event, 0).to(tl.int64) * W
@@ -183,30 +180,16 @@ def chain_teacher_kernel(
 
 
 @triton.jit
-def plain_logits(t_base, x, y, V, both, ALIGNED: tl.constexpr, CACHE: tl.constexpr):
-    """Return the teacher's logits of plain classes; aligned ones have the student's columns, and all are read."""
-    if ALIGNED:
-        z = tl.where(both, tl.load(t_base + x, mask=x < V, other=0.0, cache_modifier=CACHE), float("-inf"))
-    else:
-        z = tl.load(t_base + y, mask=both, other=float("-inf"))
-    return z.to(tl.float32)
-
-
-@triton.jit
-def compare_plain(z, x, V, t_base, partner_ptr, both, scale, t_lse, ALIGNED: tl.constexpr):
+def compare_plain(z, x, V, t_base, partner_ptr, both, scale, t_lse):
     """Return the teacher's probability of plain classes live on both sides, times its log ratio, and itself."""
-    y = x
-    if not ALIGNED:
-        y = tl.load(partner_ptr + x, mask=x < V, other=0)  # all of them: wide loads
-    log_p = plain_logits(t_base, x, y, V, both, ALIGNED, "") * scale - t_lse
+    y = tl.load(partner_ptr + x, mask=x < V, other=0)  # all of them: wide loads
+    log_p = tl.load(t_base + y, mask=both, other=float("-inf")).to(tl.float32) * scale - t_lse
     p = exp(log_p)
     return tl.where(p > 0.0, p * (log_p - z), 0.0), p
 
 
 @triton.jit
-def exact_plain(
-    base, t_base, partner_ptr, bits, t_bits, V, scale, s_lse, t_lse, ALIGNED: tl.constexpr, LANES: tl.constexpr
-):
+def exact_plain(base, t_base, partner_ptr, bits, t_bits, V, scale, s_lse, t_lse, LANES: tl.constexpr):
     """Return the KL over plain classes, their mass, and that not below the floor, with floored logarithms."""
     kl = tl.zeros((LANES,), dtype=tl.float32)
     mass = tl.zeros((LANES,), dtype=tl.float32)
@@ -216,7 +199,7 @@ def exact_plain(
         live = live_of(bits, begin, x, V, LANES)
         both = live & live_of(t_bits, begin, x, V, LANES)
         log_q = tl.load(base + x, mask=live, other=0.0).to(tl.float32) * scale - s_lse
-        term, p = compare_plain(tl.maximum(log_q, LOG_TINY), x, V, t_base, partner_ptr, both, scale, t_lse, ALIGNED)
+        term, p = compare_plain(tl.maximum(log_q, LOG_TINY), x, V, t_base, partner_ptr, both, scale, t_lse)
         kl += tl.sum(term, axis=1)
         mass += tl.sum(p, axis=1)
         unclipped += tl.sum(tl.where(log_q >= LOG_TINY, p, 0.0), axis=1)
@@ -243,7 +226,6 @@ def store_start(
     E,
     s_lse_ptr,
     terms_ptr,
-    ALIGNED: tl.constexpr,
     LANES: tl.constexpr,
 ):
     """Store the live sum of a row, and the terms of its plain classes, from the sums of lanes."""
@@ -254,9 +236,7 @@ def store_start(
     of_plain = tl.sum(mass, axis=0)
     value, unclipped = tl.sum(kl, axis=0) + s_lse * of_plain, of_plain
     if tl.min(lowest, axis=0) - s_lse < LOG_TINY:
-        value, _, unclipped = exact_plain(
-            base, t_base, partner_ptr, bits, t_bits, V, scale, s_lse, t_lse, ALIGNED, LANES
-        )
+        value, _, unclipped = exact_plain(base, t_base, partner_ptr, bits, t_bits, V, scale, s_lse, t_lse, LANES)
     tl.store(s_lse_ptr + event, s_lse)
     tl.store(terms_ptr + event, value)
     tl.store(terms_ptr + E + event, of_plain)
@@ -313,7 +293,6 @@ def chain_student_kernel(
     scale,
     TARGETS: tl.constexpr,
     UNSCALED: tl.constexpr,
-    ALIGNED: tl.constexpr,
     LANES: tl.constexpr,
 ):
     """Compute one student row: cross-entropy, its sums, and the KL over plain classes where a chunk starts."""
@@ -337,7 +316,7 @@ def chain_student_kernel(
         word = live_words(bits, begin, compared, LANES)
         live = bits_of(word, x, compared)
         both = bits_of(word & live_words(t_bits, begin, compared, LANES), x, compared)
-        term, p = compare_plain(z, x, compared, t_base, partner_ptr, both, scale, t_lse, ALIGNED)
+        term, p = compare_plain(z, x, compared, t_base, partner_ptr, both, scale, t_lse)
         top, pivot, shrink = raised(top, z)
         e = exp(z - pivot[:, None])
         total = total * shrink + tl.sum(e, axis=1)
@@ -368,7 +347,6 @@ def chain_student_kernel(
             E,
             s_lse_ptr,
             terms_ptr,
-            ALIGNED,
             LANES,
         )
     if TARGETS:
