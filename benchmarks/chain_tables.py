@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from xtoken_core.chain.paths import build_piece_trie
@@ -20,6 +21,8 @@ from xtoken_core.chain.roots import find_roots
 from xtoken_core.chain.spelling import Spellings
 from xtoken_core.chain.tables import ChainTables, LiveTable, SideTable
 from xtoken_core.chain.word_splits import BROKEN, JOINED, KEPT
+from xtoken_core.losses.masks import kept_chunk_ids, predicted_ids, shifted_chunk_ids
+from xtoken_core.ops.chain.events import SideTokens
 
 COMMON = 0.75
 """Fraction of the smaller vocabulary."""
@@ -156,3 +159,14 @@ def draw_text(tables: ChainTables, tokens: int, seed: int = 0) -> DrawnText:
     padded = [torch.tensor([row + [0] * (tokens - len(row))]) for row in ids]
     chunk = [torch.tensor([row + [-1] * (tokens - len(row))]) for row in chunk_id]
     return DrawnText((padded[0], padded[1]), (chunk[0], chunk[1]), chunks)
+
+
+def side_tokens(ids: Int[Tensor, "B T"], chunk_id: Int[Tensor, "B T"], usable: Bool[Tensor, "B P"]) -> SideTokens:
+    """Return one side's tokens at the positions that predict them.
+
+    Args:
+        ids: The tokens.
+        chunk_id: Chunk of each token as aligned, not shifted.
+        usable: Chunks that are compared.
+    """
+    return SideTokens(kept_chunk_ids(shifted_chunk_ids(chunk_id), usable), predicted_ids(ids), ids, chunk_id)

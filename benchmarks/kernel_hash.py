@@ -14,8 +14,6 @@ import hashlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from xtoken_core.ops.registry import UNSELECTED
-
 ROOT = Path(__file__).parents[1]
 OPS = ROOT / "xtoken_core" / "ops"
 KERNEL_FILES = ("kernels.py", "triton.py", "launch.py", "triton_support.py")
@@ -25,13 +23,9 @@ LIBRARIES = ("torch", "triton")
 """Packages whose names are part of the computation: `tl.exp` is not `tl.log`."""
 
 
-def kernel_files(*, unselected: bool = False) -> list[Path]:
-    """Return every file that holds kernels or launches them, of ops that some device selects (or of no such op)."""
-    return sorted(
-        path
-        for path in OPS.rglob("*.py")
-        if path.name.endswith(KERNEL_FILES) and (path.parent.name in UNSELECTED) == unselected
-    )
+def kernel_files() -> list[Path]:
+    """Return every file that holds kernels or launches them."""
+    return sorted(path for path in OPS.rglob("*.py") if path.name.endswith(KERNEL_FILES))
 
 
 def kernel_hash() -> str:

@@ -23,11 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.chain_tables import draw_tables, draw_text
+from benchmarks.chain_tables import draw_tables, draw_text, side_tokens
 from benchmarks.gpu_tests import RESULTS, backend_passes, losses_pass, machine
 from benchmarks.timing import copy_bandwidth, nbytes, timed_by_events, timed_by_graph, waits_for_the_device
 from benchmarks.whole_losses import CONFIGS, OPS_OF, whole_loss
-from xtoken_core.losses.chain import side_tokens
 from xtoken_core.losses.masks import whole_chunks
 from xtoken_core.ops.chain_topk.reference import ChainTopKSettings
 from xtoken_core.ops.gold import GoldOptions, TokenPartition

@@ -18,7 +18,6 @@ LONG_FILES: dict[str, str] = {
     "xtoken_core/ops/chain_topk/gradient_kernels.py": "kernels and their launches, one argument a line",
     "xtoken_core/ops/chain_topk/launch.py": "kernels and their launches, one argument a line",
     "xtoken_core/ops/gold/kernels.py": "kernels and their launches, one argument a line",
-    "xtoken_core/ops/gold/triton.py": "kernels and their launches, one argument a line",
 }
 LONG_FUNCTIONS: dict[str, str] = {
     "xtoken_core/ops/chain/class_kernels.py:chain_class_kernel": "a kernel",

@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from benchmarks.chain_tables import side_tokens
 from tests.ops.tolerances import GRADIENT, OUTPUT, assert_within
 from tests.unit.chain.test_divergence import batch_of
 from tests.unit.chain.test_edges import DOCUMENTS, SPLIT, WHOLE
 from xtoken_core.chain import class_layout
 from xtoken_core.chain.build import build_tables
 from xtoken_core.chain.tables import ChainTables
-from xtoken_core.losses.chain import side_tokens
 from xtoken_core.losses.masks import whole_chunks
 from xtoken_core.ops.chain.reference import ChainOptions, ChainSettings, NativeChainOp
 

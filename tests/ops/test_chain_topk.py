@@ -150,8 +150,7 @@ def test_tokens_that_end_without_a_term_are_inside_their_nodes(device, pair):
 @pytest.mark.parametrize("k", [16, 64, 256])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_vocabularies_of_thousands(dtype, k):
-    from benchmarks.chain_tables import draw_tables, draw_text
-    from xtoken_core.losses.chain import side_tokens
+    from benchmarks.chain_tables import draw_tables, draw_text, side_tokens
     from xtoken_core.losses.masks import whole_chunks
 
     device = torch.device("cuda")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 
 import torch
 from jaxtyping import Float
@@ -49,8 +50,6 @@ from xtoken_core.losses.token_blocks import (
 from xtoken_core.ops import get_op
 from xtoken_core.ops.side_stream import join, second_stream
 
-COLUMNS_BESIDE = True
-"""True if the compared columns of teachers' logits are chosen on a second stream, beside masks and alignment."""
 RATIOS = ("kl_loss_scale", "weight_")
 """Prefixes of the metrics that are averaged over a step, not added."""
 
@@ -277,11 +276,13 @@ class CrossTokenizerDistillationLoss:
             mean = MeanLogits(teachers, self._normalized_weights(), loss.vocab_size)
             return [ComparedTeacher(loss, mean, None, loss.pairing(batch))]
         device = batch[schema.INPUT_IDS.name].device
-        beside = COLUMNS_BESIDE and all(isinstance(logits, Tensor) for logits in teachers)
-        with second_stream(device, beside=beside):
+        # Columns are chosen beside masks and alignment; logits that are still to be computed belong to this stream.
+        beside = all(isinstance(logits, Tensor) for logits in teachers)
+        with second_stream(device) if beside else nullcontext():
             columns = [loss.columns(logits) for loss, logits in zip(self.losses, teachers, strict=True)]
         pairings = [loss.pairing(batch) for loss in self.losses]
-        join(device, beside=beside)
+        if beside:
+            join(device)
         return [ComparedTeacher(*each) for each in zip(self.losses, teachers, columns, pairings, strict=True)]
 
     def _normalized_weights(self) -> list[float]:

@@ -99,15 +99,9 @@ BACKENDS: Mapping[str, Mapping[str, OpBackend]] = {
 FOLLOWS: Mapping[str, str] = {"p_kl_cross_entropy": "p_kl", "gold_cross_entropy": "gold"}
 """An op that `XTOKEN_OPS` does not name goes with the one it contains."""
 
-UNSELECTED: frozenset[str] = frozenset()
-"""Ops whose kernels no device selects, since they have not been tested on one as they are; `XTOKEN_OPS` takes them."""
-
 _REFERENCE_ONLY: Mapping[str, tuple[str, ...]] = dict.fromkeys(BACKENDS, ("reference",))
 PRIORITY: Mapping[DeviceKind, Mapping[str, tuple[str, ...]]] = {
-    "cuda": {
-        name: ("reference",) if name in UNSELECTED else tuple(sorted(backends, reverse=True))
-        for name, backends in BACKENDS.items()
-    },
+    "cuda": {name: tuple(sorted(backends, reverse=True)) for name, backends in BACKENDS.items()},
     "rocm": {**_REFERENCE_ONLY},
     "cpu": {**_REFERENCE_ONLY},
 }

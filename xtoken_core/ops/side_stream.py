@@ -15,15 +15,15 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 
 
 @contextmanager
-def second_stream(device: torch.device, *, beside: bool = True) -> Iterator[None]:
+def second_stream(device: torch.device) -> Iterator[None]:
     """Run the block's kernels on a side stream, after all queued work; call `join` before reading their results.
 
-    Unless `beside`, and on the CPU, launch as without it.
+    On the CPU the block runs as without it.
 
     Tensors that are created here belong to the second stream. They can be freed at any time: the stream waits for the
     current one before it is used again.
     """
-    if device.type != "cuda" or not beside:
+    if device.type != "cuda":
         yield
         return
     stream = _stream(device)
@@ -32,9 +32,9 @@ def second_stream(device: torch.device, *, beside: bool = True) -> Iterator[None
         yield
 
 
-def join(device: torch.device, *, beside: bool = True) -> None:
-    """Make the current stream wait for the side stream's kernels; `beside` as for `second_stream`."""
-    if device.type == "cuda" and beside:
+def join(device: torch.device) -> None:
+    """Make the current stream wait for the side stream's kernels."""
+    if device.type == "cuda":
         torch.cuda.current_stream(device).wait_stream(_stream(device))
 
 

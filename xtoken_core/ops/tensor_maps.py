@@ -15,8 +15,6 @@ try:
 except ImportError:  # an older Triton
     TensorDescriptor = None
 
-ENABLED = True
-"""True if descriptors are used at all."""
 WIDTH = 64
 """Columns of a matrix, 128 bytes of two-byte logits: what one transfer takes as a whole."""
 
@@ -50,4 +48,4 @@ def row_matrix(logits: Tensor, block: int) -> Any | None:
 
 def _readable(logits: Tensor) -> bool:
     aligned = logits.element_size() == 2 and logits.data_ptr() % 16 == 0
-    return ENABLED and aligned and reads_by_tma(logits.device)
+    return aligned and reads_by_tma(logits.device)

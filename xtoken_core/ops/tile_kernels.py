@@ -59,14 +59,6 @@ def combined_log_sum_exp(top_ptr, total_ptr, rows, parts, padded, PARTS: tl.cons
 
 
 @triton.jit
-def log_sum_exp_kernel(top_ptr, total_ptr, lse_ptr, parts, padded, PARTS: tl.constexpr, ROWS: tl.constexpr):
-    """Compute `log sum exp` of ROWS rows from the sums of their tiles."""
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    _, lse = combined_log_sum_exp(top_ptr, total_ptr, rows, parts, padded, PARTS, ROWS)
-    tl.store(lse_ptr + rows, lse)
-
-
-@triton.jit
 def combined_sum(partial_ptr, rows, parts, padded, PARTS: tl.constexpr, ROWS: tl.constexpr):
     """Return each row's sum of its parts."""
     lanes = tl.arange(0, PARTS).to(tl.int64)

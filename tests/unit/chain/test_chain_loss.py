@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+from benchmarks.chain_tables import side_tokens
 from tests.ops.tolerances import GRADIENT, OUTPUT, assert_within
+from tests.support.chain_divergence import chain_divergence
 from tests.support.columns import columns_of as columns_of_rows
 from tests.unit.chain.test_divergence import batch_of, random_logits
 from tests.unit.chain.test_edges import SPLIT, WHOLE
@@ -19,12 +21,11 @@ from xtoken_core.losses import (
     combine_metrics,
     kd_chunk_counts,
 )
-from xtoken_core.losses.chain import ChainOptions, chain_divergence, side_tokens
 from xtoken_core.losses.masks import predicted_ids
 from xtoken_core.ops.chain.divergences import Generated
 from xtoken_core.ops.chain.events import PARTS
 from xtoken_core.ops.chain.listed import TopKTeacher, listed_parts
-from xtoken_core.ops.chain.reference import chain_parts
+from xtoken_core.ops.chain.reference import ChainOptions, chain_parts
 from xtoken_core.schema import with_numbers
 from xtoken_core.topk_logits import largest_logits
 from xtoken_core.transports.ring import TopKSettings

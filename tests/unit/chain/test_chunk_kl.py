@@ -9,10 +9,10 @@ import itertools
 import pytest
 import torch
 
+from tests.support.chain_divergence import chain_divergence
 from tests.unit.chain.test_divergence import batch_of
 from tests.unit.chain.tiny_tokenizers import TinyTokenizer
 from xtoken_core.chain import ChainTables, build_tables
-from xtoken_core.losses.chain import chain_divergence
 
 DIGITS = "12"
 NUMERALS = ["".join(digits) for n in (1, 2, 3) for digits in itertools.product(DIGITS, repeat=n)]

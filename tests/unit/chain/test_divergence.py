@@ -7,14 +7,15 @@ import torch
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
+from tests.support.chain_divergence import ChainBatch, chain_divergence
 from tests.unit.chain.chain_loops import Options, Pair, sample_divergence
 from tests.unit.chain.tiny_tokenizers import PATTERNS, TinyTokenizer, TinyUnigram, split_words
 from xtoken_core.alignment import TokenAligner
 from xtoken_core.chain.build import build_tables
 from xtoken_core.chain.tables import ChainTables
-from xtoken_core.losses.chain import ChainBatch, ChainOptions, chain_divergence
 from xtoken_core.ops.chain.divergences import Generated
 from xtoken_core.ops.chain.listed import TopKTeacher
+from xtoken_core.ops.chain.reference import ChainOptions
 
 CHARACTERS = "ab1 éあ"
 ALPHABET = CHARACTERS.encode()

@@ -5,12 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.support.chain_divergence import ChainBatch, chain_divergence
 from tests.unit.chain.test_divergence import batch_of, random_logits
 from tests.unit.chain.tiny_tokenizers import TinyTokenizer
 from xtoken_core.chain.build import build_tables
 from xtoken_core.chain.tables import ChainTables
-from xtoken_core.losses.chain import ChainBatch, ChainOptions, chain_divergence
 from xtoken_core.ops.chain import events, ragged
+from xtoken_core.ops.chain.reference import ChainOptions
 
 ALPHABET = "ab1 é".encode()
 WHOLE = TinyTokenizer(ALPHABET, [(b"1", b"1"), (b"11", b"1"), (b"a", b"b"), (b" ", b"ab"), (b"\xc3", b"\xa9")], "words")

@@ -26,8 +26,6 @@ from xtoken_core.ops.position_launch import positions_by_chunk
 from xtoken_core.ops.side_stream import join, second_stream
 from xtoken_core.ops.triton_support import accumulates_in_float32, launching_on, power_of_2, row_strides
 
-BESIDE = True
-"""True if one side's rows and tails are read on a second stream, beside the other's."""
 ROW_LANES, ROW_WARPS = 512, 8
 """Lanes over a row, of `kernels.ADJACENT` logits each."""
 BLOCK = 4096
@@ -138,13 +136,13 @@ class TritonGold(torch.autograd.Function):
         kl, mass, kl_slope, l1, l1_slope = (torch.empty(shape, dtype=torch.float32, device=device) for _ in range(5))
         agrees = torch.empty(shape, dtype=torch.bool, device=device)
         scale = 1.0 / options.temperature
-        with second_stream(device, beside=BESIDE):
+        with second_stream(device):
             teacher_lse = teacher.log_sum_exp(scale)
             signs = torch.zeros((kl.numel(), V), dtype=torch.int8, device=device)
         cut = student.cut(V)
         tokens = None if targets is None else _token_values(student, targets, V, scale)
         lse = cut.log_sum_exp(scale) if tokens is None else tokens.lse, teacher_lse
-        join(device, beside=BESIDE)
+        join(device)
         _compare_common(cut, teacher, lse, partition, options, (kl, mass, kl_slope, agrees))
         _compare_tails(cut, teacher, lse, partition, options, (mass, l1, l1_slope, signs))
         ctx.positions, ctx.partition, ctx.options = (student.positions, teacher.positions), partition, options
@@ -369,10 +367,10 @@ def _compare_tails(
     for start in range(0, l1.numel(), slab):
         rows = min(slab, l1.numel() - start)
         if cut is not None and max(tail.width for tail in tails) <= MOST_COUNTED:
-            with second_stream(l1.device, beside=BESIDE):
+            with second_stream(l1.device):
                 of_student = tails[0].by_id(start, rows, scale, None)
             of_teacher = tails[1].by_id(start, rows, scale, mass)
-            join(l1.device, beside=BESIDE)
+            join(l1.device)
             _compare_counts(tails, (of_student, of_teacher), n_s, start, (l1, l1_slope, signs))
             continue
         a, places, ids = tails[0].descending(start, rows, scale, None)

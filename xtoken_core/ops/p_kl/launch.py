@@ -19,8 +19,6 @@ from xtoken_core.ops.sparse_projection.matrix import ProjectionMatrix
 from xtoken_core.ops.tile_kernels import sum_kernel
 from xtoken_core.ops.triton_support import power_of_2, row_strides
 
-TEACHER_BESIDE = True
-"""True if the teacher's rows are read on a second stream, beside the student's."""
 PADDING = 64
 """Positions (or chunks) of a line; buffers hold whole lines, whatever the batch: layouts stay the same."""
 SLAB = 1024

@@ -11,7 +11,6 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import increment_version
 
 from xtoken_core.ops.numerics import ComparesLogits
-from xtoken_core.ops.p_kl import launch
 from xtoken_core.ops.p_kl.launch import Comparison
 from xtoken_core.ops.p_kl.reference import (
     PKLCrossEntropyResult,
@@ -35,12 +34,12 @@ class TritonPKL(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         """Return (kl, agrees, mass), each `[B, P]`, with targets (losses, hits), `[B, T_s]`, and unnamed, `[B, P]`."""
         logits = student_logits if student_logits.stride(-1) == 1 else student_logits.contiguous()
-        with second_stream(inputs.device, beside=launch.TEACHER_BESIDE):
+        with second_stream(inputs.device):
             given = teacher_logits if teacher_logits.stride(-1) == 1 else teacher_logits.contiguous()
             teacher = inputs.teacher_rows(given)
         slots = inputs.slots()
         student = inputs.student_rows(logits, slots.counts, targets)
-        join(inputs.device, beside=launch.TEACHER_BESIDE)
+        join(inputs.device)
         chunks = inputs.chunks(student, teacher)
         ctx.inputs, ctx.with_targets = inputs, targets is not None
         by_position = student.lse, student.head_lse, student.sums, chunks.products, student.projected

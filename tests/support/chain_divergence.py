@@ -1,4 +1,4 @@
-"""The chain-rule divergence of aligned tokens, before any batch columns; the formula is in `ops.chain.reference`."""
+"""The chain-rule divergence of aligned tokens, before any batch columns: the definition that tests compare with."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from benchmarks.chain_tables import side_tokens
 from xtoken_core.chain.tables import ChainTables
-from xtoken_core.losses.masks import kept_chunk_ids, predicted_ids, shifted_chunk_ids, whole_chunks
+from xtoken_core.losses.masks import whole_chunks
 from xtoken_core.ops.chain.divergences import Generated
-from xtoken_core.ops.chain.events import SideTokens
 from xtoken_core.ops.chain.listed import TopKTeacher, listed_parts
 from xtoken_core.ops.chain.reference import BLOCK_BYTES, ChainOptions, chain_parts
 
@@ -77,14 +77,3 @@ def chain_divergence(
     else:
         parts = chain_parts(student_logits, teacher_logits, (student, teacher), P, tables, options, **named)
     return parts.sum(0)
-
-
-def side_tokens(ids: Int[Tensor, "B T"], chunk_id: Int[Tensor, "B T"], usable: Bool[Tensor, "B P"]) -> SideTokens:
-    """Return one side's tokens at the positions that predict them.
-
-    Args:
-        ids: The tokens.
-        chunk_id: Chunk of each token as aligned, not shifted.
-        usable: Chunks that are compared.
-    """
-    return SideTokens(kept_chunk_ids(shifted_chunk_ids(chunk_id), usable), predicted_ids(ids), ids, chunk_id)
