@@ -63,8 +63,7 @@ def test_p_kl(monkeypatch, device, variant):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("variant", [pytest.param(name, marks=pytest.mark.slow) for name in ("cut", "untruncated")])
 def test_gold(monkeypatch, device, variant):
-    shrink(monkeypatch, "gold", BLOCK=16, COMMON_BLOCK=2, GRADIENT_BLOCK=16, SLAB_BYTES=1000, SELECT_BLOCK=64, SPARE=2)
-    shrink(monkeypatch, "gold", TAIL_BINS=16, TAIL_BLOCK=8, TAIL_PROGRAMS=2)
+    shrink(monkeypatch, "gold", BLOCK=16, COMMON_BLOCK=2, GRADIENT_BLOCK=16, SLAB_BYTES=2000, PICK_BLOCK=16, SPARE=2)
     check("gold", CASES["gold"][variant].make(torch.float32, torch.device(device)), "student_logits")
 
 
@@ -79,25 +78,27 @@ def test_gold_cross_entropy(monkeypatch, device, variant):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("n", "spare"), [pytest.param(1, 0, marks=pytest.mark.slow), (40, 3)])
-def test_gold_at_the_border_of_the_largest_picks_as_a_sort_would(monkeypatch, device, n, spare):
+@pytest.mark.parametrize(("n", "spare", "sample"), [pytest.param(1, 0, 128, marks=pytest.mark.slow), (40, 3, 16)])
+def test_gold_at_the_border_of_the_largest_picks_as_a_sort_would(monkeypatch, device, n, spare, sample):
     from xtoken_core.ops.chunks import chunk_positions
     from xtoken_core.ops.gold import triton as gold
 
-    shrink(monkeypatch, "gold", SELECT_BLOCK=128, SPARE=spare)
-    logits = torch.randn(1, 7, 150, generator=torch.Generator().manual_seed(0))
+    shrink(monkeypatch, "gold", PICK_BLOCK=32, SPARE=spare, SAMPLE=sample)
+    logits = torch.randn(1, 8, 150, generator=torch.Generator().manual_seed(0))
     logits[0, 1] = logits[0, 1].round()  # ties at the border
     logits[0, 2] = 0.0
     logits[0, 3, 20:] = -torch.inf
     logits[0, 4, 7] = 200.0
-    logits[0, 5, 9] = 10.0  # before the first edge
+    logits[0, 5, 9] = 10.0
+    logits[0, 6, 3] = torch.nan
     logits = logits.to(device)
-    uncommon = torch.tensor([v for v in range(150) if v % 4 != 1], device=device)
-    side = gold.Side(logits, chunk_positions(torch.tensor([[0, 1, 2, 3, 4, 5, -1]], device=device), 7))
+    uncommon = torch.tensor([v for v in range(150) if v % 4 != 1], dtype=torch.int32, device=device)
+    side = gold.Side(logits, chunk_positions(torch.tensor([[0, 1, 2, 3, 4, 5, 6, -1]], device=device), 8))
     lse = side.log_sum_exp(1.0)
     rest = torch.log_softmax(logits[0, :6], dim=-1)[:, uncommon]
-    mass = torch.zeros(7, device=device)
-    values, places, ids = gold.Tail(side, lse, uncommon, n).descending(0, 7, 1.0, mass)
+    mass = torch.zeros(8, device=device)
+    values, places, ids = gold.Tail(side, lse, uncommon, n).descending(0, 8, 1.0, mass)
+    assert values.shape == ids.shape == (8, n + spare)
     expected, order = rest.sort(dim=1, descending=True, stable=True)
     torch.testing.assert_close(values[:6, :n], expected[:, :n].exp(), rtol=1e-5, atol=1e-10)
     picked = ids.gather(1, places[:, :n])[:6]
@@ -105,24 +106,14 @@ def test_gold_at_the_border_of_the_largest_picks_as_a_sort_would(monkeypatch, de
     assert bool((same | (values[:6, :n] == 0)).all())
     assert all(len(set(row.tolist())) == n for row in picked)
     torch.testing.assert_close(mass[:6], rest.exp().sum(1), rtol=1e-5, atol=1e-7)
-    assert torch.equal(values[6, :n], torch.ones_like(values[6, :n]))
-    assert mass[6] == uncommon.shape[0]
+    assert values[6, :n].isnan().all() and mass[6].isnan()
+    assert torch.equal(values[7, :n], torch.ones_like(values[7, :n]))
+    assert mass[7] == uncommon.shape[0]
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("bins", [pytest.param(2, marks=pytest.mark.slow), 32])
-def test_gold_by_counts_is_gold_by_sorting(monkeypatch, device, bins):
-    shrink(
-        monkeypatch,
-        "gold",
-        PICK_BLOCK=64,
-        SAMPLE=32,
-        SELECT_BLOCK=64,
-        SPARE=2,
-        TAIL_BINS=bins,
-        TAIL_BLOCK=min(bins, 16),
-        TAIL_PROGRAMS=2,
-    )
+def test_gold_of_picked_entries_is_gold_of_whole_lists(monkeypatch, device):
+    shrink(monkeypatch, "gold", PICK_BLOCK=16, SAMPLE=16)
     generator = torch.Generator().manual_seed(0)
     student, teacher = (2 * torch.randn(1, 4, V, generator=generator) for V in (40, 50))
     student[0, 1], teacher[0, 1] = student[0, 1].round(), teacher[0, 1].round()  # ties on either side
@@ -133,12 +124,12 @@ def test_gold_by_counts_is_gold_by_sorting(monkeypatch, device, bins):
     student, teacher = student.to(device).requires_grad_(), teacher.to(device)
     chunks = [torch.tensor([chunk_id], device=device) for chunk_id in ([0, 1, 2, 3], [0, 1, 2, 0])]
     op, found = load_backend(BACKENDS["gold"]["triton"]), []
-    for most in (65_535, 0):
-        shrink(monkeypatch, "gold", MOST_COUNTED=most)
+    for spare in (2, 50):
+        shrink(monkeypatch, "gold", SPARE=spare)
         l1 = op(student, teacher, partition, *chunks, GoldOptions(5, uncommon_topk=20)).l1_uncommon
         found.append((l1.detach(), torch.autograd.grad(l1.sum(), student)[0]))
-    for counted, by_sort in zip(*found, strict=True):
-        torch.testing.assert_close(counted, by_sort, rtol=1e-6, atol=1e-6)
+    for picked, whole in zip(*found, strict=True):
+        assert torch.equal(picked, whole)
 
 
 @pytest.mark.parametrize("device", DEVICES)

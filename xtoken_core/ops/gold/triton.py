@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from xtoken_core.ops.chunks import ChunkPositions
-from xtoken_core.ops.gold import kernels, select_kernels, tail_kernels
+from xtoken_core.ops.gold import kernels, pick_kernels
 from xtoken_core.ops.gold.reference import (
     GoldCrossEntropyResult,
     GoldOptions,
@@ -34,17 +34,12 @@ GRADIENT_BLOCK = 2048
 """Ids of a row that a program takes at once."""
 GRADIENT_BLOCKS = 8
 """Repetitions of that per program of the backward."""
-PICK_BLOCK, PICK_WARPS, SAMPLE, SAMPLE_WARPS = 1024, 8, 8192, 8
-"""Ids at once, and those that are looked at to guess where a chunk's largest probabilities begin."""
-SELECT_BLOCK, SELECT_WARPS = 2048, 8
-SPARE = 2560
+PICK_BLOCK, PICK_WARPS, SAMPLE = 1024, 8, 8192
+"""Entries at once, and those that are looked at to guess where a chunk's largest probabilities begin."""
+SPARE = 1536
 """Places of a row beside those wanted when its largest entries are picked: a guess then hardly ever misses."""
-TAIL_BINS, TAIL_BLOCK, TAIL_WARPS, TAIL_PROGRAMS = 4096, 256, 8, 792
-"""Bins of probabilities that lists are counted in, entries at once, and programs, each with bins of its own."""
-MOST_COUNTED = 65_535
-"""Longest list that is compared by counts, which have 16 bits; longer ones are sorted."""
 SLAB_BYTES = 1 << 29
-"""Most memory for the tails of both sides; chunks are taken slab by slab."""
+"""Most memory for the uncommon probabilities of both sides and for those picked; chunks are taken slab by slab."""
 
 
 @dataclass(frozen=True)
@@ -202,8 +197,7 @@ class TritonGold(torch.autograd.Function):
         return gradient, None, None, None, None, None
 
 
-@dataclass(frozen=True)
-class Tail:
+class Tail(NamedTuple):
     """One side's uncommon ids, and how many of each chunk's probabilities at them are compared."""
 
     side: Side
@@ -212,105 +206,59 @@ class Tail:
     wanted: int
 
     @property
-    def picked(self) -> bool:
-        """Return True if the largest values are picked before they are compared."""
-        return self.wanted + SPARE < self.ids.shape[0]
-
-    @property
-    def width(self) -> int:
-        """Number of probabilities of a chunk that are compared."""
-        return self.wanted + SPARE if self.picked else self.ids.shape[0]
+    def room(self) -> int:
+        """Number of probabilities of a chunk that are sorted."""
+        return min(self.wanted + SPARE, self.ids.shape[0])
 
     def descending(self, start: int, rows: int, scale: float, mass: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the probabilities of `rows` chunks, largest first, their indices in the lists of ids, and these lists.
+        """Return the probabilities of `rows` chunks, largest first, their places in lists of ids, and these lists.
 
-        Equal ones stay in the order of their ids. What all of them sum up to is added to `mass`.
+        At least the `wanted` first are the chunks' largest; equal ones stay in the order of their ids. What all
+        probabilities sum up to is added to `mass`.
         """
-        values, ids, _ = self.by_id(start, rows, scale, mass)
-        return (*values.sort(dim=1, descending=True, stable=True), ids)
-
-    def by_id(self, start: int, rows: int, scale: float, mass: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the probabilities of `rows` chunks in the order of ids, the ids, and how many each chunk has.
-
-        -1 fills up what is picked. What all of them sum up to is added to `mass`. The number is negative for a chunk
-        without positions.
-        """
-        device, u = self.lse.device, self.ids.shape[0]
-        values = torch.empty((rows, self.width), dtype=torch.float32, device=device)
-        positions, T = self.side.positions, self.side.logits.shape[1]
-        summed = self.lse if mass is None else mass
-        if self.picked:
-            return values, *self._pick(values, start, scale, mass)
-        ids = self.ids.int().unsqueeze(0)
+        u, rest = self.ids.shape[0], torch.empty((rows, self.ids.shape[0]), dtype=torch.float32, device=self.lse.device)
         kernels.gold_rest_kernel[(rows,)](
             self.side.logits,
-            *positions[1:],
+            *self.side.positions[1:],
             self.lse,
-            ids,
-            values,
-            summed,
+            self.ids,
+            rest,
+            self.lse if mass is None else mass,
             start,
             u,
-            T,
+            self.side.logits.shape[1],
             *self.side.strides,
             scale,
             mass is not None,
             min(BLOCK, power_of_2(u)),
             num_warps=8,
         )
-        first = positions.first[start : start + rows + 1]
-        return values, ids, torch.where(first[1:] > first[:-1], u, -self.wanted).int()
+        values, ids = self._picked(rest, start) if self.room < u else (rest, self.ids)
+        del rest  # a sort takes as much again
+        return (*values.sort(dim=1, descending=True, stable=True), ids)
 
-    def _pick(self, values: Tensor, start: int, scale: float, mass: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Fill in the largest probabilities; return their ids and numbers."""
-        rows, device = values.shape[0], values.device
-        ids = torch.empty((rows, self.width), dtype=torch.int32, device=device)
-        sizes = torch.empty(rows, dtype=torch.int32, device=device)
-        edges = torch.empty(rows, dtype=torch.float32, device=device)
-        u, T = self.ids.shape[0], self.side.logits.shape[1]
-        inputs = self.side.logits, *self.side.positions[1:], self.lse, self.ids.int()
-        shape = u, T, *self.side.strides, scale
+    def _picked(self, rest: Tensor, start: int) -> tuple[Tensor, Tensor]:
+        """Return the largest probabilities and their ids, in the order of ids; -1 fills up a row."""
+        rows, u = rest.shape
+        values = rest.new_empty((rows, self.room))
+        ids = torch.empty((rows, self.room), dtype=torch.int32, device=rest.device)
         sample = min(SAMPLE, power_of_2(u))
-        select_kernels.gold_edge_kernel[(rows,)](
-            *inputs,
-            edges,
-            start,
-            (self.wanted + self.width) // 2,
-            *shape,
-            triton.cdiv(u, sample),
-            sample,
-            num_warps=SAMPLE_WARPS,
-        )
-        select_kernels.gold_pick_kernel[(rows,)](
-            *inputs,
-            edges,
+        pick_kernels.gold_pick_kernel[(rows,)](
+            rest,
+            self.ids,
+            self.side.positions.first,
             values,
             ids,
-            sizes,
-            self.lse if mass is None else mass,
             start,
             self.wanted,
-            self.width,
-            *shape,
-            mass is not None,
+            self.room,
+            u,
+            triton.cdiv(u, sample),
+            sample,
             PICK_BLOCK,
             num_warps=PICK_WARPS,
         )
-        count_block = max(SELECT_BLOCK, power_of_2(triton.cdiv(u, 255)))  # a byte counts what a lane sees
-        select_kernels.gold_select_kernel[(rows,)](
-            *inputs,
-            values,
-            ids,
-            sizes,
-            start,
-            self.wanted,
-            self.width,
-            *shape,
-            count_block,
-            SELECT_BLOCK,
-            num_warps=SELECT_WARPS,
-        )
-        return ids, sizes
+        return values, ids
 
 
 def _compare_common(
@@ -359,22 +307,19 @@ def _compare_tails(
     cut = options.uncommon_topk
     n_s, n_t = (u_s, u_t) if cut is None else (min(u_s, u_t, cut),) * 2
     tails = (
-        Tail(student, lse[0], partition.uncommon_student, n_s),
-        Tail(teacher, lse[1], partition.uncommon_teacher, n_t),
+        Tail(student, lse[0], partition.uncommon_student.int(), n_s),
+        Tail(teacher, lse[1], partition.uncommon_teacher.int(), n_t),
     )
-    slab = max(1, SLAB_BYTES // (4 * max(sum(tail.width for tail in tails), 1)))
-    scale = 1.0 / options.temperature
+    row_bytes = sum(4 * tail.ids.shape[0] + 8 * tail.room for tail in tails)
+    slabs = triton.cdiv(l1.numel() * row_bytes, SLAB_BYTES)
+    slab = triton.cdiv(l1.numel(), max(slabs, 1))
+    scale, n = 1.0 / options.temperature, max(n_s, n_t)
     for start in range(0, l1.numel(), slab):
         rows = min(slab, l1.numel() - start)
-        if cut is not None and max(tail.width for tail in tails) <= MOST_COUNTED:
-            with second_stream(l1.device):
-                of_student = tails[0].by_id(start, rows, scale, None)
-            of_teacher = tails[1].by_id(start, rows, scale, mass)
-            join(l1.device)
-            _compare_counts(tails, (of_student, of_teacher), n_s, start, (l1, l1_slope, signs))
-            continue
-        a, places, ids = tails[0].descending(start, rows, scale, None)
+        with second_stream(l1.device):
+            a, places, ids = tails[0].descending(start, rows, scale, None)
         b, *_ = tails[1].descending(start, rows, scale, mass)
+        join(l1.device)
         kernels.gold_l1_kernel[(rows,)](
             a,
             places,
@@ -386,56 +331,14 @@ def _compare_tails(
             start,
             n_s,
             n_t,
-            max(n_s, n_t),
+            n,
             signs.shape[1],
             a.stride(0),
-            ids.stride(0) if tails[0].picked else 0,
+            ids.stride(0) if ids.dim() > 1 else 0,
             b.stride(0),
-            min(BLOCK, power_of_2(max(n_s, n_t))),
+            min(BLOCK, power_of_2(n)),
             num_warps=8,
         )
-
-
-def _compare_counts(
-    tails: tuple[Tail, Tail],
-    lists: tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]],
-    n: int,
-    start: int,
-    results: tuple[Tensor, Tensor, Tensor],
-) -> None:
-    """Fill in the distance, the slopes and the signs of as many chunks as the lists have, from chunk `start` on."""
-    l1, l1_slope, signs = results
-    (a, ids, student_sizes), (b, _, teacher_sizes) = lists
-    rows, device = a.shape[0], a.device
-    programs, bins = min(rows, TAIL_PROGRAMS), min(TAIL_BINS, power_of_2(a.shape[1] + b.shape[1]))
-    tables = torch.empty((programs, 3 * bins + 16), dtype=torch.int32, device=device)
-    mixed = torch.empty((programs, 2 * bins), dtype=torch.int8, device=device)
-    held = torch.empty((programs, a.shape[1] + b.shape[1]), dtype=torch.float32, device=device)
-    held_at = torch.empty((*held.shape, 2), dtype=torch.int32, device=device)
-    tail_kernels.gold_tail_kernel[(programs,)](
-        a,
-        student_sizes,
-        ids,
-        b,
-        teacher_sizes,
-        l1,
-        l1_slope,
-        signs,
-        tables,
-        mixed,
-        held,
-        held_at,
-        start,
-        rows,
-        n,
-        a.shape[1],
-        b.shape[1],
-        ids.stride(0) if tails[0].picked else 0,
-        signs.shape[1],
-        bins,
-        min(TAIL_BLOCK, bins),
-        num_warps=TAIL_WARPS,
-    )
 
 
 def _compare(
