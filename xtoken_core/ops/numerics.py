@@ -75,15 +75,10 @@ def bernoulli_kl(log_a: Float[Tensor, "*shape"], log_b: Float[Tensor, "*shape"])
     return kl_terms(log_a, log_b) + kl_terms(not_a, not_b)
 
 
-class ComparesLogits(nn.Module):
-    """A backend of an op that compares two models' logits: its ground truth is itself on logits upcast first."""
+class Op(nn.Module):
+    """A backend of an op: a function of tensors, called like the op's reference and without state."""
 
-    def forward_fp32(
-        self,
-        student_logits: Float[Tensor, "B T_s V_s"],
-        teacher_logits: Float[Tensor, "B T_t V_m"],
-        *others: Any,
-        **named: Any,
-    ) -> Any:
-        """Compute the same as `forward`, with the same arguments, in float32 (float64 stays)."""
-        return self.forward(upcast(student_logits), upcast(teacher_logits), *others, **named)
+    def forward_fp32(self, *inputs: Any, **named: Any) -> Any:
+        """Compute the same as `forward`, with the same arguments, in float32 (float64 stays): the ground truth."""
+        raised = (upcast(x) if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs)
+        return self.forward(*raised, **named)

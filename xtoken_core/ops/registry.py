@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from enum import Enum
 from functools import cache
 from importlib import import_module
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 import torch
 
 from xtoken_core.errors import ConfigError
+from xtoken_core.ops.numerics import Op
 
 DeviceKind = Literal["cuda", "rocm", "cpu"]
 ENVIRONMENT = "XTOKEN_OPS"
-
-
-Op = Callable[..., Any]
-"""The interface of a backend: a pure function of tensors, called like the op's reference."""
 
 
 class OpBackend(Enum):
@@ -55,44 +52,9 @@ class OpBackend(Enum):
 
 
 BACKENDS: Mapping[str, Mapping[str, OpBackend]] = {
-    "embedding": {
-        "reference": OpBackend.PYTORCH_NATIVE_EMBEDDING,
-        "triton": OpBackend.TRITON_EMBEDDING,
-    },
-    "indices_to_multihot": {
-        "reference": OpBackend.PYTORCH_NATIVE_INDICES_TO_MULTIHOT,
-        "triton": OpBackend.TRITON_INDICES_TO_MULTIHOT,
-    },
-    "sparse_projection": {
-        "reference": OpBackend.PYTORCH_NATIVE_SPARSE_PROJECTION,
-        "triton": OpBackend.TRITON_SPARSE_PROJECTION,
-    },
-    "select_topk_columns": {
-        "reference": OpBackend.PYTORCH_NATIVE_SELECT_TOPK_COLUMNS,
-        "triton": OpBackend.TRITON_SELECT_TOPK_COLUMNS,
-    },
-    "largest_logits": {
-        "reference": OpBackend.PYTORCH_NATIVE_LARGEST_LOGITS,
-        "triton": OpBackend.TRITON_LARGEST_LOGITS,
-    },
-    "chunk_mean": {"reference": OpBackend.PYTORCH_NATIVE_CHUNK_MEAN, "triton": OpBackend.TRITON_CHUNK_MEAN},
-    "cross_entropy": {
-        "reference": OpBackend.PYTORCH_NATIVE_CROSS_ENTROPY,
-        "triton": OpBackend.TRITON_CROSS_ENTROPY,
-    },
-    "p_kl": {"reference": OpBackend.PYTORCH_NATIVE_P_KL, "triton": OpBackend.TRITON_P_KL},
-    "p_kl_cross_entropy": {
-        "reference": OpBackend.PYTORCH_NATIVE_P_KL_CROSS_ENTROPY,
-        "triton": OpBackend.TRITON_P_KL_CROSS_ENTROPY,
-    },
-    "chain": {"reference": OpBackend.PYTORCH_NATIVE_CHAIN, "triton": OpBackend.TRITON_CHAIN},
-    "chain_topk": {"reference": OpBackend.PYTORCH_NATIVE_CHAIN_TOPK, "triton": OpBackend.TRITON_CHAIN_TOPK},
-    "token_kl": {"reference": OpBackend.PYTORCH_NATIVE_TOKEN_KL, "triton": OpBackend.TRITON_TOKEN_KL},
-    "gold": {"reference": OpBackend.PYTORCH_NATIVE_GOLD, "triton": OpBackend.TRITON_GOLD},
-    "gold_cross_entropy": {
-        "reference": OpBackend.PYTORCH_NATIVE_GOLD_CROSS_ENTROPY,
-        "triton": OpBackend.TRITON_GOLD_CROSS_ENTROPY,
-    },
+    name.lower(): {"reference": native, "triton": OpBackend[f"TRITON_{name}"]}
+    for native in OpBackend
+    if (name := native.name.removeprefix("PYTORCH_NATIVE_")) != native.name
 }
 """Every op's backends by the short name that `XTOKEN_OPS` uses."""
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from jaxtyping import Float, Integer
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
-from xtoken_core.ops.numerics import upcast
+from xtoken_core.ops.numerics import Op, upcast
 
 
-class NativeEmbeddingOp(nn.Module):
+class NativeEmbeddingOp(Op):
     """`weight[token_ids]`: a row gather, exact in every dtype and independent of what shares the batch.
 
     Rows are gathered in the table's own dtype and only they are upcast: the table is never copied. The gradient with
@@ -29,4 +29,4 @@ class NativeEmbeddingOp(nn.Module):
         self, token_ids: Integer[Tensor, "*shape"], weight: Float[Tensor, "V H"]
     ) -> Float[Tensor, "*shape H"]:
         """Return the rows in float32 (float64 stays): the ground truth and source of golden gradients."""
-        return upcast(functional.embedding(token_ids.long(), weight))
+        return upcast(self.forward(token_ids, weight))

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 import triton  # type: ignore[import-untyped]
 from jaxtyping import Float, Integer
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from xtoken_core.compat.embedding.kernels import embedding_bwd_pieces_kernel, embedding_bwd_runs_kernel
-from xtoken_core.ops.numerics import upcast
+from xtoken_core.compat.embedding.reference import NativeEmbeddingOp
 from xtoken_core.ops.triton_support import accumulates_in_float32, launching_on, power_of_2
 
 PIECE = 64
@@ -73,7 +73,7 @@ class DeterministicEmbedding(torch.autograd.Function):
         return None, embedding_backward(ids.reshape(-1), grad_out.reshape(ids.numel(), grad_out.shape[-1]), ctx.rows)
 
 
-class TritonEmbeddingOp(nn.Module):
+class TritonEmbeddingOp(NativeEmbeddingOp):
     """Triton backend: the reference's forward, a deterministic backward."""
 
     def forward(self, token_ids: Integer[Tensor, "*shape"], weight: Float[Tensor, "V H"]) -> Float[Tensor, "*shape H"]:
@@ -87,9 +87,3 @@ class TritonEmbeddingOp(nn.Module):
             return functional.embedding(token_ids.long(), weight)
         rows: Tensor = DeterministicEmbedding.apply(token_ids, weight)  # type: ignore[no-untyped-call]  # torch leaves it bare
         return rows
-
-    def forward_fp32(
-        self, token_ids: Integer[Tensor, "*shape"], weight: Float[Tensor, "V H"]
-    ) -> Float[Tensor, "*shape H"]:
-        """Return the rows in float32."""
-        return upcast(self.forward(token_ids, weight))

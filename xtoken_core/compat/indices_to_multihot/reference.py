@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
-from xtoken_core.ops.numerics import upcast
+from xtoken_core.ops.numerics import Op
 
 
 def winning_slots(indices: Int[Tensor, "T k"], num_experts: int) -> Bool[Tensor, "T k"]:
@@ -49,17 +49,7 @@ def indices_to_multihot(
     return multihot[:, :num_experts], spread[:, :num_experts]
 
 
-class NativeIndicesToMultihotOp(nn.Module):
+class NativeIndicesToMultihotOp(Op):
     """Reference backend: moves values, so both paths agree exactly."""
 
-    def forward(
-        self, indices: Int[Tensor, "T k"], probs: Float[Tensor, "T k"], num_experts: int
-    ) -> tuple[Bool[Tensor, "T E"], Float[Tensor, "T E"]]:
-        """Compute the same as `indices_to_multihot`, in the dtype of `probs`."""
-        return indices_to_multihot(indices, probs, num_experts)
-
-    def forward_fp32(
-        self, indices: Int[Tensor, "T k"], probs: Float[Tensor, "T k"], num_experts: int
-    ) -> tuple[Bool[Tensor, "T E"], Float[Tensor, "T E"]]:
-        """Compute the same as `indices_to_multihot` on probabilities upcast first: the ground truth."""
-        return indices_to_multihot(indices, upcast(probs), num_experts)
+    forward = staticmethod(indices_to_multihot)

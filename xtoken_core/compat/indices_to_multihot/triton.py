@@ -7,11 +7,11 @@ from typing import Any
 import torch
 import triton  # type: ignore[import-untyped]
 from jaxtyping import Bool, Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from xtoken_core.compat.indices_to_multihot.kernels import _indices_to_multihot_kernel, _multihot_to_indices_kernel
-from xtoken_core.ops.numerics import upcast
+from xtoken_core.ops.numerics import Op
 from xtoken_core.ops.triton_support import launching_on, power_of_2
 
 TILE = 512
@@ -88,17 +88,7 @@ def fused_indices_to_multihot(
     return result
 
 
-class TritonIndicesToMultihotOp(nn.Module):
+class TritonIndicesToMultihotOp(Op):
     """Triton backend: moves values, so it equals the reference bit for bit, backward included."""
 
-    def forward(
-        self, indices: Int[Tensor, "T k"], probs: Float[Tensor, "T k"], num_experts: int
-    ) -> tuple[Bool[Tensor, "T E"], Float[Tensor, "T E"]]:
-        """Compute the same as `fused_indices_to_multihot`."""
-        return fused_indices_to_multihot(indices, probs, num_experts)
-
-    def forward_fp32(
-        self, indices: Int[Tensor, "T k"], probs: Float[Tensor, "T k"], num_experts: int
-    ) -> tuple[Bool[Tensor, "T E"], Float[Tensor, "T E"]]:
-        """Compute the same as `fused_indices_to_multihot` on probabilities upcast first."""
-        return fused_indices_to_multihot(indices, upcast(probs), num_experts)
+    forward = staticmethod(fused_indices_to_multihot)

@@ -32,7 +32,7 @@ from xtoken_core.ops.chain.events import Inner, SideTokens, Starts, find_events
 from xtoken_core.ops.chain.live import live_mask
 from xtoken_core.ops.chain.ragged import pick, ragged, ragged_softmax, ragged_sum
 from xtoken_core.ops.cross_entropy.reference import cross_entropy
-from xtoken_core.ops.numerics import ComparesLogits
+from xtoken_core.ops.numerics import Op
 
 BLOCK_BYTES = 1 << 28
 """Memory limit of the rows of one block, both sides together."""
@@ -130,7 +130,7 @@ def chain(
     return ChainResult(start, inner, end, losses, hits)
 
 
-class NativeChainOp(ComparesLogits):
+class NativeChainOp(Op):
     """Reference backend: blocks of rows, computed again for the gradient."""
 
     reads_once = False

@@ -15,7 +15,7 @@ from xtoken_core.ops.chain.gradient_launch import Gradient, Kept
 from xtoken_core.ops.chain.launch import Comparison, NodeResults, Rows, StartResults
 from xtoken_core.ops.chain.layout import chain_layout
 from xtoken_core.ops.chain.reference import ChainResult, ChainSettings, chain
-from xtoken_core.ops.numerics import ComparesLogits
+from xtoken_core.ops.numerics import Op
 from xtoken_core.ops.triton_support import accumulates_in_float32, launching_on
 
 
@@ -66,7 +66,7 @@ def _rows(inputs: Comparison, student: Tensor, teacher: Tensor) -> tuple[Rows, R
     return Rows(student, len(inputs.tables.student.root)), Rows(teacher, len(inputs.tables.teacher.root))
 
 
-class TritonChainOp(ComparesLogits):
+class TritonChainOp(Op):
     """Triton backend: float32 inside, deterministic, nothing of the size of all classes but for the rows in work."""
 
     reads_once = True

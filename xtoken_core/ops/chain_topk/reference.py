@@ -15,7 +15,7 @@ from xtoken_core.ops.chain.events import SideTokens
 from xtoken_core.ops.chain.listed import TopKTeacher, listed_parts
 from xtoken_core.ops.chain.reference import ChainOptions
 from xtoken_core.ops.cross_entropy.reference import cross_entropy
-from xtoken_core.ops.numerics import ComparesLogits, bernoulli_kl, upcast
+from xtoken_core.ops.numerics import Op, bernoulli_kl, upcast
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def _sum_by_chunk(values: Float[Tensor, "B T"], chunk: Int[Tensor, "B T"], max_c
     return values.new_zeros(len(values), max_chunks + 1).scatter_add(1, spare, values)[:, :-1]
 
 
-class NativeChainTopKOp(ComparesLogits):
+class NativeChainTopKOp(Op):
     """Reference backend: blocks of rows, computed again for the gradient."""
 
     reads_once = False

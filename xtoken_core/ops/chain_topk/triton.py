@@ -14,7 +14,7 @@ from xtoken_core.ops.chain.events import SideTokens
 from xtoken_core.ops.chain.layout import chain_layout
 from xtoken_core.ops.chain_topk.launch import Kept, ListedComparison, ListedNodes, Lists, RowResults, student_classes
 from xtoken_core.ops.chain_topk.reference import ChainTopKResult, ChainTopKSettings, chain_topk
-from xtoken_core.ops.numerics import ComparesLogits, bernoulli_kl
+from xtoken_core.ops.numerics import Op, bernoulli_kl
 from xtoken_core.ops.triton_support import accumulates_in_float32, launching_on
 
 
@@ -66,7 +66,7 @@ def _likelihoods(log_s: Tensor, log_t: Tensor) -> tuple[Tensor, Tensor]:
     return value.detach(), slope
 
 
-class TritonChainTopKOp(ComparesLogits):
+class TritonChainTopKOp(Op):
     """Triton backend: float32 inside, deterministic, nothing of the size of all classes or of the teacher's tokens."""
 
     reads_once = True

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
-from xtoken_core.ops.numerics import EPSILON, upcast
+from xtoken_core.ops.numerics import EPSILON, Op, upcast
 
 
 def chunk_sizes(chunk_id: Int[Tensor, "B T"], max_chunks: int) -> Float[Tensor, "B P"]:
@@ -54,18 +54,12 @@ def _buckets(chunk_id: Tensor, max_chunks: int) -> Tensor:
     return chunk_id.long().masked_fill(outside, max_chunks)
 
 
-class NativeChunkMeanOp(nn.Module):
+class NativeChunkMeanOp(Op):
     """Reference backend: float32 inside, the result in the input's dtype."""
 
     def forward(
         self, x: Float[Tensor, "B T V"], chunk_id: Int[Tensor, "B T"], max_chunks: int
     ) -> tuple[Float[Tensor, "B P V"], Float[Tensor, "B P"]]:
         """Compute `chunk_average_log_probs`, accumulated in float32 and rounded once to the dtype of `x`."""
-        means, sizes = self.forward_fp32(x, chunk_id, max_chunks)
+        means, sizes = chunk_average_log_probs(upcast(x), chunk_id, max_chunks)
         return means.to(x.dtype), sizes
-
-    def forward_fp32(
-        self, x: Float[Tensor, "B T V"], chunk_id: Int[Tensor, "B T"], max_chunks: int
-    ) -> tuple[Float[Tensor, "B P V"], Float[Tensor, "B P"]]:
-        """Compute the same as `chunk_average_log_probs`, in float32 (float64 stays): the ground truth."""
-        return chunk_average_log_probs(upcast(x), chunk_id, max_chunks)

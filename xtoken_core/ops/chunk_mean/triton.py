@@ -7,13 +7,13 @@ from typing import Any
 import torch
 import triton  # type: ignore[import-untyped]
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from xtoken_core.ops.chunk_mean.kernels import chunk_mean_bwd_kernel, chunk_mean_kernel
 from xtoken_core.ops.chunk_mean.reference import NativeChunkMeanOp
 from xtoken_core.ops.chunks import chunk_positions
-from xtoken_core.ops.numerics import EPSILON, upcast
+from xtoken_core.ops.numerics import EPSILON, Op
 from xtoken_core.ops.triton_support import accumulates_in_float32, launching_on, power_of_2, row_strides
 
 BLOCK = 1024
@@ -56,7 +56,7 @@ class TritonChunkMean(torch.autograd.Function):
         return gradient, None, None
 
 
-class TritonChunkMeanOp(nn.Module):
+class TritonChunkMeanOp(Op):
     """Triton backend: float32 inside, no copy of `x`, deterministic."""
 
     def forward(
@@ -69,9 +69,3 @@ class TritonChunkMeanOp(nn.Module):
         with launching_on(x):
             result: tuple[Tensor, Tensor] = TritonChunkMean.apply(x, chunk_id, max_chunks)  # type: ignore[no-untyped-call]  # torch leaves it bare
         return result
-
-    def forward_fp32(
-        self, x: Float[Tensor, "B T V"], chunk_id: Int[Tensor, "B T"], max_chunks: int
-    ) -> tuple[Float[Tensor, "B P V"], Float[Tensor, "B P"]]:
-        """Compute the same as `forward` on `x` upcast first."""
-        return self.forward(upcast(x), chunk_id, max_chunks)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from jaxtyping import Bool, Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
-from xtoken_core.ops.numerics import upcast
+from xtoken_core.ops.numerics import Op, upcast
 
 
 def cross_entropy(
@@ -26,7 +26,7 @@ def cross_entropy(
     return losses.view(targets.shape), logits.detach().argmax(dim=-1) == targets
 
 
-class NativeCrossEntropyOp(nn.Module):
+class NativeCrossEntropyOp(Op):
     """Reference backend."""
 
     def forward(
@@ -37,9 +37,3 @@ class NativeCrossEntropyOp(nn.Module):
         With `overwrite` a backend may write it over the logits, which are lost then; this one does not.
         """
         return cross_entropy(logits, targets)
-
-    def forward_fp32(
-        self, logits: Float[Tensor, "B T V"], targets: Int[Tensor, "B T"]
-    ) -> tuple[Float[Tensor, "B T"], Bool[Tensor, "B T"]]:
-        """Compute the same as `cross_entropy` on logits upcast first: the ground truth."""
-        return cross_entropy(upcast(logits), targets)

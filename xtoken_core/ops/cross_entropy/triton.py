@@ -7,12 +7,12 @@ from typing import Any
 import torch
 import triton  # type: ignore[import-untyped]
 from jaxtyping import Bool, Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from xtoken_core.ops.cross_entropy.kernels import cross_entropy_bwd_kernel
 from xtoken_core.ops.cross_entropy.reference import cross_entropy
-from xtoken_core.ops.numerics import upcast
+from xtoken_core.ops.numerics import Op
 from xtoken_core.ops.row_kernels import row_statistics_kernel
 from xtoken_core.ops.tensor_maps import WIDTH, row_matrix
 from xtoken_core.ops.triton_support import accumulates_in_float32, launching_on, power_of_2, row_strides
@@ -81,7 +81,7 @@ class TritonCrossEntropy(torch.autograd.Function):
         return gradient, None, None
 
 
-class TritonCrossEntropyOp(nn.Module):
+class TritonCrossEntropyOp(Op):
     """Triton backend: float32 inside, no copy of the logits, deterministic."""
 
     def forward(
@@ -96,9 +96,3 @@ class TritonCrossEntropyOp(nn.Module):
         with launching_on(logits):
             result: tuple[Tensor, Tensor] = TritonCrossEntropy.apply(logits, targets, overwrite)  # type: ignore[no-untyped-call]  # torch leaves it bare
         return result
-
-    def forward_fp32(
-        self, logits: Float[Tensor, "B T V"], targets: Int[Tensor, "B T"]
-    ) -> tuple[Float[Tensor, "B T"], Bool[Tensor, "B T"]]:
-        """Compute the same as `forward` on logits upcast first."""
-        return self.forward(upcast(logits), targets)

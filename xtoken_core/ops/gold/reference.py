@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from xtoken_core.ops.chunk_mean.reference import chunk_average_log_probs
 from xtoken_core.ops.cross_entropy.reference import cross_entropy
-from xtoken_core.ops.numerics import ComparesLogits, kl_terms, upcast
+from xtoken_core.ops.numerics import Op, kl_terms, upcast
 
 
 @dataclass(frozen=True)
@@ -175,13 +175,13 @@ def _descending(x: Tensor, n: int) -> Tensor:
     return x.sort(dim=-1, descending=True, stable=True).values
 
 
-class NativeGoldOp(ComparesLogits):
+class NativeGoldOp(Op):
     """Reference backend: float32 inside from the first operation on; the gradient in the logits' dtype."""
 
     forward = staticmethod(gold)
 
 
-class NativeGoldCrossEntropyOp(ComparesLogits):
+class NativeGoldCrossEntropyOp(Op):
     """Reference backend: the two references, one after the other."""
 
     forward = staticmethod(gold_cross_entropy)

@@ -21,7 +21,7 @@ from xtoken_core.ops.gold.reference import (
     gold,
     gold_cross_entropy,
 )
-from xtoken_core.ops.numerics import ComparesLogits
+from xtoken_core.ops.numerics import Op
 from xtoken_core.ops.position_launch import positions_by_chunk
 from xtoken_core.ops.side_stream import join, second_stream
 from xtoken_core.ops.triton_support import accumulates_in_float32, launching_on, power_of_2, row_strides
@@ -363,7 +363,7 @@ def _beyond_the_kernels(student_logits: Tensor, options: GoldOptions) -> bool:
     return not accumulates_in_float32(student_logits) or not student_logits.numel() * options.max_chunks
 
 
-class TritonGoldOp(ComparesLogits):
+class TritonGoldOp(Op):
     """Triton backend: float32 inside, deterministic, no float32 copy of either vocabulary."""
 
     def forward(
@@ -382,7 +382,7 @@ class TritonGoldOp(ComparesLogits):
         return GoldResult(*_compare(student_logits, teacher_logits, partition, chunk_ids, None, options))
 
 
-class TritonGoldCrossEntropyOp(ComparesLogits):
+class TritonGoldCrossEntropyOp(Op):
     """Triton backend: the student's log-sum-exps and cross-entropy from one reading, both gradients in one writing."""
 
     def forward(

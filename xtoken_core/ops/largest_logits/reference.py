@@ -6,7 +6,9 @@ from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
+
+from xtoken_core.ops.numerics import Op
 
 GROUP = 64
 """Adjacent tokens whose largest logit and sum are computed first: only groups with one of the largest are searched."""
@@ -43,7 +45,7 @@ def largest_logits(
     """Select the largest logits of every position: descending, of equal ones the lowest ids, NaN as the largest.
 
     The k largest lie in the k groups of tokens with the largest maxima, so that the whole row is read for maxima and
-    sums alone.
+    sums alone. No gradient.
 
     Args:
         logits: At least `V` wide; any floating dtype, float32 inside, float64 stays.
@@ -53,7 +55,7 @@ def largest_logits(
         mass: Fraction of a position's probability: of its largest tokens only as many are kept as reach it; None: all.
         temperature: What the logits are divided by for `log_z_scaled`, `log_rest` and `mass`.
     """
-    V, T = vocab_size, temperature
+    logits, V, T = logits.detach(), vocab_size, temperature
     dtype = torch.promote_types(logits.dtype, torch.float32)
     groups = logits[..., : V - V % GROUP].view(*logits.shape[:2], V // GROUP, GROUP)
     maxima = groups.amax(-1)
@@ -107,29 +109,7 @@ def _group_log_sums(
     return parts.exp_().sum(-1).log() + shift / temperature
 
 
-class NativeLargestLogitsOp(nn.Module):
+class NativeLargestLogitsOp(Op):
     """Reference backend. It computes in float32 (float64 stays) and its selection is exact, so both paths agree."""
 
-    def forward(
-        self,
-        logits: Float[Tensor, "B T V_m"],
-        targets: Int[Tensor, "B T"],
-        k: int,
-        vocab_size: int,
-        mass: float | None = None,
-        temperature: float = 1.0,
-    ) -> LargestLogits:
-        """Compute the same as `largest_logits`. No gradient."""
-        return largest_logits(logits.detach(), targets, k, vocab_size, mass, temperature)
-
-    def forward_fp32(
-        self,
-        logits: Float[Tensor, "B T V_m"],
-        targets: Int[Tensor, "B T"],
-        k: int,
-        vocab_size: int,
-        mass: float | None = None,
-        temperature: float = 1.0,
-    ) -> LargestLogits:
-        """Compute the same as `forward`: values are upcast where they are added, and comparing is exact."""
-        return self.forward(logits, targets, k, vocab_size, mass, temperature)
+    forward = staticmethod(largest_logits)

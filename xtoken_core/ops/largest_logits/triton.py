@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import triton  # type: ignore[import-untyped]
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
 from xtoken_core.ops.largest_logits.kernels import (
     choose_groups_kernel,
@@ -14,6 +14,7 @@ from xtoken_core.ops.largest_logits.kernels import (
     select_tokens_kernel,
 )
 from xtoken_core.ops.largest_logits.reference import GROUP, LargestLogits, largest_logits
+from xtoken_core.ops.numerics import Op
 from xtoken_core.ops.triton_support import accumulates_in_float32, launching_on, power_of_2, row_strides
 
 TILE_GROUPS, TILE_WARPS = 64, 4
@@ -134,7 +135,7 @@ def _largest(logits: Tensor, targets: Tensor, k: int, V: int, mass: float | None
     return LargestLogits(ids, values, log_z, log_z_scaled, log_rest, own)
 
 
-class TritonLargestLogitsOp(nn.Module):
+class TritonLargestLogitsOp(Op):
     """Triton backend: the same tokens as the reference, sums up to rounding; deterministic, no wait for the device."""
 
     def forward(
@@ -149,18 +150,6 @@ class TritonLargestLogitsOp(nn.Module):
         """Compute the same as the reference, which runs for float64, no positions, and more than a program holds."""
         few = 0 < k <= MOST_TOKENS and vocab_size <= MOST_GROUPS * GROUP
         if not few or not logits.numel() or not accumulates_in_float32(logits):
-            return largest_logits(logits.detach(), targets, k, vocab_size, mass, temperature)
+            return largest_logits(logits, targets, k, vocab_size, mass, temperature)
         with launching_on(logits):
             return _largest(logits.detach(), targets, min(k, vocab_size), vocab_size, mass, temperature)
-
-    def forward_fp32(
-        self,
-        logits: Float[Tensor, "B T V_m"],
-        targets: Int[Tensor, "B T"],
-        k: int,
-        vocab_size: int,
-        mass: float | None = None,
-        temperature: float = 1.0,
-    ) -> LargestLogits:
-        """Compute the same as `forward`: its sums are float32, and comparing is exact."""
-        return self.forward(logits, targets, k, vocab_size, mass, temperature)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from xtoken_core.ops.chunk_mean.reference import chunk_average_log_probs
 from xtoken_core.ops.cross_entropy.reference import cross_entropy
-from xtoken_core.ops.numerics import EPSILON, ComparesLogits, kl_terms, upcast
+from xtoken_core.ops.numerics import EPSILON, Op, kl_terms, upcast
 from xtoken_core.ops.sparse_projection.matrix import ProjectionMatrix
 from xtoken_core.ops.sparse_projection.reference import NativeSparseProjectionOp
 
@@ -95,7 +95,7 @@ def p_kl(
     P, T = options.max_chunks, options.temperature
     # q [B, P, V_s], Q [B, P, K]
     q, _ = chunk_average_log_probs(torch.softmax(upcast(student_logits) / T, dim=-1), student_chunk_id, P)
-    Q = NativeSparseProjectionOp().forward_fp32(q, projection).index_select(-1, columns)
+    Q = NativeSparseProjectionOp()(q, projection).index_select(-1, columns)
     compared = teacher_logits if options.gathered else teacher_logits.index_select(-1, columns)
     scaled = upcast(compared.detach()) / T
     log_p = teacher_log_probs(scaled, teacher_chunk_id, options)
@@ -173,13 +173,13 @@ def teacher_log_probs(
     return torch.log(chunk_average_log_probs(torch.softmax(scaled, dim=-1), chunk_id, P)[0] + EPSILON)
 
 
-class NativePKLOp(ComparesLogits):
+class NativePKLOp(Op):
     """Reference backend: float32 inside from the first operation on; the gradient in the logits' dtype."""
 
     forward = staticmethod(p_kl)
 
 
-class NativePKLCrossEntropyOp(ComparesLogits):
+class NativePKLCrossEntropyOp(Op):
     """Reference backend: the two references, one after the other."""
 
     overwrites = False

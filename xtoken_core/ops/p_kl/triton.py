@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import increment_version
 
-from xtoken_core.ops.numerics import ComparesLogits
+from xtoken_core.ops.numerics import Op
 from xtoken_core.ops.p_kl.launch import Comparison
 from xtoken_core.ops.p_kl.reference import (
     PKLCrossEntropyResult,
@@ -94,7 +94,7 @@ def _beyond_the_kernels(student_logits: Tensor, columns: Tensor, options: PKLOpt
     return empty or not accumulates_in_float32(student_logits)
 
 
-class TritonPKLOp(ComparesLogits):
+class TritonPKLOp(Op):
     """Triton backend: float32 inside, deterministic, no float32 copy of either vocabulary."""
 
     def forward(
@@ -114,7 +114,7 @@ class TritonPKLOp(ComparesLogits):
         return PKLResult(*_compare(student_logits, teacher_logits, projection, columns, *alignment, None))
 
 
-class TritonPKLCrossEntropyOp(ComparesLogits):
+class TritonPKLCrossEntropyOp(Op):
     """Triton backend: both losses from one reading of the student's rows, their gradient in one writing."""
 
     overwrites = True

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
+
+from xtoken_core.ops.numerics import Op
 
 
 def largest_columns(maxima: Float[Tensor, " V"], k: int) -> Int[Tensor, " K"]:
@@ -34,13 +36,7 @@ def select_topk_columns(logits: Float[Tensor, "*rows V"], k: int) -> Int[Tensor,
     return largest_columns(logits.detach().reshape(-1, V).amax(dim=0), k)
 
 
-class NativeSelectTopkColumnsOp(nn.Module):
+class NativeSelectTopkColumnsOp(Op):
     """Reference backend. Comparing is exact in every dtype, so both paths give the same ids."""
 
-    def forward(self, logits: Float[Tensor, "*rows V"], k: int) -> Int[Tensor, " K"]:
-        """Compute the same as `select_topk_columns`, compared in the dtype of `logits`."""
-        return select_topk_columns(logits, k)
-
-    def forward_fp32(self, logits: Float[Tensor, "*rows V"], k: int) -> Int[Tensor, " K"]:
-        """Compute the same as `select_topk_columns`: upcasting keeps every order, so nothing is upcast."""
-        return select_topk_columns(logits, k)
+    forward = staticmethod(select_topk_columns)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 import triton  # type: ignore[import-untyped]
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
+from xtoken_core.ops.numerics import Op
 from xtoken_core.ops.select_topk_columns.kernels import (
     DIGITS,
     chosen_columns_kernel,
@@ -66,7 +67,7 @@ def largest_by_border(partial: Float[Tensor, "parts V"], k: int) -> Int[Tensor, 
     return columns
 
 
-class TritonSelectTopkColumnsOp(nn.Module):
+class TritonSelectTopkColumnsOp(Op):
     """Triton backend: the same ids as the reference."""
 
     def forward(self, logits: Float[Tensor, "B T V"], k: int) -> Int[Tensor, " K"]:
@@ -76,7 +77,3 @@ class TritonSelectTopkColumnsOp(nn.Module):
             return select_topk_columns(logits, k)
         with launching_on(logits):
             return largest_by_border(column_maxima(logits.detach()), k)
-
-    def forward_fp32(self, logits: Float[Tensor, "B T V"], k: int) -> Int[Tensor, " K"]:
-        """Compute the same as `forward`: upcasting keeps every order."""
-        return self.forward(logits, k)

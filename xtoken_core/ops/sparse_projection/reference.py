@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
-from xtoken_core.ops.numerics import upcast
+from xtoken_core.ops.numerics import Op, upcast
 from xtoken_core.ops.sparse_projection.matrix import ProjectionMatrix
 
 
@@ -48,7 +48,7 @@ class Fp32SparseMM(torch.autograd.Function):
             return None, torch.sparse.mm(ctx.matrix.to(gradient.dtype), gradient).to(ctx.dtype), None
 
 
-class NativeSparseProjectionOp(nn.Module):
+class NativeSparseProjectionOp(Op):
     """Reference backend: `x W` for rows `x`, through `Fp32SparseMM`."""
 
     def forward(self, x: Float[Tensor, "*rows V_s"], projection: ProjectionMatrix) -> Float[Tensor, "*rows V_t"]:
@@ -58,10 +58,6 @@ class NativeSparseProjectionOp(nn.Module):
             x: Rows over the student's vocabulary.
             projection: `W`.
         """
-        return self.forward_fp32(x, projection).to(x.dtype)
-
-    def forward_fp32(self, x: Float[Tensor, "*rows V_s"], projection: ProjectionMatrix) -> Float[Tensor, "*rows V_t"]:
-        """Compute `x W` in float32 (float64 stays): the ground truth."""
         rows = x.reshape(-1, x.shape[-1])
         out: Tensor = Fp32SparseMM.apply(projection.sparse, rows.t(), projection.transposed)  # type: ignore[no-untyped-call]  # torch leaves it bare
-        return out.t().reshape(*x.shape[:-1], projection.teacher_vocab_size)
+        return out.t().reshape(*x.shape[:-1], projection.teacher_vocab_size).to(x.dtype)

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 import triton  # type: ignore[import-untyped]
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from xtoken_core.ops.numerics import upcast
+from xtoken_core.ops.numerics import Op
 from xtoken_core.ops.sparse_projection.kernels import sparse_projection_bwd_kernel, sparse_projection_kernel
 from xtoken_core.ops.sparse_projection.matrix import ProjectionMatrix
 from xtoken_core.ops.sparse_projection.reference import NativeSparseProjectionOp
@@ -65,7 +65,7 @@ def _lines(rows: Tensor) -> Tensor:
     return copy
 
 
-class TritonSparseProjectionOp(nn.Module):
+class TritonSparseProjectionOp(Op):
     """Triton backend: float32 inside whatever autocast surrounds it, deterministic."""
 
     def forward(self, x: Float[Tensor, "*rows V_s"], projection: ProjectionMatrix) -> Float[Tensor, "*rows V_t"]:
@@ -76,7 +76,3 @@ class TritonSparseProjectionOp(nn.Module):
         with launching_on(x):
             out: Tensor = TritonSparseProjection.apply(x.reshape(-1, x.shape[-1]), projection)  # type: ignore[no-untyped-call]  # torch leaves it bare
         return out.reshape(*x.shape[:-1], projection.teacher_vocab_size)
-
-    def forward_fp32(self, x: Float[Tensor, "*rows V_s"], projection: ProjectionMatrix) -> Float[Tensor, "*rows V_t"]:
-        """Compute the same as `forward` on rows upcast first."""
-        return self.forward(upcast(x), projection)

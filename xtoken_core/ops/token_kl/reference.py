@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from xtoken_core.ops.cross_entropy.reference import cross_entropy
-from xtoken_core.ops.numerics import ComparesLogits, kl_terms, upcast
+from xtoken_core.ops.numerics import Op, kl_terms, upcast
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def token_kl(
     return TokenKLResult(terms.sum(-1), agrees, *cross_entropy(whole, targets))
 
 
-class NativeTokenKLOp(ComparesLogits):
+class NativeTokenKLOp(Op):
     """Reference backend: float32 inside from the first operation on; the gradient in the logits' dtype."""
 
     forward = staticmethod(token_kl)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import increment_version
 
-from xtoken_core.ops.numerics import ComparesLogits
+from xtoken_core.ops.numerics import Op
 from xtoken_core.ops.token_kl.kernels import token_kl_bwd_kernel, token_kl_kernel
 from xtoken_core.ops.token_kl.reference import TokenKLOptions, TokenKLResult, token_kl
 from xtoken_core.ops.triton_support import accumulates_in_float32, launching_on, power_of_2, row_strides
@@ -94,7 +94,7 @@ class TritonTokenKL(torch.autograd.Function):
         return gradient, None, None, None
 
 
-class TritonTokenKLOp(ComparesLogits):
+class TritonTokenKLOp(Op):
     """Triton backend: float32 inside, no copy of the logits, deterministic."""
 
     def forward(
