@@ -45,41 +45,37 @@ class Cleared(Record, tag="cleared", kw_only=True):
     everything: bool = False
 
 
-class WithColumns(Record, kw_only=True):
-    """Columns were put for samples or positions.
-
-    Attributes:
-        ids: Those with a row.
-        columns: Heads of the columns.
-    """
-
-    ids: list[int]
-    columns: list[ColumnHead] = []
-
-
-class Rows(WithColumns, tag="rows", kw_only=True):
+class Rows(Record, tag="rows", kw_only=True):
     """Columns were put for ids.
 
     Attributes:
+        ids: The samples.
+        columns: Heads of the columns.
         task: Task that completed the samples by this, if any.
         gone: Samples that every task has done by it, where one task's result is volatile.
     """
 
+    ids: list[int]
+    columns: list[ColumnHead] = []
     task: str = ""
     gone: list[int] = []
 
 
-class BlockRows(WithColumns, tag="block_rows", kw_only=True):
+class BlockRows(Record, tag="block_rows", kw_only=True):
     """A block of a run was put, or what is left of one that a rewind has re-opened.
 
     Attributes:
+        ids: Positions with a row.
         tombstones: Reasons of positions that were put without one.
         dead: Reasons of positions that are dead, in a snapshot.
         partial: These are not all positions of the block, in a snapshot.
+        columns: Heads of the columns.
     """
 
+    ids: list[int]
     tombstones: dict[int, str] = {}
     dead: dict[int, str] = {}
+    columns: list[ColumnHead] = []
     partial: bool = False
 
 
