@@ -108,7 +108,7 @@ def _obstacle(run: RunSpec, *, only_prompts: bool) -> str:
     if len(run.living_teachers) < len(run.teacher):
         return "stored output is of given text: unset teacher.store"
     if run.loss.importance_cap is not None and run.rollout is not None and run.rollout.url:
-        return "servers do not send the log-probabilities for loss.importance_cap: unset it or rollout.url"
+        return "log-probabilities for loss.importance_cap are not requested from servers: unset it or rollout.url"
     if run.loss.dynamic_loss_scaling:
         return "completions have no cross-entropy to scale by: set loss.dynamic_loss_scaling to false"
     if only_prompts and run.loss.kl_loss_weight == 0:

@@ -1,7 +1,6 @@
 """SGLang: its own `/generate`, with the log-probabilities of the input.
 
-Written from its documentation (native APIs, sampling parameters). It has not been run: SGLang cannot be installed where
-this was written.
+Written from its documentation (native APIs, sampling parameters). Not run yet.
 """
 
 from __future__ import annotations
