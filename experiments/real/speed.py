@@ -125,7 +125,7 @@ class _Step:
         from xtoken_services.common.models.loading import pick_device
         from xtoken_services.common.run.defaults import load_run
         from xtoken_services.common.run.resolve import resolve_run
-        from xtoken_services.common.text.training_text import open_index
+        from xtoken_services.common.text.training_text import open_held_out
         from xtoken_services.common.tokenizers.loading import tokenizer_of
         from xtoken_services.trainer.eval_loss import EvalLoss, on_device
         from xtoken_services.trainer.main import make_loss
@@ -139,7 +139,7 @@ class _Step:
         tokenizer = tokenizer_of(spec.student, "student")
         self.student = load_student(spec, where, ranks=1, packed=run.packed)
         self.loss = make_loss(run, where, METHODS[name].custom or None, tokenizer)
-        texts = open_index(spec, spec.eval.paths, spec.eval.field).documents()
+        texts = open_held_out(spec).documents()
         self.held_out = EvalLoss(run, self.loss, tokenizer, texts)
         self.weight = spec.loss.kl_weight_at(0, run.steps)
         self.batches = [(on_device(batch.data, where), batch) for batch in self.held_out.batches]

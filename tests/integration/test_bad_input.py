@@ -211,10 +211,11 @@ def test_dry_run_refuses_what_a_start_refuses(assets: TinyAssets, tmp_path: Path
 
 def test_dry_run_writes_nothing(assets: TinyAssets, tmp_path: Path) -> None:
     raw = raw_spec(assets, tmp_path)
-    del raw["eval"]  # a start would hold text back
+    del raw["eval"]
+    raw["data"]["path"] = str(write_jsonl(tmp_path / "long.jsonl", documents(200, seed=2)))
     done = xtoken("run", str(run_file(tmp_path, raw)), "--dry-run")
     assert done.returncode == 0, done.stderr
-    assert "[student]" in done.stdout and "held-out" in done.stdout
+    assert "[student]" in done.stdout and "eval: 2% of the records of data.path" in done.stdout
     assert not (tmp_path / "out").exists()
 
 

@@ -20,11 +20,9 @@ import pytest
 import torch
 
 from tests.support.tiny_run import RUN_NAME, TinyAssets, steps_of, tiny_spec
-from xtoken_core.config.eval import EvalSpec
 from xtoken_core.config.spec import RunSpec
 from xtoken_services.common.files.allowed_paths import Roots
 from xtoken_services.common.run.resolve import resolve_run
-from xtoken_services.common.text.held_out import split_text
 from xtoken_services.control.isolated.inspection import inspect_run
 from xtoken_services.supervisor.run_record import is_finished
 from xtoken_services.trainer.checkpoint import Checkpoints, Cursor
@@ -189,16 +187,15 @@ def test_interrupting_a_run_in_place_stops_it_in_order(tmp_path: Path, assets: T
 
 
 def test_the_inspection_of_a_run_without_its_cache_makes_it_again(tmp_path: Path, assets: TinyAssets) -> None:
-    spec = tiny_spec(assets, tmp_path, records=240)
-    split = split_text(spec.data.paths, spec.output, writes=True)
-    assert split is not None
-    held_out = EvalSpec(path=split[1])
-    spec = spec.model_copy(update={"data": spec.data.model_copy(update={"path": split[0]}), "eval": held_out})
+    spec = tiny_spec(assets, tmp_path, records=240, eval={})
     environment = Roots.of([tmp_path, assets.student.parent], [tmp_path]).environment
     first, _ = inspect_run(spec, lambda _activity, _done: None, environment)
     shutil.rmtree(spec.output / "cache")
     again, _ = inspect_run(spec, lambda _activity, _done: None, environment)
-    assert again == first and split[1].exists()
+    assert again == first and 0 < first.records < 240
+    spec.data.paths[0].write_text(spec.data.paths[0].read_text() + '{"text": "one more"}\n')
+    other, _ = inspect_run(spec, lambda _activity, _done: None, environment)
+    assert other.data_fingerprint != first.data_fingerprint
 
 
 @pytest.mark.slow
@@ -213,7 +210,8 @@ def test_a_backup_without_the_cache_resumes_on_a_control_plane(tmp_path: Path, a
             answer = http.post("/v1/runs", json=document)
             assert answer.status_code == 201, answer.text
             path = answer.headers["location"]
-            assert answer.json()["spec"]["data"]["path"] == str(spec.output / "cache" / "split" / "train.jsonl")
+            taken = answer.json()["spec"]
+            assert taken["data"]["path"] == str(spec.data.path) and taken["eval"]["path"] == []
             control.until(lambda: len(steps_of(spec.output)) >= 3)
             http.post(f"{path}/stop")
             control.until(lambda: http.get(path).json()["state"] == "stopped")

@@ -85,7 +85,7 @@ def test_a_build_divides_long_documents_as_its_run_does(
         {"model": assets.other_teacher, "context_length": 32},
     ]
     changes = {"loss": {"mode": "alm", "vocab_topk": None}, "data": {"long": "split"}}
-    spec = tiny_spec(assets, tmp_path, records=12, teacher=teachers, **changes)
+    spec = tiny_spec(assets, tmp_path, records=100, teacher=teachers, eval={}, **changes)
     run = resolve_run(spec)
     built = resolve_run(build_spec(spec, 0, str(tmp_path / "store")), divided_as=spec)
     assert run.piece_bytes == built.piece_bytes == 32

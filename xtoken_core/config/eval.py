@@ -12,6 +12,8 @@ from xtoken_core.config.base import ConfigModel, Count, OrNone
 
 Match = Literal["exact", "number", "choice", "contains"]
 """How a completion is compared with the answer."""
+HELD_OUT_PERCENT = 2
+"""Percent of the records of `data.path` that are held out where no text is named."""
 NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9_.-]")
 
 
@@ -71,22 +73,23 @@ class SamplesSpec(ConfigModel):
 class EvalSpec(ConfigModel):
     """Held-out text, read every so many steps and at the end."""
 
-    path: Path | tuple[Path, ...]
-    """Same forms as `data.path`."""
+    path: Path | tuple[Path, ...] = ()
+    """Same forms as `data.path`. Left out: 2% of the records of `data.path`, at most 4 MiB, chosen by a hash of their
+    content; the run is not trained on them."""
     field: str = "text"
-    """Same meaning as `data.field`."""
+    """Same meaning as `data.field`, for `path` and `also`."""
     every: Count = 100
     """Optimiser steps between two evaluations; the first comes before any step, one more at the end."""
     keep_best: bool = False
-    """Keep the checkpoint of the evaluation with the fewest bits per byte of `path`, as `checkpoints/best`, and export
-    its weights as `model/` when the run ends. The student of step 0 does not take part."""
+    """Keep the checkpoint of the evaluation with the fewest bits per byte of the held-out text, as `checkpoints/best`,
+    and export its weights as `model/` when the run ends. The student of step 0 does not take part."""
     patience: OrNone[Count] = None
     """End the run after so many evaluations in a row that were no better than the best one; "none": never."""
     also: Path | tuple[Path, ...] = ()
     """More held-out texts, such as a test set or another language. Each is read as `path` is and reported by itself,
     under the name of its file without the last suffix: `bits_per_byte_NAME`."""
     max_bytes: Count = 1 << 20
-    """Bytes that are read of `path`, and of every text of `also`, in UTF-8."""
+    """Bytes that are read of the held-out text, and of every text of `also`, in UTF-8."""
     teacher_kl: bool = False
     """Measure the run's loss on the held-out text too, with the divergence from the teachers. They are loaded beside
     the student for every evaluation and need their memory."""

@@ -254,6 +254,8 @@ class RunSpec(ConfigModel):
             raise ValueError(
                 "student.dtype: a student is not trained in float16, where gradients this small vanish: use bfloat16"
             )
+        if self.holds_back and self.data.sources:
+            raise ValueError("eval.path: text is held back of a single data.path only, not of data.sources: name one")
         check_served(self.loss, self.eval, self.teacher)
         for index, teacher in enumerate(self.teacher):
             if teacher.fp8 and self.workers.device == "cpu":
@@ -281,6 +283,11 @@ class RunSpec(ConfigModel):
         """Return the kind of signal that a teacher sends."""
         hidden = self.workers.transport == "queue" or self.teacher[teacher].store is not None
         return self.teacher[teacher].content or ("hidden" if hidden else "logits")
+
+    @property
+    def holds_back(self) -> bool:
+        """True if the held-out text is a part of `data.path`, on which the run is not trained."""
+        return self.eval is not None and self.eval.path == ()
 
     @property
     def living_teachers(self) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from xtoken_core.atomic import sync, sync_tree
+from xtoken_core.dataset.held_out import PARTS, Choice, Part
 from xtoken_core.dataset.readers import (
     ArrowBlocks,
     Offsets,
@@ -25,7 +26,7 @@ from xtoken_core.dataset.readers import (
     usable_columns,
 )
 from xtoken_core.dataset.records import BadRecord, MissingFieldError, Record, UnusableRecordError
-from xtoken_core.dataset.sources import Source, find_sources
+from xtoken_core.dataset.sources import LINES, Source, find_sources
 from xtoken_core.errors import InputError
 
 Progress = Callable[[int, int], None]
@@ -34,6 +35,7 @@ _CHUNK_BYTES = 1 << 20
 MAX_LINE_BYTES = 1 << 30
 """Longest line of a file that is text at all; lines beyond `MAX_RECORD_BYTES` are records that cannot be used."""
 _OPEN_FILES = 64
+_ROWS_PER_REPORT = 1024
 
 
 class DataIndex:
@@ -41,12 +43,16 @@ class DataIndex:
 
     Every line of a `.jsonl` or `.txt` file is a record, usable or not, so that numbers are stable; a newline at
     the end of a file adds none. The text itself stays in its files: the index is a table of int64 offsets that is
-    mapped into memory, and what is read is one record at a time.
+    mapped into memory, and what is read is one record at a time. An index of a part numbers the records of this part
+    alone.
     """
 
-    def __init__(self, directory: Path, sources: Sequence[Source], field: str, manifest: dict[str, Any]) -> None:
+    def __init__(
+        self, directory: Path, sources: Sequence[Source], field: str, manifest: dict[str, Any], part: Part | None = None
+    ) -> None:
         self.fingerprint: str = manifest["fingerprint"]
-        """SHA-256, in hex, of the field and of every file's kind, size and content; paths and times do not count."""
+        """SHA-256, in hex, of the field and of every file's kind, size and content; paths and times do not count. Of
+        either part that of the part to train on: of lines, that of a file of these alone."""
         self._sources = tuple(sources)
         self._field = field
         self._starts: list[int] = [0, *np.cumsum(manifest["records"]).tolist()]
@@ -54,11 +60,23 @@ class DataIndex:
         self._offsets: Offsets = np.memmap(directory / "offsets.i64", dtype=np.int64, mode="r")
         if len(self._offsets) != self._offset_starts[-1]:
             raise ValueError(f"{directory} is not whole")
+        self._part = part
+        held_out = np.fromfile(directory / "held_out.i64", dtype=np.int64) if part else np.zeros(0, dtype=np.int64)
+        if part and len(held_out) != manifest["held_out"]:
+            raise ValueError(f"{directory} is not whole")
+        self._held_out = held_out
+        self._trained_before = held_out - np.arange(len(held_out))  # per held-out record, those before it that are not
         self._readers: OrderedDict[int, Reader] = OrderedDict()
 
     @classmethod
     def build(
-        cls, paths: Sequence[Path], *, field: str, cache_dir: Path, progress: Progress | None = None
+        cls,
+        paths: Sequence[Path],
+        *,
+        field: str,
+        cache_dir: Path,
+        progress: Progress | None = None,
+        part: Part | None = None,
     ) -> DataIndex:
         """Return the index of these files: read from the cache if they are unchanged, else made in one pass over them.
 
@@ -67,14 +85,16 @@ class DataIndex:
             field: The field or column that holds the text.
             cache_dir: Where indices are kept, each in a directory named by paths, sizes, times of change and field.
             progress: Called during the pass with the bytes read so far and in all.
+            part: Number only these records; the pass chooses which are held out, for both parts.
 
         Raises:
             InputError: A file is missing, unreadable, of an unknown kind, or no record of it has the field; no
-                record at all is usable; a line is no text by its length; the cache cannot be written.
+                record at all, or of a part, is usable; a line is no text by its length; the cache cannot be written.
         """
         sources = find_sources(paths)
-        directory = cache_dir.absolute() / _cache_key(sources, field)
-        found = cls._load(directory, sources, field)
+        choice = None if part is None else Choice()
+        directory = cache_dir.absolute() / _cache_key(sources, field, choice)
+        found = cls._load(directory, sources, field, part)
         if found is not None:
             return found
         try:
@@ -83,25 +103,33 @@ class DataIndex:
         except OSError as error:
             raise InputError(f"cannot keep the data's index in {cache_dir}: {error.strerror}") from error
         try:
-            manifest = _write_index(scratch, sources, field, progress)
+            manifest = _write_index(scratch, sources, field, choice, progress)
             cls(scratch, sources, field, manifest)._check_usable()
+            if choice is not None and not all(
+                cls(scratch, sources, field, manifest, each)._has_text() for each in PARTS
+            ):
+                raise InputError(
+                    f"{_names(sources)}: no text of it can be held out for an evaluation: name another in eval.path"
+                )
             _install(scratch, directory)
         except OSError as error:
             raise InputError(f"cannot keep the data's index in {cache_dir}: {error.strerror}") from error
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
-        return cls(directory, sources, field, manifest)
+        return cls(directory, sources, field, manifest, part)
 
     @classmethod
-    def _load(cls, directory: Path, sources: Sequence[Source], field: str) -> DataIndex | None:
+    def _load(cls, directory: Path, sources: Sequence[Source], field: str, part: Part | None) -> DataIndex | None:
         try:
             manifest = json.loads((directory / "index.json").read_text(encoding="utf-8"))
-            return cls(directory, sources, field, manifest)
+            return cls(directory, sources, field, manifest, part)
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
     def __len__(self) -> int:
-        return self._starts[-1]
+        if self._part == "held_out":
+            return len(self._held_out)
+        return self._starts[-1] - len(self._held_out)
 
     def read(self, record_numbers: Sequence[int]) -> list[Record | BadRecord]:
         """Return the records with these numbers, in this order.
@@ -120,7 +148,7 @@ class DataIndex:
     def raw_bytes(self, number: int) -> int | None:
         """Return the bytes of a record's line, which its text cannot exceed; None where records are no lines."""
         file, row = self._locate(number)
-        if self._sources[file].kind not in ("jsonl", "txt"):
+        if self._sources[file].kind not in LINES:
             return None
         at = self._offset_starts[file] + row
         return int(self._offsets[at + 1] - self._offsets[at])
@@ -133,10 +161,11 @@ class DataIndex:
         for file in range(len(self._sources)):
             if not self._reader(file).may_hold_messages:
                 continue
-            numbers = range(self._starts[file], self._starts[file + 1])
-            first = next((r for r in map(self._read_one, numbers) if isinstance(r, Record)), None)
+            rows = range(self._starts[file + 1] - self._starts[file])
+            records = (self._read_row(row, file, row) for row in rows)
+            first = next((record for record in records if isinstance(record, Record)), None)
             if first is not None and "messages" in first.value:
-                return self.location(first.number)
+                return f"{self._sources[file].path}:{first.number + 1}"
         return None
 
     def documents(self) -> Iterator[str]:
@@ -147,15 +176,24 @@ class DataIndex:
                 yield record.document
 
     def _read_one(self, number: int) -> Record | BadRecord:
-        file, row = self._locate(number)
+        return self._read_row(number, *self._locate(number))
+
+    def _read_row(self, number: int, file: int, row: int) -> Record | BadRecord:
         try:
             return Record(number, self._reader(file).read(row))
         except UnusableRecordError as error:
-            return BadRecord(number, self.location(number), str(error))
+            return BadRecord(number, f"{self._sources[file].path}:{row + 1}", str(error))
+
+    def _has_text(self) -> bool:
+        return next(self.documents(), None) is not None
 
     def _locate(self, number: int) -> tuple[int, int]:
         if not 0 <= number < len(self):
             raise IndexError(f"there is no record {number} among {len(self)}")
+        if self._part == "held_out":
+            number = int(self._held_out[number])
+        elif self._part == "train":
+            number += int(self._trained_before.searchsorted(number, side="right"))
         file = bisect_right(self._starts, number) - 1
         return file, number - self._starts[file]
 
@@ -195,56 +233,97 @@ class DataIndex:
             )
 
 
-def _cache_key(sources: Sequence[Source], field: str) -> str:
+def can_hold_out(paths: Sequence[Path], field: str) -> bool:
+    """Return True if both parts of a text have a record; the text is read until they do.
+
+    Args:
+        paths: As of `DataIndex.build`.
+        field: Likewise.
+
+    Raises:
+        InputError: A file is missing, unreadable, or of an unknown kind; a line is no text by its length.
+    """
+    choice = Choice()
+    for source in find_sources(paths):
+        if source.kind in LINES:
+            for chunk, _ in _chunks(source):
+                choice.add_lines(chunk)
+                if choice.is_divided:
+                    return True
+            choice.end_lines()
+        elif any(choice.is_divided for _ in _choose_rows(choice, source, _block_starts(source, field), field)):
+            return True
+    return choice.is_divided
+
+
+def _choose_rows(choice: Choice, source: Source, starts: Offsets, field: str) -> Iterator[int]:
+    return choice.add_rows(open_reader(source, starts, field), int(starts[-1]), source.size)
+
+
+def _cache_key(sources: Sequence[Source], field: str, choice: Choice | None) -> str:
     files = [[str(s.path), s.kind, s.size, s.mtime_ns] for s in sources]
-    return hashlib.sha256(json.dumps([_FORMAT, field, files]).encode()).hexdigest()[:32]
+    form = [_FORMAT, field, files] if choice is None else [_FORMAT, field, files, "parts"]
+    return hashlib.sha256(json.dumps(form).encode()).hexdigest()[:32]
 
 
 def _names(sources: Sequence[Source]) -> str:
     return ", ".join(str(source.path) for source in sources[:3]) + (", ..." if len(sources) > 3 else "")
 
 
-def _write_index(directory: Path, sources: Sequence[Source], field: str, progress: Progress | None) -> dict[str, Any]:
-    """Write `offsets.i64` and `index.json`, both on disk when this returns."""
+def _write_index(
+    directory: Path, sources: Sequence[Source], field: str, choice: Choice | None, progress: Progress | None
+) -> dict[str, Any]:
+    """Write `offsets.i64`, with a choice `held_out.i64`, and `index.json`, all on disk when this returns."""
     total = sum(source.size for source in sources)
     contents, records, offsets, done = [], [], [], 0
     with (directory / "offsets.i64").open("wb") as out:
         for source in sources:
-            before = out.tell()
-            digest = hashlib.sha256()
-            lines, begin = source.kind in ("jsonl", "txt"), 0
+            before, lines = out.tell(), source.kind in LINES
+            digest = hashlib.sha256() if choice is None else choice.digest
+            take = choice.add_lines if choice is not None and lines else digest.update
             for chunk, position in _chunks(source):
-                digest.update(chunk)
+                take(chunk)
                 if lines:
-                    begin = _write_line_starts(out, chunk, position, source.size, begin)
-                    if position - begin > MAX_LINE_BYTES:
-                        raise InputError(
-                            f"{source.path}: the line that begins at byte {begin} is longer than "
-                            f"{MAX_LINE_BYTES >> 20} MiB, so this is no text with one record per line"
-                        )
+                    _write_line_starts(out, chunk, position, source.size)
                 done += len(chunk)
                 if progress is not None:
                     progress(done, total)
             if lines:
                 np.array([source.size], dtype=np.int64).tofile(out)
                 rows = (out.tell() - before) // 8 - 1
+                if choice is not None:
+                    choice.end_lines()
             else:
-                rows = _write_block_starts(out, source, field)
+                starts = _block_starts(source, field)
+                starts.tofile(out)
+                rows = int(starts[-1])
+                for row in _choose_rows(choice, source, starts, field) if choice is not None else ():
+                    if progress is not None and row % _ROWS_PER_REPORT == 0:
+                        progress(done, total)
             source.check_unchanged()
             records.append(rows)
             offsets.append((out.tell() - before) // 8)
             contents.append([source.kind, source.size, digest.hexdigest()])
-    fingerprint = hashlib.sha256(json.dumps([_FORMAT, field, contents]).encode()).hexdigest()
-    manifest = {"fingerprint": fingerprint, "records": records, "offsets": offsets}
+    manifest: dict[str, Any] = {"records": records, "offsets": offsets}
+    if choice is not None:
+        kinds = "+".join(dict.fromkeys(source.kind for source in sources))
+        contents = [[kinds, choice.size, choice.digest.hexdigest()]]
+        np.array(choice.held_out, dtype=np.int64).tofile(directory / "held_out.i64")
+        manifest["held_out"] = len(choice.held_out)
+    manifest["fingerprint"] = hashlib.sha256(json.dumps([_FORMAT, field, contents]).encode()).hexdigest()
     (directory / "index.json").write_text(json.dumps(manifest), encoding="utf-8")
     sync_tree(directory)
     return manifest
 
 
 def _chunks(source: Source) -> Iterator[tuple[bytes, int]]:
-    """Yield the file's bytes in chunks, each with its position."""
+    """Yield the file's bytes in chunks, each with its position.
+
+    Raises:
+        InputError: It cannot be read, or a line is no text by its length.
+    """
     with open_binary(source.path) as file:
-        position = 0
+        position = begin = 0  # where the line that a chunk ends in begins
         while True:
             try:
                 chunk = file.read(_CHUNK_BYTES)
@@ -252,25 +331,31 @@ def _chunks(source: Source) -> Iterator[tuple[bytes, int]]:
                 raise InputError(f"cannot read the data file {source.path}: {error.strerror}") from error
             if not chunk:
                 return
+            newline = chunk.rfind(b"\n")
+            if newline >= 0:
+                begin = position + newline + 1
+            if source.kind in LINES and position - begin > MAX_LINE_BYTES:
+                raise InputError(
+                    f"{source.path}: the line that begins at byte {begin} is longer than {MAX_LINE_BYTES >> 20} MiB, "
+                    "so this is no text with one record per line"
+                )
             yield chunk, position
             position += len(chunk)
 
 
-def _write_line_starts(out: BinaryIO, chunk: bytes, position: int, size: int, begin: int) -> int:
-    """Write where the lines of a chunk begin; return the beginning of the last one, `begin` if none does."""
+def _write_line_starts(out: BinaryIO, chunk: bytes, position: int, size: int) -> None:
+    """Write where the lines of a chunk begin."""
     starts = np.flatnonzero(np.frombuffer(chunk, dtype=np.uint8) == ord("\n")).astype(np.int64) + (position + 1)
     if position == 0:
         starts = np.concatenate([np.zeros(1, dtype=np.int64), starts])
     starts[starts < size].tofile(out)
-    return int(starts[-1]) if len(starts) else begin
 
 
-def _write_block_starts(out: BinaryIO, source: Source, field: str) -> int:
+def _block_starts(source: Source, field: str) -> Offsets:
+    """Return the first row of every block of a file of rows, and the number of rows."""
     blocks = ParquetBlocks(source.path) if source.kind == "parquet" else ArrowBlocks(source.path)
     usable_columns(blocks.schema, field, source.path)
-    starts = np.concatenate([[0], np.cumsum(blocks.rows)]).astype(np.int64)
-    starts.tofile(out)
-    return int(starts[-1])
+    return np.concatenate([[0], np.cumsum(blocks.rows)]).astype(np.int64)
 
 
 def _install(scratch: Path, directory: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from xtoken_core.dataset.records import (
     parse_json_line,
     usable_value,
 )
-from xtoken_core.dataset.sources import Source
+from xtoken_core.dataset.sources import LINES, Source
 from xtoken_core.errors import InputError
 from xtoken_core.regular_files import open_regular
 
@@ -85,7 +86,7 @@ class ColumnReader:
 
     def __init__(self, source: Source, offsets: Offsets, field: str) -> None:
         self._field = field
-        self._offsets = offsets
+        self._firsts: list[int] = offsets.tolist()
         self._blocks = ParquetBlocks(source.path) if source.kind == "parquet" else ArrowBlocks(source.path)
         self._columns = usable_columns(self._blocks.schema, field, source.path)
         self.may_hold_messages = "messages" in self._columns
@@ -94,9 +95,9 @@ class ColumnReader:
 
     def read(self, row: int) -> dict[str, Any]:
         """See `Reader`."""
-        number = int(np.searchsorted(self._offsets, row, side="right")) - 1
+        number = bisect_right(self._firsts, row) - 1
         block = self._block(number)
-        within = row - int(self._offsets[number])
+        within = row - self._firsts[number]
         try:
             values = {name: block.column(name)[within].as_py() for name in self._columns}
         except UnicodeDecodeError as error:
@@ -221,7 +222,7 @@ def usable_columns(schema: Any, field: str, path: Path) -> tuple[str, ...]:
 def open_reader(source: Source, offsets: Offsets, field: str) -> Reader:
     """Open a reader for a file, after a check that it is still the file that was indexed."""
     source.check_unchanged()
-    kind = LineReader if source.kind in ("jsonl", "txt") else ColumnReader
+    kind = LineReader if source.kind in LINES else ColumnReader
     return kind(source, offsets, field)
 
 

@@ -11,6 +11,8 @@ from xtoken_core.errors import InputError
 from xtoken_core.regular_files import read_json_object
 
 Kind = Literal["jsonl", "txt", "parquet", "arrow"]
+LINES: tuple[Kind, ...] = ("jsonl", "txt")
+"""Kinds of which a line is a record; of the others it is a row."""
 _SUFFIXES: dict[str, Kind] = {".jsonl": "jsonl", ".txt": "txt", ".parquet": "parquet"}
 
 

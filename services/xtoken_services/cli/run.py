@@ -54,7 +54,7 @@ def run(
     from xtoken_services.common.run.custom_loss import check_custom_loss
     from xtoken_services.common.run.defaults import load_run
 
-    spec, notes = load_run(run_file, settings or (), writes=not dry_run)
+    spec, notes = load_run(run_file, settings or ())
     second = None
     if baseline:
         from xtoken_services.common.run.baseline import baseline_of
@@ -63,7 +63,7 @@ def run(
     if dry_run:
         from xtoken_services.cli.dry_run import check_run
 
-        for warning in check_run(run_file, spec, settings or (), None if control else loss):
+        for warning in check_run(spec, None if control else loss):
             typer.echo(f"warning: {warning}", err=True)
         typer.echo(resolved_text(spec, notes, as_json=as_json))
         return

@@ -68,7 +68,7 @@ def build(
     from xtoken_services.common.run.defaults import load_run
     from xtoken_services.common.stores.store_build import build_spec, teacher_number
 
-    run, notes = load_run(run_file, settings or (), writes=True)
+    run, notes = load_run(run_file, settings or ())
     target = _absolute(out) or run.teacher[teacher_number(run, teacher)].store
     if target is None:
         raise ConfigError("--out: name the directory of the store, or set teacher.store in the run file")

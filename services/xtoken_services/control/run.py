@@ -10,7 +10,6 @@ from xtoken_core.config.spec import RunSpec
 from xtoken_core.regular_files import JSON_LIMIT, read_below
 from xtoken_services.common.files.allowed_paths import Roots
 from xtoken_services.common.files.input_files import check_input_files
-from xtoken_services.common.run.split_record import record_split, restore_split
 from xtoken_services.control.db_events import DatabaseEvents
 from xtoken_services.control.isolated.inspection import inspect_run
 from xtoken_services.control.recovery import infer_ending, recover
@@ -50,15 +49,9 @@ class Run(SupervisedRun):
         return self._recover() if self._recovered else super()._run()
 
     def _resolve(self) -> tuple[ResolvedRun, list[str]]:
-        """Resolve the run in a child process if its files are another user's: if there are roots.
-
-        What the run's cache lacks of its split text is made again first.
-        """
+        """Resolve the run in a child process if its files are another user's: if there are roots."""
         if not self._confined:
-            restore_split(self.spec, self._note_check)
-            resolved, warnings = super()._resolve()
-            record_split(resolved, self._note_check)
-            return resolved, warnings
+            return super()._resolve()
         check_input_files(self.spec)  # a missing file is reported before a process is started
         return inspect_run(self.spec, self._note_check, self._environment)
 

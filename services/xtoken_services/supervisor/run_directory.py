@@ -16,7 +16,6 @@ from xtoken_core.data_plane.address import IPC_PATH_BYTES, Address, create_token
 from xtoken_core.data_plane.keys import CLIENTS, create_client_keys, create_queue_keys
 from xtoken_core.errors import XtokenError
 from xtoken_services.common.files.directory_lock import OccupiedError, sole_owner
-from xtoken_services.common.text.held_out import made_for_split
 from xtoken_services.supervisor.os_process import Identity
 from xtoken_services.supervisor.run_record import SPEC, read_record
 
@@ -131,7 +130,7 @@ class OutputBefore:
             names = {path.name for path in output.iterdir()}
         except OSError:
             return cls(output, not output.exists(), stays=False)
-        return cls(output, names <= {"cache"}, stays=not made_for_split(output))
+        return cls(output, names <= {"cache"}, stays=True)
 
     def discard(self) -> None:
         """Remove what a refused start has made, unless a run has begun there, or another one writes there."""

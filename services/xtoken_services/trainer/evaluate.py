@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from xtoken_core.dataset.index import DataIndex
 from xtoken_core.evaluation import EvalResult, evaluate
 from xtoken_core.losses import CrossTokenizerDistillationLoss
 from xtoken_services.common.processes.worker import Worker
-from xtoken_services.common.text.training_text import open_index
+from xtoken_services.common.text.training_text import open_held_out, open_index
 from xtoken_services.trainer.eval_loss import EvalLoss
 from xtoken_services.trainer.eval_samples import EvalSamples
 from xtoken_services.trainer.eval_tasks import EvalTasks
@@ -80,7 +79,7 @@ class Evaluator:
         assert self.spec.eval is not None
         began = time.monotonic()
         self.worker.activity("evaluating: reading the text")
-        index = self._index(self.spec.eval.paths)
+        index = open_held_out(self.spec, self._on_text)
         student.eval()
         try:
             # Many widths, each seldom: compiling them would take longer.
@@ -88,7 +87,8 @@ class Evaluator:
                 result = self._measure(student, index, "evaluating")
                 row = {"step": step, **asdict(result), "loss": result.nll_nats / max(result.tokens, 1)}
                 for name, path in self.spec.eval.also_by_name.items():
-                    other = self._measure(student, self._index([path]), f"evaluating on {name}")
+                    text = open_index(self.spec, [path], self.spec.eval.field, self._on_text)
+                    other = self._measure(student, text, f"evaluating on {name}")
                     row |= {f"{metric}_{name}": getattr(other, metric) for metric in OF_EVERY_TEXT}
                 if self.tasks is not None:
                     row |= self.tasks.measure(
@@ -124,9 +124,8 @@ class Evaluator:
             self._meanwhile()
             self._called_at = time.monotonic()
 
-    def _index(self, paths: Sequence[Path]) -> DataIndex:
-        assert self.spec.eval is not None
-        return open_index(self.spec, paths, self.spec.eval.field, progress=lambda _done, _all: self._heartbeat())
+    def _on_text(self, _done: int, _all: int) -> None:
+        self._heartbeat()
 
     def _measure(self, student: Student, index: DataIndex, activity: str) -> EvalResult:
         assert self.spec.eval is not None

@@ -300,7 +300,9 @@ def _held_out(run: ResolvedRun, evaluations: Sequence[Mapping[str, Any]]) -> str
         if all(row.get(key := f"bits_per_byte_{name}") is not None for row in shown)
     ]
     rows += _task_rows(run, shown)
-    paths = text_names(run.spec.eval.paths)
+    paths = (
+        f"held back of {text_names(run.spec.data.paths)}" if run.spec.holds_back else text_names(run.spec.eval.paths)
+    )
     heads = ["metric", *(f"after {row['step']} steps" for row in shown)]
     table = "\n".join([f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}", *rows])
     return f"{paths}: {last['documents']} documents, {last['bytes']} bytes.\n\n{table}"

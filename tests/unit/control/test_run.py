@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from tests.unit.supervisor.scripted_run import resolved_run, use_scripted_workers
-from xtoken_services.common.text.held_out import split_directory, split_text
 from xtoken_services.control.runs import Runs
 
 
@@ -66,28 +65,3 @@ def test_a_run_that_has_ended_early_has_taken_the_steps_of_its_summary(
     status, ended = run.status(), runs.store.run(row.id)
     assert ended is not None and ended.state == "completed", ended
     assert (ended.step, ended.steps) == (status["step"], status["steps"]) == (2, 4)
-
-
-def test_a_run_resumes_without_its_cache_from_the_text_that_it_has_split(
-    tmp_path: Path, runs: Runs, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    use_scripted_workers(tmp_path / "state", 1000, monkeypatch.setattr)
-    text, output = tmp_path / "text.txt", tmp_path / "out"
-    text.write_text("".join(f"line {number}\n" for number in range(400)))
-    split = split_text([text], output, writes=True)
-    assert split is not None
-    spec = resolved_run(output, 1000).spec
-    run, row = runs.start(spec.model_copy(update={"data": spec.data.model_copy(update={"path": split[0]})}))
-    assert run is not None and run.started.wait(60) and run.refusal is None, run.status()
-    runs.stop(row.id, now=True)
-    run.join()
-    before = split[0].read_bytes()
-    shutil.rmtree(output / "cache")
-    text.write_text(text.read_text() + "one more\n")
-    refused = runs.resume(row.id)
-    refused.join()
-    assert refused.result is not None and "no longer the text that this run began with" in refused.result.error
-    text.write_text(text.read_text().removesuffix("one more\n"))
-    resumed = runs.resume(row.id)
-    assert resumed.started.wait(60) and resumed.refusal is None, resumed.status()
-    assert split[0].read_bytes() == before and len(list(split_directory(output).glob("held-out*"))) == 1

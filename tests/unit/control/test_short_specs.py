@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,11 @@ from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import ConfigError, InputError
 from xtoken_services.common.run.defaults import fill_run_defaults
 from xtoken_services.common.run.machine import Machine
+from xtoken_services.common.text.training_text import open_held_out, open_text
 from xtoken_services.control.api.short_specs import complete, start_short
 from xtoken_services.control.runs import Runs
 from xtoken_services.control.web import form
+from xtoken_services.control.web.compare_page import differing_settings
 
 
 @pytest.fixture
@@ -30,18 +33,31 @@ def short(tmp_path: Path, runs: Runs) -> dict[str, Any]:
         (data / name).mkdir()
         (data / name / "config.json").write_text(json.dumps({"max_position_embeddings": longest}))
     (data / "text.txt").write_text("".join(f"line {number}\n" for number in range(400)))
+    (data / "few.txt").write_text("one\n")
     models = {name: {"model": str(data / name)} for name in ("student", "teacher")}
     return {**models, "data": {"path": str(data / "text.txt")}}
 
 
 def test_completed_as_a_run_file(runs: Runs, short: dict[str, Any], tmp_path: Path) -> None:
-    completed = complete(runs, short)
+    completed, notes = complete(runs, short)
     document = {**short, "output": str(tmp_path / "runs" / "run")}
-    assert completed.spec == fill_run_defaults(document, tmp_path, source="a file", writes=False)[0]
-    assert (completed.spec.output, completed.spec.student.context_length) == (tmp_path / "runs" / "run", 48)
-    assert any(note.startswith("student.context_length = 48") for note in completed.notes)
-    assert completed.readable.eval is not None and completed.readable.eval.path == Path(short["data"]["path"])
-    assert not completed.spec.output.exists()
+    assert completed == fill_run_defaults(document, tmp_path, source="a file")[0]
+    assert (completed.output, completed.student.context_length) == (tmp_path / "runs" / "run", 48)
+    assert any(note.startswith("student.context_length = 48") for note in notes)
+    assert completed.holds_back and completed.data.path == Path(short["data"]["path"])
+    assert not completed.output.exists()
+
+
+def test_a_run_with_the_settings_of_a_deleted_one(runs: Runs, short: dict[str, Any], tmp_path: Path) -> None:
+    first, _ = complete(runs, short)
+    fingerprint = open_text(first, 0).fingerprint
+    like = {name: value for name, value in form.without_defaults(first).items() if name != "output"}
+    shutil.rmtree(first.output)
+    second, _ = complete(runs, like | {"name": "second", "seed": 3})
+    assert open_text(second, 0).fingerprint == fingerprint and len(open_held_out(second)) > 0
+    assert second.output == tmp_path / "runs" / "second"
+    specs = {run.name: run.model_dump(mode="json") for run in (first, second)}
+    assert differing_settings(specs) == {"seed": ["0", "3"]}
 
 
 def test_the_next_free_directory(runs: Runs, short: dict[str, Any], tmp_path: Path) -> None:
@@ -63,11 +79,16 @@ def test_the_same_request_returns_the_same_run(runs: Runs, short: dict[str, Any]
         ({"student": {"model": "DATA/none"}}, InputError, "cannot read the student's model"),
         ({"data": {"path": "/etc/passwd"}}, ConfigError, "lies under none of"),
         ({"output": "/etc/out"}, ConfigError, "it must lie under"),
-        ({"eval": {"every": 3}, "data": {"sources": [{"path": "DATA/text.txt"}]}}, ConfigError, "eval.every is set"),
+        (
+            {"eval": {"every": 3}, "data": {"sources": [{"path": "DATA/text.txt"}]}},
+            ValidationError,
+            "eval.path: text is held back of a single data.path only",
+        ),
+        ({"eval": {"every": 3}, "data": {"path": "DATA/few.txt"}}, ConfigError, "eval.every is set"),
         ({"train": {"micro_batch_tokens": 16}}, ValidationError, "cannot hold one sample"),
         ({"student": {"model": "DATA/student", "tokenizer": "DATA/a.gguf"}}, ConfigError, "converts nothing"),
     ],
-    ids=["no model", "text", "output", "evaluation", "context", "conversion"],
+    ids=["no model", "text", "output", "sources", "evaluation", "context", "conversion"],
 )
 def test_a_refused_run_leaves_no_directory(
     runs: Runs, short: dict[str, Any], tmp_path: Path, change: dict[str, Any], error: type[Exception], message: str

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import shutil
 import tempfile
@@ -19,7 +18,6 @@ from tests.unit.supervisor.test_progress import Broken
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import ConfigError, XtokenError
 from xtoken_services.common.files.directory_lock import sole_owner
-from xtoken_services.common.text.held_out import split_text
 from xtoken_services.supervisor import local_run, supervised_run
 from xtoken_services.supervisor.local_run import run_locally
 from xtoken_services.supervisor.progress import ProgressView
@@ -112,12 +110,12 @@ def test_refused_start_keeps_the_cache_of_an_active_run(
         raise ConfigError("no such setting")
 
     spec = scripted_spec(2)
-    (spec.output / "cache" / "split").mkdir(parents=True)
+    (spec.output / "cache" / "index").mkdir(parents=True)
     if refusal == "no such setting":
         monkeypatch.setattr(local_run, "check_launch", refuse)
     with sole_owner(spec.output), pytest.raises(XtokenError, match=refusal):
         run_locally(spec, show=False)
-    assert (spec.output / "cache" / "split").is_dir()
+    assert (spec.output / "cache" / "index").is_dir()
 
 
 def test_refused_start_empties_a_directory_that_was_there_before(
@@ -126,18 +124,15 @@ def test_refused_start_empties_a_directory_that_was_there_before(
     def refuse(*_: Any) -> None:
         raise ConfigError("no such setting")
 
-    spec, text = scripted_spec(2), tmp_path / "text.jsonl"
-    text.write_text("".join(f'{{"text": "document {number}"}}\n' for number in range(200)))
+    spec = scripted_spec(2)
     monkeypatch.setattr(supervised_run, "resolve", refuse)
-    for splits, existed in itertools.product((False, True), repeat=2):
-        if existed:
-            spec.output.mkdir()
-        if splits:
-            assert split_text([text], spec.output, writes=True) is not None
+    for there in (None, spec.output, spec.output / "cache" / "index"):
+        if there is not None:
+            there.mkdir(parents=True)
         with pytest.raises(ConfigError, match="no such setting"):
             run_locally(spec, show=False)
-        assert spec.output.exists() == existed and not list(spec.output.glob("*"))
-        if existed:
+        assert spec.output.exists() == (there is not None) and not list(spec.output.glob("*"))
+        if there is not None:
             spec.output.rmdir()
 
 

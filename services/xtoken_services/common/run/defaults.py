@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from xtoken_core.config.base import NONE, absolute_path
-from xtoken_core.config.eval import NOT_IN_A_NAME
+from xtoken_core.config.eval import HELD_OUT_PERCENT, NOT_IN_A_NAME
 from xtoken_core.config.spec import RunSpec, padded_length, parse_run_spec, read_run_file
-from xtoken_core.errors import ConfigError
+from xtoken_core.errors import ConfigError, InputError
 from xtoken_core.regular_files import read_json_object
 from xtoken_services.common.models.hub import fetch_inputs
 from xtoken_services.common.run.machine import Machine
 from xtoken_services.common.run.memory_fit import fit_memory
-from xtoken_services.common.text.held_out import split_output, split_text
 
 MOST_CONTEXT = 1024
 TEACHER_CONTEXT = 1.25
@@ -28,6 +27,8 @@ AUTO = "auto"
 FLOPS_PER_CORE = 1e10
 EVALUATION_S = 30.0
 BYTES_PER_TOKEN = 4
+SPLIT_BEFORE = "/cache/split/held-out."
+"""Part of the path of the copies in which an earlier version kept what it had held back."""
 LEAST_EVALUATION, MOST_EVALUATION = 16 << 10, 1 << 20
 EVALUATIONS = 10
 FILLED = (
@@ -36,7 +37,6 @@ FILLED = (
     "student.dtype",
     "teacher.context_length",
     "teacher.dtype",
-    "eval.path",
     "eval.max_bytes",
     "eval.every",
     "train.micro_batch_tokens",
@@ -96,16 +96,13 @@ class RunDefaults:
         return value
 
 
-def load_run(
-    path: Path, settings: Sequence[str] = (), *, machine: Machine | None = None, writes: bool = True
-) -> tuple[RunSpec, list[str]]:
+def load_run(path: Path, settings: Sequence[str] = (), *, machine: Machine | None = None) -> tuple[RunSpec, list[str]]:
     """Read a run file and fill in what it leaves out.
 
     Args:
         path: The run file.
         settings: `table.key=value` pairs that replace settings of the file.
         machine: The machine; None: this one.
-        writes: The held-out text is split off now, if it has to be.
 
     Returns:
         The specification, and a line for every default that was filled in.
@@ -116,9 +113,7 @@ def load_run(
     """
     base = path.resolve().parent
     name = NOT_IN_A_NAME.sub("-", path.stem).lstrip("._-")[:64]
-    return fill_run_defaults(
-        read_run_file(path), base, source=str(path), settings=settings, name=name, machine=machine, writes=writes
-    )
+    return fill_run_defaults(read_run_file(path), base, source=str(path), settings=settings, name=name, machine=machine)
 
 
 def fill_run_defaults(
@@ -129,7 +124,6 @@ def fill_run_defaults(
     settings: Sequence[str] = (),
     name: str = "",
     machine: Machine | None = None,
-    writes: bool = True,
 ) -> tuple[RunSpec, list[str]]:
     """Fill in what the document of a run file leaves out.
 
@@ -140,7 +134,6 @@ def fill_run_defaults(
         settings: As for `load_run`.
         name: The run's name if the document has none.
         machine: As for `load_run`.
-        writes: As for `load_run`.
 
     Returns:
         As `load_run`.
@@ -165,7 +158,7 @@ def fill_run_defaults(
     defaults = RunDefaults(document, stored, machine or Machine.of_this(), fetched)
     if not named:
         defaults.notes.append(f'output = "{output}"')
-    _fill_defaults(defaults, base, output, writes=writes)
+    _fill_defaults(defaults, base)
     return parse_run_spec(defaults.document, source=source).with_base(base), defaults.notes
 
 
@@ -224,13 +217,13 @@ def _stored(output: Path) -> dict[str, Any]:
         return {}
 
 
-def _fill_defaults(defaults: RunDefaults, base: Path, output: Path, *, writes: bool) -> None:
+def _fill_defaults(defaults: RunDefaults, base: Path) -> None:
     document, machine = defaults.document, defaults.machine
     models = [document.get("student"), *document.get("teacher", ())]
     if not all(isinstance(table, dict) for table in (*models, document.get("data"))):
         return  # the specification names what is missing
     fill_model_defaults(defaults, base)
-    _fill_evaluation(defaults, base, output, writes=writes)
+    _fill_evaluation(defaults, base)
     if machine.gpu_bytes and not _on_cpu(document):
         fit_memory(defaults, base)
 
@@ -256,14 +249,14 @@ def _fill_model(defaults: RunDefaults, name: str, model: dict[str, Any], base: P
     defaults.fill(f"{name}.dtype", "bfloat16" if on_gpu else "float32", "on a GPU" if on_gpu else "on a CPU")
 
 
-def _fill_evaluation(defaults: RunDefaults, base: Path, output: Path, *, writes: bool) -> None:
-    """Set the held-out text (by hash if no evaluation is named) and scale the evaluation to the machine."""
+def _fill_evaluation(defaults: RunDefaults, base: Path) -> None:
+    """Hold text back if no evaluation is named, and scale the evaluation to the machine."""
     document = defaults.document
     if document.get("eval") == NONE:
         del document["eval"]
         return
     given = document.get("eval", {})
-    if isinstance(given, dict) and "path" not in given and not _hold_back(defaults, given, base, output, writes=writes):
+    if isinstance(given, dict) and not given.get("path") and not _hold_back(defaults, given, base):
         return
     if isinstance(document["eval"], dict):
         defaults.fill("eval.max_bytes", _evaluation_bytes(defaults, base), "about half a minute on this machine")
@@ -272,62 +265,49 @@ def _fill_evaluation(defaults: RunDefaults, base: Path, output: Path, *, writes:
             defaults.fill("eval.every", max(1, -(-steps // EVALUATIONS)), f"{EVALUATIONS} times in the run")
 
 
-def _hold_back(defaults: RunDefaults, given: Mapping[str, Any], base: Path, output: Path, *, writes: bool) -> bool:
-    """Set the text of an evaluation that names none; return False if there is none.
+def _hold_back(defaults: RunDefaults, given: Mapping[str, Any], base: Path) -> bool:
+    """Complete an evaluation that names no text; return False if there is none.
 
-    A text that the first start has split is split again from the files that the run file names now: they may have
-    changed, and the run's directory may have been moved, or copied without its cache.
+    Raises:
+        ConfigError: No text can be held back, and the run file sets something of the evaluation.
     """
-    document = defaults.document
-    earlier, earlier_text = defaults.stored_value("eval"), defaults.stored_value("data.path")
-    if earlier and earlier_text and not _is_of_split(earlier_text):
+    document, earlier = defaults.document, defaults.stored_value("eval")
+    data = document["data"]
+    if earlier and earlier.get("path") and SPLIT_BEFORE not in str(earlier["path"]):
         document["eval"] = {**earlier, **given}
         defaults.notes.append("eval: as at the first start")
         return True
-    if document["data"].get("sources"):
-        _without_evaluation(defaults, given, "text is only held back of a single data.path")
+    if not given and defaults.stored and not earlier:
         return False
-    if "path" not in document["data"] or (defaults.stored and not earlier):
+    several = bool(data.get("sources"))
+    possible = False if several else _can_hold_back(data, base)
+    if possible is None:
+        document.pop("eval", None)
         return False
-    path = document["data"]["path"]
-    named = path if isinstance(path, list) else [path]
-    paths = [absolute_path(each, base) for each in named if isinstance(each, str)]
-    if len(paths) < len(named) or not all(map(_exists, paths)):
-        document.pop("eval", None)  # the checks of settings and files name what is wrong or missing
+    if not possible:
+        why = "text is only held back of a single data.path" if several else "no text could be held back"
+        if given:
+            raise ConfigError(f"eval.{next(iter(given))} is set without eval.path, and {why}: name a text in eval.path")
+        defaults.notes.append(f"eval: none, since {why}: name one")
         return False
-    split = split_text(paths, output, writes=writes)
-    if split is None:
-        _without_evaluation(defaults, given, "no text could be held back")
-        return False
-    train, held_out, note = split
-    document["data"]["path"], document["eval"] = str(train), {**given, "path": str(held_out)}
-    if "field" in document["data"]:
-        document["eval"].setdefault("field", document["data"]["field"])
-    defaults.notes.append(f"eval: {note}")
+    document["eval"] = {"field": data["field"], **given} if "field" in data else dict(given)
+    defaults.notes.append(f"eval: {HELD_OUT_PERCENT}% of the records of data.path, chosen by a hash of their content")
     return True
 
 
-def _exists(path: Path) -> bool:
+def _can_hold_back(data: Mapping[str, Any], base: Path) -> bool | None:
+    """Return True if a part of the text can be held back; None if it cannot be read, of which later checks tell."""
+    path = data.get("path")
+    named = path if isinstance(path, list) else [path]
+    paths = [absolute_path(each, base) for each in named if isinstance(each, str)]
     try:
-        return path.exists()
-    except OSError:  # a name that is too long
-        return False
+        if len(paths) < len(named) or not all(path.exists() for path in paths):
+            return None
+        from xtoken_core.dataset.index import can_hold_out  # numpy
 
-
-def _is_of_split(path: Any) -> bool:
-    """Return True if a stored `data.path` is a text that the first start has split."""
-    return isinstance(path, str) and split_output([Path(path)]) is not None
-
-
-def _without_evaluation(defaults: RunDefaults, given: Mapping[str, Any], why: str) -> None:
-    """Add the note that there is no evaluation.
-
-    Raises:
-        ConfigError: The run file sets something of it.
-    """
-    if given:
-        raise ConfigError(f"eval.{next(iter(given))} is set without eval.path, and {why}: name a text in eval.path")
-    defaults.notes.append(f"eval: none, since {why}: name one")
+        return can_hold_out(paths, str(data.get("field", "text")))
+    except (InputError, OSError):  # OSError: a name that is too long
+        return None
 
 
 def _evaluation_bytes(defaults: RunDefaults, base: Path) -> int:

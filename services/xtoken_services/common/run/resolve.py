@@ -31,7 +31,13 @@ from xtoken_services.common.models.weights import check_weights, served_fingerpr
 from xtoken_services.common.run.teacher_checks import check_teachers, same_tokenizer_of
 from xtoken_services.common.stores.teacher_stores import check_stores
 from xtoken_services.common.tables.pair_files import cache_of, check_special_tokens, kind_of, pair_file
-from xtoken_services.common.text.training_text import measure_pieces, mixture_of, open_index, resolve_text
+from xtoken_services.common.text.training_text import (
+    measure_pieces,
+    mixture_of,
+    open_held_out,
+    open_index,
+    resolve_text,
+)
 from xtoken_services.common.tokenizers.chat_templates import read_chat_template
 from xtoken_services.common.tokenizers.vocabulary import has_chat_template, vocabulary_size
 
@@ -82,8 +88,9 @@ def resolve_run(spec: RunSpec, progress: Progress | None = None, *, divided_as: 
     index, piece_bytes = _training_text(spec, same_tokenizer, divided_as, progress)
     records = len(index)
     if spec.eval is not None:
-        for paths in (spec.eval.paths, *((path,) for path in spec.eval.also_by_name.values())):
-            open_index(spec, paths, spec.eval.field)
+        open_held_out(spec)
+        for path in spec.eval.also_by_name.values():
+            open_index(spec, [path], spec.eval.field)
         _check_tasks(spec.eval)
     mixture = mixture_of(spec, index)
     positions = spec.data.epochs * (sum(samples for _, samples in mixture) or records)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.dataset import DataIndex, JoinedIndex, PieceIndex, Record, TextIndex
+from xtoken_core.dataset.held_out import Part
 from xtoken_core.errors import InputError
 from xtoken_services.common.files.allowed_paths import check_allowed
 from xtoken_services.common.processes.child_process import lines_of
@@ -20,12 +21,24 @@ PROGRAM = "xtoken_services.common.text.piece_bytes"
 
 
 def open_index(
-    spec: RunSpec, paths: Sequence[Path], field: str, progress: Callable[[int, int], None] | None = None
+    spec: RunSpec,
+    paths: Sequence[Path],
+    field: str,
+    progress: Callable[[int, int], None] | None = None,
+    part: Part | None = None,
 ) -> DataIndex:
-    """Return the index of a run's text, from the run's own cache."""
+    """Return the index of a run's text, or of a part of it, from the run's own cache."""
     for path in paths:
         check_allowed(path, "the text")
-    return DataIndex.build(paths, field=field, cache_dir=_cache(spec), progress=progress)
+    return DataIndex.build(paths, field=field, cache_dir=_cache(spec), progress=progress, part=part)
+
+
+def open_held_out(spec: RunSpec, progress: Callable[[int, int], None] | None = None) -> DataIndex:
+    """Return the index of the held-out text of a run with an evaluation."""
+    assert spec.eval is not None
+    if spec.holds_back:
+        return open_index(spec, spec.data.paths, spec.data.field, progress, part="held_out")
+    return open_index(spec, spec.eval.paths, spec.eval.field, progress)
 
 
 def resolve_text(
@@ -94,7 +107,8 @@ def mixture_of(spec: RunSpec, index: TextIndex) -> tuple[tuple[int, int], ...]:
 
 def _documents(spec: RunSpec, progress: Callable[[int, int], None] | None) -> Iterator[DataIndex]:
     for text in spec.data.texts:
-        yield open_index(spec, text.paths, text.field or spec.data.field, progress)
+        part: Part | None = "train" if spec.holds_back else None
+        yield open_index(spec, text.paths, text.field or spec.data.field, progress, part)
 
 
 def _cache(spec: RunSpec) -> Path:

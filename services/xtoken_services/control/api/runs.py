@@ -14,13 +14,14 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from xtoken_core.config.spec import RunSpec
 from xtoken_core.data_plane.address import Address
 from xtoken_services.common.files.input_files import check_input_files
 from xtoken_services.common.run.resolve import largest_row
 from xtoken_services.control.api.dependencies import AppContext, Context, RunId, problems_of
 from xtoken_services.control.api.examples import RUNS
 from xtoken_services.control.api.models import AnyRunSpec, DryRun, RunPage, RunStatus
-from xtoken_services.control.api.short_specs import Completed, complete, read_document, start_short
+from xtoken_services.control.api.short_specs import complete, read_document, start_short
 from xtoken_services.control.isolated.inspection import inspect_run
 from xtoken_services.control.run import Run
 from xtoken_services.supervisor.process_spec import build_process_specs
@@ -72,7 +73,7 @@ def start_run(
             raise RequestValidationError(_in_the_body(errors))
         if dry_run:
             response.status_code = 200
-            return dry_run_of(context, Completed(spec, [], spec) if spec else complete(context.runs, document.root))
+            return dry_run_of(context, *((spec, []) if spec else complete(context.runs, document.root)))
         run, row = context.runs.start(spec, key=key) if spec else start_short(context.runs, document.root, key)
     except ValidationError as error:
         raise RequestValidationError(_in_the_body(error.errors(include_url=False))) from error
@@ -147,28 +148,33 @@ def _in_the_body(errors: Sequence[ErrorDetails]) -> list[dict[str, Any]]:
     return [{**error, "loc": ("body", *error["loc"])} for error in errors]
 
 
-def dry_run_of(context: AppContext, completed: Completed) -> DryRun:
+def dry_run_of(context: AppContext, spec: RunSpec, defaults: list[str]) -> DryRun:
     """Validate a run's settings and files as for a start.
+
+    Args:
+        context: The control plane.
+        spec: The settings.
+        defaults: A line for every default among them.
 
     Raises:
         XtokenError: The run is invalid.
         HTTPException: 503, too many dry runs are in progress.
     """
-    spec = context.runs.validate(completed.spec)
+    spec = context.runs.validate(spec)
     check_input_files(spec)
     if not _dry_runs.acquire(blocking=False):
         raise HTTPException(503, "too many dry runs are in progress: retry in a moment", {"Retry-After": "5"})
     scratch = Path(tempfile.mkdtemp(prefix="xtoken-dry-"))
     try:
         roots = context.runs.validator.roots
-        checked = completed.readable.model_copy(update={"output": scratch})
+        checked = spec.model_copy(update={"output": scratch})
         resolved, _ = inspect_run(checked, lambda activity, done: None, roots.environment if roots is not None else {})
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
         _dry_runs.release()
     return DryRun(
         spec=spec,
-        defaults=completed.notes,
+        defaults=defaults,
         records=resolved.records,
         positions=resolved.positions,
         steps=resolved.steps,

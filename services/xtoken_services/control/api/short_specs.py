@@ -7,7 +7,6 @@ import json
 import shutil
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,21 +29,6 @@ MAX_COMPLETIONS = 2
 WAIT_S = 10.0
 """Seconds that a start waits for others to be completed."""
 _starts, _previews = (threading.BoundedSemaphore(MAX_COMPLETIONS) for _ in range(2))
-
-
-@dataclass(frozen=True)
-class Completed:
-    """A completed specification.
-
-    Attributes:
-        spec: The specification.
-        notes: A line for every default that was filled in.
-        readable: The specification to check: with the whole text on both sides if no text has been held back yet.
-    """
-
-    spec: RunSpec
-    notes: list[str]
-    readable: RunSpec
 
 
 def read_document(document: Mapping[str, Any]) -> tuple[RunSpec | None, list[ErrorDetails]]:
@@ -79,27 +63,29 @@ def start_short(runs: Runs, document: Mapping[str, Any], key: str | None) -> tup
             document["output"] = made = runs.free_output(str(document.get("name", "run")), create=True)
         output = checked(runs, document).output
         made = made or _created(output)
-        completed = complete(runs, document, writes=True)
-        run, row = runs.start(completed.spec, key=key, digest=digest)
+        spec, notes = complete(runs, document)
+        run, row = runs.start(spec, key=key, digest=digest)
     except BaseException:
         _remove(made)
         raise
     if run is None:  # the same request came twice at a time
         _remove(made)
     else:
-        notes = [f'output = "{row.output}"', *completed.notes] if chosen else completed.notes
+        notes = [f'output = "{row.output}"', *notes] if chosen else notes
         runs.store.add_note(row.id, f"defaults: {'; '.join(notes)}")
     return run, row
 
 
-def complete(runs: Runs, document: Mapping[str, Any], *, writes: bool = False, preview: bool = False) -> Completed:
+def complete(runs: Runs, document: Mapping[str, Any], *, preview: bool = False) -> tuple[RunSpec, list[str]]:
     """Fill in what a specification leaves out.
 
     Args:
         runs: Runs of the control plane, whose rules it must keep.
         document: The specification as JSON; one without `output` gets the next free directory.
-        writes: Held-out text is split off now, if it has to be.
         preview: Only shows what would be taken: it neither waits nor takes the place of a start.
+
+    Returns:
+        The specification, and a line for every default that was filled in.
 
     Raises:
         XtokenError: The specification is not accepted.
@@ -121,15 +107,9 @@ def complete(runs: Runs, document: Mapping[str, Any], *, writes: bool = False, p
     try:
         roots = runs.validator.roots
         environment = roots.environment if roots is not None else {}
-        spec, notes = complete_document(document, paths, environment, writes=writes)
+        return complete_document(document, paths, environment)
     finally:
         slots.release()
-    readable = spec
-    if not writes and spec.eval is not None and spec.data.path != allowed.data.path:
-        whole = {"path": allowed.data.path}
-        data, held_out = spec.data.model_copy(update=whole), spec.eval.model_copy(update=whole)
-        readable = spec.model_copy(update={"data": data, "eval": held_out})
-    return Completed(spec, notes, readable)
 
 
 def checked(runs: Runs, document: Mapping[str, Any]) -> RunSpec:
@@ -152,9 +132,6 @@ def checked(runs: Runs, document: Mapping[str, Any]) -> RunSpec:
         if runs.validator.roots is not None:
             runs.validator.roots.check(path, f"{name}.model")
     fill_model_defaults(RunDefaults(filled, {}, Machine(1)), Path("/"))
-    held_out, text = filled.get("eval"), filled["data"].get("path")
-    if isinstance(held_out, dict) and "path" not in held_out:
-        filled["eval"] = {**held_out, "path": text} if text else None
     return runs.validate(RunSpec.model_validate(filled))
 
 

@@ -2,8 +2,8 @@
 
     python -m xtoken_services.control.isolated.completion
 
-reads `{"document": ..., "paths": [[setting, path], ...], "writes": ...}` from standard input and prints `{"spec": ...,
-"notes": [...]}` or `{"error": ...}`.
+reads `{"document": ..., "paths": [[setting, path], ...]}` from standard input and prints `{"spec": ..., "notes":
+[...]}` or `{"error": ...}`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from xtoken_services.common.processes.child_process import limit_memory
 from xtoken_services.control.isolated.answers import ask_child, print_error, print_line
 
 SILENCE_S = 900.0
-"""Seconds after which a child is killed: it reads the whole text to hold a part of it back."""
+"""Seconds after which a child is killed: it may read the whole text to find that no part can be held back."""
 
 
 def complete_document(
-    document: Mapping[str, Any], paths: Iterable[tuple[str, Path]], environment: Mapping[str, str], *, writes: bool
+    document: Mapping[str, Any], paths: Iterable[tuple[str, Path]], environment: Mapping[str, str]
 ) -> tuple[RunSpec, list[str]]:
     """Fill in a run's settings in a child process; see `xtoken_services.common.run.defaults.fill_run_defaults`.
 
@@ -33,7 +33,6 @@ def complete_document(
         document: The settings, with absolute paths.
         paths: Paths that are read, by setting.
         environment: Variables of the child: the roots that it may read.
-        writes: Held-out text is split off now, if it has to be.
 
     Returns:
         The specification, and a line for every default that was filled in.
@@ -41,7 +40,7 @@ def complete_document(
     Raises:
         XtokenError: A setting is wrong, or the files cannot be read within the limits.
     """
-    request = {"document": document, "paths": [[name, str(path)] for name, path in paths], "writes": writes}
+    request = {"document": document, "paths": [[name, str(path)] for name, path in paths]}
     text = json.dumps(request, default=str).encode()
     answer = ask_child(__name__, text, environment, silence_s=SILENCE_S, result="spec")
     return RunSpec.model_validate(answer["spec"]), answer["notes"]
@@ -56,7 +55,7 @@ def main() -> None:
 
         for name, path in request["paths"]:
             check_allowed(Path(path), name)
-        spec, notes = fill_run_defaults(request["document"], Path("/"), source="the run", writes=request["writes"])
+        spec, notes = fill_run_defaults(request["document"], Path("/"), source="the run")
         print_line({"spec": spec.model_dump(mode="json"), "notes": notes})
     except XtokenError as error:
         print_error(error)

@@ -17,7 +17,6 @@ from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import XtokenError
 from xtoken_services.common.processes.child_process import limit_memory
-from xtoken_services.common.run.split_record import record_split, restore_split
 from xtoken_services.control.isolated.answers import ask_child, print_error, print_line
 
 SILENCE_S = 120.0
@@ -60,10 +59,7 @@ def main() -> None:
     try:
         from xtoken_services.common.run.resolve import file_warnings, resolve_run
 
-        spec = RunSpec.model_validate_json(sys.stdin.buffer.read())
-        restore_split(spec, report)
-        run = resolve_run(spec, report)
-        record_split(run, report)
+        run = resolve_run(RunSpec.model_validate_json(sys.stdin.buffer.read()), report)
         print_line({"resolved": run.model_dump(mode="json"), "warnings": list(file_warnings(run))})
     except XtokenError as error:
         print_error(error)

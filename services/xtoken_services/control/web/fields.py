@@ -25,7 +25,7 @@ EXCLUDED = ("push_to", "queue.address", "ray.address")
 TEXTS = ("eval.samples.prompts",)
 """Lists of texts that may hold commas."""
 MODEL = "The model's directory: `config.json` and `.safetensors` weights."
-AUTOMATIC = (*FILLED, "loss.kl_loss_weight_end")
+AUTOMATIC = (*FILLED, "eval.path", "loss.kl_loss_weight_end")
 """Settings whose default is not one value: models, text and machine decide it, or other settings."""
 HELP = {
     "output": (

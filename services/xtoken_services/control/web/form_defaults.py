@@ -9,18 +9,17 @@ from typing import Any
 from fastapi import HTTPException
 from pydantic import ValidationError
 
-from xtoken_core.config.eval import NOT_IN_A_NAME
+from xtoken_core.config.eval import HELD_OUT_PERCENT, NOT_IN_A_NAME
 from xtoken_core.config.train import TrainSpec
 from xtoken_core.errors import XtokenError
 from xtoken_services.common.files.allowed_paths import OutsideError
 from xtoken_services.common.run.defaults import FILLED, RunDefaults, fill_model_defaults
 from xtoken_services.common.run.machine import Machine
-from xtoken_services.common.text.held_out import PERCENT
 from xtoken_services.control.api.short_specs import complete, read_document
 from xtoken_services.control.runs import Runs
 from xtoken_services.control.web.fields import TEACHER, format_value
 
-HELD_BACK = f"{PERCENT}% of the text, held back"
+HELD_BACK = f"{HELD_OUT_PERCENT}% of the text, held back"
 NOWHERE = Path("/dev/null")
 """Base of models that are not named yet, below which nothing can be read."""
 
@@ -39,14 +38,13 @@ def defaults_taken(runs: Runs, document: Mapping[str, Any]) -> tuple[dict[str, s
     _, errors = read_document(document)
     if not errors:
         try:
-            completed = complete(runs, document, preview=True)
+            spec, _ = complete(runs, document, preview=True)
         except HTTPException:
             busy = True
         except (XtokenError, ValidationError):
             pass  # reported once the form is submitted
         else:
-            held_back = {"eval.path": HELD_BACK} if completed.readable is not completed.spec else {}
-            return _shown(completed.spec.model_dump(mode="json")) | held_back, False
+            return _shown(spec.model_dump(mode="json")) | ({"eval.path": HELD_BACK} if spec.holds_back else {}), False
     return first_defaults(runs, document), busy
 
 

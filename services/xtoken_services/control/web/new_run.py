@@ -125,7 +125,7 @@ def _submit(request: Request, context: AppContext, values: dict[str, str]) -> Re
         return _render(request, context, values, errors)
     try:
         if action == "check":
-            return _render(request, context, values, checked=dry_run_of(context, complete(context.runs, document)))
+            return _render(request, context, values, checked=dry_run_of(context, *complete(context.runs, document)))
         return _start(context, document, values.get("key", ""))
     except ValidationError as error:
         errors = form.errors_of(error.errors(include_url=False))

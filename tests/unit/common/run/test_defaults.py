@@ -7,17 +7,20 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.unit.dataset.test_dataset_index import write_saved_dataset
 from xtoken_core.config.spec import RunSpec
+from xtoken_core.dataset.held_out import is_held_out
 from xtoken_core.errors import ConfigError, InputError
 from xtoken_services.cli.starter import find_inputs, starter_text
-from xtoken_services.common.files.directory_lock import OccupiedError, sole_owner
 from xtoken_services.common.run.defaults import load_run
 from xtoken_services.common.run.machine import Machine
-from xtoken_services.common.text.held_out import is_held_out
+from xtoken_services.common.text.training_text import open_held_out, open_text
 from xtoken_services.supervisor.run_record import SPEC, write_json
 
 CPU, GPU_24 = Machine(cores=2), Machine(cores=16, gpu_bytes=24 << 30)
@@ -42,16 +45,23 @@ def workspace(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def records_of(spec: RunSpec) -> tuple[tuple[str, ...], tuple[str, ...], str]:
+    """Return the documents to train on, those that are held out, and the fingerprint of the former."""
+    index = open_text(spec, 0)
+    return tuple(index.documents()), tuple(open_held_out(spec).documents()), index.fingerprint
+
+
 def test_three_lines_are_a_run(workspace: Path) -> None:
     spec, notes = load_run(workspace / "short.toml", machine=CPU)
     assert (spec.name, spec.output) == ("short", workspace / "runs" / "short")
     assert (spec.student.context_length, spec.teacher[0].context_length) == (512, 640)
     assert spec.student.dtype == spec.teacher[0].dtype == "float32"
     assert spec.eval is not None and spec.eval.max_bytes == 1 << 20
-    held_out = spec.eval.paths[0].read_bytes().splitlines()
-    trained = spec.data.paths[0].read_bytes().splitlines()
+    assert spec.holds_back and spec.data.paths == (workspace / "text.jsonl",) and not spec.output.exists()
+    trained, held_out, _ = records_of(spec)
     assert 0 < len(held_out) < 40 and len(held_out) + len(trained) == 400
-    assert all(map(is_held_out, held_out)) and not any(map(is_held_out, trained))
+    lines = {part: [json.dumps({"text": text}).encode() for text in part] for part in (trained, held_out)}
+    assert all(map(is_held_out, lines[held_out])) and not any(map(is_held_out, lines[trained]))
     assert any(note.startswith("student.context_length = 512") for note in notes)
     assert any(note.startswith("teacher.context_length") for note in notes)
 
@@ -83,43 +93,52 @@ def started(workspace: Path, **settings: Any) -> RunSpec:
     return spec
 
 
-def test_a_resume_splits_the_text_that_the_run_file_names_now(workspace: Path) -> None:
+def test_a_resume_reads_the_text_that_the_run_file_names_now(workspace: Path) -> None:
     first = started(workspace)
-    before = first.data.paths[0].read_bytes()
-    other = (workspace / "text.jsonl").read_text().replace("document", "other text")
-    (workspace / "other.jsonl").write_text(other)
+    (workspace / "text.jsonl").rename(workspace / "other.jsonl")
     spec, _ = load_run(workspace / "short.toml", ["data.path=other.jsonl"], machine=CPU)
-    assert b"other text" in spec.data.paths[0].read_bytes() and b"document" not in spec.data.paths[0].read_bytes()
-    missing, _ = load_run(workspace / "short.toml", ["data.path=no.jsonl"], machine=CPU)
-    assert missing.data.paths == (workspace / "no.jsonl",) and missing.eval is None
-    assert load_run(workspace / "short.toml", machine=CPU)[0] == first and first.data.paths[0].read_bytes() == before
+    assert spec.data.paths == (workspace / "other.jsonl",) and spec.eval == first.eval
+    missing, _ = load_run(workspace / "short.toml", machine=CPU)
+    assert missing.data == first.data and missing.eval is None  # the check of the files names what is missing
 
 
 def test_a_moved_run_is_resumed_without_its_cache(workspace: Path) -> None:
-    first = started(workspace, **{"eval.patience": 3})
-    before = first.data.paths[0].read_bytes()
+    before = records_of(started(workspace, **{"eval.patience": 3}))
     moved = workspace / "moved"
     moved.mkdir()
     for name in ("small", "large", "text.jsonl", "short.toml", "runs"):
         (workspace / name).rename(moved / name)
     shutil.rmtree(moved / "runs" / "short" / "cache")
     spec, _ = load_run(moved / "short.toml", ["eval.patience=3"], machine=CPU)
-    assert spec.data.paths[0].is_relative_to(moved) and spec.data.paths[0].read_bytes() == before
-    assert spec.eval is not None and spec.eval.paths[0].is_relative_to(moved) and spec.eval.paths[0].is_file()
+    assert records_of(spec) == before and spec.data.paths == (moved / "text.jsonl",)
 
 
-def test_a_touched_text_is_the_same_and_another_does_not_replace_that_of_an_active_run(workspace: Path) -> None:
-    first = started(workspace)
-    train = first.data.paths[0]
-    state = train.stat()
-    (workspace / "text.jsonl").touch()
-    with sole_owner(first.output):
-        assert load_run(workspace / "short.toml", machine=CPU)[0] == first
-        assert (train.stat().st_ino, train.stat().st_mtime_ns) == (state.st_ino, state.st_mtime_ns)
-        (workspace / "text.jsonl").write_text((workspace / "text.jsonl").read_text() * 2)
-        with pytest.raises(OccupiedError, match="another run is writing to"):
-            load_run(workspace / "short.toml", machine=CPU)
-    assert train.stat().st_ino == state.st_ino and not list(train.parent.glob(".*"))
+def test_a_run_of_an_earlier_version_is_resumed_on_the_same_text(workspace: Path) -> None:
+    now = started(workspace)
+    copies = now.output / "cache" / "split"
+    copies.mkdir(parents=True)
+    lines = (workspace / "text.jsonl").read_bytes().splitlines(keepends=True)
+    for name, part in (("train", False), ("held-out", True)):
+        (copies / f"{name}.jsonl").write_bytes(b"".join(x for x in lines if is_held_out(x.strip()) == part))
+    stored = now.model_dump(mode="json")
+    stored["data"]["path"], stored["eval"]["path"] = str(copies / "train.jsonl"), str(copies / "held-out.jsonl")
+    then = RunSpec.model_validate(stored)
+    write_json(now.output / SPEC, stored)
+    assert load_run(workspace / "short.toml", machine=GPU_24)[0] == now
+    assert records_of(then) == records_of(now)
+
+
+@pytest.mark.parametrize("form", ["parquet", "arrow"])
+def test_rows_get_an_evaluation_as_lines_do(workspace: Path, form: str) -> None:
+    texts = [f"document {number}" for number in range(400)]
+    if form == "parquet":
+        pq.write_table(pa.table({"text": texts}), workspace / "text.parquet", row_group_size=64)
+    else:
+        write_saved_dataset(workspace / "text.arrow", texts)
+    spec, notes = load_run(workspace / "short.toml", [f"data.path=text.{form}"], machine=CPU)
+    assert spec.holds_back and "eval: 2% of the records of data.path, chosen by a hash of their content" in notes
+    trained, held_out, _ = records_of(spec)
+    assert 0 < len(held_out) < 40 and sorted([*trained, *held_out]) == sorted(texts)
 
 
 def test_a_resume_takes_the_evaluation_of_the_first_start_and_the_text_of_the_run_file(workspace: Path) -> None:
@@ -132,20 +151,20 @@ def test_a_resume_takes_the_evaluation_of_the_first_start_and_the_text_of_the_ru
 
 def test_settings_of_the_command_line(workspace: Path) -> None:
     settings = ["train.learning_rate=1e-5", "teacher.weight=2", "student.context_length=32", "loss.mode=chain"]
-    spec, _ = load_run(workspace / "short.toml", settings, machine=CPU, writes=False)
+    spec, _ = load_run(workspace / "short.toml", settings, machine=CPU)
     assert (spec.train.learning_rate, spec.student.context_length, spec.loss.mode) == (1e-5, 32, "chain")
     assert not (workspace / "runs").exists()
     for wrong, reason in (("seed", "takes table.key=value"), ("name.x=1", "is no table"), ("train.rate=1", "no such")):
         with pytest.raises(ConfigError, match=reason):
-            load_run(workspace / "short.toml", ["name=other", wrong], machine=CPU, writes=False)
+            load_run(workspace / "short.toml", ["name=other", wrong], machine=CPU)
 
 
 def test_special_tokens_of_the_one_teacher_on_the_command_line(workspace: Path) -> None:
     for name in ("teacher", "teacher.0"):
-        spec, _ = load_run(workspace / "short.toml", [f"{name}.special_tokens.x=y"], machine=CPU, writes=False)
+        spec, _ = load_run(workspace / "short.toml", [f"{name}.special_tokens.x=y"], machine=CPU)
         assert spec.teacher[0].special_tokens == {"x": "y"}
     with pytest.raises(ConfigError, match="is no table of the run file"):
-        load_run(workspace / "short.toml", ["teacher.1.special_tokens.x=y"], machine=CPU, writes=False)
+        load_run(workspace / "short.toml", ["teacher.1.special_tokens.x=y"], machine=CPU)
 
 
 def test_values_that_no_setting_has_are_named(workspace: Path) -> None:
@@ -160,7 +179,7 @@ def test_values_that_no_setting_has_are_named(workspace: Path) -> None:
         ("loss.teacher_modes=[{a = 1}]", r"loss\.teacher_modes"),
     ):
         with pytest.raises(ConfigError, match=reason):
-            load_run(workspace / "short.toml", [wrong], machine=CPU, writes=False)
+            load_run(workspace / "short.toml", [wrong], machine=CPU)
     (workspace / "deep.toml").write_text(SHORT + f"[{'.'.join('a' * 5000)}]\n")
     with pytest.raises(ConfigError, match="nested too deeply"):
         load_run(workspace / "deep.toml", machine=GPU_24)
