@@ -18,6 +18,9 @@ MOST_READ, ROW_BYTES = 1 << 30, 100
 """Bytes of rows among which is chosen, and what a row counts beside its text: a file of 100 kB can repeat a value, or
 nothing, for hours."""
 
+ROWS = 256
+"""Rows that are read between two reports."""
+
 Part = Literal["train", "held_out"]
 """The records that are trained on, or those that are held out."""
 PARTS: tuple[Part, ...] = get_args(Part)
@@ -32,7 +35,7 @@ class Choice:
     Attributes:
         held_out: Numbers of the records that are held out, ascending.
         digest: SHA-256 of the lines that are trained on, as if they were one file, so that it equals a file's of these
-            lines alone; of other files, of their bytes and the numbers of the rows that are held out.
+            lines alone; of other files, of the numbers of the rows that are held out, and their bytes.
         size: Bytes of these lines, and of other files.
     """
 
@@ -59,21 +62,24 @@ class Choice:
         if self._bytes < MOST_BYTES:
             lines = whole.split(b"\n")
             trained = b"".join(line + b"\n" for line in lines if not self._hold_out(line.strip(), len(line) + 1))
-        self.digest.update(trained)
-        self.size += len(trained)
+        self.add_bytes(trained)
 
     def end_lines(self) -> None:
         """End a file of lines, whose last one may lack its newline."""
         if self._line:
             self.add_lines(b"\n")
 
-    def add_rows(self, reader: Reader, rows: int, size: int) -> Iterator[int]:
-        """Take a file of rows, whose bytes `digest` has; yield the number of each row that was read.
+    def add_bytes(self, trained: bytes | bytearray) -> None:
+        """Take bytes of lines that are trained on, or of a file of rows."""
+        self.digest.update(trained)
+        self.size += len(trained)
+
+    def add_rows(self, reader: Reader, rows: int) -> Iterator[None]:
+        """Take the rows of a file; yield from time to time.
 
         Args:
             reader: Reads a row.
             rows: How many there are; they are read until `MOST_BYTES` are held out or `MOST_READ` are read.
-            size: Bytes of the file.
         """
         first, known = self._records, len(self.held_out)
         for row in range(rows):
@@ -85,10 +91,10 @@ class Choice:
                 content = b""
             self._hold_out(content, len(content))
             self._read += len(content) + ROW_BYTES
-            yield row
+            if row % ROWS == 0:
+                yield
         self._records = first + rows
         self.digest.update(np.array(self.held_out[known:], dtype=np.int64).tobytes())
-        self.size += size
 
     def _hold_out(self, content: bytes | bytearray, size: int) -> bool:
         """Return True if the next record is held out; one without content never is."""

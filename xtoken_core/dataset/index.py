@@ -35,7 +35,6 @@ _CHUNK_BYTES = 1 << 20
 MAX_LINE_BYTES = 1 << 30
 """Longest line of a file that is text at all; lines beyond `MAX_RECORD_BYTES` are records that cannot be used."""
 _OPEN_FILES = 64
-_ROWS_PER_REPORT = 1024
 
 
 class DataIndex:
@@ -244,20 +243,8 @@ def can_hold_out(paths: Sequence[Path], field: str) -> bool:
         InputError: A file is missing, unreadable, or of an unknown kind; a line is no text by its length.
     """
     choice = Choice()
-    for source in find_sources(paths):
-        if source.kind in LINES:
-            for chunk, _ in _chunks(source):
-                choice.add_lines(chunk)
-                if choice.is_divided:
-                    return True
-            choice.end_lines()
-        elif any(choice.is_divided for _ in _choose_rows(choice, source, _block_starts(source, field), field)):
-            return True
-    return choice.is_divided
-
-
-def _choose_rows(choice: Choice, source: Source, starts: Offsets, field: str) -> Iterator[int]:
-    return choice.add_rows(open_reader(source, starts, field), int(starts[-1]), source.size)
+    read = (None for source in find_sources(paths) for _ in _read_whole(source, field, choice))
+    return any(choice.is_divided for _ in read) or choice.is_divided
 
 
 def _cache_key(sources: Sequence[Source], field: str, choice: Choice | None) -> str:
@@ -279,10 +266,10 @@ def _write_index(
     with (directory / "offsets.i64").open("wb") as out:
         for source in sources:
             before, lines = out.tell(), source.kind in LINES
-            digest = hashlib.sha256() if choice is None else choice.digest
-            take = choice.add_lines if choice is not None and lines else digest.update
-            for chunk, position in _chunks(source):
-                take(chunk)
+            digest = hashlib.sha256()
+            for chunk, position in _read_whole(source, field, choice):
+                if choice is None:
+                    digest.update(chunk)
                 if lines:
                     _write_line_starts(out, chunk, position, source.size)
                 done += len(chunk)
@@ -291,15 +278,10 @@ def _write_index(
             if lines:
                 np.array([source.size], dtype=np.int64).tofile(out)
                 rows = (out.tell() - before) // 8 - 1
-                if choice is not None:
-                    choice.end_lines()
             else:
                 starts = _block_starts(source, field)
                 starts.tofile(out)
                 rows = int(starts[-1])
-                for row in _choose_rows(choice, source, starts, field) if choice is not None else ():
-                    if progress is not None and row % _ROWS_PER_REPORT == 0:
-                        progress(done, total)
             source.check_unchanged()
             records.append(rows)
             offsets.append((out.tell() - before) // 8)
@@ -314,6 +296,25 @@ def _write_index(
     (directory / "index.json").write_text(json.dumps(manifest), encoding="utf-8")
     sync_tree(directory)
     return manifest
+
+
+def _read_whole(source: Source, field: str, choice: Choice | None) -> Iterator[tuple[bytes, int]]:
+    """Yield the file's bytes in chunks, each with its position, once a choice has taken them.
+
+    Rows are chosen before the bytes of their file are read; meanwhile, chunks are empty.
+    """
+    if choice is None:
+        yield from _chunks(source)
+        return
+    take: Callable[[bytes], None] = choice.add_lines
+    if source.kind not in LINES:
+        take, starts = choice.add_bytes, _block_starts(source, field)
+        for _ in choice.add_rows(open_reader(source, starts, field), int(starts[-1])):
+            yield b"", 0
+    for chunk, position in _chunks(source):
+        take(chunk)
+        yield chunk, position
+    choice.end_lines()
 
 
 def _chunks(source: Source) -> Iterator[tuple[bytes, int]]:

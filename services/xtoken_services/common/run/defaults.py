@@ -296,7 +296,7 @@ def _hold_back(defaults: RunDefaults, given: Mapping[str, Any], base: Path) -> b
 
 
 def _can_hold_back(data: Mapping[str, Any], base: Path) -> bool | None:
-    """Return True if a part of the text can be held back; None if it cannot be read, of which later checks tell."""
+    """Return True if a part of the text can be held back; None if it cannot be read, which later checks report."""
     path = data.get("path")
     named = path if isinstance(path, list) else [path]
     paths = [absolute_path(each, base) for each in named if isinstance(each, str)]
