@@ -1,7 +1,8 @@
 """A user's text.
 
-This folder knows which files it lies in, where each record begins, what a usable record is, and in which order
-records are trained. It needs no torch; pyarrow is imported when a parquet or arrow file is read.
+This folder knows which files it lies in, where each record begins, what a usable record is, which records are held
+out, and in which order the others are trained. It needs no torch; pyarrow is imported when a parquet or arrow file is
+read.
 """
 
 from xtoken_core.dataset.index import DataIndex
