@@ -110,7 +110,7 @@ def _live(rng: np.random.Generator, after: int, first: np.ndarray) -> LiveTable:
     arrays = {
         "tail": rng.integers(0, tails, after),
         "head": rng.integers(0, heads, len(first)),
-        "position": np.where(first >= 0, rng.permutation(after)[first], after),
+        "position": np.where(first >= 0, rng.permutation(after)[first], after)[None],
         "point": rng.integers(0, after, R),
         "low": low,
         "high": np.minimum(low + rng.geometric(1 / RULE_LENGTH, R), after),

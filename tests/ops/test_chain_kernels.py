@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.chain_tables import side_tokens
 from tests.ops.tolerances import GRADIENT, OUTPUT, assert_within
-from tests.unit.chain.test_divergence import batch_of
+from tests.unit.chain.test_divergence import BY_THREE, UNGROUPED, batch_of
 from tests.unit.chain.test_edges import DOCUMENTS, SPLIT, WHOLE
 from xtoken_core.chain import class_layout
 from xtoken_core.chain.build import build_tables
@@ -89,6 +89,7 @@ def check(given, options, temperature=1.0, overwrite=False):
     [
         pytest.param((WHOLE, SPLIT), ChainOptions(), 1.0, id="student_is_whole"),
         pytest.param((SPLIT, WHOLE), ChainOptions(), 2.0, id="teacher_is_whole", marks=slow),
+        pytest.param((UNGROUPED, BY_THREE), ChainOptions(), 1.0, id="words_end_inside_tokens"),
         pytest.param((WHOLE, SPLIT), ChainOptions(False, True, True), 1.0, id="unconditioned", marks=slow),
         pytest.param((SPLIT, WHOLE), ChainOptions(True, False, True), 1.0, id="no_end_terms", marks=slow),
         pytest.param((WHOLE, WHOLE), ChainOptions(), 1.0, id="one_tokenizer", marks=slow),

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from xtoken_core.alignment.tables import TEXT
 from xtoken_core.chain.merges import Followers, followers
 from xtoken_core.chain.models import BpeModel
 from xtoken_core.chain.spelling import Spellings
@@ -36,14 +37,15 @@ _LOG = logging.getLogger("xtoken.chain")
 class LiveSets:
     """Live sets: the tokens x of one side that may follow the tokens w of the other.
 
-    x may follow w if `state[tail[w], head[x]]` is `KEPT`; if it is `JOINED`, if `position[x]` lies in none of w's
-    intervals (see `merges.Followers`, whose fields have the same names).
+    x may follow w if `state[tail[w], head[x]]` is `KEPT`; if it is `JOINED + k`, if `position[k, x]` lies in none of
+    w's intervals (see `merges.Followers`, whose fields have the same names).
 
     Attributes:
         tail: `[V_w]` int32.
         head: `[V_x]` int32.
         state: `[tails, heads]` uint8.
-        position: `[V_x]` int32, the place of x's first piece; `width` for a token without one.
+        position: `[K, V_x]` int32, the place of the first piece of x, and of its k-th shorter beginning (see
+            `word_splits`); `width - 1` without one.
         width: How many places there are, that of tokens without one included.
         depth: The most slices of intervals that a token w has.
         point: `[R]` int32.
@@ -114,9 +116,10 @@ def live_rows(sets: LiveSets, after: Sequence[int]) -> np.ndarray:
             np.add.at(change, sets.point[begin:end] + 1, -1)
             np.add.at(change, sets.low[begin:end], 1)
             np.add.at(change, sets.high[begin:end], -1)
-        blocked = np.cumsum(change)[sets.position] > 0
+        blocked = np.cumsum(change)[sets.position] > 0  # [K, V_x]
         state = sets.state[sets.tail[w], sets.head]
-        row[:] = (state == KEPT) | ((state == JOINED) & ~blocked)
+        joined = state == JOINED + np.arange(len(blocked))[:, None]
+        row[:] = (state == KEPT) | (joined & ~blocked).any(axis=0)
     return rows
 
 
@@ -140,16 +143,21 @@ def _own_text(target: Retokenizer) -> list[bytes]:
 def _by_merges(model: BpeModel, target: Retokenizer, candidates: Sequence[bytes], spelled: Spellings) -> LiveSets:
     forest = model.forest
     pieces = target.table.pieces
-    before = [piece if kept else b"" for piece, kept in zip(pieces, forest.canonical.tolist(), strict=True)]
+    written = forest.canonical | (model.whole_words & (np.asarray(target.table.kinds) == TEXT))
+    before = [piece if kept else b"" for piece, kept in zip(pieces, written.tolist(), strict=True)]
     splits = word_splits(before, candidates, model.split)
+    # A token that no merges make is a whole word: what is joined to it makes another word, without it.
+    groups, tail = np.unique(2 * splits.tail + (written & ~forest.canonical), return_inverse=True)
+    state = splits.state[groups // 2]
+    state[(groups % 2 == 1)[:, None] & (state >= JOINED)] = BROKEN
     found: Followers = followers(forest)
     V = len(pieces)
-    first = spelled.first
+    first = np.stack([spelled.first, *(_first_pieces(target, beginnings) for beginnings in splits.shorter)])
     position = np.where(first >= 0, np.append(found.position, V)[first], V).astype(np.int32)
     return LiveSets(
-        tail=splits.tail,
+        tail=tail.astype(np.int32),
         head=splits.head,
-        state=splits.state,
+        state=state,
         position=position,
         width=V + 1,
         depth=_depth(found.right) + 1,
@@ -162,6 +170,15 @@ def _by_merges(model: BpeModel, target: Retokenizer, candidates: Sequence[bytes]
         right=found.right,
         method="merges",
     )
+
+
+def _first_pieces(target: Retokenizer, texts: Sequence[bytes]) -> np.ndarray:
+    """Return the first piece of each text; -1 for an empty one."""
+    distinct = sorted(set(texts))
+    ids, counts = target(distinct)
+    first = np.where(counts > 0, np.append(ids, -1)[np.cumsum(counts) - counts], -1)
+    number = {text: at for at, text in enumerate(distinct)}
+    return first[[number[text] for text in texts]]
 
 
 def _depth(right: np.ndarray) -> int:
@@ -197,7 +214,7 @@ def _without_rules(splits: WordSplits, method: str) -> LiveSets:
         tail=splits.tail,
         head=splits.head,
         state=splits.state,
-        position=np.zeros(len(splits.head), to),
+        position=np.zeros((1, len(splits.head)), to),
         width=1,
         depth=0,
         point=none,

@@ -22,10 +22,12 @@ class BpeModel:
     Attributes:
         forest: The tree of every token.
         split: How it splits a text into words; None: it does not.
+        whole_words: A word that is a token is written as that token, whether its merges make it or not.
     """
 
     forest: MergeForest
     split: Split | None
+    whole_words: bool
 
 
 def bpe_model(tokenizer: Any, writer: Retokenizer) -> BpeModel | None:
@@ -54,7 +56,7 @@ def bpe_model(tokenizer: Any, writer: Retokenizer) -> BpeModel | None:
     for index in np.flatnonzero(table.kinds).tolist():
         atoms[index] = []
     forest = merge_forest(MergeRules(rules[:, 0], rules[:, 1], rules[:, 2]), atoms)
-    return BpeModel(forest, backend_split(backend))
+    return BpeModel(forest, backend_split(backend), bool(model.get("ignore_merges")))
 
 
 def is_unigram(tokenizer: Any) -> bool:
@@ -100,7 +102,7 @@ def _tekken(tokenizer: Any, table: TokenTable) -> BpeModel | None:
     rules = np.array(rows, dtype=np.int64).reshape(-1, 3)
     atoms = [[ids[piece[i : i + 1]] for i in range(len(piece))] for piece in table.pieces]
     forest = merge_forest(MergeRules(rules[:, 0], rules[:, 1], rules[:, 2]), atoms)
-    return BpeModel(forest, _pattern_split(inner._model._pat_str))
+    return BpeModel(forest, _pattern_split(inner._model._pat_str), True)
 
 
 def _pattern_split(pattern: str) -> Split:

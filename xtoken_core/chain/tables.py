@@ -66,7 +66,7 @@ class LiveTable(TensorFields):
     tail: Int[Tensor, " V_w"]
     head: Int[Tensor, " V_x"]
     state: UInt8[Tensor, "tails heads"]
-    position: Int[Tensor, " V_x"]
+    position: Int[Tensor, "K V_x"]
     point: Int[Tensor, " R"]
     low: Int[Tensor, " R"]
     high: Int[Tensor, " R"]

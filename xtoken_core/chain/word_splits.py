@@ -3,6 +3,9 @@
 Most tokenizers split a text into words with a regular expression first. Whether it splits after the text of a token
 depends on the kinds of the characters on both sides. Tokens are grouped by the kinds of their last and of their first
 three runs of characters, and one pair of each two groups is given to the tokenizer.
+
+A word that two tokens share may end before the second token's own first word does: where digits are grouped by three,
+"19" and "45" share the word "194".
 """
 
 from __future__ import annotations
@@ -17,17 +20,18 @@ import numpy as np
 
 BROKEN, KEPT, JOINED = 0, 1, 2
 """What follows from the split of two tokens' text: the first is cut into other pieces, it is a word's end, or both are
-parts of one word, so that the model decides."""
+parts of one word, so that the model decides. `JOINED + k` with k > 0: that word ends inside the second token's own
+first word, after its k-th shorter beginning."""
 
 Split = Callable[[str], list[int]]
 """The ends of the words of a text, in characters of that text."""
 
 RUNS = 3
 _RUN = re.compile(r"(.)\1*", re.DOTALL)
-_LONG_DIGITS = re.compile(r"N{4,}")
 _LONG_SPACES = re.compile(r"([ \nt])\1{2,}")
 _LONG_OTHERS = re.compile(r"([^N \nt])\1+")
-_CONTRACTION = re.compile(r"(?:s|t|re|ve|m|ll|d)", re.IGNORECASE)
+_CONTRACTION = re.compile(r"(?:s|t|re|ve|m|ll|d|e|l)", re.IGNORECASE)
+"""What makes a contraction behind "'", and what completes one behind "'r", "'v" or "'l"."""
 
 
 class _Kinds(dict[int, str]):
@@ -46,7 +50,7 @@ class _Kinds(dict[int, str]):
             kind = {"Lu": "A", "Lt": "A", "Ll": "a"}.get(category, "o")
         elif category[0] in "MN":
             kind = category[0]
-        elif char.isspace():
+        elif char.isspace() and char not in "\x1c\x1d\x1e\x1f":  # these are no white space in a pattern
             kind = "t"
         else:
             kind = "." if category[0] in "PS" else "c"
@@ -64,12 +68,14 @@ class WordSplits:
     Attributes:
         tail: `[V_w]` int32, the group of a token by its end.
         head: `[V_x]` int32, the group of a token by its beginning.
-        state: `[tails, heads]` uint8: `BROKEN`, `KEPT` or `JOINED`.
+        state: `[tails, heads]` uint8: `BROKEN`, `KEPT` or `JOINED + k`.
+        shorter: For each k > 0, `V_x` beginnings of tokens; empty for a token without one.
     """
 
     tail: np.ndarray
     head: np.ndarray
     state: np.ndarray
+    shorter: tuple[list[bytes], ...] = ()
 
 
 def word_splits(first: Sequence[bytes], second: Sequence[bytes], split: Split | None) -> WordSplits:
@@ -82,11 +88,39 @@ def word_splits(first: Sequence[bytes], second: Sequence[bytes], split: Split | 
     """
     tail, tails = _grouped(first, _tail)
     head, heads = _grouped(second, _head)
-    state = np.full((len(tails), len(heads)), JOINED, dtype=np.uint8)
     afters = [_Beginning.of(text) for text in heads]
-    for i, text in enumerate(tails):
-        state[i] = _states(split, text, afters)
-    return WordSplits(tail, head, state)
+    words = [_first_word(split, after.text) for after in afters]
+    found = np.array([_states(split, text, afters, words) for text in tails]).reshape(len(tails), len(heads))
+    state = np.minimum(found, JOINED).astype(np.uint8)
+    shorter: list[list[bytes]] = []
+    for group in np.flatnonzero((found > JOINED).any(axis=0)).tolist():
+        column, tokens = found[:, group], np.flatnonzero(head == group).tolist()
+        for k, number in enumerate(np.unique(column[column > JOINED]).tolist()):
+            if k == len(shorter):
+                shorter.append([b""] * len(second))
+            state[column == number, group] = JOINED + 1 + k
+            for x in tokens:
+                shorter[k][x] = _beginning(second[x], heads[group], number - JOINED)
+    return WordSplits(tail, head, state, tuple(shorter))
+
+
+def _first_word(split: Split | None, text: str) -> int:
+    """Return the number of characters of a text's first word."""
+    return next(iter(split(text)), 0) if split is not None and text else 0
+
+
+def _beginning(text: bytes, like: str, length: int) -> bytes:
+    """Return the beginning of a token that `like[:length]` is of its group's: as many runs, and characters of the next.
+
+    Args:
+        text: The token.
+        like: The group's token.
+        length: More than 0.
+    """
+    string = text.decode("utf-8", "surrogateescape")
+    own, ends = ([0, *(run.end() for run in _RUN.finditer(each.translate(_KINDS)))] for each in (string, like))
+    runs = max(at for at, end in enumerate(ends) if end <= length)
+    return string[: own[runs] + length - ends[runs]].encode("utf-8", "surrogateescape")
 
 
 @dataclass(frozen=True)
@@ -102,8 +136,18 @@ class _Beginning:
         return cls(text[: kinds.index("b")] if "b" in kinds else text, kinds[:1] == "b")
 
 
-def _states(split: Split | None, before: str, afters: Sequence[_Beginning]) -> list[int]:
-    """Compare the words of a text alone with those of the same text and what follows it."""
+def _states(split: Split | None, before: str, afters: Sequence[_Beginning], words: Sequence[int]) -> list[int]:
+    """Compare the words of a text alone with those of the same text and what follows it.
+
+    Args:
+        split: The tokenizer's split into words.
+        before: The text.
+        afters: What may follow it.
+        words: The lengths of their own first words.
+
+    Returns:
+        The state of each; `JOINED + n` if the common word ends after n characters, inside the own first word.
+    """
     reverse = _Beginning.of(before[::-1])
     if not before:
         return [KEPT] * len(afters)
@@ -111,13 +155,19 @@ def _states(split: Split | None, before: str, afters: Sequence[_Beginning]) -> l
         return [JOINED if after.text or after.broken else KEPT for after in afters]
     whole = reverse.text[::-1]
     alone = split(whole)
-    found = []
-    for after in afters:
+    found, count = [], len(alone)
+    for after, word in zip(afters, words, strict=True):
         if after.broken or not after.text:
             found.append(JOINED if after.broken else KEPT)
             continue
-        inside = [end for end in split(whole + after.text) if end <= alone[-1]] if alone else []
-        found.append(KEPT if inside == alone else JOINED if inside == alone[:-1] else BROKEN)
+        ends = split(whole + after.text)
+        if ends[:count] == alone:
+            found.append(KEPT)
+        elif ends[: count - 1] == alone[:-1] and ends[count - 1 : count] > alone[-1:]:
+            common = ends[count - 1] - alone[-1]
+            found.append(JOINED + common if common < word else JOINED)
+        else:
+            found.append(BROKEN)
     return found
 
 
@@ -146,11 +196,13 @@ def _head(text: str) -> str:
     word = text[1:] if text[:1] == "'" else text
     contraction = _CONTRACTION.match(word)
     beginning = "".join(_runs(text[:32].translate(_KINDS))[:RUNS])
-    return beginning + "\0" + (contraction[0].lower() if contraction else "")
+    if contraction is None:
+        return beginning
+    return beginning + "\0" + contraction[0].lower() + word[contraction.end() :][:1].translate(_KINDS)
 
 
 @lru_cache(maxsize=1 << 16)  # a vocabulary has far fewer kinds of tokens than tokens
 def _runs(kinds: str) -> tuple[str, ...]:
-    """Return the runs of equal kinds, shortened to what patterns count: 3 digits, 2 spaces, 1 other."""
-    kinds = _LONG_SPACES.sub(r"\1\1\1", _LONG_DIGITS.sub("NNNN", kinds))
+    """Return the runs of equal kinds, shortened to what patterns count: all digits, 2 spaces, 1 other."""
+    kinds = _LONG_SPACES.sub(r"\1\1\1", kinds)
     return tuple(run.group() for run in _RUN.finditer(_LONG_OTHERS.sub(r"\1\1", kinds)))

@@ -27,7 +27,7 @@ from xtoken_core.user_cache import user_cache
 
 PairKind = Literal["projection", "chain"]
 """Contents of a file: the projection that P-KL and gold read, or the chain tables."""
-CHAIN_FORMAT = "xtoken-chain-3"
+CHAIN_FORMAT = "xtoken-chain-4"
 FORMATS: dict[PairKind, str] = {"projection": FORMAT, "chain": CHAIN_FORMAT}
 NAMES: dict[PairKind, str] = {"projection": "projection", "chain": "chain tables"}
 _LOG = logging.getLogger("xtoken.pairs")

@@ -18,13 +18,16 @@ from xtoken_core.ops.chain.listed import TopKTeacher
 from xtoken_core.ops.chain.reference import ChainOptions
 
 CHARACTERS = "ab1 éあ"
-ALPHABET = CHARACTERS.encode()
+NUMERALS = "11112222's. \n"  # mostly digits
+ALPHABET = (CHARACTERS + NUMERALS).encode()
 
-texts = st.text(CHARACTERS, min_size=1, max_size=12)
+
+def text_of(characters, least, most):
+    return st.lists(st.sampled_from(characters), min_size=least, max_size=most).map("".join)
 
 
 @st.composite
-def tokenizers(draw, own):
+def tokenizers(draw, own, characters=CHARACTERS, merges_at_least=0):
     """A BPE whose merges join neighbours inside the words of a random text, as training does.
 
     `own` is a character that the other tokenizer and the texts lack: its tokens have no spelling and no root. Some
@@ -32,10 +35,10 @@ def tokenizers(draw, own):
     """
     own = draw(st.sampled_from(["", own]))
     pattern = draw(st.sampled_from(sorted(PATTERNS)))
-    corpus = draw(st.text(CHARACTERS + own, min_size=4, max_size=40))
+    corpus = draw(text_of(characters + own, 4 + merges_at_least, 40 + merges_at_least))
     words = [[word[i : i + 1] for i in range(len(word))] for word in split_words(corpus, pattern)]
     merges = []
-    for which in draw(st.lists(st.integers(0, 1000), max_size=12)):
+    for which in draw(st.lists(st.integers(0, 1000), min_size=merges_at_least, max_size=12 + merges_at_least)):
         long = [word for word in words if len(word) > 1]
         if long:
             parts = long[which % len(long)]
@@ -122,8 +125,16 @@ def compare(student, teacher, documents, chosen, seed, k=None, beta=None, own=Fa
 QUICK = settings(
     deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.explicit, Phase.generate, Phase.shrink]
 )
-GIVEN = tokenizers("x"), tokenizers("y"), st.lists(texts, min_size=1, max_size=3), options, st.integers(0, 2**31)
+
+
+def drawn(characters=CHARACTERS, merges_at_least=0):
+    sides = [tokenizers(own, characters, merges_at_least) for own in "xy"]
+    return *sides, st.lists(text_of(characters, 1, 12), min_size=1, max_size=3), options, st.integers(0, 2**31)
+
+
+GIVEN = drawn()
 CASES = given(*GIVEN)
+NUMERAL_CASES = given(*drawn(NUMERALS, 16))
 
 
 BROKEN = TinyTokenizer(ALPHABET, [(b"a", b"\xc3"), (b"a\xc3", b"\xa9"), (b"a\xc3\xa9", b"\xc3")], "digits")
@@ -136,6 +147,17 @@ CROSSED = TinyTokenizer(ALPHABET, [(b"\xa9", b"\xc3"), (b"\xc3", b"\xa9"), (b"a"
 @example(CROSSED, BROKEN, ["1", "aéé"], ChainOptions(), 0)
 @CASES
 def test_equals_loops(student, teacher, documents, chosen, seed):
+    compare(student, teacher, documents, chosen, seed)
+
+
+BY_THREE = TinyTokenizer(ALPHABET, [(b"1", b"2"), (b"12", b"1"), (b"'", b"s"), (b".", b"'")], "threes")
+UNGROUPED = TinyTokenizer(ALPHABET, [(b"1", b"2"), (b"1", b"1"), (b"s", b"s"), (b"'", b"s")], "none")
+
+
+@settings(QUICK, max_examples=100)
+@example(UNGROUPED, BY_THREE, ["12.", "12 12", "..s", "'."], ChainOptions(), 0)
+@NUMERAL_CASES
+def test_digit_groups_equal_loops(student, teacher, documents, chosen, seed):
     compare(student, teacher, documents, chosen, seed)
 
 
@@ -165,6 +187,14 @@ def compare_unigrams(student, teacher, documents, chosen, seed):
 @settings(QUICK, max_examples=2000)
 @CASES
 def test_equals_loops_in_many_cases(student, teacher, documents, chosen, seed):
+    compare(student, teacher, documents, chosen, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@settings(QUICK, max_examples=2000)
+@NUMERAL_CASES
+def test_digit_groups_equal_loops_in_many_cases(student, teacher, documents, chosen, seed):
     compare(student, teacher, documents, chosen, seed)
 
 

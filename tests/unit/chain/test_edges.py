@@ -13,10 +13,10 @@ from xtoken_core.chain.tables import ChainTables
 from xtoken_core.ops.chain import events, ragged
 from xtoken_core.ops.chain.reference import ChainOptions
 
-ALPHABET = "ab1 é".encode()
+ALPHABET = "ab12 é.".encode()
 WHOLE = TinyTokenizer(ALPHABET, [(b"1", b"1"), (b"11", b"1"), (b"a", b"b"), (b" ", b"ab"), (b"\xc3", b"\xa9")], "words")
 SPLIT = TinyTokenizer(ALPHABET, [(b"a", b"a"), (b"\xa9", b"a"), (b"b", b"a")], "digits")
-DOCUMENTS = ["ab 111 ab", "1 éab é", "a"]
+DOCUMENTS = ["ab 111 ab", "1 éab é", "12. a"]
 
 
 @pytest.fixture(scope="module")

@@ -14,11 +14,18 @@ from xtoken_core.alignment.token_decoders import byte_alphabet
 BYTE_OF = byte_alphabet()
 CHAR_OF = {byte: char for char, byte in BYTE_OF.items()}
 END = "<e>"
+LLAMA_3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 PATTERNS = {
     "words": r" ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
     "digits": r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+    "pairs": r"'s|'re| ?\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+    "threes": LLAMA_3,
     "none": r"[\s\S]+",
 }
+"""Splits into words: digits are grouped by one, by two, by three, or not at all."""
 
 
 @cache
@@ -68,10 +75,10 @@ class TinyTokenizer:
         """Whether the tokenizer cuts the token's text and another after the token."""
         own = self.bytes_of(token)
         try:
-            (own + text).decode()
+            both = (own + text).decode()
         except UnicodeDecodeError:
             return self._cuts_bytes(own, text)[:1] == (token,)
-        return self.encode(own + text)[:1] == [token]
+        return self.fast.backend_tokenizer.encode(both).ids[:1] == [token]
 
     def _cuts_bytes(self, own: bytes, text: bytes) -> tuple[int, ...]:
         """Parts of characters: the whole characters beside the boundary decide about a split into words."""
@@ -82,6 +89,8 @@ class TinyTokenizer:
                 return (self.ids[own],)
             if words[: len(alone) - 1] != alone[:-1] or not words[len(alone) - 1].startswith(alone[-1]):
                 return ()
+            if len(words) > len(alone):  # the word ends before the text does
+                return self._merged(own[: len(own) - len(before.encode())] + b"".join(words[: len(alone)]))
         return self._merged(own + text)
 
     def encode(self, text: bytes) -> list[int]:

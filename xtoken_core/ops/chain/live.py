@@ -31,8 +31,11 @@ def live_mask(live: LiveTable, before: Int[Tensor, " E"], most: int | None = Non
     for low, high in ((live.point[rule], live.point[rule] + 1), (live.low[rule], live.high[rule])):
         change.view(-1).scatter_add_(0, offsets + low, ones).scatter_add_(0, offsets + high, -ones)
     change = change[:E]
-    blocked = (change.cumsum(1, dtype=torch.int32) > 0).index_select(1, live.position.long())
-    return (state == KEPT) | ((state == JOINED) & ~blocked)
+    blocked = change.cumsum(1, dtype=torch.int32) > 0  # [E, width + 1]
+    can_follow = state == KEPT
+    for k, position in enumerate(live.position.long()):
+        can_follow |= (state == JOINED + k) & ~blocked.index_select(1, position)
+    return can_follow
 
 
 def live_among(
@@ -52,15 +55,16 @@ def live_among(
     starts, counts = _slices(live, before)
     rules = ragged(counts.flatten(), starts.flatten(), most)
     row, stride = rules.owner // starts.shape[1], live.width + 2
+    position = live.position.long()[(state.long() - JOINED).clamp(min=0), tokens]  # [E, k]
 
     def passed(*ends: Tensor) -> Tensor:
         """Count the ends at or before each token, those of all rows before it included."""
         keys = torch.cat([row * stride + end[rules.source] for end in ends]).sort().values
         events = torch.arange(len(before), device=row.device).unsqueeze(1)
-        return torch.searchsorted(keys, events * stride + live.position.long()[tokens], right=True)
+        return torch.searchsorted(keys, events * stride + position, right=True)
 
     blocked = passed(live.point, live.low) > passed(live.point + 1, live.high)
-    return (state == KEPT) | ((state == JOINED) & ~blocked)
+    return (state == KEPT) | ((state >= JOINED) & ~blocked)
 
 
 def rule_counts(live: LiveTable, before: Int[Tensor, " E"]) -> Int[Tensor, " E"]:

@@ -29,12 +29,13 @@ class Live:
         heavy: `[V_w]` int32 row of `stored` of a preceding token; -1 = none.
         stored: `[rows, W]` int32 whole live sets.
         position_start: `[width + 1]` int32, where the tokens of a position begin.
-        by_position: `[V_x]` int32 tokens by the position of their first piece.
-        second_by_position: `[V_x]` int32, their second bits, counted from the second region; -1 = none.
-        head_by_position: `[V_x]` int32, their groups by beginning.
+        by_position: `[n]` int32 tokens by the position of their first piece, and of that of their shorter beginnings.
+        second_by_position: `[n]` int32, their second bits, counted from the second region; -1 = none.
+        head_by_position: `[n]` int32, their columns of `joined`.
         second: `[V_x]` int32, likewise by token.
-        joined: `[tails, heads]` uint8, 1 where the model decides.
-        heads: Number of groups by beginning.
+        joined: `[tails, heads]` uint8, 1 where the model decides by the first piece of the tokens with this group by
+            beginning; for each k > 0 as many columns again, where it decides by that of their k-th shorter beginning.
+        heads: Columns of `joined`.
         words: Words of each region; their sum is `W`.
         table: The sets' rules.
     """
@@ -66,8 +67,13 @@ def live_layout(live: LiveTable, plain: np.ndarray, members: np.ndarray, columns
     V = len(plain)
     head, state = live.head.cpu().numpy(), live.state.cpu().numpy()
     position = live.position.cpu().numpy().astype(np.int64)
-    position_start = np.concatenate([[0], np.cumsum(np.bincount(position, minlength=live.width))])
-    by_position = np.argsort(position, kind="stable")
+    joined = np.concatenate([state == JOINED + k for k in range(len(position))], axis=1)
+    columns_of = head + state.shape[1] * np.arange(len(position))[:, None]  # [K, V_x]
+    which, tokens = np.nonzero(joined.any(axis=0)[columns_of])
+    places = position[which, tokens]
+    position_start = np.concatenate([[0], np.cumsum(np.bincount(places, minlength=live.width))])
+    order = np.argsort(places, kind="stable")
+    by_position = tokens[order]
     slices = _rules(live)
     rows, heavy = _heavy(live, position_start, slices)
     words = _words_of(V), _words_of(columns), _words_of(len(members))
@@ -86,10 +92,10 @@ def live_layout(live: LiveTable, plain: np.ndarray, members: np.ndarray, columns
         position_start=as_int32(position_start, device),
         by_position=as_int32(by_position, device),
         second_by_position=as_int32(second[by_position], device),
-        head_by_position=as_int32(head[by_position], device),
+        head_by_position=as_int32(columns_of[which, tokens][order], device),
         second=as_int32(second, device),
-        joined=torch.from_numpy((state == JOINED).astype(np.uint8)).to(device),
-        heads=state.shape[1],
+        joined=torch.from_numpy(joined.astype(np.uint8)).to(device),
+        heads=joined.shape[1],
         words=words,
         table=live,
     )
@@ -143,7 +149,8 @@ def _whole_set(
         np.add.at(change, high[chosen], -1)
     blocked = np.cumsum(change)[position] > 0
     of_pair = state[int(live.tail[w]), head]
-    alive: np.ndarray = (of_pair == KEPT) | ((of_pair == JOINED) & ~blocked)
+    joined = of_pair == JOINED + np.arange(len(blocked))[:, None]  # [K, V_x]
+    alive: np.ndarray = (of_pair == KEPT) | (joined & ~blocked).any(axis=0)
     return alive
 
 

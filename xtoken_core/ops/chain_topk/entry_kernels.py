@@ -99,6 +99,7 @@ def chain_entry_kernel(
             before = tl.load(before_ptr + event)
             state_ptr += tl.load(tail_of_ptr + before).to(tl.int64) * heads
             state = tl.load(state_ptr + tl.load(head_ptr + known)).to(tl.int32)
+            position_ptr += tl.maximum(state - JOINED, 0) * V
             excluded = excluded_by_rules(
                 tl.load(position_ptr + known),
                 before,
@@ -113,7 +114,7 @@ def chain_entry_kernel(
                 RULES,
                 LANES,
             )
-            follows = (state == KEPT) | ((state == JOINED) & (excluded == 0))
+            follows = (state == KEPT) | ((state >= JOINED) & (excluded == 0))
             own = token == tl.load(token_ptr + event).to(tl.int32)  # it can follow: it does
             live = live & (follows | own)
         # Renormalise over the entries that can follow and the tail. If nothing of either is left, all is in the rest.
