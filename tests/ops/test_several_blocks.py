@@ -28,8 +28,8 @@ def check(name, inputs, differentiable, dtype=torch.float32):
     )
 
 
-def shrink(monkeypatch, name, *, where="triton", **sizes):
-    module = importlib.import_module(f"xtoken_core.ops.{name}.{where}")
+def shrink(monkeypatch, name, *, where="triton", folder="xtoken_core.ops", **sizes):
+    module = importlib.import_module(f"{folder}.{name}.{where}")
     for constant, size in sizes.items():
         monkeypatch.setattr(module, constant, size)
 
@@ -200,7 +200,7 @@ def test_select_topk_columns(monkeypatch, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_embedding(monkeypatch, device):
-    shrink(monkeypatch, "embedding", HIDDEN_BLOCK=8, PIECE=4)
+    shrink(monkeypatch, "embedding", folder="xtoken_core.compat", HIDDEN_BLOCK=8, PIECE=4)
     ids = torch.randint(3, (40,), generator=torch.Generator().manual_seed(0)).to(device)
     inputs = {"token_ids": ids, "weight": torch.zeros(5, 19, device=device)}
     check("embedding", inputs, "weight")

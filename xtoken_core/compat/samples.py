@@ -18,7 +18,7 @@ from xtoken_core.compat.packing import pack_jagged_fields, pack_per_token_field
 from xtoken_core.compat.stream import Stream
 from xtoken_core.compat.task_client import TaskClient
 from xtoken_core.data_plane.batch import BatchedDataDict
-from xtoken_core.data_plane.materialize import Layout, materialize
+from xtoken_core.data_plane.layout import Layout, materialize
 from xtoken_core.data_plane.tensors import columns_from_tensordict, tensordict_from_columns
 from xtoken_core.errors import ConfigError
 from xtoken_core.wire import Column

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from xtoken_core.compat.samples import write_columns as write_columns
     from xtoken_core.compat.task_client import DataPlaneClient as DataPlaneClient
     from xtoken_core.compat.task_client import TaskClient as TaskClient
-    from xtoken_core.data_plane.materialize import Layout as Layout
-    from xtoken_core.data_plane.materialize import materialize as materialize
-    from xtoken_core.data_plane.materialize import unwrap_wire_stripped_payload as unwrap_wire_stripped_payload
+    from xtoken_core.data_plane.layout import Layout as Layout
+    from xtoken_core.data_plane.layout import materialize as materialize
+    from xtoken_core.data_plane.layout import unwrap_wire_stripped_payload as unwrap_wire_stripped_payload
 
 _COMPAT = "xtoken_core.compat"
 __getattr__ = lazy_names(
@@ -49,6 +49,6 @@ __getattr__ = lazy_names(
             "write_columns",
         ],
         f"{_COMPAT}.task_client": ["DataPlaneClient", "TaskClient"],
-        "xtoken_core.data_plane.materialize": ["Layout", "materialize", "unwrap_wire_stripped_payload"],
+        "xtoken_core.data_plane.layout": ["Layout", "materialize", "unwrap_wire_stripped_payload"],
     },
 )

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from xtoken_core.data_plane.buffers import tensor_over
 from xtoken_core.data_plane.jagged import is_ragged_along_dim1, jagged_from_values, row_bounds
-from xtoken_core.data_plane.materialize import object_rows
+from xtoken_core.data_plane.layout import object_rows
 from xtoken_core.wire.columns import ITEM_SIZES, Column, offsets_from_lengths
 from xtoken_core.wire.objects import object_column, object_values
 

@@ -99,9 +99,9 @@ def chain_entry_kernel(
             before = tl.load(before_ptr + event)
             state_ptr += tl.load(tail_of_ptr + before).to(tl.int64) * heads
             state = tl.load(state_ptr + tl.load(head_ptr + known)).to(tl.int32)
-            position_ptr += tl.maximum(state - JOINED, 0) * V
+            of_beginning = tl.maximum(state - JOINED, 0) * V  # [LANES], the row of the beginning that the state names
             excluded = excluded_by_rules(
-                tl.load(position_ptr + known),
+                tl.load(position_ptr + of_beginning + known),
                 before,
                 point_ptr,
                 low_ptr,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from xtoken_core import schema
-from xtoken_core.data_plane.materialize import materialize
+from xtoken_core.data_plane.layout import materialize
 from xtoken_core.data_plane.tensors import tensordict_from_columns
 from xtoken_core.wire import Column
 
