@@ -11,6 +11,7 @@ import ast
 import functools
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from types import CodeType, FunctionType
@@ -22,7 +23,7 @@ from tests.mutation.mutants import Mutant
 from tests.mutation.plugins import AbsentPackages, Limits
 from tests.mutation.pool import CURRENT, Job, Pool
 from tests.mutation.progress import NOTICED, UNNOTICED, Events, fold
-from tests.mutation.selection import CallRecorder, Calls, callers, file_of, function_around
+from tests.mutation.selection import CallRecorder, Calls, callers, file_of, function_around, with_notes
 from tests.mutation.trials import Trials
 
 RECORDING_S = 1800.0
@@ -59,7 +60,9 @@ class ForkedRuns:
         session.config.pluginmanager.unregister(self._recorder)  # it slows mutants down
         progress = fold(self._events.read())
         if progress.collected is None:
-            self._events.add(collected=self._recorder.collected, left_out=self._absent.left_out)
+            # Without a note, no test is known to call it: as of a function that the collection calls.
+            unknown = self._function_names() - self._with_notes().keys()
+            self._events.add(collected=[*self._recorder.collected, *unknown], left_out=self._absent.left_out)
         files = {file: list(items) for file, items in groupby(session.items, lambda item: file_of(item.nodeid))}
         recordings = [
             Job(file, functools.partial(self._record, file, items), RECORDING_S, RECORDING_S)
@@ -78,8 +81,7 @@ class ForkedRuns:
             target = function_of(self._root, mutant)
             if target is None or number in progress.outcomes:
                 continue
-            source = (self._root / mutant.path).read_text(encoding="utf-8")
-            found = callers(progress.calls, function_around(mutant.path, source, mutant.line))
+            found = callers(progress.calls, self._function_name(mutant))
             targets[number], nodes[number] = target, [node for node in found if node in items]
 
         def run_mutant(number: int, chosen: Sequence[str], mutated: bool, folder: Path) -> int:
@@ -93,7 +95,27 @@ class ForkedRuns:
             self._events.add(number=number, outcome=NOTICED if noticed else UNNOTICED)
         return True
 
+    def _function_name(self, mutant: Mutant) -> str:
+        source = (self._root / mutant.path).read_text(encoding="utf-8")
+        return function_around(mutant.path, source, mutant.line)
+
+    def _function_names(self) -> set[str]:
+        return {name for name in map(self._function_name, self._mutants.values()) if name}
+
+    def _with_notes(self) -> dict[str, tuple[FunctionType, CodeType]]:
+        """Return the mutants' functions by name, each with its code that notes calls."""
+        names, found = self._function_names(), {}
+        for mutant in self._mutants.values():
+            source = (self._root / mutant.path).read_text(encoding="utf-8")
+            noted = replace(mutant, source=with_notes(mutant.path, source, names))
+            target = function_of(self._root, noted)
+            if target is not None:
+                found[self._function_name(mutant)] = target
+        return found
+
     def _record(self, file: str, items: Sequence[pytest.Item], folder: Path) -> int:
+        for function, code in self._with_notes().values():
+            function.__code__ = code
         items[0].config.pluginmanager.register(self._recorder)
         _run_items(items)
         failed = set(self._recorder.failed)

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any, NamedTuple
 
 import pytest
 
-MONITORING: Any = getattr(sys, "monitoring", None)
-DISABLE = MONITORING.DISABLE if MONITORING is not None else None
+NOTE = "__note_call__"
+"""A builtin that a function with a note calls (`with_notes`)."""
 
 
 class Test(NamedTuple):
@@ -42,17 +43,20 @@ Calls = dict[str, Test]
 
 
 class CallRecorder:
-    """A pytest plugin that records the functions of a package that every test calls.
+    """A pytest plugin that records which functions of some files every test calls.
+
+    The collection is traced. A test would take a multiple of its time so: in tests it records the functions that have
+    a note (`with_notes`).
 
     Attributes:
         root: Root of the tree.
-        paths: Files and folders of the package, relative to it.
+        paths: The files, relative to it.
     """
 
     def __init__(self, root: Path, paths: Iterable[str]) -> None:
         self._prefixes = tuple(str(root / path) for path in paths)
         self._root = root
-        self._seen: set[tuple[str, int]] = set()
+        self._seen: set[str] = set()
         self._processes = 0
         self._audited = False
         self.calls: Calls = {}
@@ -60,55 +64,38 @@ class CallRecorder:
         self.failed: list[str] = []
 
     def _trace(self, frame: FrameType, event: str, argument: Any) -> None:
-        self._called(frame.f_code)
-
-    def _called(self, code: CodeType, *_: Any) -> Any:
+        code = frame.f_code
         if code.co_filename.startswith(self._prefixes):
-            self._seen.add((code.co_filename, code.co_firstlineno))
-        return DISABLE
+            self._seen.add(f"{Path(code.co_filename).relative_to(self._root).as_posix()}:{code.co_firstlineno}")
 
     @contextmanager
     def _tracing(self) -> Iterator[None]:
-        self._seen = set()
-        if MONITORING is not None:  # from Python 3.12 on: each function is reported once, so nothing is slowed down
-            started = MONITORING.events.PY_START
-            MONITORING.use_tool_id(MONITORING.PROFILER_ID, "calls")
-            MONITORING.register_callback(MONITORING.PROFILER_ID, started, self._called)
-            MONITORING.set_events(MONITORING.PROFILER_ID, started)
-            MONITORING.restart_events()
-        else:
-            sys.settrace(self._trace)
-            threading.settrace(self._trace)
+        sys.settrace(self._trace)
+        threading.settrace(self._trace)
         try:
             yield
         finally:
-            if MONITORING is not None:
-                MONITORING.set_events(MONITORING.PROFILER_ID, 0)
-                MONITORING.free_tool_id(MONITORING.PROFILER_ID)
-            else:
-                sys.settrace(None)
-                threading.settrace(None)  # type: ignore[arg-type]  # the stub knows no way to clear it
-
-    def _functions(self) -> list[str]:
-        return [f"{Path(path).relative_to(self._root).as_posix()}:{line}" for path, line in sorted(self._seen)]
+            sys.settrace(None)
+            threading.settrace(None)  # type: ignore[arg-type]  # the stub knows no way to clear it
 
     @pytest.hookimpl(wrapper=True)
     def pytest_collection(self) -> Generator[None, Any, Any]:
         """Record the calls of the collection, imports included."""
         with self._tracing():
             result = yield
-        self.collected = self._functions()
+        self.collected = sorted(self._seen)
         return result
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
         """Record the calls of one test, of its fixtures and of the threads that it starts."""
         self._audit()
+        self._seen = set()
+        setattr(builtins, NOTE, self._seen.add)
         began, clock, processes = time.process_time(), time.monotonic(), self._processes
-        with self._tracing():
-            result = yield
+        result = yield
         seconds = time.process_time() - began, time.monotonic() - clock
-        self.calls[item.nodeid] = Test(*seconds, self._functions(), self._processes > processes)
+        self.calls[item.nodeid] = Test(*seconds, sorted(self._seen), self._processes > processes)
         return result
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -218,6 +205,15 @@ def function_around(path: str, source: str, line: int) -> str:
         and node.body[0].lineno <= line <= (node.end_lineno or 0)
     ]
     return f"{path}:{max(map(_first, around))}" if around else ""
+
+
+def with_notes(path: str, source: str, functions: Collection[str]) -> str:
+    """Return a file's source in which some functions first call `NOTE` with their names, `path:line`."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and f"{path}:{_first(node)}" in functions:
+            node.body[:0] = ast.parse(f"{NOTE}({path!r} ':{_first(node)}')").body
+    return ast.unparse(tree)
 
 
 def _first(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import subprocess
 import tempfile
 import time
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 
 from tests.mutation import run
 from tests.mutation.mutants import draw
-from tests.mutation.selection import Test, callers, candidates, function_around, ordered
+from tests.mutation.selection import Test, callers, candidates, concerning, function_around, ordered
 
 LEFT_ALONE = '''
 """Text."""
@@ -85,6 +86,48 @@ def test_candidate_tests() -> None:
     assert candidates(calls, "n.py:4", ["n.py:4"]) == candidates(calls, "", []) == ordered(calls, calls)
     del calls["c::process"]
     assert candidates(calls, "m.py:11", []) == []
+
+
+def test_tests_that_concern_a_file(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("from services.queue import top\n")
+    (tmp_path / "b.py").write_text("import services.queue.top as top\n")
+    (tmp_path / "c.py").write_text("import services\n")
+    calls = {
+        "a.py::package": Test(1.0, 1.0, [], False),
+        "b.py::module": Test(1.0, 1.0, [], False),
+        "c.py::calls": Test(1.0, 1.0, ["services/queue/top.py:4"], False),
+        "c.py::other": Test(1.0, 1.0, ["services/queue/server.py:4"], False),
+    }
+    assert list(concerning(calls, tmp_path, "services/queue/top.py")) == [
+        "a.py::package",
+        "b.py::module",
+        "c.py::calls",
+    ]
+    assert list(concerning(calls, tmp_path, "services/queue/server.py")) == ["a.py::package", "c.py::other"]
+
+
+def test_mutants_of_changed_lines_alone(tmp_path: Path) -> None:
+    def git(*arguments: str) -> None:
+        subprocess.run(["git", "-c", "user.name=n", "-c", "user.email=e", *arguments], cwd=tmp_path, check=True)
+
+    (tmp_path / "services").mkdir()
+    old = "a = 1\nb = 2\nc = 3\nd = 4\ne = 5\n"
+    for name in ("kept", "moved", "changed", "left"):
+        (tmp_path / "services" / f"{name}.py").write_text(old)
+    git("init", "--quiet")
+    git("add", "--all")
+    git("commit", "--quiet", "--message=old")
+    (tmp_path / "services" / "moved.py").rename(tmp_path / "services" / "new_name.py")
+    for name in ("new_name", "changed", "left"):
+        (tmp_path / "services" / f"{name}.py").write_text(old.replace("b = 2\n", "").replace("d = 4", "d = 4 + 4"))
+    git("add", "--all")
+    package = run.changed_since(tmp_path, "HEAD", ["*/left.py"])
+    mutants = draw(tmp_path, package.paths, 100, 1, package.lines)
+    assert {(mutant.path, mutant.line) for mutant in mutants} == {
+        ("services/changed.py", 3),
+        ("services/new_name.py", 3),
+    }
+    assert {mutant.after for mutant in mutants} == {"d = 4 - 4", "d = 5 + 4", "d = 4 + 5"}
 
 
 UNSTEADY = """
