@@ -94,6 +94,14 @@ def test_a_token_is_compared_without_its_tokenizers_space():
     assert [slow_path._spelling(side, trimmed, at) for at in range(3)] == [b"a", b"b", b""]
 
 
+def test_only_the_tokens_within_a_tokenizers_own_text_are_trimmed():
+    source, target = np.array([0, 0, 1, 2, 3]), np.arange(5)
+    placed = LocatedTokens(b" a b", source, target, np.array([0, 2]), np.array([2, 4]), np.array([True, True]))
+    found = walks.located_walk(placed)
+    assert (found.own, found.trimmed.tolist()) == (1, [1, 0])
+    assert (found.begins.tolist(), found.ends.tolist()) == ([1, 2], [2, 4])
+
+
 def test_a_text_that_begins_with_a_space_needs_no_other():
     pieces = [b" a", b"b", b" "]
     tables = [replace(table_of(pieces), prefix=prefix) for prefix in ("missing", "always")]

@@ -19,7 +19,7 @@ from xtoken_core.data_plane.keys import allowed_keys, client_keys, server_keys
 from xtoken_core.errors import ConfigError, XtokenError
 from xtoken_services.control.validation import RefusedError, SpecValidator, check_launch
 from xtoken_services.queue.main import of_group
-from xtoken_services.supervisor.launchers.base import NODE_LOST_EXIT
+from xtoken_services.supervisor.launchers.base import NODE_LOST_EXIT, NodeLostError
 from xtoken_services.supervisor.launchers.local import free_port
 from xtoken_services.supervisor.launchers.ray import RayLauncher, cpus_of, gpus_of
 from xtoken_services.supervisor.process_group import describe_exit
@@ -207,6 +207,8 @@ def test_a_cluster_that_is_not_there_is_told_in_one_line(tmp_path: Path) -> None
     place = QueueDirectory.create(spec)
     launcher = RayLauncher(spec, place.private, tied=True)
     try:
+        with pytest.raises(NodeLostError, match="node group 0 has no machine at present"):
+            launcher.rendezvous(0)
         with pytest.raises(XtokenError, match=r"^the Ray cluster at 127\.0\.0\.1:\d+ cannot be reached: .*refused"):
             while not launcher.ready(0, "queue"):
                 time.sleep(0.05)

@@ -121,6 +121,7 @@ def test_list_pages_and_remove(client: TestClient, runs: Runs) -> None:
         put(runs, f"r-{number}", RunState.STOPPED)
     page = client.get("/")
     assert page.text.count('id="row-') == 50
+    assert len(re.findall(r'title="20\d\d-\d\d-\d\d \d\d:\d\d:\d\d UTC"', page.text)) == 50
     (older,) = set(re.findall(r"cursor=(\d+)", page.text))
     assert client.get(f"/?cursor={older}").text.count('id="row-') == 5
     assert client.get("/", headers={"HX-Request": "true"}).text.lstrip().startswith("<div")

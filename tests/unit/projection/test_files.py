@@ -35,6 +35,7 @@ def test_dense_files_come_back(built, tmp_path, suffix):
     again = read_topk(path)
     assert torch.equal(again.indices, built.indices)
     assert (again.student_fingerprint == "s" * 64) == (suffix == ".safetensors")
+    assert again.about == ({"k": "v"} if suffix == ".safetensors" else {})
     assert [f.name for f in tmp_path.iterdir()] == [path.name]
 
 

@@ -1,6 +1,7 @@
 """Rows of completions: the ids as sampled, the completion alone aligned and counted, no target of cross-entropy."""
 
 import re
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -192,6 +193,40 @@ def test_a_prompt_that_only_a_teacher_refuses_is_a_bad_record(
     else:
         loop._complete(block)
         assert put[0][0].startswith(reason) and list(put[0]) == [0, 1] and not ended
+
+
+def test_a_completion_has_its_part_of_the_time_of_its_block_and_of_the_wait_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = tmp_path / "text.jsonl"
+    data.write_text(2 * '{"text": "a"}\n')
+    model = {"model": "/no/model", "context_length": 64}
+    spec = RunSpec.model_validate({
+        "output": tmp_path, "student": model, "teacher": model, "loss": {"mode": "alm"}, "data": {"path": data},
+        "rollout": {"max_new_tokens": 4}, "train": {"samples_per_step": 2},
+    })  # fmt: skip
+    files = [ResolvedModel(vocab_size=8, head_width=8, tokenizer_fingerprint=name) for name in "st"]
+    run = ResolvedRun(
+        spec=spec, student=files[0], teachers=(files[1],), projection_fingerprints=("",), data_fingerprint="d",
+        records=2, positions=2,
+    )  # fmt: skip
+    collator = CompletionCollator(
+        student_tokenizer=STUDENT, teacher_tokenizer=[TEACHER], aligner=[None], ctx_length_student=64,
+        ctx_length_teacher=[64],
+    )  # fmt: skip
+    put: dict[str, Any] = {}
+    queue = SimpleNamespace(put_block=lambda lease, ids, columns, short: put.update(columns))
+    worker: Any = SimpleNamespace(run=run, queue=queue, alive=lambda *_: None)
+    sampler: Any = OneCompletion()
+    loop = RolloutLoop(worker, sampler, collator, DataIndex.build([data], field="text", cache_dir=tmp_path / "cache"))
+    monkeypatch.setattr(loop, "_load", lambda block: Version(0, 1))
+    waited, began = 600.0, time.monotonic()
+    loop._idle_since -= waited
+    loop._complete(Block(lease=1, first=0, count=2))
+    took = 1e6 * (time.monotonic() - began)
+    rows = CollatedRows([0, 1], put, {})
+    assert sum(values(rows, schema.GENERATION_TIME.name)) <= took
+    assert 0 <= sum(values(rows, schema.WAITING_TIME.name)) - 1e6 * waited <= took + 1e6
 
 
 CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add"}}]}

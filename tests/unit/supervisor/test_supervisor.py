@@ -6,7 +6,9 @@ import json
 import os
 import signal
 import socket
+import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -299,6 +301,17 @@ def test_address_in_use_ends_the_run(scripted: ScriptedRun) -> None:
     assert ending.error.startswith(
         "queue exited with status 1, after 0 restarts without progress: cannot serve at tcp://"
     )
+
+
+def test_a_queue_that_never_answers_ends_the_run(scripted: ScriptedRun) -> None:
+    queue, *workers = scripted.members(steps=3)
+    silent = replace(queue, command=(sys.executable, "-c", "import time; time.sleep(600)"))
+    limits = Limits(max_restarts=0, load_timeout_s=1, grace_s=1)
+    scripted.run_supervisor(
+        Supervisor([silent, *workers], [scripted.address], scripted.output, LocalLauncher(), limits, step=0, steps=3)
+    )
+    ending = scripted.wait()
+    assert (ending.state, ending.error[:31]) == (RunState.FAILED, "queue did not answer within 1 s")
 
 
 @pytest.mark.parametrize("waiting", [False, True], ids=["running", "failed"])

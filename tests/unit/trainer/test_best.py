@@ -95,3 +95,26 @@ def test_a_summary_names_the_best_evaluation_without_either_setting(tmp_path: Pa
         lines.append(row)
     assert not follower.is_on
     assert follower.summary(Cursor(step=2)) == {"best": {"step": 1, "bits_per_byte": 1.5, "evaluations_since": 1}}
+
+
+def test_the_checkpoint_of_the_first_evaluation_is_kept_while_it_is_the_best(tmp_path: Path) -> None:
+    run = with_evaluation(resolved_run(tmp_path), keep_best=True)
+    directory = run.spec.output / CHECKPOINTS
+    checkpoints = Checkpoints(directory, run)
+    follower = BestFollower(run, RankGroup(0, 1), checkpoints)
+    lines = JsonLines(run.spec.output / "eval.jsonl")
+    before, first, second = rows(1.0, 2.0, 2.5)
+    lines.append(before)
+    follower.update(Cursor(step=1))
+    assert not follower.wants_checkpoint(Cursor(step=1)), "there is no evaluation after step 0 yet"
+    lines.append(first)
+    follower.update(Cursor(step=1))
+    assert follower.wants_checkpoint(Cursor(step=1))
+    checkpoints.save(Cursor(step=1), {"w": torch.ones(1)})
+    follower.protect()
+    lines.append(second)
+    follower.update(Cursor(step=2))
+    assert not follower.wants_checkpoint(Cursor(step=2))
+    follower.protect()
+    checkpoints.wait()
+    assert best_step(directory) == 1

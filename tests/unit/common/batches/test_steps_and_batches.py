@@ -55,6 +55,34 @@ def test_denominators_leave_out_dead_rows_that_keep_their_place(tmp_path: Path) 
     assert sorted(i for batch in step.plan.ranks[0] for i in batch.ids) == [0, 2, 3]
 
 
+def test_completions_of_a_step_are_added_up_without_those_that_are_dead(tmp_path: Path) -> None:
+    made = resolved_run(tmp_path)
+    raw = made.spec.model_dump() | {
+        "rollout": {"fraction": 0.5, "max_new_tokens": 8},
+        "loss": {"mode": "alm", "vocab_topk": None},
+    }
+    run = made.model_copy(update={"spec": RunSpec.model_validate(raw)})
+    assert [position for position in range(16) if run.is_prompt(position)] == [4, 5, 6, 7, 12, 13, 14, 15]
+
+    def marked(version: int, *values: int) -> dict[str, np.ndarray]:
+        return row(9, 9, 4) | {
+            field.name: np.array(value) for field, value in zip(schema.ROLLOUT_FIELDS, (version, *values), strict=True)
+        }
+
+    # Version of the weights; whether it has ended; microseconds of its generation and of the wait; tokens; entropy.
+    completions = {
+        4: marked(1, 1, 1_500_000, 300_000, 6, 3_000),
+        5: marked(0, 0, 500_000, 200_000, 4, 2_000),
+        6: marked(0, 1, 9, 9, 9, 9),
+    }
+    step = plan_step(run, 2, step_rows({0: marked(-1, *[0] * 5)} | completions, skipped=[], dead=[6]))
+    assert step.generated.metrics() == {
+        "completions": 2, "completion_tokens": 5.0, "finished": 0.5, "staleness": 1.5, "entropy": 0.5,
+        "generated_tokens_per_second": 5.0, "rollout_wait": 0.2,
+    }  # fmt: skip
+    assert step.generated.stalest == 2
+
+
 def test_a_step_of_tombstones_has_no_micro_batch(tmp_path: Path) -> None:
     step = plan_step(resolved_run(tmp_path), 0, StepRows([], [0, 1], [], {}))
     assert step.plan.micro_batches == 0

@@ -3,11 +3,13 @@
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
+from tests.support.vocabularies import tekken
 from xtoken_core.config.rollout import RolloutSpec
+from xtoken_core.tokenizing import TextTokenizer
 from xtoken_services.common.generation.sampling import Sampler, choose, seed_of, spelled_text
-from xtoken_services.common.generation.vocabulary import Vocabulary
+from xtoken_services.common.generation.vocabulary import Vocabulary, end_tokens, vocabulary_of
 from xtoken_services.rollout.prompts import prompt_of
 
 PIECES = [bytes([letter]) for letter in b"abcdefghij"] + [b"", "é".encode()[:1], "é".encode()[1:]]
@@ -35,6 +37,16 @@ def completed(model: LlamaForCausalLM, rows: list[int], **settings: object) -> l
     seeds = [seed_of(0, row, 0) for row in rows]
     sampled = sampler(model, **settings).complete([PROMPTS[row] for row in rows], seeds, lambda: None)
     return [each.ids for each in sampled]
+
+
+def test_a_completion_ends_at_every_end_of_the_models_settings_and_of_the_tokenizer(model: LlamaForCausalLM) -> None:
+    tokenizer = TextTokenizer(tekken(2000), "student")
+    defaults = GenerationConfig(eos_token_id=[7, 9])
+    model.generation_config, before = defaults, model.generation_config
+    found = vocabulary_of(tokenizer, end_tokens(model), width=16)
+    model.generation_config = before
+    assert found.ends == {7, 9, tokenizer.eos_id}
+    assert found.allowed[[7, 9]].all()
 
 
 def test_a_row_is_sampled_alike_whatever_shares_its_batch(model: LlamaForCausalLM) -> None:

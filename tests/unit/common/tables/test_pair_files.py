@@ -9,8 +9,11 @@ import pytest
 
 from tests.support.runs import resolved_run
 from xtoken_core.config.loss import LossMode
+from xtoken_core.config.resolved import ResolvedModel
+from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import InputError
 from xtoken_core.projection.pair_cache import PairCache
+from xtoken_services.common.run import resolve
 from xtoken_services.common.tables import pair_files
 from xtoken_services.common.tables.pair_files import cache_of, kind_of, pair_file
 
@@ -41,6 +44,29 @@ def test_a_failed_build_names_the_reason(tmp_path: Path, monkeypatch: pytest.Mon
         InputError, match=r"cannot build the chain tables of the student's and teacher 1's tokenizer: .*no_such"
     ):
         pair_file(PairCache(tmp_path), "chain", tmp_path, tmp_path, ("a", "b"), "teacher 1")
+
+
+def test_a_run_reads_a_file_only_for_a_loss_that_needs_one_and_other_tokenizers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "quick.py").write_text(
+        "import sys\nfrom pathlib import Path\nfile = Path(sys.argv[4])\n"
+        "file.parent.mkdir(parents=True, exist_ok=True)\nfile.touch()\n"
+    )
+    monkeypatch.setattr(pair_files, "BUILDER", "quick")
+    raw = resolved_run(tmp_path).spec.model_dump()
+    raw["teacher"][0]["projection"] = None
+    student, other = (ResolvedModel(vocab_size=8, head_width=8, tokenizer_fingerprint=name) for name in "st")
+
+    def file(mode: LossMode, teacher: ResolvedModel) -> Path | None:
+        spec = RunSpec.model_validate(raw | {"loss": {"mode": mode}})
+        return resolve._pair_file(spec, 0, student, teacher, None)
+
+    assert file("alm", other) is None and file("p_kl", student) is None
+    for built in (file("p_kl", other), file("chain", other)):
+        assert built is not None and built.is_file() and built.is_relative_to(tmp_path / "user")
 
 
 class StoppedError(Exception):
