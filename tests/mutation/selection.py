@@ -173,16 +173,22 @@ def candidates(calls: Mapping[str, Test], function: str, collected: Iterable[str
 
 
 def concerning(calls: Calls, root: Path, path: str) -> Calls:
-    """Return the tests that call a function of a file, and those of test files that import its module or package."""
+    """Return the tests that call a function of a file, and those of test files that import its module or package.
+
+    If there is none, those of files that import anything from the same folder of the product.
+    """
     module = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
     package = module.rpartition(".")[0]
     names = {module, package} if "." in package else {module}
-    importing = {file for file in {file_of(node) for node in calls} if names & _imports(root / file)}
-    return {
+    imports = {file: _imports(root / file) for file in {file_of(node) for node in calls}}
+    found = {
         node: test
         for node, test in calls.items()
-        if file_of(node) in importing or any(function.startswith(f"{path}:") for function in test.functions)
+        if names & imports[file_of(node)] or any(function.startswith(f"{path}:") for function in test.functions)
     }
+    folder = ".".join([*module.split(".")[:2], ""])
+    near = {file for file, modules in imports.items() if any(name.startswith(folder) for name in modules)}
+    return found or {node: test for node, test in calls.items() if file_of(node) in near}
 
 
 def _imports(file: Path) -> set[str]:

@@ -104,6 +104,7 @@ def test_tests_that_concern_a_file(tmp_path: Path) -> None:
         "c.py::calls",
     ]
     assert list(concerning(calls, tmp_path, "services/queue/server.py")) == ["a.py::package", "c.py::other"]
+    assert list(concerning(calls, tmp_path, "services/queue/deeper/memory.py")) == ["a.py::package", "b.py::module"]
 
 
 def test_mutants_of_changed_lines_alone(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ class RunState:
         failed: Reason for which the run was given up; empty before.
     """
 
-    def __init__(self, sessions: Sessions, run: m.RunDef, *, max_attempts: int = 3) -> None:
+    def __init__(self, sessions: Sessions, run: m.RunDef, *, max_attempts: int) -> None:
         if run.samples_per_step % run.block_size or run.span < 3 * run.samples_per_step:
             raise QueueError("bad_request", "block_size must divide samples_per_step, and span be at least 3 steps")
         if not 0 <= run.group < run.groups or run.samples_per_step % (run.groups * run.block_size):
