@@ -3,11 +3,12 @@
     python -m tests.mutation.run [--packages plan wire] [--jobs N] [--seconds S] [--count 100] [--seed 1] [--out FILE]
     python -m tests.mutation.run --since COMMIT [--without PATTERN ...] [--jobs N] [--seconds S] [...]
 
-A mutant that cannot be told from the original is listed in `equivalent.toml` with the reason and not counted. The
-result file names every survivor. It is written as the work proceeds, and a later call resumes from it: a package that
-is complete is run again only if its source has changed, or, on the mutants that were not noticed, if its tests have.
-With `--seconds` the call ends after that time; its exit status is 3 if there is more to do. A mutant is noticed by a
-test that fails with it, fails with it again and passes without it.
+A mutant that cannot be told from the original, changes cost only or is read by GPU code alone is listed in
+`equivalent.toml` with the reason and not counted. The result file names every survivor. It is written as the work
+proceeds, and a later call resumes from it: a package that is complete is run again only if its source has changed, or,
+on the mutants that were not noticed, if its tests have. With `--seconds` the call ends after that time; its exit status
+is 3 if there is more to do. A mutant is noticed by a test that fails with it, fails with it again and passes without
+it.
 
 With `--since` the mutants are drawn from all product lines that have changed since a commit, and each is run on the
 unit, contract and operator tests that concern its file: that call a function of it, or import its module or package.
