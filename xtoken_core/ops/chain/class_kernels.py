@@ -92,19 +92,9 @@ def compare_tiles(
             live = ((s_word >> (s_at & 31)) & 1) != 0
             q = probabilities(s_base, x, live, scale, s_lse)
             p = probabilities(t_base, y, ((t_word >> (t_at & 31)) & 1) != 0, scale, t_lse)
-            store_terms(
-                tl.sum(q, axis=AXIS),
-                tl.max(live.to(tl.int32), axis=AXIS),
-                tl.sum(p, axis=AXIS),
-                m,
-                there,
-                block,
-                event,
-                E,
-                M,
-                ratio_ptr,
-                terms_ptr,
-            )
+            of_student, reached = tl.sum(q, axis=AXIS), tl.max(live.to(tl.int32), axis=AXIS)
+            of_teacher = tl.sum(p, axis=AXIS)
+            store_terms(of_student, reached, of_teacher, m, there, block, event, E, M, ratio_ptr, terms_ptr)
         known, s_row, t_row, s_lse, t_lse = next_known, next_s_row, next_t_row, next_s_lse, next_t_lse
         s_word, t_word = next_s, next_t
 

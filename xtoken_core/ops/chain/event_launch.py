@@ -80,31 +80,10 @@ def find_events(
         [chunks] * 9, torch.int32, device
     )
     at_cut = torch.empty(chunks, dtype=torch.uint8, device=device)
+    tokens = student.predicted, teacher.predicted, student.read, teacher.read, student.read_chunk, teacher.read_chunk
+    event = chunk, s_row, t_row, s_token, t_token, s_before, t_before, s_size, t_size, at_cut
     event_kernels.chain_event_kernel[(triton.cdiv(chunks, BLOCK),)](
-        s_first,
-        s_last,
-        t_first,
-        t_last,
-        student.predicted,
-        teacher.predicted,
-        student.read,
-        teacher.read,
-        student.read_chunk,
-        teacher.read_chunk,
-        chunk,
-        s_row,
-        t_row,
-        s_token,
-        t_token,
-        s_before,
-        t_before,
-        s_size,
-        t_size,
-        at_cut,
-        of_row,
-        of_teacher_row,
-        chunks,
-        BLOCK=BLOCK,
+        s_first, s_last, t_first, t_last, *tokens, *event, of_row, of_teacher_row, chunks, BLOCK=BLOCK
     )
     bounds = Bounds(s_first, s_last, s_size), Bounds(t_first, t_last, t_size)
     return FoundEvents(
@@ -133,31 +112,13 @@ def _find_inner(
     chunk, holder_row, fresh_row, node = _vectors([R] * 4, torch.int32, other.chunk.device)
     at_end = torch.empty(R, dtype=torch.uint8, device=other.chunk.device)
     if R:
+        tokens = other.chunk, other.predicted, holder.predicted
+        ends = bounds[1].first, bounds[1].last, bounds[0].first, bounds[0].last
+        spelled = side.spelling_start, side.piece, side.node, side.bare_space.view(torch.uint8), side.slot_start
+        event = chunk, holder_row, fresh_row, node, at_end
+        terms = options.end_terms, options.bare_space, learns
         event_kernels.chain_inner_kernel[(triton.cdiv(R, BLOCK),)](
-            other.chunk,
-            other.predicted,
-            holder.predicted,
-            bounds[1].first,
-            bounds[1].last,
-            bounds[0].first,
-            bounds[0].last,
-            side.spelling_start,
-            side.piece,
-            side.node,
-            side.bare_space.view(torch.uint8),
-            side.slot_start,
-            chunk,
-            holder_row,
-            fresh_row,
-            node,
-            at_end,
-            R,
-            T,
-            max_chunks,
-            END_TERMS=options.end_terms,
-            BARE_SPACE=options.bare_space,
-            LEARNS=learns,
-            BLOCK=BLOCK,
+            *tokens, *ends, *spelled, *event, R, T, max_chunks, *terms, BLOCK
         )
     return Inner(chunk, holder_row, fresh_row, node, at_end)
 

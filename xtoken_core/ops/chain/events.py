@@ -96,6 +96,11 @@ class Events:
     student_row: Int[Tensor, " E"]
     teacher_row: Int[Tensor, " E"]
 
+    @property
+    def rows(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Chunk and both sides' rows, in the order of the kernels' arguments."""
+        return self.chunk, self.student_row, self.teacher_row
+
     def part(self: T, which: slice | Tensor) -> T:
         """Select events by slice, index or mask."""
         return replace(self, **{field.name: getattr(self, field.name)[which] for field in fields(self)})

@@ -85,10 +85,10 @@ def part_of_both(x, z, of_loss, target, head_lse, factor, top, V, TARGET: tl.con
 
 
 @triton.jit
-def start_of_row(
-    event, of_start_ptr, teacher_ptr, teacher_row_ptr, mass_ptr, s_lse_ptr, t_lse_ptr, T_t, t_stride_b, t_stride_t
-):
+def start_of_row(event, of_start_ptr, teacher_ptr, teacher_row_ptr, sums, strides):
     """Return the start at a row: the upstream gradient, 0 = none, the teacher's row, the mass and both live sums."""
+    mass_ptr, s_lse_ptr, t_lse_ptr = sums
+    T_t, t_stride_b, t_stride_t = strides
     there, at = event >= 0, tl.maximum(event, 0)
     of_start = tl.load(of_start_ptr + at, mask=there, other=0.0)
     t_base = row_of(teacher_ptr, tl.load(teacher_row_ptr + at), T_t, t_stride_b, t_stride_t)
@@ -98,22 +98,9 @@ def start_of_row(
 
 
 @triton.jit
-def part_of_start(
-    x,
-    z,
-    live,
-    both,
-    of_start,
-    t_base,
-    mass,
-    s_lse,
-    t_lse,
-    partner_ptr,
-    ratios_ptr,
-    V,
-    scale,
-):
+def part_of_start(x, z, live, both, of_start, t_base, mass, s_lse, t_lse, classes):
     """Return the gradient of the start of a row's chunk."""
+    partner_ptr, ratios_ptr, V, scale = classes
     gradient = tl.zeros(z.shape, dtype=tl.float32)
     if of_start != 0.0:
         y = tl.load(partner_ptr + x, mask=x < V, other=0)  # all of them: wide loads
@@ -128,38 +115,18 @@ def part_of_start(
 
 
 @triton.jit
-def parts_of_row(
-    row,
-    event,
-    teacher_ptr,
-    targets_ptr,
-    teacher_row_ptr,
-    head_lse_ptr,
-    top_ptr,
-    total_ptr,
-    mass_ptr,
-    s_lse_ptr,
-    t_lse_ptr,
-    of_losses_ptr,
-    of_start_ptr,
-    node_chunk_ptr,
-    node_end_ptr,
-    E,
-    level_ptr,
-    reads,
-    T_t,
-    t_stride_b,
-    t_stride_t,
-    scale,
-    TARGETS: tl.constexpr,
-):
+def parts_of_row(row, event, tokens, sums, upstream, nodes, strides, scale, TARGETS: tl.constexpr):
     """Return the values that all logits of a row share: of its loss, of the node that reads it, and of its start."""
+    teacher_ptr, targets_ptr, teacher_row_ptr = tokens
+    head_lse_ptr, top_ptr, total_ptr, mass_ptr, s_lse_ptr, t_lse_ptr = sums
+    of_losses_ptr, of_start_ptr = upstream
+    node_chunk_ptr, node_end_ptr, E, level_ptr, reads = nodes
     of_loss, target, head_lse = loss_of_row(row, targets_ptr, of_losses_ptr, head_lse_ptr, TARGETS)
     factor, top = node_of_row(
         row, of_start_ptr, node_chunk_ptr, node_end_ptr, E, level_ptr, reads, top_ptr, total_ptr, scale
     )
     of_start, t_base, mass, s_lse, t_lse = start_of_row(
-        event, of_start_ptr, teacher_ptr, teacher_row_ptr, mass_ptr, s_lse_ptr, t_lse_ptr, T_t, t_stride_b, t_stride_t
+        event, of_start_ptr, teacher_ptr, teacher_row_ptr, (mass_ptr, s_lse_ptr, t_lse_ptr), strides
     )
     return of_loss, target, head_lse, factor, top, of_start, t_base, mass, s_lse, t_lse
 
@@ -172,21 +139,20 @@ def gradient_at(
     both,
     base,
     parts,
-    partner_ptr,
-    ratios_ptr,
-    V,
-    scale,
+    classes,
     TARGETS: tl.constexpr,
     UNSCALED: tl.constexpr,
     TARGET: tl.constexpr = True,
 ):
     """Return the gradient of some of a row's logits in float32, all that is computed element by element.
 
-    `TARGET`: with the target's own term.
+    `parts` are from `parts_of_row`; `classes` are partners, the start's ratios, V and the scale. `TARGET`: with the
+    target's own term.
     """
     of_loss, target, head_lse, factor, top, of_start, t_base, mass, s_lse, t_lse = parts
+    V, scale = classes[2], classes[3]
     z = tl.load(base + x, mask=there, other=float("-inf")).to(tl.float32)
-    gradient = part_of_start(x, z, live, both, of_start, t_base, mass, s_lse, t_lse, partner_ptr, ratios_ptr, V, scale)
+    gradient = part_of_start(x, z, live, both, of_start, t_base, mass, s_lse, t_lse, classes)
     if TARGETS and UNSCALED:
         gradient += part_of_both(x, z, of_loss, target, head_lse, factor, top, V, TARGET)
     else:
@@ -251,28 +217,15 @@ def chain_row_bwd_kernel(
     parts = parts_of_row(
         row,
         event,
-        teacher_ptr,
-        targets_ptr,
-        teacher_row_ptr,
-        head_lse_ptr,
-        top_ptr,
-        total_ptr,
-        mass_ptr,
-        s_lse_ptr,
-        t_lse_ptr,
-        of_losses_ptr,
-        of_start_ptr,
-        node_chunk_ptr,
-        node_end_ptr,
-        E,
-        level_ptr,
-        reads,
-        T_t,
-        t_stride_b,
-        t_stride_t,
+        (teacher_ptr, targets_ptr, teacher_row_ptr),
+        (head_lse_ptr, top_ptr, total_ptr, mass_ptr, s_lse_ptr, t_lse_ptr),
+        (of_losses_ptr, of_start_ptr),
+        (node_chunk_ptr, node_end_ptr, E, level_ptr, reads),
+        (T_t, t_stride_b, t_stride_t),
         scale,
         TARGETS,
     )
+    classes = partner_ptr, ratio_ptr + own * M, V, scale
     of_loss, target, _ = loss_of_row(row, targets_ptr, of_losses_ptr, head_lse_ptr, TARGETS)
     compared = tl.where(event >= 0, V, 0)
     for begin in range(first, tl.minimum(first + TILES * LANES * ADJACENT, V_head), LANES * ADJACENT):
@@ -280,21 +233,7 @@ def chain_row_bwd_kernel(
         word = live_words(s_bits_ptr + own * W, begin, compared, LANES)
         live = bits_of(word, x, compared)
         both = bits_of(word & live_words(t_bits_ptr + own * W, begin, compared, LANES), x, compared)
-        gradient = gradient_at(
-            x,
-            x < V_head,
-            live,
-            both,
-            base,
-            parts,
-            partner_ptr,
-            ratio_ptr + own * M,
-            V,
-            scale,
-            TARGETS,
-            UNSCALED,
-            False,
-        )
+        gradient = gradient_at(x, x < V_head, live, both, base, parts, classes, TARGETS, UNSCALED, False)
         if (target >= begin) & (target < begin + LANES * ADJACENT):  # -1 without targets
             gradient = gradient - tl.where(x == target, of_loss, 0.0)
         to_ptr = grad_ptr + in_64_bits(row) * V_head + x

@@ -130,75 +130,26 @@ class Gradient:
         programs = max(1, min(most, last - first))
         sums = torch.empty((programs, sum(capacity)), dtype=torch.float32, device=inputs.device)
         bounds = inputs.bounds[1]
+        events = inputs.in_student, inputs.in_teacher
+        starts = events[0].chunk, bounds.first, bounds.size, len(inside.value), events[0].node
+        held = own.slot_start, own.held.node_start, own.held.token
+        of_held = inside.held_lse, inside.mass, inside.ratio, own.most_slots, events[0].at_end
+        named = events[1].node, other.slot_start, other.fresh.node_start, other.fresh.token, other.fresh.slot
+        of_named = beside.mass, beside.ratio, other.most_slots
+        scratch = sums, sum(capacity), capacity[0]
+        lists = *starts, *held, *of_held, *own.spelled, *named, *of_named, *scratch
         node_gradient_kernels.chain_node_bwd_kernel[(programs,)](
-            *self.row,
-            first,
-            last,
-            inputs.in_student.chunk,
-            bounds.first,
-            bounds.size,
-            len(inside.value),
-            inputs.in_student.node,
-            own.slot_start,
-            own.held.node_start,
-            own.held.token,
-            inside.held_lse,
-            inside.mass,
-            inside.ratio,
-            own.most_slots,
-            inputs.in_student.at_end,
-            own.spelling_start,
-            own.spelled_node,
-            own.spelled_slot,
-            inputs.in_teacher.node,
-            other.slot_start,
-            other.fresh.node_start,
-            other.fresh.token,
-            other.fresh.slot,
-            beside.mass,
-            beside.ratio,
-            other.most_slots,
-            sums,
-            sum(capacity),
-            capacity[0],
-            **self.settings,
-            SLOTS=launch.SLOTS,
-            num_warps=launch.NODE_WARPS,
+            *self.row, first, last, *lists, **self.settings, SLOTS=launch.SLOTS, num_warps=launch.NODE_WARPS
         )
 
     def _row(
         self, student: Rows, teacher: Rows, targets: Tensor | None, of_losses: Tensor | None, of_parts: Tensor
     ) -> tuple[Any, ...]:
         inputs, plan, (starts, mass, _, beside) = self.inputs, self.inputs.plan, self.kept
-        return (
-            student.logits,
-            teacher.logits,
-            targets,
-            inputs.event_of_row,
-            inputs.starts.teacher_row,
-            starts.student_bits,
-            starts.teacher_bits,
-            plan.partner,
-            starts.ratio,
-            starts.head_lse,
-            starts.top,
-            starts.total,
-            mass,
-            starts.student_lse,
-            starts.teacher_lse,
-            of_losses,
-            of_parts,
-            inputs.in_teacher.chunk,
-            inputs.in_teacher.at_end,
-            of_parts.shape[1],
-            beside.level,
-            len(beside.level),
-            student.positions,
-            teacher.positions,
-            student.width,
-            plan.others,
-            starts.student_bits.shape[1],
-            *student.strides,
-            *teacher.strides,
-            inputs.scale,
-        )
+        rows = inputs.event_of_row, inputs.starts.teacher_row, starts.student_bits, starts.teacher_bits
+        sums = starts.head_lse, starts.top, starts.total, mass, starts.student_lse, starts.teacher_lse
+        nodes = inputs.in_teacher.chunk, inputs.in_teacher.at_end, of_parts.shape[1], beside.level, len(beside.level)
+        sizes = student.positions, teacher.positions, student.width, plan.others, starts.student_bits.shape[1]
+        logits = student.logits, teacher.logits, targets
+        values = *rows, plan.partner, starts.ratio, *sums, of_losses, of_parts, *nodes
+        return *logits, *values, *sizes, *student.strides, *teacher.strides, inputs.scale

@@ -150,50 +150,25 @@ class Comparison:
     def _programs(self, per_processor: int, most: int) -> int:
         return max(1, min(processors(self.device) * per_processor, most))
 
+    def _strides(self, first: Rows, second: Rows) -> tuple[int | float, ...]:
+        """Return both sides' strides and the scale, with which the kernels' arguments end."""
+        return *first.strides, *second.strides, self.scale
+
     def live_bits(self, live: Live, before: Tensor, token: Tensor) -> LiveBits:
         """Return the live sets of the starts' events, `[E, words]` int32: by token, of plain classes, of members."""
-        E, table = len(before), live.table
+        E = len(before)
         own, plain, members = (torch.empty((E, W), dtype=torch.int32, device=self.device) for W in live.words)
         event = before, token, self.starts.chunk, self.starts.at_cut, own, plain, members
+        conditioning = self.options.conditioning
+        tables = live.base, live.heavy, live.stored, live.table.tail, live.second
         live_kernels.chain_live_kernel[(E,)](
-            *event,
-            live.base,
-            live.heavy,
-            live.stored,
-            table.tail,
-            live.second,
-            *live.words,
-            len(live.base) - 1,
-            CONDITIONING=self.options.conditioning,
-            WORDS=WORDS,
-            num_warps=LIVE_WARPS,
+            *event, *tables, *live.words, len(live.base) - 1, conditioning, WORDS, num_warps=LIVE_WARPS
         )
-        if self.options.conditioning:
+        if conditioning:
+            rules = live.heavy, live.table.tail, live.joined, *live.positions, *live.rules, live.heads
+            tiles = SPLITS, RULES, TOKENS, POINTS, AT_POINT
             live_kernels.chain_clear_kernel[(E * SPLITS,)](
-                *event,
-                live.heavy,
-                table.tail,
-                live.joined,
-                live.position_start,
-                live.by_position,
-                live.second_by_position,
-                live.head_by_position,
-                table.point,
-                table.low,
-                table.high,
-                table.rule_start,
-                table.tail_start,
-                table.tail_count,
-                table.right,
-                live.heads,
-                *live.words,
-                table.depth,
-                SPLITS=SPLITS,
-                RULES=RULES,
-                TOKENS=TOKENS,
-                POINTS=POINTS,
-                AT_POINT=AT_POINT,
-                num_warps=CLEAR_WARPS,
+                *event, *rules, *live.words, live.table.depth, *tiles, num_warps=CLEAR_WARPS
             )
         return own, plain, members
 
@@ -219,37 +194,12 @@ class Comparison:
         s_lse, terms = self._float(E), self._float(1 + len(plan.blocks), 3, E)
         losses = None if targets is None else self._float(B, T_s)
         hits = None if targets is None else torch.empty((B, T_s), dtype=torch.bool, device=self.device)
-        start_kernels.chain_student_kernel[(R_s,)](
-            student.logits,
-            teacher.logits,
-            targets,
-            self.event_of_row,
-            starts.teacher_row,
-            s_bits,
-            t_bits,
-            plan.partner,
-            t_lse,
-            losses,
-            hits,
-            head_lse,
-            top,
-            total,
-            s_lse,
-            terms,
-            E,
-            T_s,
-            teacher.positions,
-            student.logits.shape[2],
-            student.width,
-            s_bits.shape[1],
-            *student.strides,
-            *teacher.strides,
-            self.scale,
-            TARGETS=targets is not None,
-            UNSCALED=self.scale == 1.0,
-            LANES=STUDENT_LANES,
-            num_warps=STUDENT_WARPS,
-        )
+        inputs = targets, self.event_of_row, starts.teacher_row, s_bits, t_bits, plan.partner, t_lse
+        results = losses, hits, head_lse, top, total, s_lse, terms
+        sizes = E, T_s, teacher.positions, student.logits.shape[2], student.width, s_bits.shape[1]
+        flags = targets is not None, self.scale == 1.0, STUDENT_LANES
+        arguments = *inputs, *results, *sizes, *self._strides(student, teacher), *flags
+        start_kernels.chain_student_kernel[(R_s,)](student.logits, teacher.logits, *arguments, num_warps=STUDENT_WARPS)
         del t_own  # so that less is held beside the ratios
         half = student.logits.dtype == torch.bfloat16  # float16 has not the range
         ratio = self._float(E, M, dtype=torch.bfloat16 if half else torch.float32)
@@ -260,22 +210,11 @@ class Comparison:
         """Return the sums of the teacher's rows and of live tokens; some are still to be filled in."""
         R_t = self.shape[0] * teacher.positions
         t_top, t_total, t_lse = self._float(R_t), self._float(R_t), self._float(len(self.starts.chunk))
+        read = self.in_student.chunk, len(self.in_student.chunk)
+        results, sizes = (t_top, t_total, t_lse), (teacher.positions, teacher.width, live.shape[1])
+        inputs = teacher.logits, self.event_of_teacher_row, *read, live
         start_kernels.chain_teacher_kernel[(R_t,)](
-            teacher.logits,
-            self.event_of_teacher_row,
-            self.in_student.chunk,
-            len(self.in_student.chunk),
-            live,
-            t_top,
-            t_total,
-            t_lse,
-            teacher.positions,
-            teacher.width,
-            live.shape[1],
-            *teacher.strides,
-            self.scale,
-            LANES=TEACHER_LANES,
-            num_warps=TEACHER_WARPS,
+            *inputs, *results, *sizes, *teacher.strides, self.scale, LANES=TEACHER_LANES, num_warps=TEACHER_WARPS
         )
         return t_top, t_total, t_lse
 
@@ -307,40 +246,17 @@ class Comparison:
             bits: Both sides' live members.
             terms: `[1 + blocks, 3, E]`; the first is that of plain classes.
         """
-        plan, starts, blocks = self.plan, self.starts, len(self.plan.blocks)
+        plan, blocks = self.plan, len(self.plan.blocks)
         E, M = kept.ratio.shape
         if blocks:
-            heights = {f"H_{k}": size for k, size in enumerate(class_layout.HEIGHTS)}
-            lengths = {f"L_{k}": size for k, size in enumerate(class_layout.LENGTHS)}
+            inputs = *self.starts.rows, *bits, kept.student_lse, kept.teacher_lse
+            members = plan.blocks, plan.student.members, plan.teacher.members
+            results = kept.ratio, terms
+            sizes = blocks, E, M, student.positions, teacher.positions, bits[0].shape[1], bits[1].shape[1]
+            tiles = *class_layout.HEIGHTS, *class_layout.LENGTHS, class_layout.TILE, CLASS_EVENTS
+            arguments = *inputs, *members, *results, *sizes, *self._strides(student, teacher), *tiles
             class_kernels.chain_class_kernel[(triton.cdiv(E, CLASS_EVENTS) * blocks,)](
-                student.logits,
-                teacher.logits,
-                starts.chunk,
-                starts.student_row,
-                starts.teacher_row,
-                *bits,
-                kept.student_lse,
-                kept.teacher_lse,
-                plan.blocks,
-                plan.student.members,
-                plan.teacher.members,
-                kept.ratio,
-                terms,
-                blocks,
-                E,
-                M,
-                student.positions,
-                teacher.positions,
-                bits[0].shape[1],
-                bits[1].shape[1],
-                *student.strides,
-                *teacher.strides,
-                self.scale,
-                **heights,
-                **lengths,
-                TILE=class_layout.TILE,
-                EVENTS=CLASS_EVENTS,
-                num_warps=CLASS_WARPS,
+                student.logits, teacher.logits, *arguments, num_warps=CLASS_WARPS
             )
 
     def node_values(self, student: Rows, teacher: Rows, starts: StartResults, *, learns: bool) -> NodeResults:
@@ -354,46 +270,14 @@ class Comparison:
             programs = self._programs(NODE_PROGRAMS_PER_PROCESSOR, E)
             flags = torch.zeros((programs, self.plan.classes // 32 + 1), dtype=torch.int32, device=self.device)
             held, named = nodes.held, nodes.fresh
+            scratch = flags, self._float(programs, held.most_segments), self._float(programs, named.most_segments)
+            inputs = *inner.rows, inner.node, *nodes.slots, *held.segments, *named.segments, other.root, *sums
+            results = value, mass, level, held_lse, ratio, nodes.most_slots
+            sizes = E, holder.positions, fresh.positions, fresh.width, flags.shape[1]
+            arguments = *scratch, held.most_segments, named.most_segments, *results, *sizes
+            constants = *self._strides(holder, fresh), learns, BLOCK, SLOTS
             node_kernels.chain_node_kernel[(programs,)](
-                holder.logits,
-                fresh.logits,
-                inner.chunk,
-                inner.student_row,
-                inner.teacher_row,
-                inner.node,
-                nodes.slot_start,
-                nodes.slot_class,
-                held.segment_start,
-                held.start,
-                held.token,
-                named.segment_start,
-                named.start,
-                named.token,
-                other.root,
-                *sums,
-                flags,
-                self._float(programs, held.most_segments),
-                self._float(programs, named.most_segments),
-                held.most_segments,
-                named.most_segments,
-                value,
-                mass,
-                level,
-                held_lse,
-                ratio,
-                nodes.most_slots,
-                E,
-                holder.positions,
-                fresh.positions,
-                fresh.width,
-                flags.shape[1],
-                *holder.strides,
-                *fresh.strides,
-                self.scale,
-                HOLDER_LEARNS=learns,
-                BLOCK=BLOCK,
-                SLOTS=SLOTS,
-                num_warps=NODE_WARPS,
+                holder.logits, fresh.logits, *inputs, *arguments, *constants, num_warps=NODE_WARPS
             )
         return NodeResults(value, mass, level, held_lse, ratio)
 
@@ -407,28 +291,13 @@ class Comparison:
         """
         chunks = self.shape[0] * self.shape[1]
         parts, mass = self._float(3, chunks), self._float(chunks)
+        # A node inside a token of one side is an event per position of the other, so its chunk has that side's bounds.
+        sides = (student, self.in_student, self.bounds[1]), (teacher, self.in_teacher, self.bounds[0])
+        nodes = [(v, inner.chunk, inner.at_end, bounds.first, bounds.size, len(v)) for v, inner, bounds in sides]
+        starts = self.starts.chunk, terms, len(terms)
+        sizes = {"BLOCK": CHUNKS, "TERMS": TERMS, "num_warps": 4}
         node_kernels.chain_part_kernel[(triton.cdiv(chunks, CHUNKS),)](
-            self.starts.chunk,
-            terms,
-            len(terms),
-            student,
-            self.in_student.chunk,
-            self.in_student.at_end,
-            self.bounds[1].first,
-            self.bounds[1].size,
-            len(student),
-            teacher,
-            self.in_teacher.chunk,
-            self.in_teacher.at_end,
-            self.bounds[0].first,
-            self.bounds[0].size,
-            len(teacher),
-            parts,
-            mass,
-            chunks,
-            BLOCK=CHUNKS,
-            TERMS=TERMS,
-            num_warps=4,
+            *starts, *nodes[0], *nodes[1], parts, mass, chunks, **sizes
         )
         return parts, mass
 

@@ -42,6 +42,11 @@ class SlotTokens:
     most_segments: int
     most_tokens: int
 
+    @property
+    def segments(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens by segment, in the order of the kernels' arguments."""
+        return self.segment_start, self.start, self.token
+
 
 @dataclass(frozen=True)
 class Nodes:
@@ -67,6 +72,16 @@ class Nodes:
     spelled_node: Tensor
     spelled_slot: Tensor
     most_slots: int
+
+    @property
+    def slots(self) -> tuple[Tensor, Tensor]:
+        """First slots of nodes and classes of slots, in the order of the kernels' arguments."""
+        return self.slot_start, self.slot_class
+
+    @property
+    def spelled(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Nodes of every token's pieces, likewise."""
+        return self.spelling_start, self.spelled_node, self.spelled_slot
 
 
 @dataclass(frozen=True)

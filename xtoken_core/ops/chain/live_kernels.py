@@ -131,6 +131,8 @@ def chain_clear_kernel(
         plain_ptr += event.to(tl.int64) * W_plain
         members_ptr += event.to(tl.int64) * W_members
         joined_ptr += tl.load(tail_ptr + w) * heads
+        sets = own_ptr, plain_ptr, members_ptr, W_plain
+        positions = position_start_ptr, by_position_ptr, second_by_position_ptr, head_by_position_ptr
         token = tl.load(token_ptr + event).to(tl.int32)
         at = w.to(tl.int32)
         start = tl.load(rule_start_ptr + w)
@@ -140,45 +142,13 @@ def chain_clear_kernel(
                 rule = begin + tl.arange(0, POINTS * AT_POINT) // AT_POINT
                 there = rule < count
                 point = tl.load(point_ptr + start + rule, mask=there, other=0)
-                clear(
-                    own_ptr,
-                    plain_ptr,
-                    members_ptr,
-                    W_plain * 32,
-                    point,
-                    point + 1,
-                    there,
-                    token,
-                    position_start_ptr,
-                    by_position_ptr,
-                    second_by_position_ptr,
-                    head_by_position_ptr,
-                    joined_ptr,
-                    POINTS,
-                    AT_POINT,
-                )
+                clear(sets, point, point + 1, there, token, positions, joined_ptr, POINTS, AT_POINT)
             for begin in range(split * RULES, count, SPLITS * RULES):
                 rule = begin + tl.arange(0, RULES * TOKENS) // TOKENS
                 there = rule < count
                 low = tl.load(low_ptr + start + rule, mask=there, other=0)
                 high = tl.load(high_ptr + start + rule, mask=there, other=0)
-                clear(
-                    own_ptr,
-                    plain_ptr,
-                    members_ptr,
-                    W_plain * 32,
-                    low,
-                    high,
-                    there,
-                    token,
-                    position_start_ptr,
-                    by_position_ptr,
-                    second_by_position_ptr,
-                    head_by_position_ptr,
-                    joined_ptr,
-                    RULES,
-                    TOKENS,
-                )
+                clear(sets, low, high, there, token, positions, joined_ptr, RULES, TOKENS)
             known = tl.maximum(at, 0)
             start = tl.load(tail_start_ptr + known)
             count = tl.where(at >= 0, tl.load(tail_count_ptr + known), 0)
@@ -186,27 +156,14 @@ def chain_clear_kernel(
 
 
 @triton.jit
-def clear(
-    own_ptr,
-    plain_ptr,
-    members_ptr,
-    plain_bits,
-    low,
-    high,
-    there,
-    token,
-    position_start_ptr,
-    by_position_ptr,
-    second_by_position_ptr,
-    head_by_position_ptr,
-    joined_ptr,
-    RULES: tl.constexpr,
-    TOKENS: tl.constexpr,
-):
+def clear(sets, low, high, there, token, positions, joined_ptr, RULES: tl.constexpr, TOKENS: tl.constexpr):
     """Clear the bits of the tokens in intervals of capacity where the model decides, but for one token's.
 
     Adjacent lanes have the same interval, `TOKENS` each: in one dimension no tile changes its layout.
     """
+    own_ptr, plain_ptr, members_ptr, W_plain = sets
+    plain_bits = W_plain * 32
+    position_start_ptr, by_position_ptr, second_by_position_ptr, head_by_position_ptr = positions
     first = tl.load(position_start_ptr + low, mask=there, other=0) + tl.arange(0, RULES * TOKENS) % TOKENS
     last = tl.load(position_start_ptr + high, mask=there, other=0)
     for begin in range(0, tl.max(last - first, axis=0), TOKENS):

@@ -53,6 +53,18 @@ class Live:
     words: tuple[int, int, int]
     table: LiveTable
 
+    @property
+    def positions(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The tokens by position, in the order of the kernels' arguments."""
+        return self.position_start, self.by_position, self.second_by_position, self.head_by_position
+
+    @property
+    def rules(self) -> tuple[Tensor, ...]:
+        """The rules of all preceding tokens, likewise."""
+        table = self.table
+        chain = table.tail_start, table.tail_count, table.right
+        return table.point, table.low, table.high, table.rule_start, *chain
+
 
 def live_layout(live: LiveTable, plain: np.ndarray, members: np.ndarray, columns: int, device: torch.device) -> Live:
     """Return the live sets of one side.

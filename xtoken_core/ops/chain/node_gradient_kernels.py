@@ -16,34 +16,22 @@ from xtoken_core.ops.chain.start_kernels import exp, in_64_bits, is_live, row_of
 
 
 @triton.jit
-def add_inside_token(
-    list_ptr,
-    first,
-    last,
-    sum_ptr,
-    base,
-    rank,
-    node,
-    slot,
-    spelling_start_ptr,
-    spelled_node_ptr,
-    spelled_slot_ptr,
-    ratio_ptr,
-    mass,
-    held_lse,
-    weight,
-    scale,
-    SLOTS: tl.constexpr,
-):
-    """Add the gradient of a node inside the student's token to those tokens of a list that the node holds."""
+def add_inside_token(tokens, base, rank, node, slot, spelled, values, scale, SLOTS: tl.constexpr):
+    """Add the gradient of a node inside the student's token to those tokens of a list that the node holds.
+
+    A token is held if the piece of its spelling at the node's depth, `rank`, reaches the node.
+    """
+    list_ptr, first, last, sum_ptr = tokens
+    spelling_start_ptr, spelled_node_ptr, spelled_slot_ptr = spelled
+    ratio_ptr, mass, held_lse, weight = values
     for begin in range(first, last, SLOTS):
         at = begin + tl.arange(0, SLOTS)
         x = tl.load(list_ptr + at, mask=at < last, other=0)
-        spelled = tl.load(spelling_start_ptr + x, mask=at < last, other=0) + rank
+        piece = tl.load(spelling_start_ptr + x, mask=at < last, other=0) + rank
         end = tl.load(spelling_start_ptr + x + 1, mask=at < last, other=0)
-        held = (at < last) & (spelled < end)
-        held = held & (tl.load(spelled_node_ptr + spelled, mask=held, other=-1) == node)
-        k = tl.load(spelled_slot_ptr + spelled, mask=held, other=0) - slot
+        held = (at < last) & (piece < end)
+        held = held & (tl.load(spelled_node_ptr + piece, mask=held, other=-1) == node)
+        k = tl.load(spelled_slot_ptr + piece, mask=held, other=0) - slot
         z = tl.load(base + x, mask=held, other=float("-inf")).to(tl.float32) * scale
         slope = exp(z - held_lse) * (mass - tl.load(ratio_ptr + k, mask=held, other=0.0)) * weight
         before = tl.load(sum_ptr + at - first, mask=held, other=0.0)
@@ -51,23 +39,9 @@ def add_inside_token(
 
 
 @triton.jit
-def start_sums(
-    list_ptr,
-    slot_ptr,
-    first,
-    last,
-    slot,
-    sum_ptr,
-    base,
-    ratio_ptr,
-    level,
-    mass,
-    pivot,
-    weight,
-    scale,
-    SLOTS: tl.constexpr,
-):
+def start_sums(tokens, slot_ptr, slot, base, ratio_ptr, level, mass, pivot, weight, scale, SLOTS: tl.constexpr):
     """Store what the named classes of a node differ by from the others."""
+    list_ptr, first, last, sum_ptr = tokens
     for begin in range(first, last, SLOTS):
         at = begin + tl.arange(0, SLOTS)
         there = at < last
@@ -79,75 +53,18 @@ def start_sums(
 
 
 @triton.jit
-def add_node(
-    event,
-    chunk,
-    rank,
-    list_ptr,
-    first,
-    last,
-    inside_ptr,
-    o_list_ptr,
-    o_first,
-    o_last,
-    named_ptr,
-    base,
-    node_ptr,
-    slot_start_ptr,
-    spelling_start_ptr,
-    spelled_node_ptr,
-    spelled_slot_ptr,
-    ratios_ptr,
-    mass_ptr,
-    held_lse_ptr,
-    i_end_ptr,
-    of_start_ptr,
-    E,
-    scale,
-    SLOTS: tl.constexpr,
-):
+def add_node(event, chunk, rank, held, named, base, tables, values, upstream, scale, SLOTS: tl.constexpr):
     """Add the gradient of one node inside the student's token to both lists of its row."""
+    node_ptr, slot_start_ptr, spelling_start_ptr, spelled_node_ptr, spelled_slot_ptr = tables
+    ratios_ptr, mass_ptr, held_lse_ptr = values
+    end_ptr, of_start_ptr, E = upstream
     node, mass, held_lse = tl.load(node_ptr + event), tl.load(mass_ptr + event), tl.load(held_lse_ptr + event)
     slot = tl.load(slot_start_ptr + node)
-    weight = weight_of(event, chunk, i_end_ptr, of_start_ptr, E, chunk >= 0) * scale
-    add_inside_token(
-        list_ptr,
-        first,
-        last,
-        inside_ptr,
-        base,
-        rank,
-        node,
-        slot,
-        spelling_start_ptr,
-        spelled_node_ptr,
-        spelled_slot_ptr,
-        ratios_ptr,
-        mass,
-        held_lse,
-        weight,
-        scale,
-        SLOTS,
-    )
-    add_inside_token(
-        o_list_ptr,
-        o_first,
-        o_last,
-        named_ptr,
-        base,
-        rank,
-        node,
-        slot,
-        spelling_start_ptr,
-        spelled_node_ptr,
-        spelled_slot_ptr,
-        ratios_ptr,
-        mass,
-        held_lse,
-        weight,
-        scale,
-        SLOTS,
-    )
+    weight = weight_of(event, chunk, end_ptr, of_start_ptr, E, chunk >= 0) * scale
+    spelled = spelling_start_ptr, spelled_node_ptr, spelled_slot_ptr
+    of_node = ratios_ptr, mass, held_lse, weight
+    add_inside_token(held, base, rank, node, slot, spelled, of_node, scale, SLOTS)
+    add_inside_token(named, base, rank, node, slot, spelled, of_node, scale, SLOTS)
     tl.debug_barrier()
 
 
@@ -161,20 +78,13 @@ def clear_sums(sum_ptr, count, SLOTS: tl.constexpr):
 
 @triton.jit
 def store_list(
-    list_ptr,
-    first,
-    last,
-    sum_ptr,
+    tokens,
     own_ptr,
     event,
     base,
     parts,
-    s_bits_ptr,
-    t_bits_ptr,
-    partner_ptr,
-    ratios_ptr,
-    V,
-    scale,
+    bits,
+    classes,
     stored_ptr,
     TARGETS: tl.constexpr,
     UNSCALED: tl.constexpr,
@@ -185,25 +95,14 @@ def store_list(
 
     In place, a token that is stored already stays as it is, and the others are marked.
     """
+    list_ptr, first, last, sum_ptr = tokens
+    s_bits_ptr, t_bits_ptr = bits
     compared = tl.where(event >= 0, last, first)
     for begin in range(first, last, SLOTS):
         at = begin + tl.arange(0, SLOTS)
         x = tl.load(list_ptr + at, mask=at < last, other=0)
         live, t_live = is_live(s_bits_ptr, x, at < compared), is_live(t_bits_ptr, x, at < compared)
-        gradient = gradient_at(
-            x,
-            at < last,
-            live,
-            live & t_live,
-            base,
-            parts,
-            partner_ptr,
-            ratios_ptr,
-            V,
-            scale,
-            TARGETS,
-            UNSCALED,
-        )
+        gradient = gradient_at(x, at < last, live, live & t_live, base, parts, classes, TARGETS, UNSCALED)
         gradient += tl.load(sum_ptr + at - first, mask=at < last, other=0.0)
         there = at < last
         if IN_PLACE:
@@ -316,25 +215,11 @@ def chain_node_bwd_kernel(
         parts = parts_of_row(
             row,
             chunk,
-            teacher_ptr,
-            targets_ptr,
-            teacher_row_ptr,
-            head_lse_ptr,
-            top_ptr,
-            total_ptr,
-            mass_ptr,
-            s_lse_ptr,
-            t_lse_ptr,
-            of_losses_ptr,
-            of_start_ptr,
-            node_chunk_ptr,
-            node_end_ptr,
-            E,
-            level_ptr,
-            reads,
-            T_t,
-            t_stride_b,
-            t_stride_t,
+            (teacher_ptr, targets_ptr, teacher_row_ptr),
+            (head_lse_ptr, top_ptr, total_ptr, mass_ptr, s_lse_ptr, t_lse_ptr),
+            (of_losses_ptr, of_start_ptr),
+            (node_chunk_ptr, node_end_ptr, E, level_ptr, reads),
+            (T_t, t_stride_b, t_stride_t),
             scale,
             TARGETS,
         )
@@ -346,13 +231,11 @@ def chain_node_bwd_kernel(
         named = tl.load(node_chunk_ptr + before, mask=(row > 0) & (before < reads), other=-1)
         weight = weight_of(before, named, node_end_ptr, of_start_ptr, E, named >= 0) * scale
         node, o_first, o_last = list_of_node(o_node_ptr, o_list_start_ptr, before, weight != 0.0)
+        held_list, named_list = (i_list_ptr, first, last, inside_ptr), (o_list_ptr, o_first, o_last, named_ptr)
         start_sums(
-            o_list_ptr,
+            named_list,
             o_slot_ptr,
-            o_first,
-            o_last,
             tl.load(o_slot_start_ptr + node),
-            named_ptr,
             base,
             o_ratio_ptr + in_64_bits(before) * o_slots,
             tl.load(level_ptr + before, mask=named >= 0, other=0.0),
@@ -367,50 +250,20 @@ def chain_node_bwd_kernel(
         for event in range(begin, end):
             if tl.load(i_chunk_ptr + event) == chunk:
                 rank, ratios_ptr = event - begin, i_ratio_ptr + in_64_bits(event) * i_slots
-                add_node(
-                    event,
-                    chunk,
-                    rank,
-                    i_list_ptr,
-                    first,
-                    last,
-                    inside_ptr,
-                    o_list_ptr,
-                    o_first,
-                    o_last,
-                    named_ptr,
-                    base,
-                    i_node_ptr,
-                    i_slot_start_ptr,
-                    spelling_start_ptr,
-                    spelled_node_ptr,
-                    spelled_slot_ptr,
-                    ratios_ptr,
-                    i_mass_ptr,
-                    i_held_lse_ptr,
-                    i_end_ptr,
-                    of_start_ptr,
-                    E,
-                    scale,
-                    SLOTS,
-                )
+                tables = i_node_ptr, i_slot_start_ptr, spelling_start_ptr, spelled_node_ptr, spelled_slot_ptr
+                values, upstream = (ratios_ptr, i_mass_ptr, i_held_lse_ptr), (i_end_ptr, of_start_ptr, E)
+                add_node(event, chunk, rank, held_list, named_list, base, tables, values, upstream, scale, SLOTS)
+        bits, classes = (s_bits_ptr + own * W, t_bits_ptr + own * W), (partner_ptr, ratio_ptr + own * M, V, scale)
         # What is in both lists has all its parts in the second one only, so that is what stays.
         if not IN_PLACE:
             store_list(
-                i_list_ptr,
-                first,
-                last,
-                inside_ptr,
+                held_list,
                 own_ptr,
                 chunk,
                 base,
                 parts,
-                s_bits_ptr + own * W,
-                t_bits_ptr + own * W,
-                partner_ptr,
-                ratio_ptr + own * M,
-                V,
-                scale,
+                bits,
+                classes,
                 stored_ptr,
                 TARGETS,
                 UNSCALED,
@@ -420,47 +273,9 @@ def chain_node_bwd_kernel(
             tl.debug_barrier()
         marks_ptr = stored_ptr + row * W_head
         store_list(
-            o_list_ptr,
-            o_first,
-            o_last,
-            named_ptr,
-            own_ptr,
-            chunk,
-            base,
-            parts,
-            s_bits_ptr + own * W,
-            t_bits_ptr + own * W,
-            partner_ptr,
-            ratio_ptr + own * M,
-            V,
-            scale,
-            marks_ptr,
-            TARGETS,
-            UNSCALED,
-            IN_PLACE,
-            SLOTS,
+            named_list, own_ptr, chunk, base, parts, bits, classes, marks_ptr, TARGETS, UNSCALED, IN_PLACE, SLOTS
         )
         if IN_PLACE:
             tl.debug_barrier()
-            store_list(
-                i_list_ptr,
-                first,
-                last,
-                inside_ptr,
-                own_ptr,
-                chunk,
-                base,
-                parts,
-                s_bits_ptr + own * W,
-                t_bits_ptr + own * W,
-                partner_ptr,
-                ratio_ptr + own * M,
-                V,
-                scale,
-                marks_ptr,
-                TARGETS,
-                UNSCALED,
-                True,
-                SLOTS,
-            )
+            store_list(held_list, own_ptr, chunk, base, parts, bits, classes, marks_ptr, TARGETS, UNSCALED, True, SLOTS)
         tl.debug_barrier()

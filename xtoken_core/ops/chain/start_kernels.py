@@ -207,36 +207,19 @@ def exact_plain(base, t_base, partner_ptr, bits, t_bits, V, scale, s_lse, t_lse,
 
 
 @triton.jit
-def store_start(
-    base,
-    t_base,
-    partner_ptr,
-    bits,
-    t_bits,
-    V,
-    scale,
-    t_lse,
-    highest,
-    top,
-    alive,
-    kl,
-    mass,
-    lowest,
-    event,
-    E,
-    s_lse_ptr,
-    terms_ptr,
-    LANES: tl.constexpr,
-):
+def store_start(rows, bits, V, scale, t_lse, highest, lanes, event, E, s_lse_ptr, terms_ptr, LANES: tl.constexpr):
     """Store the live sum of a row, and the terms of its plain classes, from the sums of lanes."""
+    base, t_base, partner_ptr = rows
+    s_bits, t_bits = bits
+    top, alive, kl, mass, lowest = lanes
     _, part = sum_over_lanes(top, alive)
     s_lse = tl.log(part) + highest
     if part < FEW_LIVE:
-        s_lse = live_log_sum(base, bits, V, scale, LANES)
+        s_lse = live_log_sum(base, s_bits, V, scale, LANES)
     of_plain = tl.sum(mass, axis=0)
     value, unclipped = tl.sum(kl, axis=0) + s_lse * of_plain, of_plain
     if tl.min(lowest, axis=0) - s_lse < LOG_TINY:
-        value, _, unclipped = exact_plain(base, t_base, partner_ptr, bits, t_bits, V, scale, s_lse, t_lse, LANES)
+        value, _, unclipped = exact_plain(base, t_base, partner_ptr, s_bits, t_bits, V, scale, s_lse, t_lse, LANES)
     tl.store(s_lse_ptr + event, s_lse)
     tl.store(terms_ptr + event, value)
     tl.store(terms_ptr + E + event, of_plain)
@@ -328,27 +311,8 @@ def chain_student_kernel(
     tl.store(top_ptr + row, highest)
     tl.store(total_ptr + row, whole)
     if event >= 0:
-        store_start(
-            base,
-            t_base,
-            partner_ptr,
-            bits,
-            t_bits,
-            V,
-            scale,
-            t_lse,
-            highest,
-            top,
-            alive,
-            kl,
-            mass,
-            lowest,
-            event,
-            E,
-            s_lse_ptr,
-            terms_ptr,
-            LANES,
-        )
+        rows, lanes = (base, t_base, partner_ptr), (top, alive, kl, mass, lowest)
+        store_start(rows, (bits, t_bits), V, scale, t_lse, highest, lanes, event, E, s_lse_ptr, terms_ptr, LANES)
     if TARGETS:
         target = tl.load(targets_ptr + row)
         first = V

@@ -36,31 +36,13 @@ from xtoken_core.ops.chain_topk.entry_kernels import tokens_of_classes
 
 @triton.jit
 def parts_of_listed_row(
-    row,
-    event,
-    targets_ptr,
-    head_lse_ptr,
-    top_ptr,
-    total_ptr,
-    mass_ptr,
-    s_lse_ptr,
-    rest_ratio_ptr,
-    vocab_lse_ptr,
-    of_losses_ptr,
-    of_parts_ptr,
-    of_likely_ptr,
-    row_chunk_ptr,
-    node_chunk_ptr,
-    node_end_ptr,
-    chunks,
-    level_ptr,
-    reads,
-    T_s,
-    P,
-    scale,
-    CROSS_ENTROPY: tl.constexpr,
+    row, event, targets_ptr, sums, upstream, nodes, row_chunk_ptr, sizes, CROSS_ENTROPY: tl.constexpr
 ):
     """Return the values that all logits of a row share: of its loss, node, start, and of its chunk's likelihood."""
+    head_lse_ptr, top_ptr, total_ptr, mass_ptr, s_lse_ptr, rest_ratio_ptr, vocab_lse_ptr = sums
+    of_losses_ptr, of_parts_ptr, of_likely_ptr = upstream
+    node_chunk_ptr, node_end_ptr, chunks, level_ptr, reads = nodes
+    T_s, P, scale = sizes
     of_loss, _, head_lse = loss_of_row(row, targets_ptr, of_losses_ptr, head_lse_ptr, CROSS_ENTROPY)
     target = tl.load(targets_ptr + row).to(tl.int32)
     factor, top = node_of_row(
@@ -80,22 +62,15 @@ def parts_of_listed_row(
 
 @triton.jit
 def listed_gradient_at(
-    x,
-    there,
-    live,
-    ratio,
-    base,
-    parts,
-    V,
-    V_own,
-    scale,
-    CROSS_ENTROPY: tl.constexpr,
-    UNSCALED: tl.constexpr,
-    CACHE: tl.constexpr,
+    x, there, live, ratio, base, parts, vocabulary, CROSS_ENTROPY: tl.constexpr, UNSCALED: tl.constexpr
 ):
-    """Return the gradient of some of a row's logits in float32, all that is computed element by element."""
+    """Return the gradient of some of a row's logits in float32, all that is computed element by element.
+
+    `parts` are from `parts_of_listed_row`; `vocabulary` is the tables' tokens, the student's, and the scale.
+    """
     of_loss, target, head_lse, factor, top, of_start, mass, s_lse, _, of_likely, vocab_lse = parts
-    z = tl.load(base + x, mask=there, other=float("-inf"), cache_modifier=CACHE).to(tl.float32)
+    V, V_own, scale = vocabulary
+    z = tl.load(base + x, mask=there, other=float("-inf")).to(tl.float32)
     gradient = tl.zeros(z.shape, dtype=tl.float32)
     if of_start != 0.0:
         gradient = tl.where(live, exp(z * scale - s_lse) * (mass - ratio) * of_start, 0.0)
@@ -162,25 +137,11 @@ def chain_listed_row_bwd_kernel(
         row,
         event,
         targets_ptr,
-        head_lse_ptr,
-        top_ptr,
-        total_ptr,
-        mass_ptr,
-        s_lse_ptr,
-        rest_ratio_ptr,
-        vocab_lse_ptr,
-        of_losses_ptr,
-        of_parts_ptr,
-        of_likely_ptr,
+        (head_lse_ptr, top_ptr, total_ptr, mass_ptr, s_lse_ptr, rest_ratio_ptr, vocab_lse_ptr),
+        (of_losses_ptr, of_parts_ptr, of_likely_ptr),
+        (node_chunk_ptr, node_end_ptr, chunks, level_ptr, reads),
         row_chunk_ptr,
-        node_chunk_ptr,
-        node_end_ptr,
-        chunks,
-        level_ptr,
-        reads,
-        T_s,
-        P,
-        scale,
+        (T_s, P, scale),
         CROSS_ENTROPY,
     )
     compared = tl.where(event >= 0, V, 0)
@@ -188,7 +149,7 @@ def chain_listed_row_bwd_kernel(
         x = columns_of(begin, LANES)
         live = bits_of(live_words(bits, begin, compared, LANES), x, compared)
         gradient = listed_gradient_at(
-            x, x < V_head, live, parts[8], base, parts, V, V_own, scale, CROSS_ENTROPY, UNSCALED, ""
+            x, x < V_head, live, parts[8], base, parts, (V, V_own, scale), CROSS_ENTROPY, UNSCALED
         )
         tl.store(grad_ptr + in_64_bits(row) * V_head + x, gradient.to(grad_ptr.dtype.element_ty), mask=x < V_head)
 
@@ -252,25 +213,11 @@ def chain_listed_class_bwd_kernel(
             row,
             event,
             targets_ptr,
-            head_lse_ptr,
-            top_ptr,
-            total_ptr,
-            mass_ptr,
-            s_lse_ptr,
-            rest_ratio_ptr,
-            vocab_lse_ptr,
-            of_losses_ptr,
-            of_parts_ptr,
-            of_likely_ptr,
+            (head_lse_ptr, top_ptr, total_ptr, mass_ptr, s_lse_ptr, rest_ratio_ptr, vocab_lse_ptr),
+            (of_losses_ptr, of_parts_ptr, of_likely_ptr),
+            (node_chunk_ptr, node_end_ptr, chunks, level_ptr, reads),
             row_chunk_ptr,
-            node_chunk_ptr,
-            node_end_ptr,
-            chunks,
-            level_ptr,
-            reads,
-            T_s,
-            P,
-            scale,
+            (T_s, P, scale),
             CROSS_ENTROPY,
         )
         i = group * ENTRIES + tl.arange(0, ENTRIES)
@@ -283,15 +230,14 @@ def chain_listed_class_bwd_kernel(
             there = j < count[:, None]
             x = tl.load(class_token_ptr + first[:, None] + j, mask=there, other=0)
             live = there & is_live(bits_ptr + own * W, x, there)
-            gradient = listed_gradient_at(
-                x, live, live, ratio, base, parts, V, V_own, scale, CROSS_ENTROPY, UNSCALED, ""
-            )
+            gradient = listed_gradient_at(x, live, live, ratio, base, parts, (V, V_own, scale), CROSS_ENTROPY, UNSCALED)
             tl.store(grad_ptr + in_64_bits(row) * V_head + x, gradient.to(grad_ptr.dtype.element_ty), mask=live)
 
 
 @triton.jit
-def ratio_of_tokens(x, listed, root_ptr, class_ptr, ratio_ptr, rest_ratio, K, STEPS: tl.constexpr):
+def ratio_of_tokens(x, listed, classes, rest_ratio, STEPS: tl.constexpr):
     """Return the ratios of tokens' classes at a start: that of the head, found by halving, or that of the rest."""
+    root_ptr, class_ptr, ratio_ptr, K = classes
     cls = tl.load(root_ptr + x, mask=listed, other=0)
     low, high = x * 0, x * 0 + K
     for _ in range(STEPS):
@@ -306,39 +252,30 @@ def ratio_of_tokens(x, listed, root_ptr, class_ptr, ratio_ptr, rest_ratio, K, ST
 
 @triton.jit
 def store_listed_tokens(
-    list_ptr,
-    first,
-    last,
-    sum_ptr,
+    tokens,
     own_ptr,
     event,
     base,
     parts,
-    bits_ptr,
-    rest_bits_ptr,
-    root_ptr,
-    class_ptr,
-    ratio_ptr,
-    V,
-    V_own,
-    scale,
-    K,
+    bits,
+    classes,
+    vocabulary,
     CROSS_ENTROPY: tl.constexpr,
     UNSCALED: tl.constexpr,
     STEPS: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
     """Store the gradient of a list of a row's tokens, from the row's common values and the accumulated sums."""
+    list_ptr, first, last, sum_ptr = tokens
+    bits_ptr, rest_bits_ptr = bits
     compared = tl.where(event >= 0, last, first)
     for begin in range(first, last, SLOTS):
         at = begin + tl.arange(0, SLOTS)
         x = tl.load(list_ptr + at, mask=at < last, other=0)
         live = is_live(bits_ptr, x, at < compared)
         listed = live & (is_live(rest_bits_ptr, x, at < compared) == 0)
-        ratio = ratio_of_tokens(x, listed, root_ptr, class_ptr, ratio_ptr, parts[8], K, STEPS)
-        gradient = listed_gradient_at(
-            x, at < last, live, ratio, base, parts, V, V_own, scale, CROSS_ENTROPY, UNSCALED, ""
-        )
+        ratio = ratio_of_tokens(x, listed, classes, parts[8], STEPS)
+        gradient = listed_gradient_at(x, at < last, live, ratio, base, parts, vocabulary, CROSS_ENTROPY, UNSCALED)
         gradient += tl.load(sum_ptr + at - first, mask=at < last, other=0.0)
         tl.store(own_ptr + x, gradient.to(own_ptr.dtype.element_ty), mask=at < last)
 
@@ -431,25 +368,11 @@ def chain_listed_node_bwd_kernel(
             row,
             chunk,
             targets_ptr,
-            head_lse_ptr,
-            top_ptr,
-            total_ptr,
-            mass_ptr,
-            s_lse_ptr,
-            rest_ratio_ptr,
-            vocab_lse_ptr,
-            of_losses_ptr,
-            of_parts_ptr,
-            of_likely_ptr,
+            (head_lse_ptr, top_ptr, total_ptr, mass_ptr, s_lse_ptr, rest_ratio_ptr, vocab_lse_ptr),
+            (of_losses_ptr, of_parts_ptr, of_likely_ptr),
+            (node_chunk_ptr, node_end_ptr, chunks, level_ptr, reads),
             row_chunk_ptr,
-            node_chunk_ptr,
-            node_end_ptr,
-            chunks,
-            level_ptr,
-            reads,
-            T_s,
-            P,
-            scale,
+            (T_s, P, scale),
             CROSS_ENTROPY,
         )
         begin = tl.load(i_first_ptr + chunk, mask=chunk >= 0, other=0).to(tl.int32)
@@ -460,13 +383,11 @@ def chain_listed_node_bwd_kernel(
         named = tl.load(node_chunk_ptr + before, mask=(row > 0) & (before < reads), other=-1)
         weight = weight_of(before, named, node_end_ptr, of_parts_ptr, chunks, named >= 0) * scale
         node, o_first, o_last = list_of_node(o_node_ptr, o_list_start_ptr, before, weight != 0.0)
+        held_list, named_list = (i_list_ptr, first, last, inside_ptr), (o_list_ptr, o_first, o_last, named_ptr)
         start_sums(
-            o_list_ptr,
+            named_list,
             o_slot_ptr,
-            o_first,
-            o_last,
             tl.load(o_slot_start_ptr + node),
-            named_ptr,
             base,
             o_ratio_ptr + in_64_bits(before) * o_slots,
             tl.load(level_ptr + before, mask=named >= 0, other=0.0),
@@ -481,78 +402,16 @@ def chain_listed_node_bwd_kernel(
         for event in range(begin, end):
             if tl.load(i_chunk_ptr + event) == chunk:
                 rank, ratios_ptr = event - begin, i_ratio_ptr + in_64_bits(event) * i_slots
-                add_node(
-                    event,
-                    chunk,
-                    rank,
-                    i_list_ptr,
-                    first,
-                    last,
-                    inside_ptr,
-                    o_list_ptr,
-                    o_first,
-                    o_last,
-                    named_ptr,
-                    base,
-                    i_node_ptr,
-                    i_slot_start_ptr,
-                    spelling_start_ptr,
-                    spelled_node_ptr,
-                    spelled_slot_ptr,
-                    ratios_ptr,
-                    i_mass_ptr,
-                    i_held_lse_ptr,
-                    i_end_ptr,
-                    of_parts_ptr,
-                    chunks,
-                    scale,
-                    SLOTS,
-                )
+                tables = i_node_ptr, i_slot_start_ptr, spelling_start_ptr, spelled_node_ptr, spelled_slot_ptr
+                values, upstream = (ratios_ptr, i_mass_ptr, i_held_lse_ptr), (i_end_ptr, of_parts_ptr, chunks)
+                add_node(event, chunk, rank, held_list, named_list, base, tables, values, upstream, scale, SLOTS)
+        bits, vocabulary = (bits_ptr + own * W, rest_bits_ptr + own * W), (V, V_own, scale)
+        classes = root_ptr, of_class_ptr, ratio_ptr + own * K, K
         store_listed_tokens(
-            i_list_ptr,
-            first,
-            last,
-            inside_ptr,
-            own_ptr,
-            chunk,
-            base,
-            parts,
-            bits_ptr + own * W,
-            rest_bits_ptr + own * W,
-            root_ptr,
-            of_class_ptr,
-            ratio_ptr + own * K,
-            V,
-            V_own,
-            scale,
-            K,
-            CROSS_ENTROPY,
-            UNSCALED,
-            STEPS,
-            SLOTS,
+            held_list, own_ptr, chunk, base, parts, bits, classes, vocabulary, CROSS_ENTROPY, UNSCALED, STEPS, SLOTS
         )
         tl.debug_barrier()  # what is in both lists is stored again, with all its parts
         store_listed_tokens(
-            o_list_ptr,
-            o_first,
-            o_last,
-            named_ptr,
-            own_ptr,
-            chunk,
-            base,
-            parts,
-            bits_ptr + own * W,
-            rest_bits_ptr + own * W,
-            root_ptr,
-            of_class_ptr,
-            ratio_ptr + own * K,
-            V,
-            V_own,
-            scale,
-            K,
-            CROSS_ENTROPY,
-            UNSCALED,
-            STEPS,
-            SLOTS,
+            named_list, own_ptr, chunk, base, parts, bits, classes, vocabulary, CROSS_ENTROPY, UNSCALED, STEPS, SLOTS
         )
         tl.debug_barrier()

@@ -35,8 +35,7 @@ ENTRY_WARPS, HEAD_WARPS, START_WARPS, STUDENT_WARPS, NODE_WARPS, GRADIENT_WARPS 
 NODE_PROGRAMS_PER_PROCESSOR, NODE_GRADIENT_PROGRAMS_PER_PROCESSOR = 8, 16
 
 
-@dataclass(frozen=True)
-class StudentClasses:
+class StudentClasses(NamedTuple):
     """The student's tokens by class.
 
     Attributes:
@@ -155,17 +154,17 @@ class ListedNodes(NamedTuple):
 
     Attributes:
         value: `[E]`, the KL.
-        listed: `[E]`, the fraction of the teacher's mass that its listed tokens have.
         mass: `[E]`, the teacher's mass of the slots in which the student's is not below the floor.
         level: `[E]`, inside the student's tokens `log sum exp` of the holder's, else `mass` less the ratio of the
             classes that no slot names.
+        listed: `[E]`, the fraction of the teacher's mass that its listed tokens have.
         ratio: `[E, most_slots]`, the teacher's probability of a slot over the student's.
     """
 
     value: Tensor
-    listed: Tensor
     mass: Tensor
     level: Tensor
+    listed: Tensor
     ratio: Tensor
 
 
@@ -219,32 +218,11 @@ class ListedComparison(Comparison):
             beside = self._beside(student, given, rows)
         value, mass, rest_ratio = (self._float(E) for _ in range(3))
         ratio = self._float(E, K)
-        starts = self.starts
+        inputs = logits, given.classes, heads, rest_p, *self.starts.rows, bits, rows["s_lse"], *rest
+        results = value, mass, ratio, rest_ratio
+        sizes = student.positions, bits.shape[1], K, *student.strides, self.scale
         entry_kernels.chain_listed_start_kernel[(E,)](
-            logits,
-            given.classes,
-            heads,
-            rest_p,
-            starts.chunk,
-            starts.student_row,
-            starts.teacher_row,
-            bits,
-            rows["s_lse"],
-            *rest,
-            self.by_class.start,
-            self.by_class.token,
-            value,
-            mass,
-            ratio,
-            rest_ratio,
-            student.positions,
-            bits.shape[1],
-            K,
-            *student.strides,
-            self.scale,
-            ENTRIES=ENTRIES,
-            LANES=TOKENS,
-            num_warps=START_WARPS,
+            *inputs, *self.by_class, *results, *sizes, ENTRIES, TOKENS, num_warps=START_WARPS
         )
         join(self.device)
         of_starts = RowResults(
@@ -255,55 +233,20 @@ class ListedComparison(Comparison):
 
     def _heads(self, bits: Tensor, given: Lists) -> tuple[Tensor, Tensor, Tensor]:
         """Return the probability of the rest, those of classes at their heads, and the bits of the rest's tokens."""
-        starts, live, E, K = self.starts, self.tables.teacher.live, len(self.starts.chunk), given.size
+        starts, live, E, K = self.starts, self.plan.teacher.live, len(self.starts.chunk), given.size
         p, heads, rest_p = self._float(E, K), self._float(E, K), self._float(E)
+        entries = given.ids, given.log_probs, given.tail
+        events = starts.chunk, starts.teacher_row, starts.student_before, starts.teacher_token, starts.at_cut
+        sets = live.table.tail, live.table.head, live.table.state, live.table.position, *live.rules
+        sizes = live.table.state.shape[1], live.table.depth, len(self.tables.teacher.root), K
+        constants = self.options.conditioning, RULES, given.lanes
         entry_kernels.chain_entry_kernel[(E,)](
-            given.ids,
-            given.log_probs,
-            given.tail,
-            starts.chunk,
-            starts.teacher_row,
-            starts.student_before,
-            starts.teacher_token,
-            starts.at_cut,
-            live.tail,
-            live.head,
-            live.state,
-            live.position,
-            live.point,
-            live.low,
-            live.high,
-            live.rule_start,
-            live.tail_start,
-            live.tail_count,
-            live.right,
-            p,
-            rest_p,
-            live.state.shape[1],
-            live.depth,
-            len(self.tables.teacher.root),
-            K,
-            CONDITIONING=self.options.conditioning,
-            RULES=RULES,
-            LANES=given.lanes,
-            num_warps=ENTRY_WARPS,
+            *entries, *events, *sets, p, rest_p, *sizes, *constants, num_warps=ENTRY_WARPS
         )
         rest_bits, groups = bits.clone(), triton.cdiv(K, ENTRIES)
+        inputs = given.classes, p, starts.chunk, starts.teacher_row, *self.by_class
         entry_kernels.chain_head_kernel[(E * groups,)](
-            given.classes,
-            p,
-            starts.chunk,
-            starts.teacher_row,
-            self.by_class.start,
-            self.by_class.token,
-            heads,
-            rest_bits,
-            groups,
-            bits.shape[1],
-            K,
-            ENTRIES=ENTRIES,
-            LANES=TOKENS,
-            num_warps=HEAD_WARPS,
+            *inputs, heads, rest_bits, groups, bits.shape[1], K, ENTRIES, TOKENS, num_warps=HEAD_WARPS
         )
         return rest_p, heads, rest_bits
 
@@ -323,33 +266,12 @@ class ListedComparison(Comparison):
         some = torch.empty(E, dtype=torch.int32, device=self.device)
         losses = self._float(B, T_s) if with_losses else None
         hits = torch.empty((B, T_s), dtype=torch.bool, device=self.device) if with_losses else None
+        inputs = student.logits, self.targets, self.event_of_row, bits, rest_bits
+        results = losses, hits, head_lse, top, total, vocab_lse, likely, s_lse, rest_lse, some
+        sizes = T_s, V_head, self.settings.student_vocab_size, student.width, bits.shape[1], *student.strides
+        constants = with_losses, self.scale == 1.0, STUDENT_LANES
         student_kernels.chain_listed_student_kernel[(R,)](
-            student.logits,
-            self.targets,
-            self.event_of_row,
-            bits,
-            rest_bits,
-            losses,
-            hits,
-            head_lse,
-            top,
-            total,
-            vocab_lse,
-            likely,
-            s_lse,
-            rest_lse,
-            some,
-            T_s,
-            V_head,
-            self.settings.student_vocab_size,
-            student.width,
-            bits.shape[1],
-            *student.strides,
-            self.scale,
-            CROSS_ENTROPY=with_losses,
-            UNSCALED=self.scale == 1.0,
-            LANES=STUDENT_LANES,
-            num_warps=STUDENT_WARPS,
+            *inputs, *results, *sizes, self.scale, *constants, num_warps=STUDENT_WARPS
         )
         rows = {"head_lse": head_lse, "vocab_lse": vocab_lse, "top": top, "total": total, "s_lse": s_lse}
         return rows, likely, (rest_lse, some), losses, hits
@@ -361,37 +283,13 @@ class ListedComparison(Comparison):
         E, held = len(inner.chunk), nodes.held
         if E:
             programs = self._programs(NODE_PROGRAMS_PER_PROCESSOR, E)
+            entries = student.logits, given.classes, given.log_probs, given.tail
+            tables = *inner.rows, inner.node, *nodes.slots, *held.segments
+            scratch = self._float(programs, held.most_segments), held.most_segments
+            sizes = E, student.positions, *student.strides, self.scale, given.size
+            constants = SLOTS, given.tile, given.lanes
             node_kernels.chain_listed_inside_kernel[(programs,)](
-                student.logits,
-                given.classes,
-                given.log_probs,
-                given.tail,
-                inner.chunk,
-                inner.student_row,
-                inner.teacher_row,
-                inner.node,
-                nodes.slot_start,
-                nodes.slot_class,
-                held.segment_start,
-                held.start,
-                held.token,
-                self._float(programs, held.most_segments),
-                held.most_segments,
-                nodal.value,
-                nodal.mass,
-                nodal.level,
-                nodal.listed,
-                nodal.ratio,
-                nodes.most_slots,
-                E,
-                student.positions,
-                *student.strides,
-                self.scale,
-                given.size,
-                SLOTS=SLOTS,
-                TILE=given.tile,
-                LANES=given.lanes,
-                num_warps=NODE_WARPS,
+                *entries, *tables, *scratch, *nodal, nodes.most_slots, *sizes, *constants, num_warps=NODE_WARPS
             )
         return nodal
 
@@ -404,57 +302,22 @@ class ListedComparison(Comparison):
         if E:
             programs = self._programs(NODE_PROGRAMS_PER_PROCESSOR, E)
             flags = torch.zeros((programs, self.plan.classes // 32 + 1), dtype=torch.int32, device=self.device)
+            entries = student.logits, given.ids, given.log_probs, given.part
+            events = inner.chunk, fresh_row, holder_row, inner.node, self.bounds[0].first
+            slots = *nodes.slots, held.segment_start, held.start, *fresh.segments, *nodes.spelled
+            of_student = self.plan.student.root, rows["top"], rows["total"]
+            scratch = flags, self._float(programs, fresh.most_segments), fresh.most_segments
+            widths = E, student.positions, student.width, len(self.tables.teacher.root), flags.shape[1]
+            inputs = *entries, *events, *slots, *of_student, *scratch
+            constants = *student.strides, self.scale, given.size, BLOCK, SLOTS, given.tile, given.lanes
             node_kernels.chain_listed_beside_kernel[(programs,)](
-                student.logits,
-                given.ids,
-                given.log_probs,
-                given.part,
-                inner.chunk,
-                fresh_row,
-                holder_row,
-                inner.node,
-                self.bounds[0].first,
-                nodes.slot_start,
-                nodes.slot_class,
-                held.segment_start,
-                held.start,
-                fresh.segment_start,
-                fresh.start,
-                fresh.token,
-                nodes.spelling_start,
-                nodes.spelled_node,
-                nodes.spelled_slot,
-                self.plan.student.root,
-                rows["top"],
-                rows["total"],
-                flags,
-                self._float(programs, fresh.most_segments),
-                fresh.most_segments,
-                nodal.value,
-                nodal.mass,
-                nodal.level,
-                nodal.listed,
-                nodal.ratio,
-                nodes.most_slots,
-                E,
-                student.positions,
-                student.width,
-                len(self.tables.teacher.root),
-                flags.shape[1],
-                *student.strides,
-                self.scale,
-                given.size,
-                BLOCK=BLOCK,
-                SLOTS=SLOTS,
-                TILE=given.tile,
-                LANES=given.lanes,
-                num_warps=NODE_WARPS,
+                *inputs, *nodal, nodes.most_slots, *widths, *constants, num_warps=NODE_WARPS
             )
         return nodal
 
     def _nodes(self, events: int, most_slots: int) -> ListedNodes:
-        value, listed, mass, level = (self._float(events) for _ in range(4))
-        return ListedNodes(value, listed, mass, level, self._float(events, most_slots))
+        value, mass, level, listed = (self._float(events) for _ in range(4))
+        return ListedNodes(value, mass, level, listed, self._float(events, most_slots))
 
     def _parts(
         self, starts: Tensor, inside: ListedNodes, beside: ListedNodes, likely: Tensor, own: Tensor
@@ -464,23 +327,10 @@ class ListedComparison(Comparison):
         parts, listed, of_chunks = self._float(3, chunks), self._float(chunks), self._float(2, chunks)
         sides = (inside, self.in_student), (beside, self.in_teacher)
         nodes = [(x.value, x.listed, inner.chunk, inner.at_end, len(inner.chunk)) for x, inner in sides]
+        bounds = [x for side in self.bounds for x in (side.first, side.size)]
+        results = parts, listed, of_chunks, chunks
         node_kernels.chain_listed_part_kernel[(triton.cdiv(chunks, CHUNKS),)](
-            self.starts.chunk,
-            starts,
-            *nodes[0],
-            *nodes[1],
-            self.bounds[0].first,
-            self.bounds[0].size,
-            self.bounds[1].first,
-            self.bounds[1].size,
-            likely,
-            own,
-            parts,
-            listed,
-            of_chunks,
-            chunks,
-            BLOCK=CHUNKS,
-            num_warps=4,
+            self.starts.chunk, starts, *nodes[0], *nodes[1], *bounds, likely, own, *results, CHUNKS, num_warps=4
         )
         return parts, listed, of_chunks
 
@@ -501,101 +351,37 @@ class ListedComparison(Comparison):
         B, T_s, V_head = logits.shape
         R, K = B * T_s, classes.shape[1]
         gradient = torch.empty((B, T_s, V_head), dtype=logits.dtype, device=self.device)
-        row: tuple[Any, ...] = (
-            logits,
-            gradient,
-            self.event_of_row,
-            rows.bits,
-            self.targets,
-            rows.head_lse,
-            rows.top,
-            rows.total,
-            rows.mass,
-            rows.s_lse,
-            rows.rest_ratio,
-            rows.vocab_lse,
-            of_losses,
-            of_parts,
-            of_likely,
-            self.row_chunk,
-            self.in_teacher.chunk,
-            self.in_teacher.at_end,
-            of_parts.shape[1],
-            beside.level,
-            len(beside.level),
-            T_s,
-            self.shape[1],
-            V_head,
-            self.settings.student_vocab_size,
-            student.width,
-            rows.bits.shape[1],
-            *student.strides,
-            self.scale,
-        )
+        inputs = logits, gradient, self.event_of_row, rows.bits, self.targets
+        sums = rows.head_lse, rows.top, rows.total, rows.mass, rows.s_lse, rows.rest_ratio, rows.vocab_lse
+        upstream = of_losses, of_parts, of_likely
+        nodes = self.row_chunk, self.in_teacher.chunk, self.in_teacher.at_end, of_parts.shape[1], beside.level
+        sizes = len(beside.level), T_s, self.shape[1], V_head, self.settings.student_vocab_size, student.width
+        strides = rows.bits.shape[1], *student.strides, self.scale
+        row: tuple[Any, ...] = *inputs, *sums, *upstream, *nodes, *sizes, *strides
         settings = {"CROSS_ENTROPY": of_losses is not None, "UNSCALED": self.scale == 1.0}
         blocks = triton.cdiv(V_head, GRADIENT_TILES * GRADIENT_LANES * start_kernels.ADJACENT.value)
         gradient_kernels.chain_listed_row_bwd_kernel[(R * blocks,)](
             *row, blocks, **settings, TILES=GRADIENT_TILES, LANES=GRADIENT_LANES, num_warps=GRADIENT_WARPS
         )
         groups = triton.cdiv(K, ENTRIES)
+        of_classes = self.starts.teacher_row, classes, rows.heads, rows.ratio, *self.by_class, K, groups
         gradient_kernels.chain_listed_class_bwd_kernel[(R * groups,)](
-            *row,
-            self.starts.teacher_row,
-            classes,
-            rows.heads,
-            rows.ratio,
-            self.by_class.start,
-            self.by_class.token,
-            K,
-            groups,
-            **settings,
-            ENTRIES=ENTRIES,
-            LANES=TOKENS,
-            num_warps=HEAD_WARPS,
+            *row, *of_classes, **settings, ENTRIES=ENTRIES, LANES=TOKENS, num_warps=HEAD_WARPS
         )
         if len(inside.value) or len(beside.value):
             own, other = self.plan.student.nodes, self.plan.teacher.nodes
             programs = self._programs(NODE_GRADIENT_PROGRAMS_PER_PROCESSOR, R)
             capacity = own.held.most_tokens, other.fresh.most_tokens
+            events, bounds = (self.in_student, self.in_teacher), self.bounds[1]
+            lists = self.starts.teacher_row, classes, rows.ratio, rows.rest_bits, self.plan.student.root, K, R
+            starts = events[0].chunk, bounds.first, bounds.size, len(inside.value), events[0].node
+            held = own.slot_start, own.held.node_start, own.held.token
+            of_held = inside.level, inside.mass, inside.ratio, own.most_slots, events[0].at_end
+            named = events[1].node, other.slot_start, other.fresh.node_start, other.fresh.token, other.fresh.slot
+            of_named = beside.mass, beside.ratio, other.most_slots
+            scratch = self._float(programs, sum(capacity)), sum(capacity), capacity[0]
+            arguments = *lists, *starts, *held, *of_held, *own.spelled, *named, *of_named, *scratch
             gradient_kernels.chain_listed_node_bwd_kernel[(programs,)](
-                *row,
-                self.starts.teacher_row,
-                classes,
-                rows.ratio,
-                rows.rest_bits,
-                self.plan.student.root,
-                K,
-                R,
-                self.in_student.chunk,
-                self.bounds[1].first,
-                self.bounds[1].size,
-                len(inside.value),
-                self.in_student.node,
-                own.slot_start,
-                own.held.node_start,
-                own.held.token,
-                inside.level,
-                inside.mass,
-                inside.ratio,
-                own.most_slots,
-                self.in_student.at_end,
-                own.spelling_start,
-                own.spelled_node,
-                own.spelled_slot,
-                self.in_teacher.node,
-                other.slot_start,
-                other.fresh.node_start,
-                other.fresh.token,
-                other.fresh.slot,
-                beside.mass,
-                beside.ratio,
-                other.most_slots,
-                self._float(programs, sum(capacity)),
-                sum(capacity),
-                capacity[0],
-                **settings,
-                STEPS=K.bit_length(),
-                SLOTS=SLOTS,
-                num_warps=NODE_WARPS,
+                *row, *arguments, **settings, STEPS=K.bit_length(), SLOTS=SLOTS, num_warps=NODE_WARPS
             )
         return gradient

@@ -39,19 +39,9 @@ class TritonCrossEntropy(torch.autograd.Function):
         if B * T:
             block = min(BLOCK, power_of_2(V))
             matrix = row_matrix(logits, block)
+            constants = 0 if matrix is None else STAGES, WIDTH, block
             row_statistics_kernel[(B * T,)](
-                logits,
-                matrix,
-                targets,
-                lse,
-                own,
-                best,
-                T,
-                V,
-                *row_strides(logits),
-                0 if matrix is None else STAGES,
-                WIDTH,
-                block,
+                logits, matrix, targets, lse, own, best, T, V, *row_strides(logits), *constants
             )
         hits = best == targets
         ctx.save_for_backward(logits, targets, lse)
@@ -67,16 +57,9 @@ class TritonCrossEntropy(torch.autograd.Function):
         gradient = logits if ctx.in_place else torch.empty((B, T, V), dtype=logits.dtype, device=logits.device)
         if gradient.numel():
             block = min(BLOCK, power_of_2(V))
+            inputs = logits, targets, lse, grad_losses.contiguous()
             cross_entropy_bwd_kernel[(B * T, triton.cdiv(V, block))](
-                logits,
-                targets,
-                lse,
-                grad_losses.contiguous(),
-                gradient,
-                T,
-                V,
-                *row_strides(logits),
-                block,
+                *inputs, gradient, T, V, *row_strides(logits), block
             )
         return gradient, None, None
 

@@ -119,21 +119,30 @@ def gold_student_kernel(
 
 
 @triton.jit
-def first_position(logits_ptr, order_ptr, lse_ptr, first, count, T, stride_b, stride_t):
-    """Return a chunk's first row of logits and its log-sum-exp; some valid row and 0 where it has none."""
+def side_of_chunk(chunk, tensors, sizes):
+    """Return the operands of one chunk's means on one side.
+
+    Returns:
+        All logits, order and log-sum-exps, sizes and strides, then the chunk's first entry of the order, the number of
+        its positions, and of the first one the logits and the log-sum-exp: read once, before any loop over ids. A
+        chunk without positions has some valid row and 0.
+    """
+    logits_ptr, order_ptr, first_ptr, lse_ptr = tensors
+    T, stride_b, stride_t = sizes
+    first = tl.load(first_ptr + chunk)
+    count = tl.load(first_ptr + chunk + 1) - first
     row, lse = tl.zeros((), dtype=tl.int64), tl.zeros((), dtype=tl.float32)
     if count > 0:
         row = tl.load(order_ptr + first)
         lse = tl.load(lse_ptr + row)
-    return logits_ptr + row // T * stride_b + row % T * stride_t, lse
+    base = logits_ptr + row // T * stride_b + row % T * stride_t
+    return logits_ptr, order_ptr, lse_ptr, T, stride_b, stride_t, first, count, base, lse
 
 
 @triton.jit
-def mean_log_probs(logits_ptr, order_ptr, lse_ptr, base, lse, first, count, ids, there, T, stride_b, stride_t, scale):
-    """Compute the averaged log-probabilities of one chunk at `ids`, its positions `order[first : first + count]`.
-
-    `base` and `lse` are those of its first position, read before any loop over ids.
-    """
+def mean_log_probs(side, ids, there, scale):
+    """Compute one chunk's averaged log-probabilities at `ids`, `[BLOCK]`; `side` is from `side_of_chunk`."""
+    logits_ptr, order_ptr, lse_ptr, T, stride_b, stride_t, first, count, base, lse = side
     log_p = tl.load(base + ids, mask=there, other=0.0).to(tl.float32) * scale - lse
     log_p = tl.where(count > 0, log_p, 0.0)
     if count > 1:
@@ -187,15 +196,10 @@ def gold_common_kernel(
 ):
     """Reduce one chunk over the common pairs: divergence, the teacher's mass, the sum of the slopes, the best pairs."""
     chunk = tl.program_id(0).to(tl.int64)
-    first_s, first_t = tl.load(student_first_ptr + chunk), tl.load(teacher_first_ptr + chunk)
-    count_s = tl.load(student_first_ptr + chunk + 1) - first_s
-    count_t = tl.load(teacher_first_ptr + chunk + 1) - first_t
-    base_s, lse_s = first_position(
-        student_ptr, student_order_ptr, student_lse_ptr, first_s, count_s, T_s, student_stride_b, student_stride_t
-    )
-    base_t, lse_t = first_position(
-        teacher_ptr, teacher_order_ptr, teacher_lse_ptr, first_t, count_t, T_t, teacher_stride_b, teacher_stride_t
-    )
+    of_student = student_ptr, student_order_ptr, student_first_ptr, student_lse_ptr
+    student = side_of_chunk(chunk, of_student, (T_s, student_stride_b, student_stride_t))
+    of_teacher = teacher_ptr, teacher_order_ptr, teacher_first_ptr, teacher_lse_ptr
+    teacher = side_of_chunk(chunk, of_teacher, (T_t, teacher_stride_b, teacher_stride_t))
     lanes = tl.arange(0, BLOCK)
     kl = tl.zeros((BLOCK,), dtype=tl.float32)
     mass = tl.zeros((BLOCK,), dtype=tl.float32)
@@ -208,36 +212,8 @@ def gold_common_kernel(
         there = pair < c
         of_s = tl.load(common_student_ptr + pair, mask=there, other=0)
         of_t = tl.load(common_teacher_ptr + pair, mask=there, other=0)
-        S = mean_log_probs(
-            student_ptr,
-            student_order_ptr,
-            student_lse_ptr,
-            base_s,
-            lse_s,
-            first_s,
-            count_s,
-            of_s,
-            there,
-            T_s,
-            student_stride_b,
-            student_stride_t,
-            scale,
-        )
-        L = mean_log_probs(
-            teacher_ptr,
-            teacher_order_ptr,
-            teacher_lse_ptr,
-            base_t,
-            lse_t,
-            first_t,
-            count_t,
-            of_t,
-            there,
-            T_t,
-            teacher_stride_b,
-            teacher_stride_t,
-            scale,
-        )
+        S = mean_log_probs(student, of_s, there, scale)
+        L = mean_log_probs(teacher, of_t, there, scale)
         kl += tl.where(there, kl_term(S, L) if REVERSE else kl_term(L, S), 0.0)
         mass += tl.where(there, tl.exp(L), 0.0)
         slope += tl.where(there, common_slope(S, L, REVERSE), 0.0)
@@ -274,17 +250,13 @@ def gold_rest_kernel(
     """Store one chunk's probabilities at the uncommon ids contiguously; their sum is added to its mass."""
     slot = tl.program_id(0).to(tl.int64)
     chunk = from_chunk + slot
-    first = tl.load(first_ptr + chunk)
-    count = tl.load(first_ptr + chunk + 1) - first
-    base, lse = first_position(logits_ptr, order_ptr, lse_ptr, first, count, T, stride_b, stride_t)
+    side = side_of_chunk(chunk, (logits_ptr, order_ptr, first_ptr, lse_ptr), (T, stride_b, stride_t))
     mass = tl.zeros((BLOCK,), dtype=tl.float32)
     for start in range(0, u, BLOCK):
         place = start + tl.arange(0, BLOCK)
         there = place < u
         ids = tl.load(ids_ptr + place, mask=there, other=0)
-        log_p = mean_log_probs(
-            logits_ptr, order_ptr, lse_ptr, base, lse, first, count, ids, there, T, stride_b, stride_t, scale
-        )
+        log_p = mean_log_probs(side, ids, there, scale)
         p = tl.where(there, tl.exp(log_p), 0.0)
         tl.store(rest_ptr + slot * u + place, p, mask=there)
         mass += p
@@ -355,53 +327,30 @@ def token_gradient_of_row(
 
 @triton.jit
 def chunk_gradient_of_row(
-    base,
-    to_ptr,
-    from_v,
-    to_v,
+    row,
     chunk,
-    lse,
-    of_kl,
-    of_l1,
-    total,
-    student_ptr,
-    student_order_ptr,
-    student_first_ptr,
-    student_lse_ptr,
-    teacher_ptr,
-    teacher_order_ptr,
-    teacher_first_ptr,
-    teacher_lse_ptr,
-    pair_ptr,
-    signs_ptr,
-    head_lse,
-    target,
-    of_loss,
-    T_s,
-    T_t,
-    V,
-    V_head,
-    student_stride_b,
-    student_stride_t,
-    teacher_stride_b,
-    teacher_stride_t,
-    scale,
+    upstream,
+    student,
+    teacher,
+    tables,
+    token,
+    sizes,
     REVERSE: tl.constexpr,
     TARGETS: tl.constexpr,
     HEAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Store a part of a row's gradient; `total` is the sum of the gradient of its chunk's means."""
-    first_s, first_t = tl.load(student_first_ptr + chunk), tl.load(teacher_first_ptr + chunk)
-    count_s = tl.load(student_first_ptr + chunk + 1) - first_s
-    count_t = tl.load(teacher_first_ptr + chunk + 1) - first_t
+    """Store a part of a row's gradient.
+
+    `upstream` is that of the chunk's divergence and of its distance, and the sum of the gradient of its means.
+    """
+    base, to_ptr, from_v, to_v, lse = row
+    of_kl, of_l1, total = upstream
+    pair_ptr, signs_ptr = tables
+    head_lse, target, of_loss = token
+    V, V_head, scale = sizes
+    count_s = student[7]
     factor = scale / (count_s.to(tl.float32) + EPS)
-    base_s, lse_s = first_position(
-        student_ptr, student_order_ptr, student_lse_ptr, first_s, count_s, T_s, student_stride_b, student_stride_t
-    )
-    base_t, lse_t = first_position(
-        teacher_ptr, teacher_order_ptr, teacher_lse_ptr, first_t, count_t, T_t, teacher_stride_b, teacher_stride_t
-    )
     for start in range(from_v, to_v, BLOCK):
         v = start + tl.arange(0, BLOCK)
         inside = v < V
@@ -412,37 +361,9 @@ def chunk_gradient_of_row(
         p = tl.exp(S)
         q = p
         if count_s > 1:
-            S = mean_log_probs(
-                student_ptr,
-                student_order_ptr,
-                student_lse_ptr,
-                base_s,
-                lse_s,
-                first_s,
-                count_s,
-                v,
-                inside,
-                T_s,
-                student_stride_b,
-                student_stride_t,
-                scale,
-            )
+            S = mean_log_probs(student, v, inside, scale)
             q = tl.exp(S)
-        L = mean_log_probs(
-            teacher_ptr,
-            teacher_order_ptr,
-            teacher_lse_ptr,
-            base_t,
-            lse_t,
-            first_t,
-            count_t,
-            pair,
-            pair >= 0,
-            T_t,
-            teacher_stride_b,
-            teacher_stride_t,
-            scale,
-        )
+        L = mean_log_probs(teacher, pair, pair >= 0, scale)
         by_mean = of_kl * tl.where(pair >= 0, common_slope(S, L, REVERSE), 0.0)
         by_mean += of_l1 * tl.where(sign != 0.0, sign * q, 0.0)
         gradient = (by_mean - p * total) * factor
@@ -514,38 +435,19 @@ def gold_bwd_kernel(
             token_gradient_of_row(base, to_ptr, from_v, to_v, V_head, head_lse, target, of_loss, TARGETS, BLOCK)
     else:
         total = of_kl * tl.load(kl_slope_ptr + chunk) + of_l1 * tl.load(l1_slope_ptr + chunk)
+        of_student = student_ptr, student_order_ptr, student_first_ptr, student_lse_ptr
+        student = side_of_chunk(chunk, of_student, (T_s, student_stride_b, student_stride_t))
+        of_teacher = teacher_ptr, teacher_order_ptr, teacher_first_ptr, teacher_lse_ptr
+        teacher = side_of_chunk(chunk, of_teacher, (T_t, teacher_stride_b, teacher_stride_t))
         chunk_gradient_of_row(
-            base,
-            to_ptr,
-            from_v,
-            to_v,
+            (base, to_ptr, from_v, to_v, tl.load(student_lse_ptr + row)),
             chunk,
-            tl.load(student_lse_ptr + row),
-            of_kl,
-            of_l1,
-            total,
-            student_ptr,
-            student_order_ptr,
-            student_first_ptr,
-            student_lse_ptr,
-            teacher_ptr,
-            teacher_order_ptr,
-            teacher_first_ptr,
-            teacher_lse_ptr,
-            pair_ptr,
-            signs_ptr,
-            head_lse,
-            target,
-            of_loss,
-            T_s,
-            T_t,
-            V,
-            V_head,
-            student_stride_b,
-            student_stride_t,
-            teacher_stride_b,
-            teacher_stride_t,
-            scale,
+            (of_kl, of_l1, total),
+            student,
+            teacher,
+            (pair_ptr, signs_ptr),
+            (head_lse, target, of_loss),
+            (V, V_head, scale),
             REVERSE,
             TARGETS,
             HEAD,

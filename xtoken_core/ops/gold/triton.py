@@ -93,21 +93,9 @@ def _token_values(side: Side, targets: Tensor, vocab_size: int, scale: float) ->
     device = side.logits.device
     lse, head_lse, losses = (torch.empty((B, T), dtype=torch.float32, device=device) for _ in range(3))
     hits = torch.empty((B, T), dtype=torch.bool, device=device)
+    results, sizes = (lse, head_lse, losses, hits), (T, vocab_size, V_head, *side.strides, scale)
     kernels.gold_student_kernel[(B * T,)](
-        side.logits,
-        targets,
-        lse,
-        head_lse,
-        losses,
-        hits,
-        T,
-        vocab_size,
-        V_head,
-        *side.strides,
-        scale,
-        scale == 1.0,
-        _lanes(V_head),
-        num_warps=ROW_WARPS,
+        side.logits, targets, *results, *sizes, scale == 1.0, _lanes(V_head), num_warps=ROW_WARPS
     )
     return TokenValues(lse.view(-1), head_lse.view(-1), losses, hits)
 
@@ -165,34 +153,14 @@ class TritonGold(torch.autograd.Function):
         block = min(GRADIENT_BLOCK, power_of_2(V_head))
         per = GRADIENT_BLOCKS * block
         of_tokens = (student_lse,) * 3 if of_losses is None else (targets, head_lse, of_losses)
+        of_student = student.logits, *student.positions, student_lse
+        of_teacher = teacher.logits, *teacher.positions[1:], teacher_lse
+        upstream = grad_kl.float().contiguous(), grad_l1.float().contiguous()
+        sizes = T, teacher.logits.shape[1], V, V_head, *student.strides, *teacher.strides, scale
+        constants = ctx.options.reverse, of_losses is not None, V_head != V or scale != 1.0, per, block
+        chunks = pair, signs, *upstream, kl_slope, l1_slope, *of_tokens
         kernels.gold_bwd_kernel[(triton.cdiv(V_head, per) * B * T,)](
-            student.logits,
-            *student.positions,
-            student_lse,
-            teacher.logits,
-            *teacher.positions[1:],
-            teacher_lse,
-            pair,
-            signs,
-            grad_kl.float().contiguous(),
-            grad_l1.float().contiguous(),
-            kl_slope,
-            l1_slope,
-            *of_tokens,
-            gradient,
-            T,
-            teacher.logits.shape[1],
-            V,
-            V_head,
-            *student.strides,
-            *teacher.strides,
-            scale,
-            ctx.options.reverse,
-            of_losses is not None,
-            V_head != V or scale != 1.0,
-            per,
-            block,
-            num_warps=8,
+            *of_student, *of_teacher, *chunks, gradient, *sizes, *constants, num_warps=8
         )
         return gradient, None, None, None, None, None
 
@@ -217,21 +185,11 @@ class Tail(NamedTuple):
         probabilities sum up to is added to `mass`.
         """
         u, rest = self.ids.shape[0], torch.empty((rows, self.ids.shape[0]), dtype=torch.float32, device=self.lse.device)
+        summed = self.lse if mass is None else mass
+        inputs = self.side.logits, *self.side.positions[1:], self.lse, self.ids
+        sizes = start, u, self.side.logits.shape[1], *self.side.strides, scale
         kernels.gold_rest_kernel[(rows,)](
-            self.side.logits,
-            *self.side.positions[1:],
-            self.lse,
-            self.ids,
-            rest,
-            self.lse if mass is None else mass,
-            start,
-            u,
-            self.side.logits.shape[1],
-            *self.side.strides,
-            scale,
-            mass is not None,
-            min(BLOCK, power_of_2(u)),
-            num_warps=8,
+            *inputs, rest, summed, *sizes, mass is not None, min(BLOCK, power_of_2(u)), num_warps=8
         )
         values, ids = self._picked(rest, start) if self.room < u else (rest, self.ids)
         del rest  # a sort takes as much again
@@ -243,20 +201,9 @@ class Tail(NamedTuple):
         values = rest.new_empty((rows, self.room))
         ids = torch.empty((rows, self.room), dtype=torch.int32, device=rest.device)
         sample = min(SAMPLE, power_of_2(u))
+        inputs, sizes = (rest, self.ids, self.side.positions.first), (start, self.wanted, self.room, u)
         pick_kernels.gold_pick_kernel[(rows,)](
-            rest,
-            self.ids,
-            self.side.positions.first,
-            values,
-            ids,
-            start,
-            self.wanted,
-            self.room,
-            u,
-            triton.cdiv(u, sample),
-            sample,
-            PICK_BLOCK,
-            num_warps=PICK_WARPS,
+            *inputs, values, ids, *sizes, triton.cdiv(u, sample), sample, PICK_BLOCK, num_warps=PICK_WARPS
         )
         return values, ids
 
@@ -271,25 +218,13 @@ def _compare_common(
 ) -> None:
     """Fill in the divergence over the common pairs, the teacher's mass there, the slopes' sums and the best pairs."""
     c = partition.common_student.shape[0]
+    of_student = student.logits, *student.positions[1:], lse[0]
+    of_teacher = teacher.logits, *teacher.positions[1:], lse[1]
+    pairs = partition.common_student.int(), partition.common_teacher.int()
+    sizes = c, student.logits.shape[1], teacher.logits.shape[1], *student.strides, *teacher.strides
+    constants = 1.0 / options.temperature, options.reverse, min(COMMON_BLOCK, power_of_2(c))
     kernels.gold_common_kernel[(results[0].numel(),)](
-        student.logits,
-        *student.positions[1:],
-        lse[0],
-        teacher.logits,
-        *teacher.positions[1:],
-        lse[1],
-        partition.common_student.int(),
-        partition.common_teacher.int(),
-        *results,
-        c,
-        student.logits.shape[1],
-        teacher.logits.shape[1],
-        *student.strides,
-        *teacher.strides,
-        1.0 / options.temperature,
-        options.reverse,
-        min(COMMON_BLOCK, power_of_2(c)),
-        num_warps=8,
+        *of_student, *of_teacher, *pairs, *results, *sizes, *constants, num_warps=8
     )
 
 
@@ -320,24 +255,10 @@ def _compare_tails(
             a, places, ids = tails[0].descending(start, rows, scale, None)
         b, *_ = tails[1].descending(start, rows, scale, mass)
         join(l1.device)
+        sizes = start, n_s, n_t, n, signs.shape[1]
+        strides = a.stride(0), ids.stride(0) if ids.dim() > 1 else 0, b.stride(0)
         kernels.gold_l1_kernel[(rows,)](
-            a,
-            places,
-            ids,
-            b,
-            l1,
-            l1_slope,
-            signs,
-            start,
-            n_s,
-            n_t,
-            n,
-            signs.shape[1],
-            a.stride(0),
-            ids.stride(0) if ids.dim() > 1 else 0,
-            b.stride(0),
-            min(BLOCK, power_of_2(n)),
-            num_warps=8,
+            a, places, ids, b, l1, l1_slope, signs, *sizes, *strides, min(BLOCK, power_of_2(n)), num_warps=8
         )
 
 

@@ -53,84 +53,20 @@ def _largest(logits: Tensor, targets: Tensor, k: int, V: int, mass: float | None
     picked = torch.empty((B * T, K), dtype=torch.int64, device=device)
     ids = torch.empty((B, T, k), dtype=torch.int64, device=device)
     values = torch.empty((B, T, k), dtype=torch.float32, device=device)
+    sizes = T, V, width, groups, tiles, *strides, scale
     group_statistics_kernel[(B * T * tiles,)](
-        logits,
-        maxima,
-        sums[0],
-        sums[-1],
-        T,
-        V,
-        width,
-        groups,
-        tiles,
-        *strides,
-        scale,
-        width > V,
-        scaled,
-        TILE_GROUPS,
-        num_warps=TILE_WARPS,
+        logits, maxima, sums[0], sums[-1], *sizes, width > V, scaled, TILE_GROUPS, num_warps=TILE_WARPS
     )
-    choose_groups_kernel[(B * T,)](
-        logits,
-        targets,
-        maxima,
-        sums[0],
-        sums[-1],
-        chosen,
-        edge,
-        log_z,
-        log_z_scaled,
-        own,
-        top,
-        total,
-        T,
-        V,
-        k,
-        wanted,
-        groups,
-        *strides,
-        scale,
-        scaled,
-        K,
-        shift,
-        lanes,
-        num_warps=min(max(lanes // LANES_PER_WARP, 1), MOST_WARPS),
-        maxnreg=MOST_REGISTERS,
-    )
+    tensors = logits, targets, maxima, sums[0], sums[-1], chosen, edge, log_z, log_z_scaled, own, top, total
+    constants = T, V, k, wanted, groups, *strides, scale, scaled, K, shift, lanes
+    warps = min(max(lanes // LANES_PER_WARP, 1), MOST_WARPS)
+    choose_groups_kernel[(B * T,)](*tensors, *constants, num_warps=warps, maxnreg=MOST_REGISTERS)
     warps = min(K // SLOTS_PER_WARP, MOST_WARPS)
-    select_tokens_kernel[(B * T,)](
-        logits,
-        chosen,
-        edge,
-        picked,
-        top,
-        total,
-        T,
-        V,
-        width,
-        k,
-        wanted,
-        *strides,
-        scale,
-        K,
-        shift,
-        SLOTS_AT_ONCE * warps,
-        num_warps=warps,
-    )
+    inputs, sizes_of_rows = (logits, chosen, edge, picked, top, total), (T, V, width, k, wanted, *strides, scale)
+    select_tokens_kernel[(B * T,)](*inputs, *sizes_of_rows, K, shift, SLOTS_AT_ONCE * warps, num_warps=warps)
+    of_mass = k, mass or 0.0, scale, mass is not None, K
     order_tokens_kernel[(B * T,)](
-        picked,
-        log_z_scaled,
-        top,
-        total,
-        ids,
-        values,
-        log_rest,
-        k,
-        mass or 0.0,
-        scale,
-        mass is not None,
-        K,
-        num_warps=min(max(K // 64, 1), 4),
+        picked, log_z_scaled, top, total, ids, values, log_rest, *of_mass, num_warps=min(max(K // 64, 1), 4)
     )
     return LargestLogits(ids, values, log_z, log_z_scaled, log_rest, own)
 

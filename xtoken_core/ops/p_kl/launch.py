@@ -187,47 +187,18 @@ class Comparison:
         parts = triton.cdiv(V_head, columns)
         sums = self._float(2, parts, width)
         of_head = torch.empty_like(sums) if head else sums
-        strides = *row_strides(logits), width
+        strides, positions = (*row_strides(logits), width), (B * T, T, from_row)
+        sizes = *positions, self.V, V_head, *strides, self.scale
         kernels.p_kl_student_kernel[(parts, width // rows)](
-            logits,
-            counts,
-            transposed,
-            *sums,
-            *of_head,
-            B * T,
-            T,
-            from_row,
-            self.V,
-            V_head,
-            *strides,
-            self.scale,
-            head,
-            rows,
-            columns,
-            PADDING,
-            num_warps=8,
+            logits, counts, transposed, *sums, *of_head, *sizes, head, rows, columns, PADDING, num_warps=8
         )
+        # Without targets another tensor takes the place of those that are not read.
         known = targets is not None and out.losses is not None
+        values = *sums, *of_head
+        results = out.lse, out.head_lse, out.losses if known else out.lse, out.hits if known else out.lse
+        constants = *positions, V_head, parts, *strides, known, head, PARTS, ROWS, columns
         kernels.p_kl_student_rows_kernel[(width // ROWS,)](
-            logits,
-            targets if known else out.lse,
-            *sums,
-            *of_head,
-            out.lse,
-            out.head_lse,
-            out.losses if known else out.lse,
-            out.hits if known else out.lse,
-            B * T,
-            T,
-            from_row,
-            V_head,
-            parts,
-            *strides,
-            known,
-            head,
-            PARTS,
-            ROWS,
-            columns,
+            logits, targets if known else out.lse, *values, *results, *constants
         )
 
     def _project(self, transposed: Tensor, out: StudentRows, from_row: int, width: int) -> None:
@@ -236,26 +207,11 @@ class Comparison:
         rows, columns = PROJECT_TILE
         parts = triton.cdiv(self.K, self.per)
         partial = self._float(parts, width)
+        inputs = transposed, out.lse, self.columns, W.offsets, W.sources, W.weights
+        sizes = self.K, self.V, from_row, width, self.scale
+        tiles = self.per, columns, rows, PROJECT_AHEAD, PADDING
         kernels.p_kl_project_kernel[(parts, width // rows)](
-            transposed,
-            out.lse,
-            self.columns,
-            W.offsets,
-            W.sources,
-            W.weights,
-            out.projected,
-            partial,
-            self.K,
-            self.V,
-            from_row,
-            width,
-            self.scale,
-            self.per,
-            columns,
-            rows,
-            PROJECT_AHEAD,
-            PADDING,
-            num_warps=PROJECT_WARPS,
+            *inputs, out.projected, partial, *sizes, *tiles, num_warps=PROJECT_WARPS
         )
         sum_kernel[(width // ROWS,)](partial, out.sums[from_row:], parts, width, PARTS, ROWS)
 
@@ -268,23 +224,10 @@ class Comparison:
         parts = triton.cdiv(self.K, columns)
         gathered = self._lines(width, logits.dtype)
         sums, lse, unnamed = self._float(3, parts, width), self._float(width), self._float(B, T)
+        inputs = logits, compared, self.columns, self.projection.offsets
+        sizes = B * T, T, self.K, *row_strides(logits), width, self.scale
         kernels.p_kl_teacher_kernel[(parts, width // rows)](
-            logits,
-            compared,
-            self.columns,
-            self.projection.offsets,
-            gathered,
-            *sums,
-            B * T,
-            T,
-            self.K,
-            *row_strides(logits),
-            width,
-            self.scale,
-            rows,
-            columns,
-            PADDING,
-            num_warps=8,
+            *inputs, gathered, *sums, *sizes, rows, columns, PADDING, num_warps=8
         )
         kernels.p_kl_teacher_rows_kernel[(width // ROWS,)](*sums, lse, unnamed, B * T, parts, width, PARTS, ROWS)
         return TeacherRows(gathered, lse, unnamed)
@@ -299,30 +242,12 @@ class Comparison:
         places = torch.empty((2, parts, width), dtype=torch.int32, device=self.device)
         of_parts = (*values[:4], places[0], values[4], places[1])
         partial, products = self._float(parts, self.student_padded), self._float(self.student_padded)
+        of_student = student.projected, student.sums, self.student.order, self.student.first
+        of_teacher = teacher.gathered, self.teacher.order, self.teacher.first, teacher.lse
+        sizes = self.C, self.K, self.student_padded, width, self.scale
+        constants = self.options.reverse, self.prob, self.per, columns, chunks, PADDING
         chunk_kernels.p_kl_chunk_kernel[(parts, width // chunks)](
-            student.projected,
-            student.sums,
-            self.student.order,
-            self.student.first,
-            teacher.gathered,
-            self.teacher.order,
-            self.teacher.first,
-            teacher.lse,
-            partial,
-            norm,
-            *of_parts,
-            self.C,
-            self.K,
-            self.student_padded,
-            width,
-            self.scale,
-            self.options.reverse,
-            self.prob,
-            self.per,
-            columns,
-            chunks,
-            PADDING,
-            num_warps=CHUNK_WARPS,
+            *of_student, *of_teacher, partial, norm, *of_parts, *sizes, *constants, num_warps=CHUNK_WARPS
         )
         sum_kernel[(self.student_padded // ROWS,)](partial, products, parts, self.student_padded, PARTS, ROWS)
         kl, mass, inner, unnamed = (self._float(*shape) for _ in range(4))
@@ -330,18 +255,9 @@ class Comparison:
         chunk_kernels.p_kl_chunk_rows_kernel[(width // ROWS,)](
             *of_parts, kl, mass, inner, agrees, self.C, parts, width, PARTS, ROWS
         )
+        positions, strides = (self.teacher.order, self.teacher.first), (0, 1)  # all samples as one, a column wide
         chunk_mean_kernel[(self.C, 1)](
-            teacher.unnamed,
-            self.teacher.order,
-            self.teacher.first,
-            unnamed,
-            self._float(*shape),
-            teacher.unnamed.numel(),
-            1,
-            0,
-            1,
-            EPSILON,
-            1,
+            teacher.unnamed, *positions, unnamed, self._float(*shape), teacher.unnamed.numel(), 1, *strides, EPSILON, 1
         )
         return ChunkResults(kl, agrees, mass, unnamed, norm, inner, products)
 
@@ -363,49 +279,18 @@ class Comparison:
         width = self.student_padded
         lse, head_lse, sums, products, slopes = by_position
         factor, inner, dot = (self._float(width) for _ in range(3))
-        kernels.p_kl_factors_kernel[(width // ROWS,)](
-            self.student.chunk,
-            self.student.first,
-            *by_chunk,
-            sums,
-            products,
-            factor,
-            inner,
-            dot,
-            B * T,
-            self.scale,
-            ROWS,
-        )
+        inputs = self.student.chunk, self.student.first, *by_chunk, sums, products
+        kernels.p_kl_factors_kernel[(width // ROWS,)](*inputs, factor, inner, dot, B * T, self.scale, ROWS)
         rows, columns = GRADIENT_TILE[0], min(GRADIENT_TILE[1], power_of_2(V_head))
         in_place = self.options.overwrite and logits.is_contiguous()
         out = logits if in_place else torch.empty((B, T, V_head), dtype=logits.dtype, device=self.device)
         head = V_head != self.V or self.scale != 1.0
+        of_tokens = lse if targets is None else targets, head_lse, lse if of_losses is None else of_losses
+        sizes = B * T, T, self.V, V_head, self.K, *row_strides(logits), self.scale
+        constants = targets is not None, head, self._eager_slots(), rows, columns, PADDING
+        arguments = lse, slopes, factor, inner, dot, *slots, *of_tokens, out, *sizes, *constants
         kernels.p_kl_student_bwd_kernel[(triton.cdiv(V_head, columns), width // rows)](
-            logits,
-            lse,
-            slopes,
-            factor,
-            inner,
-            dot,
-            *slots,
-            lse if targets is None else targets,
-            head_lse,
-            lse if of_losses is None else of_losses,
-            out,
-            B * T,
-            T,
-            self.V,
-            V_head,
-            self.K,
-            *row_strides(logits),
-            self.scale,
-            targets is not None,
-            head,
-            self._eager_slots(),
-            rows,
-            columns,
-            PADDING,
-            num_warps=GRADIENT_WARPS,
+            logits, *arguments, num_warps=GRADIENT_WARPS
         )
         return out
 

@@ -33,26 +33,10 @@ class TritonTokenKL(torch.autograd.Function):
         kl, losses, *lse = (torch.empty((B, T), dtype=torch.float32, device=logits.device) for _ in range(5))
         agrees, hits = (torch.empty((B, T), dtype=torch.bool, device=logits.device) for _ in range(2))
         scale = 1.0 / options.temperature
-        token_kl_kernel[(B * T,)](
-            logits,
-            teacher,
-            targets,
-            kl,
-            agrees,
-            losses,
-            hits,
-            *lse,
-            T,
-            options.vocab_size,
-            V_head,
-            *row_strides(logits),
-            *row_strides(teacher),
-            scale,
-            options.reverse,
-            scale == 1.0,
-            min(BLOCK, power_of_2(V_head)),
-            num_warps=WARPS,
-        )
+        results = kl, agrees, losses, hits, *lse
+        sizes = T, options.vocab_size, V_head, *row_strides(logits), *row_strides(teacher)
+        constants = scale, options.reverse, scale == 1.0, min(BLOCK, power_of_2(V_head))
+        token_kl_kernel[(B * T,)](logits, teacher, targets, *results, *sizes, *constants, num_warps=WARPS)
         ctx.options = options
         ctx.save_for_backward(logits, teacher, targets, kl, *lse)
         ctx.mark_non_differentiable(agrees, hits)
@@ -70,24 +54,11 @@ class TritonTokenKL(torch.autograd.Function):
         in_place = options.overwrite and logits.is_contiguous()
         gradient = logits if in_place else torch.empty((B, T, V_head), dtype=logits.dtype, device=logits.device)
         block = min(GRADIENT_BLOCK, power_of_2(V_head))
+        upstream = of_kl.float().contiguous(), of_losses.float().contiguous()
+        sizes = T, options.vocab_size, V_head, *row_strides(logits), *row_strides(teacher)
+        constants = 1.0 / options.temperature, options.reverse, block
         token_kl_bwd_kernel[(B * T, triton.cdiv(V_head, block))](
-            logits,
-            teacher,
-            targets,
-            kl,
-            *lse,
-            of_kl.float().contiguous(),
-            of_losses.float().contiguous(),
-            gradient,
-            T,
-            options.vocab_size,
-            V_head,
-            *row_strides(logits),
-            *row_strides(teacher),
-            1.0 / options.temperature,
-            options.reverse,
-            block,
-            num_warps=WARPS,
+            logits, teacher, targets, kl, *lse, *upstream, gradient, *sizes, *constants, num_warps=WARPS
         )
         if in_place:
             increment_version(logits)  # a second backward must not take the gradient for logits
