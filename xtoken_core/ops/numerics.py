@@ -42,6 +42,7 @@ class KLTerms(torch.autograd.Function):
         p, difference = ctx.saved_tensors
         of_p, of_q = None, None
         if ctx.needs_input_grad[0]:
+            # 0 * inf would be NaN: what a mask leaves out has no gradient.
             of_p = (upstream * p * (difference + 1)).masked_fill(upstream == 0, 0.0)
         if ctx.needs_input_grad[1]:
             of_q = -upstream * p

@@ -28,6 +28,7 @@ def chunk_positions_kernel(
     placed = entry < N
     row = tl.where(placed, rows_of(chunk_id_ptr, entry, T, P, N, C), entry - N)
     before = tl.where(placed, entry, -1)
+    # [ENTRIES, BLOCK] comparisons at once; rows of chunks come before all their positions (`before` is -1).
     count = tl.zeros((ENTRIES,), dtype=tl.int32)
     for start in range(0, N, BLOCK):
         i = start + tl.arange(0, BLOCK)

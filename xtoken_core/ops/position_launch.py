@@ -19,6 +19,7 @@ def positions_by_chunk(chunk_id: Tensor, max_chunks: int) -> ChunkPositions:
     """Compute the same as `chunk_positions`, a small batch's by one launch; call it in `launching_on`."""
     B, T = chunk_id.shape
     positions, rows = B * T, B * max_chunks
+    # Comparing all with all is one launch instead of a sort's many, while it is small enough.
     if positions + rows > MOST:
         return chunk_positions(chunk_id, max_chunks)
     chunk, order = (torch.empty(positions, dtype=torch.int64, device=chunk_id.device) for _ in range(2))

@@ -99,6 +99,7 @@ def priority(name: str, device: torch.device | str) -> tuple[OpBackend, ...]:
     if name not in BACKENDS:
         raise ConfigError(f"there is no op {name!r}: there are {', '.join(op_names())}")
     overrides = _overrides(os.environ.get(ENVIRONMENT, ""))
+    # An op that contains another goes with it, unless it is named itself.
     chosen = overrides.get(name) or overrides.get(FOLLOWS.get(name, ""))
     if chosen:
         return (BACKENDS[name][chosen],)

@@ -15,6 +15,7 @@ NAN = tl.constexpr(0x7FC00000)
 @triton.jit
 def ordered_bits(x):
     """Return integers in the order of float32 values: -0.0 equals 0.0, NaN is the largest."""
+    # The sign bit is in front: of negative numbers the other bits are inverted, so that larger ones come later.
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     return tl.where(x != x, NAN, tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits))
 
@@ -22,6 +23,7 @@ def ordered_bits(x):
 @triton.jit
 def added_exp(total, running, x):
     """Return `sum exp(. - maximum)` and the maximum after one more value, with one exponential for both."""
+    # Either the new term is rescaled or the old sum is; one exponential of a number that is not positive does both.
     larger = x > running
     e = tl.exp(tl.where(larger, running - x, x - running))
     return tl.where(larger, total * e + 1.0, total + e), tl.where(larger, x, running)
@@ -70,6 +72,7 @@ def row_statistics_kernel(
     running = tl.full((BLOCK,), LOWEST, dtype=tl.float32)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     guess = tl.zeros((BLOCK,), dtype=tl.int32)
+    # By TMA tiles are on their way while earlier ones are added up; a tile can end in the next row, and is masked.
     if STAGES > 0:
         for start in tl.range(0, V, BLOCK, num_stages=STAGES):
             x = tl.reshape(matrix.load([((offset + start) // WIDTH).to(tl.int32), 0]), (BLOCK,))
@@ -80,5 +83,5 @@ def row_statistics_kernel(
             total, running, guess = added_tile(total, running, guess, x, start + columns, V)
     lse, top = lanes_log_sum_exp(total, running)
     tl.store(lse_ptr + row, lse)
-    tl.store(best_ptr + row, tl.min(tl.where(running == top, guess, V), axis=0).to(tl.int64))
+    tl.store(best_ptr + row, tl.min(tl.where(running == top, guess, V), axis=0).to(tl.int64))  # lowest id
     tl.store(target_logit_ptr + row, tl.load(base + tl.load(targets_ptr + row)).to(tl.float32))

@@ -27,6 +27,7 @@ def second_stream(device: torch.device) -> Iterator[None]:
         yield
         return
     stream = _stream(device)
+    # What the block reads has been launched on the current stream.
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         yield

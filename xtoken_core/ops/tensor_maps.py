@@ -39,6 +39,7 @@ def row_matrix(logits: Tensor, block: int) -> Any | None:
     """
     B, T, V = logits.shape
     strides = row_strides(logits)
+    # Up to the last logit that a row has: what lies behind belongs to another tensor.
     rows = ((B - 1) * strides[0] + (T - 1) * strides[1] + V) // WIDTH
     aligned = not any(n % WIDTH for n in (*strides, block, V)) and rows <= torch.iinfo(torch.int32).max
     if not aligned or not _readable(logits):

@@ -34,7 +34,7 @@ def tile_of_lines(tile, height, ROWS: tl.constexpr, LINE: tl.constexpr):
 def store_tile_sums(z, top_ptr, total_ptr, places):
     """Store per row of a tile `[rows, columns]` its maximum and `sum exp(z - maximum)`."""
     top = tl.max(z, axis=1)
-    pivot = tl.where(top == float("-inf"), 0.0, top)
+    pivot = tl.where(top == float("-inf"), 0.0, top)  # -inf - -inf would be NaN
     tl.store(top_ptr + places, top)
     tl.store(total_ptr + places, tl.sum(tl.exp(z - pivot[:, None]), axis=1))
 
@@ -42,6 +42,7 @@ def store_tile_sums(z, top_ptr, total_ptr, places):
 @triton.jit
 def combined_log_sum_exp(top_ptr, total_ptr, rows, parts, padded, PARTS: tl.constexpr, ROWS: tl.constexpr):
     """Return each row's maximum and `log sum exp` from the sums of its tiles."""
+    # [PARTS, ROWS]: the maximum first, then every sum at that pivot. Parts are added in a fixed order, lane by lane.
     lanes = tl.arange(0, PARTS).to(tl.int64)
     tops = tl.full((PARTS, ROWS), float("-inf"), dtype=tl.float32)
     for start in range(0, parts, PARTS):
@@ -87,6 +88,7 @@ def combined_argmax(best_ptr, place_ptr, rows, parts, padded, PARTS: tl.constexp
         mask = (start + lanes < parts)[:, None]
         value = tl.load(best_ptr + places, mask=mask, other=float("-inf"))
         place = tl.load(place_ptr + places, mask=mask, other=2147483647)
+        # Equal maxima: the lower index, in lanes here and among lanes below.
         at = tl.where((value > best) | ((value == best) & (place < at)), place, at)
         best = tl.maximum(best, value)
     top = tl.max(best, axis=0)

@@ -25,6 +25,7 @@ def embedding_bwd_pieces_kernel(
     p = tl.program_id(0).to(tl.int64)
     start = tl.load(starts_ptr + p)
     length = tl.load(lengths_ptr + p)
+    # A program per gradient row in the order of ids; only those at multiples of PIECE of a run work.
     rank = p - start
     if rank % PIECE == 0:
         columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -37,6 +38,7 @@ def embedding_bwd_pieces_kernel(
             row = tl.load(ids_ptr + p)
             tl.store(out_ptr + row * H + columns, total.to(out_ptr.dtype.element_ty), mask=mask)
         else:
+            # In PIECE rows one run can end and another begin: two slots.
             slot = p // PIECE * 2 + (rank == 0).to(tl.int64)
             tl.store(partial_ptr + slot * H + columns, total, mask=mask)
 
@@ -64,6 +66,7 @@ def embedding_bwd_runs_kernel(
         length = tl.load(lengths_ptr + p)
         columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         mask = columns < H
+        # Pieces are added one after the other, so the sum's order is that of the rows.
         total = tl.load(partial_ptr + (p // PIECE * 2 + 1) * H + columns, mask=mask, other=0.0)
         for done in range(PIECE, length, PIECE):
             slot = (p + done) // PIECE * 2

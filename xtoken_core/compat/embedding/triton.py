@@ -37,10 +37,11 @@ def embedding_backward(token_ids: Integer[Tensor, " N"], grad: Float[Tensor, "N 
     out = torch.zeros((rows, H), dtype=grad.dtype, device=grad.device)
     if not N:
         return out
+    # Stable: rows of one id stay in their order, so that every run adds them alike.
     ids, order = torch.sort(token_ids.long(), stable=True)
     starts = torch.searchsorted(ids, ids)
     lengths = torch.searchsorted(ids, ids, right=True) - starts
-    slots = 2 * (triton.cdiv(N, PIECE) + 1)
+    slots = 2 * (triton.cdiv(N, PIECE) + 1)  # two for every PIECE rows, see the kernel
     partial = torch.empty((slots, H), dtype=torch.float32, device=grad.device)
     block = min(HIDDEN_BLOCK, power_of_2(H))
     across = triton.cdiv(H, block)

@@ -13,6 +13,7 @@ def winning_slots(indices_ptr, places, index, slots, inside, num_of_local_expert
     """Return True at the slots `[tokens, slots]` that name an expert which no higher slot of the row names again."""
     wins = (index >= 0) & (index < num_of_local_experts)
     for later in tl.static_range(1, topk):
+        # [tokens, slots]
         other = tl.load(indices_ptr + places + later, mask=inside & (slots < topk - later)[None, :], other=-1)
         wins = wins & (other != index)
     return wins
@@ -41,6 +42,7 @@ def _indices_to_multihot_kernel(
     for start in tl.static_range(0, BLOCK_SIZE * num_of_local_experts, ENTRIES):
         entry = start + tl.arange(0, ENTRIES)
         zeros = tl.zeros((ENTRIES,), dtype=probs_in_multihot_ptr.dtype.element_ty)
+        # A whole tile is stored without a mask, as wide vectors.
         left = tl.minimum(num_of_tokens - first, BLOCK_SIZE) * num_of_local_experts
         place = probs_in_multihot_ptr + first * num_of_local_experts + entry
         if start + ENTRIES <= left:
@@ -56,12 +58,13 @@ def _indices_to_multihot_kernel(
     expert = tl.where(wins, index, 0).to(tl.int32)
     word, bit = tl.arange(0, WORDS), tl.arange(0, 32)
     own = wins[:, :, None] & ((expert >> 5)[:, :, None] == word[None, None, :])
+    # [tokens, slots, WORDS] added over slots: winning slots of a row name different experts, so bits never carry.
     words = tl.sum(tl.where(own, (1 << (expert & 31))[:, :, None], 0), axis=1)
     chosen = ((words[:, :, None] >> bit[None, None, :]) & 1).to(tl.int1)
     column = word[:, None] * 32 + bit[None, :]
     there = (rows < num_of_tokens)[:, None, None] & (column < num_of_local_experts)[None, :, :]
     tl.store(multihot_indices_ptr + rows[:, None, None] * num_of_local_experts + column[None, :, :], chosen, mask=there)
-    tl.debug_barrier()
+    tl.debug_barrier()  # zeros before values
     tl.store(probs_in_multihot_ptr + rows[:, None] * num_of_local_experts + expert, prob, mask=wins)
 
 

@@ -33,8 +33,8 @@ class IndicesToMultihot(torch.autograd.Function):
         E = num_of_local_experts
         multihot = torch.empty((T, E), dtype=torch.bool, device=indices.device)
         probs = torch.empty((T, E), dtype=probs_indices.dtype, device=indices.device)
-        block = max(1, TILE // power_of_2(E))
-        words = power_of_2(triton.cdiv(E, 32))
+        block = max(1, TILE // power_of_2(E))  # tokens of a program
+        words = power_of_2(triton.cdiv(E, 32))  # of 32 bits, for a row of experts
         with launching_on(probs_indices):
             if T and E:
                 _indices_to_multihot_kernel[(triton.cdiv(T, block),)](

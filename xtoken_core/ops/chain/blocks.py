@@ -69,7 +69,9 @@ class _Sum(torch.autograd.Function):
         total = torch.zeros_like(student)
         for block in ctx.blocks:
             with torch.enable_grad():
+                # Only the logits were kept: the block's values are computed again, with a graph of their own.
                 rows = student[block.events.student_row].detach().requires_grad_()
                 (found,) = torch.autograd.grad(block(rows), rows, grad[block.index])
+            # Several events read one row.
             total.index_add_(0, block.events.student_row, found)
         return total, None, None, None

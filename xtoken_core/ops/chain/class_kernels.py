@@ -35,9 +35,12 @@ def probabilities(base, x, live, scale, lse):
 @triton.jit
 def store_terms(q, alive, p, m, there, block, event, E, M, ratio_ptr, terms_ptr):
     """Store the terms of a block of classes, and the ratio of each for the gradient."""
+    # Classes that no live token of the student is in are not compared (docs/losses.md, `Definition`, start).
     p = tl.where(there & (alive > 0), p, 0.0)
     kl, mass = xlogx(p) - p * floored_log(q), tl.sum(p, axis=0)
+    # Below the floor log q is constant: such a class keeps its value and has no gradient.
     p = tl.where(q >= TINY, p, 0.0)
+    # P / Q of each class, for d KL / d z_x = q_x (mass - P / Q).
     ratio = p / tl.maximum(q, TINY)
     tl.store(ratio_ptr + event.to(tl.int64) * M + m, ratio.to(ratio_ptr.dtype.element_ty), mask=there)
     terms_ptr += (block + 1).to(tl.int64) * 3 * E + event  # the first three rows are those of plain classes
@@ -71,6 +74,7 @@ def compare_tiles(
     s_token_ptr, t_token_ptr = tokens
     ratio_ptr, terms_ptr = results
     E, M, T_s, T_t, W_s, W_t, s_stride_b, s_stride_t, t_stride_b, t_stride_t = shape
+    # [HEIGHT, LENGTH] entries. Narrow classes lie across (AXIS 0 adds up a class), medium ones along (AXIS 1).
     entry = tl.arange(0, HEIGHT)[:, None] * LENGTH + tl.arange(0, LENGTH)[None, :]
     m = tl.load(block_ptr + 1) + tl.arange(0, LENGTH if AXIS == 0 else HEIGHT)
     there = m < tl.load(block_ptr + 2)
@@ -79,9 +83,10 @@ def compare_tiles(
         first_event, chunk_ptr, student_row_ptr, teacher_row_ptr, s_lse_ptr, t_lse_ptr, E
     )
     s_word, t_word = words_of(s_bits_ptr, first_event, E, W_s, s_at), words_of(t_bits_ptr, first_event, E, W_t, t_at)
-    x, y = tl.load(s_token_ptr + s_at), tl.load(t_token_ptr + t_at)
+    x, y = tl.load(s_token_ptr + s_at), tl.load(t_token_ptr + t_at)  # the same for every start of this program
     for i in range(EVENTS):
         event = first_event + i
+        # Read ahead: the bits of the next start are on their way while the logits of this one are gathered.
         next_known, next_s_row, next_t_row, next_s_lse, next_t_lse = start_of(
             event + 1, chunk_ptr, student_row_ptr, teacher_row_ptr, s_lse_ptr, t_lse_ptr, E
         )
@@ -131,6 +136,7 @@ def compare_wide(
             s_base = row_of(student_ptr, s_row, T_s, s_stride_b, s_stride_t)
             t_base = row_of(teacher_ptr, t_row, T_t, t_stride_b, t_stride_t)
             s_bits, t_bits = s_bits_ptr + event.to(tl.int64) * W_s, t_bits_ptr + event.to(tl.int64) * W_t
+            # One class of any size: lanes add up entries TILE apart, and the class is the sum of the lanes.
             p, q = tl.zeros((TILE,), dtype=tl.float32), tl.zeros((TILE,), dtype=tl.float32)
             reached = tl.zeros((TILE,), dtype=tl.int32)
             for begin in range(0, tl.maximum(s_count, t_count), TILE):
@@ -205,6 +211,7 @@ def chain_class_kernel(
     tokens = s_token_ptr, t_token_ptr
     to = ratio_ptr, terms_ptr
     shape = E, M, T_s, T_t, W_s, W_t, s_stride_b, s_stride_t, t_stride_b, t_stride_t
+    # A kind is compiled with its own tile, so that no lane of a small class waits for a large one.
     if kind == 0:
         compare_tiles(sides, starts, tokens, to, shape, own_ptr, block, first, scale, H_0, TILE // H_0, 0, EVENTS)
     elif kind == 1:

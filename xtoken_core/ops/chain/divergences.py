@@ -78,6 +78,7 @@ def node_divergence(p: Tensor, q: Tensor, classes: Classes, generated: Generated
     tiny = torch.finfo(p.dtype).tiny
     mass, reachable = total(p), total(q)
     of_teacher = p / spread(mass.clamp(min=tiny))
+    # Reverse: KL(q / s || p / m) - log s.
     if generated.beta is None:
         floored = reachable.clamp(min=tiny)
         own = q / spread(floored)
@@ -93,6 +94,7 @@ def _jsd(p: Tensor, q: Tensor, reachable: Tensor, total: Callable[[Tensor], Tens
     """Compute the generalised JSD of a distribution and one whose mass beyond `reachable` the first cannot have."""
     mixture = floored_log(beta * p + (1 - beta) * q)
     of_teacher, of_student = (total(x * (floored_log(x) - mixture)) for x in (p, q))
+    # Of the student's mass beyond `reachable` the mixture has (1 - beta) q: log(q / ((1 - beta) q)) = -log(1 - beta).
     beyond = (1 - reachable).clamp(min=0.0) * -math.log1p(-beta)
     return beta * of_teacher + (1 - beta) * (of_student + beyond)
 

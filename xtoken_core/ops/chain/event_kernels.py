@@ -13,6 +13,7 @@ def chain_bounds_kernel(chunk_ptr, first_ptr, last_ptr, R, T, P, BLOCK: tl.const
     """Store the first and the last position of every chunk of one side; entries without a chunk are left unchanged."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     chunk = tl.load(chunk_ptr + row, mask=row < R, other=-1)
+    # A chunk's positions are adjacent within a sample: its first has no neighbour of the chunk before it.
     before = tl.load(chunk_ptr + row - 1, mask=(row < R) & (row % T > 0), other=-1)
     after = tl.load(chunk_ptr + row + 1, mask=(row < R) & (row % T < T - 1), other=-1)
     inside = (chunk >= 0) & (chunk < P)
@@ -67,10 +68,12 @@ def chain_event_kernel(
     t_last = tl.load(t_last_ptr + chunk, mask=there, other=-2)
     tl.store(s_size_ptr + chunk, tl.where(s_first >= 0, s_last - s_first + 1, 0), mask=there)
     tl.store(t_size_ptr + chunk, tl.where(t_first >= 0, t_last - t_first + 1, 0), mask=there)
+    # Padding points at row 0 of both sides, which exists, so that nothing later needs a mask for addresses.
     valid = (s_first >= 0) & (t_first >= 0)
     s_row, t_row = tl.where(valid, s_first, 0), tl.where(valid, t_first, 0)
     s_chunk = tl.load(s_read_chunk_ptr + s_row, mask=valid, other=-1)
     t_chunk = tl.load(t_read_chunk_ptr + t_row, mask=valid, other=-1)
+    # Both sides have cut the text here if the tokens read last end one chunk.
     tl.store(at_cut_ptr + chunk, (valid & (s_chunk >= 0) & (s_chunk == t_chunk)).to(tl.uint8), mask=there)
     tl.store(chunk_ptr + chunk, tl.where(valid, chunk, -1), mask=there)
     tl.store(s_row_ptr + chunk, s_row, mask=there)
@@ -131,6 +134,7 @@ def chain_inner_kernel(
     chunk = tl.load(chunk_ptr + row, mask=there, other=-1)
     inside = (chunk >= 0) & (chunk < P)
     group = tl.where(inside, row // T * P + chunk, 0).to(tl.int32)
+    # The holder has the chunk as one token: its first position is its last.
     holder_row = tl.load(holder_first_ptr + group, mask=inside, other=-1)
     last = tl.load(holder_last_ptr + group, mask=inside, other=-2)
     valid = (holder_row >= 0) & (holder_row == last)
@@ -139,6 +143,7 @@ def chain_inner_kernel(
     token = tl.load(holder_predicted_ptr + holder_row, mask=valid, other=0)
     start = tl.load(spelling_start_ptr + token, mask=valid, other=0)
     end = tl.load(spelling_start_ptr + token + 1, mask=valid, other=0)
+    # The other side's tokens must be the token's spelling; context can move a cut, and then there is no node.
     kept = spelled_so_far(predicted_ptr, piece_ptr, first, rank, start, end, valid)
     node = tl.load(spelled_node_ptr + start + rank, mask=kept, other=-1)
     kept = kept & (node >= 0)
@@ -154,6 +159,6 @@ def chain_inner_kernel(
         kept = kept & (slots > 1)
     tl.store(event_chunk_ptr + row, tl.where(kept, group, -1), mask=there)
     tl.store(holder_row_ptr + row, tl.where(kept, holder_row, 0), mask=there)
-    tl.store(fresh_row_ptr + row, tl.where(kept, row + 1, 0), mask=there)
+    tl.store(fresh_row_ptr + row, tl.where(kept, row + 1, 0), mask=there)  # that has read the token
     tl.store(node_ptr + row, tl.where(kept, node, 0), mask=there)
     tl.store(at_end_ptr + row, at_end.to(tl.uint8), mask=there)

@@ -76,6 +76,7 @@ def find_events(
         event_kernels.chain_bounds_kernel[(triton.cdiv(R, BLOCK),)](
             side.chunk, first, last, R, T, max_chunks, BLOCK=BLOCK
         )
+    # One event per chunk: as many as there can be, so that nothing waits for the device.
     chunk, s_row, t_row, s_token, t_token, s_before, t_before, s_size, t_size = _vectors(
         [chunks] * 9, torch.int32, device
     )
@@ -109,6 +110,7 @@ def _find_inner(
     R, T = other.chunk.numel(), other.chunk.shape[1]
     if not len(side.bare_space):  # no token can be distinguished on the way
         R = 0
+    # One event per position of the side that is fresh.
     chunk, holder_row, fresh_row, node = _vectors([R] * 4, torch.int32, other.chunk.device)
     at_end = torch.empty(R, dtype=torch.uint8, device=other.chunk.device)
     if R:

@@ -161,6 +161,7 @@ class Inner(Events):
 def find_starts(student: Layout, teacher: Layout) -> Starts:
     """List the starts of all chunks, one entry per chunk."""
     valid = (student.size > 0) & (teacher.size > 0)
+    # A chunk that one side lacks is padding: rows 0 exist on both sides.
     rows = torch.where(valid, student.first, 0), torch.where(valid, teacher.first, 0)
     before = student.read_chunk[rows[0]], teacher.read_chunk[rows[1]]
     return Starts(
@@ -201,10 +202,11 @@ def find_inner(
     chunk = torch.where(valid, other.group, 0)
     holder_row = torch.where(valid, holder.first[chunk], 0)
     first = torch.where(valid, other.first[chunk], row)
-    rank = row - first
+    rank = row - first  # how many of the chunk's tokens are before this one
     token = holder.predicted[holder_row]
     start, end = side.spelling_start[token].long(), side.spelling_start[token + 1].long()
     spelled = valid & (start + rank < end)
+    # The piece of the holder's spelling beside which this token stands.
     at = torch.where(spelled, start + rank, 0)
     differs = ~(spelled & (side.piece[at] == other.predicted))
     differing = differs.long().cumsum(0)

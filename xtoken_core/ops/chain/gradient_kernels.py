@@ -24,6 +24,7 @@ from xtoken_core.ops.chain.start_kernels import (
 @triton.jit
 def weight_of(event, chunk, at_end_ptr, of_parts_ptr, E, known):
     """Return the upstream gradient of a node: that of its chunk's inner part or end."""
+    # Upstream gradients are `[3, E]`: start, inner, end.
     at_end = tl.load(at_end_ptr + event, mask=known, other=0).to(tl.int64)
     return tl.load(of_parts_ptr + (1 + at_end) * E + chunk, mask=known, other=0.0)
 
@@ -45,6 +46,7 @@ def node_of_row(row, of_parts_ptr, chunk_ptr, at_end_ptr, E, level_ptr, reads, t
     chunk = tl.load(chunk_ptr + row - 1, mask=(row > 0) & (row - 1 < reads), other=-1)  # the node before a position
     weight = weight_of(row - 1, chunk, at_end_ptr, of_parts_ptr, E, chunk >= 0)
     level = tl.load(level_ptr + row - 1, mask=chunk >= 0, other=0.0)
+    # q (mass - P / Q): q = exp(z - top) / total; `level` is the mass less the ratio of classes that are not named.
     factor = tl.where(chunk >= 0, weight * level * scale / tl.load(total_ptr + row), 0.0)
     return factor, tl.load(top_ptr + row)
 
@@ -77,6 +79,7 @@ def part_of_both(x, z, of_loss, target, head_lse, factor, top, V, TARGET: tl.con
     """
     gradient = tl.zeros(z.shape, dtype=tl.float32)
     if (of_loss != 0.0) | (factor != 0.0):
+        # Both are multiples of exp(z): softmax * of_loss and exp(z - top) * factor, the second one for z < V alone.
         inside = of_loss + factor * exp(head_lse - top)
         gradient = tl.exp2(z * LOG2_E - head_lse * LOG2_E) * tl.where(x < V, inside, of_loss)
         if TARGET:
@@ -104,9 +107,11 @@ def part_of_start(x, z, live, both, of_start, t_base, mass, s_lse, t_lse, classe
     gradient = tl.zeros(z.shape, dtype=tl.float32)
     if of_start != 0.0:
         y = tl.load(partner_ptr + x, mask=x < V, other=0)  # all of them: wide loads
+        # d KL / d z_x = q_x (mass - P_c / Q_c) for a token x of class c; in a plain class q_x P_c / Q_c is p itself,
+        # and of no plain class a ratio is stored (docs/losses.md, `Definition`; mass counts classes above the floor).
         log_q = z * (scale * LOG2_E) - s_lse * LOG2_E
         q = tl.where(live, tl.exp2(log_q), 0.0)
-        both = both & (log_q >= LOG_TINY * LOG2_E)
+        both = both & (log_q >= LOG_TINY * LOG2_E)  # below the floor the term is constant
         log_p = tl.load(t_base + y, mask=both, other=float("-inf")).to(tl.float32) * (scale * LOG2_E)
         p = tl.exp2(log_p - t_lse * LOG2_E)
         ratio = tl.load(ratios_ptr - 1 - y, mask=live & (y < 0), other=0.0).to(tl.float32)
@@ -226,6 +231,7 @@ def chain_row_bwd_kernel(
         TARGETS,
     )
     classes = partner_ptr, ratio_ptr + own * M, V, scale
+    # The target's own term is subtracted in one tile only, outside `gradient_at`: no comparison for the other tiles.
     of_loss, target, _ = loss_of_row(row, targets_ptr, of_losses_ptr, head_lse_ptr, TARGETS)
     compared = tl.where(event >= 0, V, 0)
     for begin in range(first, tl.minimum(first + TILES * LANES * ADJACENT, V_head), LANES * ADJACENT):
@@ -239,6 +245,6 @@ def chain_row_bwd_kernel(
         to_ptr = grad_ptr + in_64_bits(row) * V_head + x
         rounded = gradient.to(grad_ptr.dtype.element_ty)
         if IN_PLACE:
-            stored = live_of(stored_ptr + in_64_bits(row) * W_head, begin, x, V_head, LANES)
+            stored = live_of(stored_ptr + in_64_bits(row) * W_head, begin, x, V_head, LANES)  # by the nodes' kernel
             rounded = tl.where(stored, tl.load(to_ptr, mask=x < V_head, other=0.0), rounded)
         tl.store(to_ptr, rounded, mask=x < V_head)

@@ -89,6 +89,7 @@ class Gradient:
         step = triton.cdiv(self.rows, GRADIENT_PARTS)
         parts = [(first, min(first + step, self.rows)) for first in range(0, self.rows, step)]
         device = self.inputs.device
+        # In place a stored gradient replaces its logit: nodes store their tokens first, and the pass skips these.
         if self.nodes_first:
             stored = []
             with second_stream(device):
@@ -99,6 +100,7 @@ class Gradient:
                 wait_for(device, event)
                 self.pass_over(*part)
             return self.gradient
+        # Otherwise the pass comes first, and the nodes' tokens are stored again, with all their parts.
         for part in parts:
             self.pass_over(*part)
             if self.has_nodes:
@@ -125,6 +127,7 @@ class Gradient:
         """Launch the node kernel: the whole gradient of the tokens that a node holds or names, for these rows."""
         inputs, inside, beside = self.inputs, self.kept.inside, self.kept.beside
         own, other = inputs.plan.student.nodes, inputs.plan.teacher.nodes
+        # Room for the longest list on each side, in float32; a program uses it for row after row.
         capacity = own.held.most_tokens, other.fresh.most_tokens
         most = launch.processors(inputs.device) * NODE_GRADIENT_PROGRAMS_PER_PROCESSOR
         programs = max(1, min(most, last - first))

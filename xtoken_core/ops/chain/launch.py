@@ -26,21 +26,23 @@ from xtoken_core.ops.chain.reference import ChainOptions
 from xtoken_core.ops.side_stream import join, second_stream
 from xtoken_core.ops.triton_support import row_strides
 
+# Live sets: `chain_live_kernel` copies a start's bits, programs of `chain_clear_kernel` clear what its rules exclude.
 WORDS = 2048
 """Words of a live set that are copied at once."""
 SPLITS = 4
-"""Programs that go through the rules of one preceding token."""
+"""Programs that share the rules of one start; with one all others would wait for the token that has most."""
 RULES, TOKENS = 8, 128
-"""Rules, and tokens of a rule's interval, that are read at once."""
+"""Rules that are read at once, and lanes for the tokens of each one's interval: a mean of 60, thousands in some."""
 POINTS, AT_POINT = 32, 32
-"""Rules, and tokens at a rule's point, that are read at once."""
+"""The same for the single position of a rule, which has fewer tokens than an interval: more rules, fewer lanes."""
 TEACHER_LANES, STUDENT_LANES = 1024, 512
 """Lanes over a row, of `start_kernels.ADJACENT` logits each."""
 CLASS_EVENTS = 4
 """Starts at which a program compares a block of classes."""
-BLOCK, SLOTS, CHUNKS, TERMS = 1024, 512, 32, 16
-"""Logits of a row and slots of a node that are read at once by a node's program; chunks of a program that adds up, and
-blocks of classes whose terms it reads at once."""
+BLOCK, SLOTS = 1024, 512
+"""Logits of a row, and slots or segments of a node, that are read at once by a node's program."""
+CHUNKS, TERMS = 32, 16
+"""Chunks of a program that adds up parts, and blocks of classes whose terms it reads at once."""
 LIVE_WARPS, TEACHER_WARPS, STUDENT_WARPS, CLASS_WARPS, NODE_WARPS = 4, 8, 16, 4, 8
 CLEAR_WARPS = 4
 NODE_PROGRAMS_PER_PROCESSOR = 8
@@ -185,6 +187,7 @@ class Comparison:
         plan, starts = self.plan, self.starts
         B, T_s = student.logits.shape[:2]
         E, M, R_s = len(starts.chunk), plan.others, B * T_s
+        # The teacher's live sets and rows do not depend on the student's live sets.
         with second_stream(self.device):
             t_own, t_bits, t_members = self._teacher_live()
             t_top, t_total, t_lse = self.teacher_values(teacher, t_own)
@@ -228,6 +231,7 @@ class Comparison:
         self, student: Rows, teacher: Rows, kept: StartResults, bits: tuple[Tensor, Tensor], terms: Tensor
     ) -> tuple[NodeResults, NodeResults]:
         """Return the values of the nodes inside the student's tokens and the teacher's; beside them compare classes."""
+        # Nodes are few programs that wait for memory, classes many that compute.
         with second_stream(self.device):
             nodes = [self.node_values(student, teacher, kept, learns=learns) for learns in (True, False)]
         self.compare_classes(student, teacher, kept, bits, terms)
@@ -263,11 +267,13 @@ class Comparison:
         """Compute the values of the nodes inside the student's tokens (`learns`) or the teacher's."""
         inner, holder, fresh, side, other = self._roles(student, teacher, learns)
         E, nodes = len(inner.chunk), side.nodes
+        # The fresh side's rows have their sums already; the holder's are taken over the node's tokens alone.
         sums = (starts.teacher_top, starts.teacher_total) if learns else (starts.top, starts.total)
         value, mass, level, held_lse = (self._float(E) for _ in range(4))
         ratio = self._float(E, nodes.most_slots)
         if E:
             programs = self._programs(NODE_PROGRAMS_PER_PROCESSOR, E)
+            # Bits by class, those of one node at a time: each program sets its own and clears them again.
             flags = torch.zeros((programs, self.plan.classes // 32 + 1), dtype=torch.int32, device=self.device)
             held, named = nodes.held, nodes.fresh
             scratch = flags, self._float(programs, held.most_segments), self._float(programs, named.most_segments)

@@ -139,6 +139,7 @@ def _build(tables: ChainTables) -> ChainLayout:
     roots = [side.root.cpu().numpy().astype(np.int64) for side in sides]
     classes = class_layout(roots[0], roots[1], C)
     plain, M = classes.plain, int(classes.number.max()) + 1
+    # By class first: -1 - m of one that is not plain; a plain one's teacher token. Then by the student's tokens.
     partner = -1 - classes.number
     partner[roots[1][plain[roots[1]]]] = np.flatnonzero(plain[roots[1]])
     by_class = [_by_class(root, C + 1) for root in roots]
@@ -207,6 +208,7 @@ def _slot_tokens(begin: np.ndarray, tokens: np.ndarray, slot_start: np.ndarray, 
     segment_start = np.concatenate([[0], np.cumsum(count)])
     owner = np.repeat(np.arange(len(size)), count)
     rank = np.arange(len(owner)) - segment_start[owner]
+    # Segment r of a slot begins NODE_SEGMENT tokens behind segment r - 1; the last one ends where the slot does.
     start = np.append(begin[:-1][owner] + rank * NODE_SEGMENT, len(tokens))
     node_start = begin[slot_start]
     return SlotTokens(

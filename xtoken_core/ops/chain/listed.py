@@ -108,6 +108,7 @@ class ListedRows:
 
     def look_up(self, row: Int[Tensor, " n"], token: Int[Tensor, " n"]) -> Float[Tensor, " n"]:
         """Return the log-probabilities of tokens; -inf of one that is not listed."""
+        # One search in all rows at once: row r's ids are shifted by r strides, so that the keys ascend throughout.
         stride = self.width + 1
         keys = (self.ids + stride * torch.arange(len(self.ids), device=row.device).unsqueeze(1)).flatten()
         wanted = row * stride + token
@@ -203,6 +204,7 @@ def listed_parts(
     least = torch.ones(chunks, dtype=dtype, device=student_logits.device)
     width = student_logits.shape[2] + 2 * tables.classes
     blocks: list[Block] = []
+    # Sizes are read by the host here, so that no group of a block has the room of the largest one.
     live = LiveMasks.of(tables.student, starts.teacher_before, block_bytes) if options.conditioning else None
     rules = rule_counts(tables.teacher.live, starts.student_before)
     begin = 0
@@ -312,6 +314,7 @@ def start_values(
     # The tail is compared with the classes of which no token is listed.
     both = reached.gather(1, classes)
     beyond = reached.sum(1) > both.sum(1)
+    # The student's mass of the classes without a listed token: one more class, beside the teacher's tail.
     rest = sums.scatter(1, classes, 0.0).sum(1, keepdim=True)
     q = torch.cat([sums.gather(1, classes), rest], 1)
     p = torch.cat([p, (1 - p.sum(1, keepdim=True)).clamp(min=0.0)], 1)
@@ -329,14 +332,15 @@ def _by_class(
     live, tokens = given.listed, given.ids.clamp(max=given.width - 1)
     if conditioning:
         can_follow = live_among(side.live, starts.student_before, tokens, most) | ~starts.at_cut.unsqueeze(1)
+        # The text's own token can follow: it does.
         live = live & (can_follow | (given.ids == starts.teacher_token.unsqueeze(1)))
     masses = torch.where(live, given.log_probs.exp(), 0.0)
     total = (masses.sum(1) + given.tail).clamp(min=torch.finfo(masses.dtype).tiny)
     classes, order = torch.where(live, side.root.long()[tokens], C + 1).sort(1)
     masses = (masses / total.unsqueeze(1)).gather(1, order)
-    begins = torch.ones_like(live)
+    begins = torch.ones_like(live)  # the first entry of each class
     begins[:, 1:] = classes[:, 1:] != classes[:, :-1]
-    entry = begins.cumsum(1) - 1
+    entry = begins.cumsum(1) - 1  # [E, k], the class's place among the row's classes
     return torch.full_like(classes, C + 1).scatter(1, entry, classes), torch.zeros_like(masses).scatter_add(
         1, entry, masses
     )
@@ -359,7 +363,7 @@ def _lengths(sizes: Sequence[Tensor], row_bytes: int, limit: int) -> Iterator[tu
         limit: Bytes of a block.
     """
     counts = torch.stack([size.long() for size in sizes]).cpu()  # [sizes, E]
-    block = (counts.sum(0) * MEMBER_BYTES + row_bytes).cumsum(0) // limit
+    block = (counts.sum(0) * MEMBER_BYTES + row_bytes).cumsum(0) // limit  # [E], a number per event, ascending
     _, lengths = torch.unique_consecutive(block, return_counts=True)
     begin = 0
     for length in lengths.tolist():

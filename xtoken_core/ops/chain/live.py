@@ -26,6 +26,8 @@ def live_mask(live: LiveTable, before: Int[Tensor, " E"], most: int | None = Non
     E, D = starts.shape
     rules = ragged(counts.flatten(), starts.flatten(), E * live.most_rules if most is None else most)
     rule, row = rules.source, rules.owner // D  # the padding is that of row E
+    # A difference array over positions: +1 where an excluded interval begins, -1 behind it; its running sum is the
+    # number of rules that exclude a position. A single point is an interval of one.
     change = torch.zeros(E + 1, live.width + 1, dtype=torch.int32, device=before.device)
     offsets, ones = row * (live.width + 1), torch.ones_like(row, dtype=torch.int32)
     for low, high in ((live.point[rule], live.point[rule] + 1), (live.low[rule], live.high[rule])):
@@ -59,6 +61,7 @@ def live_among(
 
     def passed(*ends: Tensor) -> Tensor:
         """Count the ends at or before each token, those of all rows before it included."""
+        # The same by counting ends up to a token's position: no row as wide as the vocabulary.
         keys = torch.cat([row * stride + end[rules.source] for end in ends]).sort().values
         events = torch.arange(len(before), device=row.device).unsqueeze(1)
         return torch.searchsorted(keys, events * stride + position, right=True)
@@ -79,6 +82,7 @@ def _slices(live: LiveTable, before: Int[Tensor, " E"]) -> tuple[Int[Tensor, "E 
     counts = [live.rule_start[at + 1] - live.rule_start[at]]
     for _ in range(live.depth):
         there = at >= 0
+        # -1 ends a spine: it has no more rules.
         known = at.clamp(min=0)
         starts.append(live.tail_start[known])
         counts.append(torch.where(there, live.tail_count[known], 0))

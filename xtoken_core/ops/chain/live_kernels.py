@@ -21,6 +21,7 @@ def copy_words(from_ptr, to_ptr, count, WORDS: tl.constexpr):
 @triton.jit
 def change_bit(ptr, x, there, SET: tl.constexpr):
     """Set or clear bits; the order does not matter."""
+    # Tokens that share a word are changed by different lanes and programs.
     bit = tl.full((1,), 1, dtype=tl.int32) << (x & 31)
     if SET:
         tl.atomic_or(ptr + (x >> 5), bit, mask=there, sem="relaxed")
@@ -72,12 +73,13 @@ def chain_live_kernel(
         own_ptr += event.to(tl.int64) * W
         plain_ptr += event.to(tl.int64) * W_plain
         members_ptr += event.to(tl.int64) * W_members
+        # Without a common cut before the chunk nothing is known of what follows: the last row, with every token.
         w = tl.load(before_ptr + event)
         row = tl.load(heavy_ptr + w)
         conditioned = is_conditioned(at_cut_ptr, event, CONDITIONING)
         all_words = in_64_bits(W + W_plain + W_members)  # also where each is 1, a constant
         from_ptr = base_ptr + tl.where(conditioned != 0, tl.load(tail_ptr + w), last_row) * all_words
-        if (conditioned != 0) & (row >= 0):
+        if (conditioned != 0) & (row >= 0):  # too many rules to apply: the set is stored whole
             from_ptr = stored_ptr + row * all_words
         copy_words(from_ptr, own_ptr, W, WORDS)
         copy_words(from_ptr + W, plain_ptr, W_plain, WORDS)
@@ -123,6 +125,7 @@ def chain_clear_kernel(
     AT_POINT: tl.constexpr,
 ):
     """Clear the bits of the tokens that some of the rules of an event's last token exclude, all but its own token's."""
+    # The rules of one token are divided among SPLITS programs: clearing bits commutes.
     event, split = tl.program_id(0) // SPLITS, tl.program_id(0) % SPLITS
     w = tl.load(before_ptr + event)
     cut = tl.load(at_cut_ptr + event).to(tl.int32) != 0
@@ -137,7 +140,9 @@ def chain_clear_kernel(
         at = w.to(tl.int32)
         start = tl.load(rule_start_ptr + w)
         count = tl.load(rule_start_ptr + w + 1) - start
+        # First the token's own rules, then those of the tokens of its right spine (`live._slices`).
         for _ in range(depth + 1):
+            # A rule excludes the position `point` and the interval from `low` to `high`: two tilings.
             for begin in range(split * POINTS, count, SPLITS * POINTS):
                 rule = begin + tl.arange(0, POINTS * AT_POINT) // AT_POINT
                 there = rule < count

@@ -89,6 +89,7 @@ def live_layout(live: LiveTable, plain: np.ndarray, members: np.ndarray, columns
     slices = _rules(live)
     rows, heavy = _heavy(live, position_start, slices)
     words = _words_of(V), _words_of(columns), _words_of(len(members))
+    # Regions in bits: own ids, then 32 * words[1] of plain classes, then members; `second` counts from the second on.
     second = plain.copy()
     second[members[members >= 0]] = 32 * words[1] + np.flatnonzero(members >= 0)
     source = np.full(32 * sum(words), V)  # the bit behind a set is never set
@@ -132,6 +133,7 @@ def _heavy(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the tokens with many or long intervals, the worst first, and each token's row among them."""
     low, high = (each.cpu().numpy().astype(np.int64) for each in (live.low, live.high))
+    # What a rule costs a program of `chain_clear_kernel`: its tokens by 512, and a sixteenth for reading it.
     steps = np.concatenate([[0], np.cumsum((position_start[high] - position_start[low]) / 512 + 1 / 16)])
     starts, counts = slices
     cost = (steps[starts + counts] - steps[starts]).sum(1)
@@ -152,6 +154,7 @@ def _whole_set(
 ) -> np.ndarray:
     starts, counts = (each[w] for each in slices)
     point, low, high = (each.cpu().numpy() for each in (live.point, live.low, live.high))
+    # As in `live.live_mask`: a difference array over positions.
     change = np.zeros(live.width + 2, np.int64)
     for begin, count in zip(starts.tolist(), counts.tolist(), strict=True):
         chosen = slice(begin, begin + count)

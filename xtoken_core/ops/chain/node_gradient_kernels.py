@@ -33,7 +33,9 @@ def add_inside_token(tokens, base, rank, node, slot, spelled, values, scale, SLO
         held = held & (tl.load(spelled_node_ptr + piece, mask=held, other=-1) == node)
         k = tl.load(spelled_slot_ptr + piece, mask=held, other=0) - slot
         z = tl.load(base + x, mask=held, other=float("-inf")).to(tl.float32) * scale
+        # q (mass - P_k / Q_k)
         slope = exp(z - held_lse) * (mass - tl.load(ratio_ptr + k, mask=held, other=0.0)) * weight
+        # Several nodes of a chunk hold the same token: sums stay in float32 until all are added.
         before = tl.load(sum_ptr + at - first, mask=held, other=0.0)
         tl.store(sum_ptr + at - first, before + slope, mask=held)
 
@@ -49,6 +51,7 @@ def start_sums(tokens, slot_ptr, slot, base, ratio_ptr, level, mass, pivot, weig
         k = tl.load(slot_ptr + at, mask=there, other=0) - slot
         z = tl.load(base + x, mask=there, other=float("-inf")).to(tl.float32) * scale
         ratio = tl.load(ratio_ptr + k, mask=there, other=0.0)
+        # `part_of_node` gives every token `level`, as if no class were named: named ones get the difference.
         tl.store(sum_ptr + at - first, exp(z - pivot) * (mass - level - ratio) * weight, mask=there)
 
 
@@ -65,7 +68,7 @@ def add_node(event, chunk, rank, held, named, base, tables, values, upstream, sc
     of_node = ratios_ptr, mass, held_lse, weight
     add_inside_token(held, base, rank, node, slot, spelled, of_node, scale, SLOTS)
     add_inside_token(named, base, rank, node, slot, spelled, of_node, scale, SLOTS)
-    tl.debug_barrier()
+    tl.debug_barrier()  # the next node adds to the same sums, by other threads
 
 
 @triton.jit
@@ -106,6 +109,7 @@ def store_list(
         gradient += tl.load(sum_ptr + at - first, mask=at < last, other=0.0)
         there = at < last
         if IN_PLACE:
+            # The first list that marks a token has stored it; another thread may hold the same word, hence the atomic.
             bit = (x * 0 + 1) << (x & 31)
             before = tl.atomic_or(stored_ptr + (x >> 5), bit, mask=there, sem="relaxed")
             there = there & ((before & bit) == 0)
@@ -207,6 +211,7 @@ def chain_node_bwd_kernel(
     """Compute one student row after the other: the tokens that a node inside its token holds or one before it names."""
     inside_ptr = sums_ptr + tl.program_id(0).to(tl.int64) * capacity
     named_ptr = inside_ptr + i_capacity
+    # Lists of rows differ in length, and most are empty: programs take rows in turn, each with scratch of its own.
     for i in range(first_row + tl.program_id(0), R, tl.num_programs(0)):
         row = in_64_bits(i)
         base = row_of(student_ptr, row, T_s, s_stride_b, s_stride_t)
@@ -223,10 +228,12 @@ def chain_node_bwd_kernel(
             scale,
             TARGETS,
         )
+        # Nodes inside the student's token are events at the teacher's positions of the chunk, which are adjacent.
         begin = tl.load(i_first_ptr + chunk, mask=chunk >= 0, other=0).to(tl.int32)
         end = tl.minimum(begin + tl.load(i_size_ptr + chunk, mask=chunk >= 0, other=0).to(tl.int32), i_events)
         outer = outermost(i_chunk_ptr, chunk, begin, end)
         _, first, last = list_of_node(i_node_ptr, i_list_start_ptr, outer, outer >= 0)
+        # A node inside the teacher's token is read by the student's next position: the event of the row before.
         before = row - 1
         named = tl.load(node_chunk_ptr + before, mask=(row > 0) & (before < reads), other=-1)
         weight = weight_of(before, named, node_end_ptr, of_start_ptr, E, named >= 0) * scale

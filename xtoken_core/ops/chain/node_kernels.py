@@ -32,6 +32,7 @@ def marked(flag_ptr, slot_class_ptr, slot, slots, SET: tl.constexpr, SLOTS: tl.c
     for begin in range(0, slots, SLOTS):
         k = begin + tl.arange(0, SLOTS)
         cls = tl.load(slot_class_ptr + slot + k, mask=k < slots, other=-1)
+        # Different classes share a word: setting is atomic. Clearing writes whole words: all bits are this node's.
         if SET:
             tl.atomic_or(flag_ptr + (cls >> 5), (k * 0 + 1) << (cls & 31), mask=cls >= 0, sem="relaxed")
         else:
@@ -44,7 +45,7 @@ def unnamed_sum(
 ):
     """Return the sum of `exp(logit - top)` over the tokens whose class no slot names."""
     marked(flag_ptr, slot_class_ptr, slot, slots, True, SLOTS)
-    tl.debug_barrier()
+    tl.debug_barrier()  # bits are set by other threads than those that read them
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for begin in range(0, V, BLOCK):
         x = begin + tl.arange(0, BLOCK)
@@ -90,6 +91,7 @@ def store_segment_sums(
     SLOTS: tl.constexpr,
 ):
     """Store `factor` times the sum of `exp(logit - pivot)` over every segment of a node's slots."""
+    # A slot can have thousands of tokens or one: in segments of at most 32 no lane loops longer than that.
     first, last = tl.load(segment_start_ptr + slot), tl.load(segment_start_ptr + slot + slots)
     for begin in range(first, last, SLOTS):
         segment = begin + tl.arange(0, SLOTS)
@@ -97,7 +99,7 @@ def store_segment_sums(
         start = tl.load(member_start_ptr + segment, mask=there, other=0)
         count = tl.load(member_start_ptr + segment + 1, mask=there, other=0) - start
         total = tl.zeros((SLOTS,), dtype=tl.float32)
-        for j in range(tl.max(count, axis=0)):
+        for j in range(tl.max(count, axis=0)):  # a lane per segment
             x = tl.load(member_ptr + start + j, mask=j < count, other=0)
             z = tl.load(base + x, mask=j < count, other=float("-inf")).to(tl.float32) * scale
             total += exp(z - pivot)
@@ -150,7 +152,9 @@ def compare_slots(
         named += p
         ending += tl.where(cls < 0, q, 0.0)
         ends_at = tl.where(cls < 0, k, ends_at)
+        # Tokens that end here have no class: their slot is compared with the rest, once that is known.
         q = tl.where(cls < 0, 0.0, q)
+        # p is always the teacher's and q the student's, whichever of them holds the node.
         if not HOLDER_LEARNS:
             p, q = q, p
         kl += xlogx(p) - p * floored_log(q)
@@ -217,6 +221,7 @@ def chain_node_kernel(
     flag_ptr += program * flags
     held_sums_ptr += program * held_capacity
     fresh_sums_ptr += program * fresh_capacity
+    # Nodes differ in size, and padding has none: programs take events in turn, each with its own flags and sums.
     for event in range(tl.program_id(0), E, tl.num_programs(0)):
         if tl.load(chunk_ptr + event) >= 0:
             node, row = tl.load(node_ptr + event), tl.load(fresh_row_ptr + event)
@@ -226,6 +231,7 @@ def chain_node_kernel(
             fresh = row_of(fresh_ptr, row, T_f, f_stride_b, f_stride_t)
             first = tl.load(held_start_ptr + tl.load(held_segment_ptr + slot))
             last = tl.load(held_start_ptr + tl.load(held_segment_ptr + slot + slots))
+            # the holder's distribution is renormalised over the node
             held_lse = member_log_sum(holder, held_ptr, first, last, scale, SLOTS)
             store_segment_sums(
                 holder,
@@ -241,6 +247,7 @@ def chain_node_kernel(
                 SLOTS,
             )
             ratio = ratio_ptr + in_64_bits(event) * most_slots
+            # The fresh side's is not: its sum over the whole row is known from the row's own kernel.
             top, total = tl.load(top_ptr + row), tl.load(total_ptr + row)
             store_segment_sums(
                 fresh,
@@ -255,7 +262,7 @@ def chain_node_kernel(
                 fresh_sums_ptr,
                 SLOTS,
             )
-            tl.debug_barrier()
+            tl.debug_barrier()  # sums of segments are read by other threads
             kl, mass, kept, named, ending, ends_at = compare_slots(
                 slot,
                 slots,
@@ -271,6 +278,7 @@ def chain_node_kernel(
             level = kept * 0.0
             tl.debug_barrier()
             if ends_at >= 0:
+                # The fresh side's rest beside what ends here; 1 - named loses its digits where named is near 1.
                 p, q = 1.0 - named, ending
                 if p < SMALL_REST:
                     p = (
@@ -285,6 +293,7 @@ def chain_node_kernel(
                 kept += p
                 level = p / tl.maximum(q, TINY)
                 tl.store(ratio + ends_at, level)
+            # m KL(p / m || q) = sum p log p - sum p log q - m log m (`divergences`).
             tl.store(value_ptr + event, kl - xlogx(mass))
             tl.store(mass_ptr + event, kept)
             tl.store(level_ptr + event, kept - level)
@@ -294,6 +303,7 @@ def chain_node_kernel(
 @triton.jit
 def sums_of_blocks(terms_ptr, blocks, chunk, starts, chunks, BLOCK: tl.constexpr, TERMS: tl.constexpr):
     """Return the sums of some starts' terms over the blocks of classes, `TERMS` at once."""
+    # [TERMS, BLOCK]: terms lie by block of classes, chunks side by side. The order of the sum is fixed.
     value = tl.zeros((TERMS, BLOCK), dtype=tl.float32)
     mass = tl.zeros((TERMS, BLOCK), dtype=tl.float32)
     unclipped = tl.zeros((TERMS, BLOCK), dtype=tl.float32)
@@ -354,6 +364,7 @@ def add_nodes(value_ptr, chunk_ptr, end_ptr, first_ptr, size_ptr, events, chunk,
     """Add the values of one side's nodes of some chunks."""
     first = tl.load(first_ptr + chunk, mask=there, other=0)
     size = tl.load(size_ptr + chunk, mask=there, other=0)
+    # Events of a chunk are those at the other side's positions of it; one that belongs to no node has chunk -1.
     for i in range(tl.max(size, axis=0)):
         event = first + i
         inside = there & (i < size) & (event < events)

@@ -38,6 +38,7 @@ def ragged(counts: Int[Tensor, " groups"], start: Int[Tensor, " groups"], most: 
     """
     counts, start = counts.long(), start.long()
     ends = counts.cumsum(0)
+    # On a GPU the number of entries is not read: there are `most`, and those behind the last group are padding.
     size = int(ends[-1]) if sizes_are_readable(counts) and len(ends) else most if len(ends) else 0
     begin = torch.cat([ends - counts, ends[-1:]]) if len(ends) else counts.new_zeros(1)
     padded = torch.cat([counts, size - begin[-1:]])
@@ -57,6 +58,7 @@ def ragged_softmax(values: Float[Tensor, " n"], owner: Int[Tensor, " n"], groups
     """Return the softmax of values within each group; 0 in a group that is -inf throughout, and for padding."""
     tops = values.detach().new_full((groups + 1,), -torch.inf)
     top = tops.scatter_reduce(0, owner, values.detach(), "amax")
+    # A group that is -inf throughout has no pivot; its weights are 0.
     weight = torch.exp(values - torch.where(torch.isfinite(top), top, 0.0)[owner])
     total = weight.new_zeros(groups + 1).scatter_add(0, owner, weight)
     divisor = total.clamp(min=torch.finfo(values.dtype).tiny).gather(0, owner)

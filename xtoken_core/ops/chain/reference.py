@@ -184,7 +184,7 @@ def chain_parts(
     chunks = student_logits.shape[0] * max_chunks
     blocks: list[Block] = []
     for events, term in terms:
-
+        # A block's term sees the student's rows alone as its variable: `_Sum` differentiates by them block by block.
         def value(block: Any, rows: Tensor, term: Term = term) -> Tensor:
             return term(block, rows.to(dtype) / temperature, teacher[block.teacher_row].to(dtype) / temperature)
 
@@ -249,13 +249,14 @@ def start_values(
         (teacher_logits, tables.teacher, starts.teacher_token, starts.student_before),
     )
     for logits, side, token, before in sides:
-        root = side.root.long().expand(logits.shape)
+        root = side.root.long().expand(logits.shape)  # [E, V], the same row for every event
         live = torch.ones_like(logits, dtype=torch.bool)
         if conditioning:
             live = live_at_starts(live_mask(side.live, before), starts, token)
         probabilities = torch.softmax(logits.masked_fill(~live, -torch.inf), dim=1)  # [E, V]
         probabilities = torch.where(live, probabilities, 0.0)
         sums.append(probabilities.new_zeros(len(logits), C + 1).scatter_add(1, root, probabilities))
+        # [E, C + 1], classes with a live token
         reached.append(torch.zeros_like(sums[-1]).scatter_add_(1, root, live.to(logits.dtype)) > 0)
     return restricted(sums[1], sums[0], reached[0] & reached[1], generated)
 
@@ -295,6 +296,7 @@ def inner_values(
         generated: The form on generated text.
     """
     E = len(inner.node)
+    # [E, C + 2]: column C is of tokens without a root, the last one of `ends here`, which no token of this side is in.
     by_root = torch.softmax(other_logits, dim=1)
     by_root = by_root.new_zeros(E, classes + 2).scatter_add(1, other.root.long().expand(by_root.shape), by_root)
 
@@ -335,11 +337,13 @@ def node_values(
     # Padding reads what the last event has; its weights and those of its slots are 0.
     event, owner = (each.owner.clamp(max=E - 1) for each in (slots, members))
     of_slot = torch.where(members.owner < E, side.member_slot[members.source].to(to) - first_slot[owner], 0)
-    chosen = held_logits(owner, side.member[members.source].to(to))
+    chosen = held_logits(owner, side.member[members.source].to(to))  # [members of all events]
     weights = ragged_softmax(chosen, members.owner, E)
+    # The holder's probability of each slot, renormalised over the node's tokens: it has begun one of them.
     held = chosen.new_zeros(len(event)).scatter_add(0, slots.begin[owner] + of_slot, weights)
     cls = side.slot_class[slots.source].to(to)
     ends = cls < 0
+    # What no slot names: the fresh side may begin any other token, which ends the holder's here.
     named = torch.zeros(E + 1, width, dtype=torch.bool, device=cls.device)
     named.view(-1).index_fill_(0, slots.owner * width + torch.where(ends, width - 1, cls), True)
     rest = by_root.masked_fill(named[:E], 0.0).sum(1)
@@ -354,6 +358,7 @@ def node_values(
         fresh = torch.cat([torch.where(open_, 0.0, fresh), together[0] + torch.where(some, tail, 0.0)])
         held = torch.cat([torch.where(open_, 0.0, held), together[1]])
         group = torch.cat([group, torch.arange(E, device=group.device)])
+    # p is the teacher's and q the student's, whichever holds the node.
     p, q = (fresh, held) if holder_is_student else (held, fresh)
 
     def spread(x: Tensor) -> Tensor:

@@ -99,7 +99,7 @@ def live_of(bits_ptr, begin, x, V, LANES: tl.constexpr):
 @triton.jit
 def raised(top, z):
     """Return the largest logits so far of lanes, pivots for their exponentials, and the factor of older sums."""
-    new = tl.maximum(top, tl.max(z, axis=1))
+    new = tl.maximum(top, tl.max(z, axis=1))  # [LANES], of a tile [LANES, ADJACENT]
     pivot = finite(new)
     return new, pivot, exp(top - pivot)
 
@@ -154,6 +154,7 @@ def chain_teacher_kernel(
     before = tl.load(read_ptr + row - 1, mask=(row > 0) & (row - 1 < reads), other=-1)  # a node before reads this row
     wanted = (event >= 0) | (before >= 0)
     if wanted:
+        # A start reads the live bits of its chunk; a row that only a node reads has none, and `compared` 0 masks them.
         base = row_of(logits_ptr, row, T, stride_b, stride_t)
         bits = bits_ptr + tl.maximum(event, 0).to(tl.int64) * W
         compared = tl.where(event >= 0, V, 0)
@@ -164,6 +165,7 @@ def chain_teacher_kernel(
             x = columns_of(begin, LANES)
             z = tl.load(base + x, mask=x < V, other=float("-inf")).to(tl.float32) * scale
             live = live_of(bits, begin, x, compared, LANES)
+            # Online softmax: older sums are rescaled to the new pivot.
             top, pivot, shrink = raised(top, z)
             e = exp(z - pivot[:, None])
             total = total * shrink + tl.sum(e, axis=1)
@@ -172,6 +174,7 @@ def chain_teacher_kernel(
         tl.store(top_ptr + row, highest)
         tl.store(total_ptr + row, whole)
         if event >= 0:
+            # The live sum has the pivot of the whole row, far below which it has no digits left.
             _, part = sum_over_lanes(top, alive)
             lse = tl.log(part) + highest
             if part < FEW_LIVE:
@@ -182,10 +185,11 @@ def chain_teacher_kernel(
 @triton.jit
 def compare_plain(z, x, V, t_base, partner_ptr, both, scale, t_lse):
     """Return the teacher's probability of plain classes live on both sides, times its log ratio, and itself."""
+    # `both` is False where the class is not plain (the partner is negative), so that no address is formed from it.
     y = tl.load(partner_ptr + x, mask=x < V, other=0)  # all of them: wide loads
     log_p = tl.load(t_base + y, mask=both, other=float("-inf")).to(tl.float32) * scale - t_lse
     p = exp(log_p)
-    return tl.where(p > 0.0, p * (log_p - z), 0.0), p
+    return tl.where(p > 0.0, p * (log_p - z), 0.0), p  # 0 * -inf = 0
 
 
 @triton.jit
@@ -216,8 +220,10 @@ def store_start(rows, bits, V, scale, t_lse, highest, lanes, event, E, s_lse_ptr
     s_lse = tl.log(part) + highest
     if part < FEW_LIVE:
         s_lse = live_log_sum(base, s_bits, V, scale, LANES)
+    # Added up was p (log p - z), for lack of the student's sum; log q is z - s_lse.
     of_plain = tl.sum(mass, axis=0)
     value, unclipped = tl.sum(kl, axis=0) + s_lse * of_plain, of_plain
+    # Some log q is below its floor: the row is read again, now that s_lse is known.
     if tl.min(lowest, axis=0) - s_lse < LOG_TINY:
         value, _, unclipped = exact_plain(base, t_base, partner_ptr, s_bits, t_bits, V, scale, s_lse, t_lse, LANES)
     tl.store(s_lse_ptr + event, s_lse)
@@ -233,6 +239,7 @@ def store_cross_entropy(base, row, target, top, total, losses_ptr, hits_ptr, hea
     lse = tl.log(whole) + highest
     own = tl.load(base + target).to(tl.float32)
     hit = own >= tl.max(top, axis=0)
+    # A tie counts for the lowest id: nothing before the target may be as large.
     if hit:
         before = tl.full((LANES,), float("-inf"), dtype=tl.float32)
         for begin in range(0, target.to(tl.int32), LANES * ADJACENT):
@@ -282,6 +289,7 @@ def chain_student_kernel(
     row = tl.program_id(0)
     base = row_of(student_ptr, row, T_s, s_stride_b, s_stride_t)
     event = tl.load(event_ptr + row)
+    # Without a start every bit is masked, and the same loop adds up the whole row alone.
     compared = tl.where(event >= 0, V, 0)
     at = tl.maximum(event, 0)
     bits, t_bits = s_bits_ptr + at.to(tl.int64) * W, t_bits_ptr + at.to(tl.int64) * W
@@ -300,6 +308,7 @@ def chain_student_kernel(
         live = bits_of(word, x, compared)
         both = bits_of(word & live_words(t_bits, begin, compared, LANES), x, compared)
         term, p = compare_plain(z, x, compared, t_base, partner_ptr, both, scale, t_lse)
+        # The student's sums have the student's pivot; the KL and its mass need none, since t_lse is known.
         top, pivot, shrink = raised(top, z)
         e = exp(z - pivot[:, None])
         total = total * shrink + tl.sum(e, axis=1)
@@ -315,6 +324,7 @@ def chain_student_kernel(
         store_start(rows, (bits, t_bits), V, scale, t_lse, highest, lanes, event, E, s_lse_ptr, terms_ptr, LANES)
     if TARGETS:
         target = tl.load(targets_ptr + row)
+        # At temperature 1 the sums over the table's tokens begin the head's: only the columns behind are to be read.
         first = V
         if not UNSCALED:
             first = 0

@@ -54,6 +54,7 @@ class TritonChain(torch.autograd.Function):
         logits, given, targets, mass, *saved = ctx.saved_tensors
         inputs: Comparison = ctx.inputs
         of_losses = others[0].float().contiguous() if ctx.with_targets and others[0] is not None else None
+        # Tensors are saved flat, so that autograd watches each for changes.
         n, m = len(StartResults._fields), len(NodeResults._fields)
         kept = Kept(StartResults(*saved[:n]), mass, NodeResults(*saved[n : n + m]), NodeResults(*saved[n + m :]))
         upstream = of_losses, of_parts.float().reshape(3, -1).contiguous()

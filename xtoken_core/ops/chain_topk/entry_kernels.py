@@ -35,7 +35,7 @@ def excluded_by_rules(
     LANES: tl.constexpr,
 ):
     """Return which tokens the rules of the token before exclude, by the tokens' positions."""
-    excluded = tl.zeros((LANES,), dtype=tl.int32)
+    excluded = tl.zeros((LANES,), dtype=tl.int32)  # [LANES], an entry each
     at = before.to(tl.int32)
     start = tl.load(rule_start_ptr + at)
     count = tl.load(rule_start_ptr + at + 1) - start
@@ -43,12 +43,14 @@ def excluded_by_rules(
         for begin in range(0, count, RULES):
             rule = begin + tl.arange(0, RULES)
             there = rule < count
+            # [RULES, 1] beside the entries' positions [1, LANES].
             point = tl.load(point_ptr + start + rule, mask=there, other=-1)[:, None]
             low = tl.load(low_ptr + start + rule, mask=there, other=0)[:, None]
             high = tl.load(high_ptr + start + rule, mask=there, other=0)[:, None]
             own = position[None, :]
             inside = (point == own) | ((low <= own) & (own < high))
             excluded = tl.maximum(excluded, tl.max(inside.to(tl.int32), axis=0))
+        # Behind the token's own rules those of the tokens of its right spine (`live._slices`).
         known = tl.maximum(at, 0)
         start = tl.load(tail_start_ptr + known)
         count = tl.where(at >= 0, tl.load(tail_count_ptr + known), 0)
@@ -91,7 +93,7 @@ def chain_entry_kernel(
     event = tl.program_id(0)
     if tl.load(chunk_ptr + event) >= 0:
         row = tl.load(t_row_ptr + event).to(tl.int64)
-        j = tl.arange(0, LANES)
+        j = tl.arange(0, LANES)  # all entries of the row
         token = tl.load(id_ptr + row * K + j, mask=j < K, other=V)
         live = token < V
         known = tl.where(live, token, 0)
@@ -161,8 +163,10 @@ def chain_head_kernel(
         heads_ptr += in_64_bits(event) * K
         rest_bits_ptr += in_64_bits(event) * W
         i = group * ENTRIES + tl.arange(0, ENTRIES)
+        # Different values stand for what does not exist on each side of a comparison, so that none of them are equal.
         cls = tl.load(class_ptr + i, mask=i < K, other=-2)
         before = tl.load(class_ptr + i - 1, mask=(i > 0) & (i < K), other=-1)
+        # [ENTRIES, LANES]: some entries with all others, LANES at once, whose class is the same.
         total = tl.zeros((ENTRIES,), dtype=tl.float32)
         some = tl.zeros((ENTRIES,), dtype=tl.int32)
         for begin in range(0, K, LANES):
@@ -178,6 +182,7 @@ def chain_head_kernel(
             at = begin + tl.arange(0, LANES)[None, :]
             there = at < count[:, None]
             x = tl.load(class_token_ptr + first[:, None] + at, mask=there, other=0)
+            # What is left is the rest: live tokens of the student of whose class no token is listed.
             tl.atomic_and(rest_bits_ptr + (x >> 5), ~((x * 0 + 1) << (x & 31)), mask=there, sem="relaxed")
 
 

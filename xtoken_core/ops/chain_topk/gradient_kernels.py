@@ -73,6 +73,7 @@ def listed_gradient_at(
     z = tl.load(base + x, mask=there, other=float("-inf")).to(tl.float32)
     gradient = tl.zeros(z.shape, dtype=tl.float32)
     if of_start != 0.0:
+        # d KL / d z_x = q_x (mass - P_c / Q_c) for a token x of class c, or of the rest as one class.
         gradient = tl.where(live, exp(z * scale - s_lse) * (mass - ratio) * of_start, 0.0)
     if CROSS_ENTROPY and UNSCALED:
         gradient += part_of_both(x, z, of_loss, target, head_lse, factor, top, V)
@@ -81,7 +82,7 @@ def listed_gradient_at(
         if CROSS_ENTROPY:
             gradient += part_of_loss(x, z, of_loss, target, head_lse)
     if of_likely != 0.0:
-        slope = (x == target).to(tl.float32) - exp(z * scale - vocab_lse)
+        slope = (x == target).to(tl.float32) - exp(z * scale - vocab_lse)  # d log softmax(z)[target] / d z
         gradient += tl.where(x < V_own, slope * of_likely, 0.0)
     return gradient
 
@@ -221,6 +222,7 @@ def chain_listed_class_bwd_kernel(
             CROSS_ENTROPY,
         )
         i = group * ENTRIES + tl.arange(0, ENTRIES)
+        # Only heads stand for a class; a token's class has one head, so no logit is stored twice.
         head = tl.load(heads_ptr + own * K + i, mask=i < K, other=-1.0) >= 0.0
         ratio = tl.load(ratio_ptr + own * K + i, mask=head, other=0.0)[:, None]
         class_ptr += tl.load(t_row_ptr + at).to(tl.int64) * K
@@ -240,6 +242,7 @@ def ratio_of_tokens(x, listed, classes, rest_ratio, STEPS: tl.constexpr):
     root_ptr, class_ptr, ratio_ptr, K = classes
     cls = tl.load(root_ptr + x, mask=listed, other=0)
     low, high = x * 0, x * 0 + K
+    # The first entry of a class is its head: entries are in the order of their classes.
     for _ in range(STEPS):
         middle = (low + high) // 2
         open_ = listed & (low < high)

@@ -18,6 +18,7 @@ from xtoken_core.ops.chain_topk.reference import ChainTopKSettings
 from xtoken_core.ops.side_stream import join, second_stream
 from xtoken_core.ops.triton_support import power_of_2
 
+# An entry is a listed token of a row of the teacher; a program holds all entries of a row, its lanes.
 RULES = 16
 """Rules that are read at once, for all entries of a row."""
 ENTRIES, TOKENS = 16, 32
@@ -91,6 +92,7 @@ class Lists:
         V = len(root)
         ids, log_probs = ids.flatten(0, 1), log_probs.flatten(0, 1)
         known = (ids >= 0) & (ids < V)
+        # Empty entries sort behind all classes; class C is of tokens without a root.
         classes = torch.where(known, root[ids.clamp(0, V - 1)], tables.classes + 1).int()
         classes, order = classes.sort(dim=1, stable=True)
         tail = tail.flatten().float()
@@ -213,6 +215,7 @@ class ListedComparison(Comparison):
         bits, _, _ = self.live_bits(self.plan.student.live, self.starts.teacher_before, self.starts.student_token)
         rest_p, heads, rest_bits = self._heads(bits, given)
         rows, likely, rest, losses, hits = self._rows(student, bits, rest_bits)
+        # Nodes are few programs that wait for memory: starts run beside them.
         with second_stream(self.device):
             inside = self._inside(student, given)
             beside = self._beside(student, given, rows)
@@ -243,6 +246,7 @@ class ListedComparison(Comparison):
         entry_kernels.chain_entry_kernel[(E,)](
             *entries, *events, *sets, p, rest_p, *sizes, *constants, num_warps=ENTRY_WARPS
         )
+        # Starts as all live tokens of the student; the kernel clears those of listed classes.
         rest_bits, groups = bits.clone(), triton.cdiv(K, ENTRIES)
         inputs = given.classes, p, starts.chunk, starts.teacher_row, *self.by_class
         entry_kernels.chain_head_kernel[(E * groups,)](
@@ -301,6 +305,7 @@ class ListedComparison(Comparison):
         E, held, fresh = len(inner.chunk), nodes.held, nodes.fresh
         if E:
             programs = self._programs(NODE_PROGRAMS_PER_PROCESSOR, E)
+            # Bits by class, those of one node at a time: each program sets its own and clears them again.
             flags = torch.zeros((programs, self.plan.classes // 32 + 1), dtype=torch.int32, device=self.device)
             entries = student.logits, given.ids, given.log_probs, given.part
             events = inner.chunk, fresh_row, holder_row, inner.node, self.bounds[0].first
@@ -360,6 +365,7 @@ class ListedComparison(Comparison):
         row: tuple[Any, ...] = *inputs, *sums, *upstream, *nodes, *sizes, *strides
         settings = {"CROSS_ENTROPY": of_losses is not None, "UNSCALED": self.scale == 1.0}
         blocks = triton.cdiv(V_head, GRADIENT_TILES * GRADIENT_LANES * start_kernels.ADJACENT.value)
+        # Each of the three stores whole gradients over those of the one before: the last has all parts of a token.
         gradient_kernels.chain_listed_row_bwd_kernel[(R * blocks,)](
             *row, blocks, **settings, TILES=GRADIENT_TILES, LANES=GRADIENT_LANES, num_warps=GRADIENT_WARPS
         )

@@ -50,6 +50,7 @@ def compare_named(
         there = k < slots
         cls = tl.load(slot_class_ptr + slot + k, mask=there, other=-1)
         q = slot_sums(k, slot, slots, segment_ptr, sums_ptr)
+        # [TILE, LANES]: slots with the row's entries, several of which can have one class.
         of_slot = (cls[:, None] == classes[None, :]) & (cls >= 0)[:, None]
         p = tl.sum(tl.where(of_slot, mass_of[None, :], 0.0), axis=1)
         named = tl.maximum(named, tl.max(of_slot.to(tl.int32), axis=0))
@@ -61,7 +62,7 @@ def compare_named(
         mass += p
         p = tl.where(q >= TINY, p, 0.0)
         kept += p
-        tl.store(ratio_ptr + k, tl.where(open_, -1.0, p / tl.maximum(q, TINY)), mask=there)
+        tl.store(ratio_ptr + k, tl.where(open_, -1.0, p / tl.maximum(q, TINY)), mask=there)  # -1: see `replace_open`
     return (
         tl.sum(kl, axis=0),
         tl.sum(mass, axis=0),
@@ -173,6 +174,7 @@ def entries_of_node(
     log_p = tl.load(log_prob_ptr + j, mask=j < K, other=float("-inf"))
     known = (token < V) & (log_p > float("-inf"))
     token = tl.where(known, token, 0)
+    # The node holds an entry if the piece of its spelling at the node's depth reaches it.
     spelled = tl.load(spelling_start_ptr + token) + rank
     held = known & (spelled < tl.load(spelling_start_ptr + token + 1))
     held = held & (tl.load(spelled_node_ptr + spelled, mask=held, other=-1) == node)
@@ -186,6 +188,7 @@ def held_sums(k, slot, slots, segment_ptr, start_ptr, of_slot, weight, of_unlist
     first = tl.load(start_ptr + tl.load(segment_ptr + slot + k, mask=k < slots, other=0))
     last = tl.load(start_ptr + tl.load(segment_ptr + slot + k + 1, mask=k < slots, other=0))
     here = k[:, None] == of_slot[None, :]
+    # A slot's tokens less those that are listed; each of them has an equal part of the tail.
     unlisted = last - first - tl.sum(here.to(tl.int32), axis=1)
     return tl.sum(tl.where(here, weight[None, :], 0.0), axis=1) + unlisted.to(tl.float32) * of_unlisted
 
@@ -223,6 +226,7 @@ def compare_held(
         there = k < slots
         cls = tl.load(slot_class_ptr + slot + k, mask=there, other=0)
         held = held_sums(k, slot, slots, segment_ptr, start_ptr, of_slot, weight, of_unlisted)
+        # The teacher holds the node, the student is fresh.
         q = slot_sums(k, slot, slots, fresh_segment_ptr, fresh_sums_ptr)
         named += q
         ending += tl.where(there & (cls < 0), held, 0.0)
@@ -330,6 +334,7 @@ def chain_listed_beside_kernel(
             )
             first = tl.load(start_ptr + tl.load(segment_ptr + slot))
             last = tl.load(start_ptr + tl.load(segment_ptr + slot + slots))
+            # The teacher's distribution over the node: entries, and an equal part of the tail for each other token.
             unlisted = (last - first - tl.sum((of_slot >= 0).to(tl.int32), axis=0)).to(tl.float32)
             part = tl.load(part_ptr + given)
             log_part = tl.where(unlisted > 0.0, floored_log(part), float("-inf"))
@@ -356,6 +361,7 @@ def chain_listed_beside_kernel(
             level = kept * 0.0
             tl.debug_barrier()
             if ends_at >= 0:
+                # As in `chain_node_kernel`: a small rest is summed, since 1 - named would have no digits.
                 q = 1.0 - named
                 if q < SMALL_REST:
                     q = (
@@ -370,6 +376,7 @@ def chain_listed_beside_kernel(
                 tl.store(ratio + ends_at, level)
             tl.store(value_ptr + event, kl - xlogx(mass))
             tl.store(mass_ptr + event, kept)
+            # A token of an unnamed class has its probability times this as gradient (`node_of_row`).
             tl.store(level_ptr + event, kept - level)
 
 

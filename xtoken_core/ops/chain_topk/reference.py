@@ -103,6 +103,7 @@ def chain_topk(
     )
     vocabulary = student_logits[..., : settings.student_vocab_size]
     likely, _ = cross_entropy(vocabulary / settings.temperature, student.predicted)
+    # ALM's likelihoods: the sum of the log-probabilities of a chunk's own tokens on each side.
     log_s = -_sum_by_chunk(likely, student.chunk, settings.max_chunks)
     log_t = _sum_by_chunk(own.to(log_s.dtype), teacher.chunk, settings.max_chunks)
     weak = kept < settings.least_mass
@@ -115,7 +116,7 @@ def chain_topk(
 
 def _sum_by_chunk(values: Float[Tensor, "B T"], chunk: Int[Tensor, "B T"], max_chunks: int) -> Float[Tensor, "B P"]:
     """Return the sum of each chunk's values."""
-    spare = torch.where((chunk >= 0) & (chunk < max_chunks), chunk, max_chunks)
+    spare = torch.where((chunk >= 0) & (chunk < max_chunks), chunk, max_chunks)  # the last column is dropped
     return values.new_zeros(len(values), max_chunks + 1).scatter_add(1, spare, values)[:, :-1]
 
 

@@ -106,6 +106,7 @@ def chain_listed_student_kernel(
         tl.store(rest_lse_ptr + event, log_of_live(base, rest_bits, V, scale, highest, part, LANES))
         tl.store(rest_some_ptr + event, tl.max(some, axis=0))
     target = tl.load(targets_ptr + row)
+    # The vocabulary can be wider than the tables, and the head wider than it: each sum continues the one before.
     top, total = scaled_row_sum(base, V, V_own, scale, top, total, LANES)
     highest, whole = sum_over_lanes(top, total)
     lse = tl.log(whole) + highest

@@ -26,6 +26,7 @@ class TritonChainTopK(torch.autograd.Function):
         """Return the parts `[3, B, P]`, the listed mass `[B, P]`, and if asked for losses and hits `[B, T_s]`."""
         logits = student_logits if student_logits.stride(-1) == 1 else student_logits.contiguous()
         forward_results, kept = inputs.forward(logits, given)
+        # Chunks of which too little is listed have ALM's value instead of their nodes (docs/losses.md).
         weak = forward_results.listed < inputs.settings.least_mass
         of_chunks, slope = _likelihoods(*forward_results.likely.unbind())
         start, inner, end = forward_results.parts.unbind()
@@ -51,6 +52,7 @@ class TritonChainTopK(torch.autograd.Function):
         kept = Kept(RowResults(*saved[:n]), inside, beside, saved[-1])
         of_losses = others[0].float().contiguous() if others and others[0] is not None else None
         of_parts = of_parts.float().reshape(3, -1)
+        # Their nodes have no upstream gradient then, and the chunk's likelihood has one.
         of_nodes = of_parts[1:].masked_fill(weak, 0.0)
         of_likely = torch.where(weak, of_parts[1] * slope, 0.0)
         whole = torch.cat([of_parts[:1], of_nodes])

@@ -17,6 +17,7 @@ def chunk_mean_kernel(
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     start, stop = tl.load(first_ptr + row), tl.load(first_ptr + row + 1)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
+    # One after the other: a chunk's sum does not depend on what else is in the batch.
     for i in range(start, stop):
         position = tl.load(order_ptr + i)
         base = x_ptr + position // T * stride_b + position % T * stride_t
@@ -35,6 +36,6 @@ def chunk_mean_bwd_kernel(grad_ptr, chunk_ptr, first_ptr, out_ptr, V, eps, BLOCK
     row = tl.load(chunk_ptr + position)
     own = tl.maximum(row, 0)
     size = (tl.load(first_ptr + own + 1) - tl.load(first_ptr + own)).to(tl.float32)
-    wanted = tl.where(row >= 0, V, 0)
+    wanted = tl.where(row >= 0, V, 0)  # no column of a position without a chunk is read
     grad = tl.load(grad_ptr + own * V + columns, mask=columns < wanted, other=0.0).to(tl.float32)
     tl.store(out_ptr + position * V + columns, (grad / (size + eps)).to(out_ptr.dtype.element_ty), mask=columns < V)

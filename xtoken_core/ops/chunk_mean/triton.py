@@ -30,7 +30,7 @@ class TritonChunkMean(torch.autograd.Function):
         """Compute the same as the reference's `forward`."""
         B, T, V = x.shape
         x = x if x.stride(-1) == 1 else x.contiguous()
-        positions = chunk_positions(chunk_id, max_chunks)
+        positions = chunk_positions(chunk_id, max_chunks)  # sorted by chunk
         means = torch.empty((B, max_chunks, V), dtype=x.dtype, device=x.device)
         sizes = torch.empty((B, max_chunks), dtype=torch.float32, device=x.device)
         block = min(BLOCK, power_of_2(V))
@@ -38,6 +38,7 @@ class TritonChunkMean(torch.autograd.Function):
             x, positions.order, positions.first, means, sizes, T, V, *row_strides(x), EPSILON, block
         )
         ctx.shape, ctx.block = x.shape, block
+        # The gradient needs no input: a position gets its chunk's, over the chunk's size.
         ctx.save_for_backward(positions.chunk, positions.first)
         ctx.mark_non_differentiable(sizes)
         return means, sizes

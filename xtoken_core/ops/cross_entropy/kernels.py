@@ -17,6 +17,7 @@ def cross_entropy_bwd_kernel(
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < V
     upstream = tl.load(upstream_ptr + row)
+    # Padding and masked positions: zeros, and the row is not read.
     if upstream == 0.0:
         tl.store(grad_ptr + row * V + columns, tl.zeros((BLOCK,), dtype=grad_ptr.dtype.element_ty), mask=mask)
     else:

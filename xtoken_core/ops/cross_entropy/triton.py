@@ -30,6 +30,7 @@ class TritonCrossEntropy(torch.autograd.Function):
         ctx: Any, logits: Float[Tensor, "B T V"], targets: Int[Tensor, "B T"], overwrite: bool
     ) -> tuple[Float[Tensor, "B T"], Bool[Tensor, "B T"]]:
         """Compute the same as the reference's `cross_entropy`."""
+        # Only contiguous logits have the layout of the gradient.
         ctx.in_place = overwrite and logits.is_contiguous()
         logits = logits if logits.stride(-1) == 1 else logits.contiguous()
         targets = targets.long().contiguous()
@@ -43,7 +44,7 @@ class TritonCrossEntropy(torch.autograd.Function):
             row_statistics_kernel[(B * T,)](
                 logits, matrix, targets, lse, own, best, T, V, *row_strides(logits), *constants
             )
-        hits = best == targets
+        hits = best == targets  # the lowest id of a tie
         ctx.save_for_backward(logits, targets, lse)
         ctx.mark_non_differentiable(hits)
         return lse - own, hits

@@ -51,6 +51,7 @@ def row_sums(base, first, V, top, total, whole, at, rate, BOTH: tl.constexpr, LA
         pivot = finite(new)
         at = tl.where(new > top, begin, at)
         total = added_tile(top, total, pivot, z, rate)
+        # One pivot serves both temperatures: it is the largest logit, whatever the rate.
         if BOTH:
             whole = added_tile(top, whole, pivot, z, LOG2_E)
         top = new
@@ -60,6 +61,7 @@ def row_sums(base, first, V, top, total, whole, at, rate, BOTH: tl.constexpr, LA
 @triton.jit
 def first_of_largest(base, V, top, at, LANES: tl.constexpr):
     """Return the lowest id of a row's largest logit: the tiles that hold it are read once more."""
+    # `at` is where a lane's tile with its largest logit begins; only lanes that have the row's largest are read.
     largest = tl.max(top, axis=0)
     x = columns_of(0, LANES) + at[:, None]
     there = (top == largest)[:, None] & (x < V)
@@ -108,6 +110,7 @@ def gold_student_kernel(
     at = tl.zeros((LANES,), dtype=tl.int32)
     top, total, whole, at = row_sums(base, 0, V, top, total, whole, at, rate, not UNSCALED, LANES)
     tl.store(lse_ptr + row, over_lanes(top, total, rate))
+    # At temperature 1 the sums of the vocabulary are the beginning of the head's.
     if UNSCALED:
         whole = total
     top, whole, _, at = row_sums(base, V, V_head, top, whole, total, at, LOG2_E, False, LANES)
@@ -144,8 +147,10 @@ def mean_log_probs(side, ids, there, scale):
     """Compute one chunk's averaged log-probabilities at `ids`, `[BLOCK]`; `side` is from `side_of_chunk`."""
     logits_ptr, order_ptr, lse_ptr, T, stride_b, stride_t, first, count, base, lse = side
     log_p = tl.load(base + ids, mask=there, other=0.0).to(tl.float32) * scale - lse
+    # A chunk without positions has log-probability 0, as the reference's mean over nothing.
     log_p = tl.where(count > 0, log_p, 0.0)
     if count > 1:
+        # In the order of positions, so that the mean does not depend on what shares the batch.
         for i in range(1, count):
             row = tl.load(order_ptr + first + i)
             other = logits_ptr + row // T * stride_b + row % T * stride_t
@@ -212,11 +217,12 @@ def gold_common_kernel(
         there = pair < c
         of_s = tl.load(common_student_ptr + pair, mask=there, other=0)
         of_t = tl.load(common_teacher_ptr + pair, mask=there, other=0)
-        S = mean_log_probs(student, of_s, there, scale)
+        S = mean_log_probs(student, of_s, there, scale)  # [BLOCK] pairs
         L = mean_log_probs(teacher, of_t, there, scale)
         kl += tl.where(there, kl_term(S, L) if REVERSE else kl_term(L, S), 0.0)
         mass += tl.where(there, tl.exp(L), 0.0)
         slope += tl.where(there, common_slope(S, L, REVERSE), 0.0)
+        # `<`: of equal ones a lane keeps the first pair.
         at_s = tl.where(there & (best_s < S), pair, at_s)
         best_s = tl.where(there, tl.maximum(best_s, S), best_s)
         at_t = tl.where(there & (best_t < L), pair, at_t)
@@ -295,6 +301,7 @@ def gold_l1_kernel(
         i = start + tl.arange(0, BLOCK)
         a = tl.load(student_ptr + slot * student_stride + i, mask=i < n_s, other=0.0)
         b = tl.load(teacher_ptr + slot * teacher_stride + i, mask=i < n_t, other=0.0)
+        # Beyond the shorter list the other side counts as 0 (ULD); NaN gives a NaN distance and no sign.
         sign = (a > b).to(tl.float32) - (a < b).to(tl.float32)
         l1 += tl.abs(a - b)
         slope += sign * a
@@ -364,9 +371,12 @@ def chunk_gradient_of_row(
             S = mean_log_probs(student, v, inside, scale)
             q = tl.exp(S)
         L = mean_log_probs(teacher, pair, pair >= 0, scale)
+        # g_v, the derivative by the chunk's mean log-probability of v: of common pairs, and of the sorted rest, where
+        # d|a - b| / d log a = sign * a. Through mean and softmax: scale / count (g_v - p_v sum g); `total` is sum g.
         by_mean = of_kl * tl.where(pair >= 0, common_slope(S, L, REVERSE), 0.0)
         by_mean += of_l1 * tl.where(sign != 0.0, sign * q, 0.0)
         gradient = (by_mean - p * total) * factor
+        # The head is wider than the vocabulary or at another temperature: cross-entropy has a softmax of its own.
         if HEAD:
             gradient = tl.where(inside, gradient, 0.0)
             p = tl.exp(x - head_lse)
@@ -428,6 +438,7 @@ def gold_bwd_kernel(
         target = tl.load(targets_ptr + row)
     else:
         of_loss, head_lse, target = 0.0, 0.0, -1
+    # Without upstream gradient of the chunk the teacher's row is not read, however infinite its terms are.
     if (chunk < 0) | ((of_kl == 0.0) & (of_l1 == 0.0)):
         if of_loss == 0.0:
             token_gradient_of_row(base, to_ptr, from_v, to_v, V_head, head_lse, target, of_loss, False, BLOCK)

@@ -120,7 +120,7 @@ def gold(
     teacher, _ = chunk_average_log_probs(log_t, teacher_chunk_id, P)  # [B, P, V_t]
     common_s = student.index_select(-1, partition.common_student)  # [B, P, C], column i of both is pair i
     common_t = teacher.index_select(-1, partition.common_teacher)
-    terms = kl_terms(common_s, common_t) if options.reverse else kl_terms(common_t, common_s)
+    terms = kl_terms(common_s, common_t) if options.reverse else kl_terms(common_t, common_s)  # [B, P, C]
     rest_s = student.index_select(-1, partition.uncommon_student).exp()  # [B, P, u_s]
     rest_t = teacher.index_select(-1, partition.uncommon_teacher).exp()
     if common_s.shape[-1]:  # argmax refuses an empty dimension

@@ -119,9 +119,10 @@ class TritonGold(torch.autograd.Function):
         kl, mass, kl_slope, l1, l1_slope = (torch.empty(shape, dtype=torch.float32, device=device) for _ in range(5))
         agrees = torch.empty(shape, dtype=torch.bool, device=device)
         scale = 1.0 / options.temperature
+        # The teacher's rows and the zeros beside the student's rows.
         with second_stream(device):
             teacher_lse = teacher.log_sum_exp(scale)
-            signs = torch.zeros((kl.numel(), V), dtype=torch.int8, device=device)
+            signs = torch.zeros((kl.numel(), V), dtype=torch.int8, device=device)  # of each chunk and id
         cut = student.cut(V)
         tokens = None if targets is None else _token_values(student, targets, V, scale)
         lse = cut.log_sum_exp(scale) if tokens is None else tokens.lse, teacher_lse
@@ -148,10 +149,12 @@ class TritonGold(torch.autograd.Function):
         V = partition.student_vocab_size
         of_losses = None if targets is None or others[2] is None else others[2].float().contiguous()
         gradient = torch.empty((B, T, V_head), dtype=student.logits.dtype, device=student.logits.device)
+        # By student id the teacher's id of a common pair: the backward goes through rows, not through pairs.
         pair = torch.full((V,), -1, dtype=torch.int32, device=gradient.device)
         pair = pair.scatter(0, partition.common_student, partition.common_teacher.int())
         block = min(GRADIENT_BLOCK, power_of_2(V_head))
         per = GRADIENT_BLOCKS * block
+        # Without targets another tensor takes the place of those that are not read.
         of_tokens = (student_lse,) * 3 if of_losses is None else (targets, head_lse, of_losses)
         of_student = student.logits, *student.positions, student_lse
         of_teacher = teacher.logits, *teacher.positions[1:], teacher_lse
@@ -240,12 +243,15 @@ def _compare_tails(
     mass, l1, l1_slope, signs = results
     u_s, u_t = partition.uncommon_student.shape[0], partition.uncommon_teacher.shape[0]
     cut = options.uncommon_topk
+    # Without a cut the shorter list counts as continued by zeros (ULD).
     n_s, n_t = (u_s, u_t) if cut is None else (min(u_s, u_t, cut),) * 2
     tails = (
         Tail(student, lse[0], partition.uncommon_student.int(), n_s),
         Tail(teacher, lse[1], partition.uncommon_teacher.int(), n_t),
     )
+    # float32 probabilities of both lists, and value and id of what is sorted.
     row_bytes = sum(4 * tail.ids.shape[0] + 8 * tail.room for tail in tails)
+    # Slabs of one size: a small last one would leave most of the GPU idle.
     slabs = triton.cdiv(l1.numel() * row_bytes, SLAB_BYTES)
     slab = triton.cdiv(l1.numel(), max(slabs, 1))
     scale, n = 1.0 / options.temperature, max(n_s, n_t)

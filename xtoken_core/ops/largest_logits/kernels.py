@@ -63,6 +63,7 @@ def group_statistics_kernel(
     if CUT:
         x = tl.where(columns < V, x, -INF)
     top = tl.max(x, axis=1)
+    # [GROUPS, SIZE]. An infinite maximum is no pivot: inf - inf would be NaN.
     away = x - tl.where(tl.abs(top) < INF, top, 0.0)[:, None]
     group_at = row * groups + group
     tl.store(maxima_ptr + group_at, top)
@@ -75,6 +76,7 @@ def group_statistics_kernel(
 def border(key, low, high, wanted):
     """Return the largest number up to `high` that at least `wanted` keys reach, as so many reach `low`."""
     low, high = low.to(tl.int64), high.to(tl.int64)  # their sum may not fit 32 bits
+    # Bisection on keys: at most as many turns as a key has bits, SHIFT fewer for narrow dtypes.
     while low < high:
         middle = (low + high + 1) >> 1
         enough = tl.sum((key >= middle.to(tl.int32)).to(tl.int32)) >= wanted
@@ -89,6 +91,7 @@ def sum_of_groups(top, total, counted, scale):
     finite = tl.abs(top) < INF
     largest = tl.max(tl.where(counted & finite, top, -INF))
     pivot = tl.where(largest == -INF, 0.0, largest)
+    # A group with an infinite maximum has its sum relative to 0.
     part = tl.where(finite, total * tl.exp((top - pivot) * scale), total)
     return largest, tl.sum(tl.where(counted, part, 0.0))
 
@@ -213,6 +216,7 @@ def store_tokens(
         above, equal = key > edge, key == edge
         one = above.to(tl.int32) + (equal.to(tl.int32) << 10)
         of_group = tl.sum(one, axis=1)
+        # Rank of a token among those chosen: within its group, plus the groups before it, plus the slots before these.
         counted = before + tl.cumsum(one, axis=1) + (tl.cumsum(of_group, axis=0) - of_group)[:, None]
         to = (counted & 0x3FF) + tl.minimum(counted >> 10, room) - 1
         pick = (ordered_bits(x).to(tl.int64) << 32) | (columns ^ LAST).to(tl.int64)
@@ -250,6 +254,7 @@ def select_tokens_kernel(
     _, x, key = group_tokens(chosen_ptr + row * K, base, tl.arange(0, K), V, width, wanted, SHIFT)
     edge = border(key, tl.load(edge_ptr + row), tl.max(key), k)
     room = k - tl.sum((key > edge).to(tl.int32))
+    # Of tokens equal to the edge `room` are listed; the others belong to the rest.
     beyond = tl.sum((key == edge).to(tl.int32)) - room
     of_edge = tl.max(tl.where(key == edge, x, -INF))
     counted = (key < edge) & (key > NO_KEY)
@@ -283,6 +288,7 @@ def order_tokens_kernel(
     row = tl.program_id(0).to(tl.int64)
     slot = tl.arange(0, K)
     picked = tl.load(picked_ptr + row * K + slot, mask=slot < k, other=NO_PICK)
+    # Key first, then LAST ^ id: descending gives equal logits in ascending order of ids.
     picked = tl.sort(picked, descending=True)
     bits = (picked >> 32).to(tl.int32)
     value = tl.where(bits < 0, bits ^ LAST, bits).to(tl.float32, bitcast=True)
@@ -291,6 +297,7 @@ def order_tokens_kernel(
     top, total = tl.load(top_ptr + row), tl.load(total_ptr + row)
     if MASS:
         mass = tl.where(slot < k, tl.exp(value * scale - log_z), 0.0)
+        # A token is kept while those before it have not reached the mass.
         kept = tl.cumsum(mass, axis=0) - mass < wanted_mass
         top, total = with_tokens(top, total, value, (slot < k) & (kept == 0), scale)
         value, ids = tl.where(kept, value, -INF), tl.where(kept, ids, -1)

@@ -58,12 +58,13 @@ def largest_logits(
     logits, V, T = logits.detach(), vocab_size, temperature
     dtype = torch.promote_types(logits.dtype, torch.float32)
     groups = logits[..., : V - V % GROUP].view(*logits.shape[:2], V // GROUP, GROUP)
-    maxima = groups.amax(-1)
+    maxima = groups.amax(-1)  # [B, T, groups]
     chosen = _first_largest(maxima, min(k, maxima.shape[-1])).sort(-1).values  # candidates in order of ids
     in_chosen = groups.gather(-2, chosen.unsqueeze(-1).expand(*chosen.shape, GROUP)).flatten(-2)
-    candidates = torch.cat([in_chosen, logits[..., V - V % GROUP : V]], -1).to(dtype)
+    candidates = torch.cat([in_chosen, logits[..., V - V % GROUP : V]], -1).to(dtype)  # [B, T, candidates]
     token = torch.arange(V, device=logits.device)
     first, last = token[:GROUP], token[V - V % GROUP :].expand(*chosen.shape[:2], -1)
+    # The id of each candidate: of the chosen groups, and of the last tokens, which fill no group.
     tokens = torch.cat([(chosen.unsqueeze(-1) * GROUP + first[: groups.shape[-1]]).flatten(-2), last], -1)
     at = _first_largest(candidates, min(k, V))
     values = candidates.gather(-1, at)

@@ -40,10 +40,12 @@ def _largest(logits: Tensor, targets: Tensor, k: int, V: int, mass: float | None
     B, T, V_m = logits.shape
     logits, targets = logits if logits.stride(-1) == 1 else logits.contiguous(), targets.contiguous()
     scaled, scale, strides = temperature != 1.0, 1.0 / temperature, row_strides(logits)
+    # Rows are read up to a multiple of ALIGNED where the head is as wide: whole vectors, the rest masked.
     width = min(V_m, triton.cdiv(V, ALIGNED) * ALIGNED)
     tiles, wanted = triton.cdiv(V, GROUP * TILE_GROUPS), min(k, triton.cdiv(V, GROUP))
     K, lanes = max(power_of_2(k), FEWEST_SLOTS), power_of_2(triton.cdiv(V, GROUP))
     groups, shift, device = tiles * TILE_GROUPS, UNUSED_BITS[logits.dtype], logits.device
+    # [2 or 3, B * T, groups]: maxima, sums at temperature 1, and at the temperature if it is another.
     maxima, *sums = torch.empty((3 if scaled else 2, B * T, groups), dtype=torch.float32, device=device)
     # Not parts of one tensor: how they are aligned would depend on the batch, and kernels be compiled for either.
     log_z, log_rest, own, top, total = (torch.empty((B, T), dtype=torch.float32, device=device) for _ in range(5))
@@ -61,6 +63,7 @@ def _largest(logits: Tensor, targets: Tensor, k: int, V: int, mass: float | None
     constants = T, V, k, wanted, groups, *strides, scale, scaled, K, shift, lanes
     warps = min(max(lanes // LANES_PER_WARP, 1), MOST_WARPS)
     choose_groups_kernel[(B * T,)](*tensors, *constants, num_warps=warps, maxnreg=MOST_REGISTERS)
+    # A program holds all tokens of the chosen groups: warps grow with k, so that a thread's part stays the same.
     warps = min(K // SLOTS_PER_WARP, MOST_WARPS)
     inputs, sizes_of_rows = (logits, chosen, edge, picked, top, total), (T, V, width, k, wanted, *strides, scale)
     select_tokens_kernel[(B * T,)](*inputs, *sizes_of_rows, K, shift, SLOTS_AT_ONCE * warps, num_warps=warps)

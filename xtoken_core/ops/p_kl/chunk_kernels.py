@@ -23,6 +23,7 @@ def run_of(first_ptr, chunks, C):
 @triton.jit
 def position(order_ptr, first, count, i):
     """Return the chunks' `i`-th positions, int32; some valid position where there is none."""
+    # Clamped instead of masked: an address that exists, whose value the caller masks.
     return tl.load(order_ptr + tl.maximum(first + tl.minimum(i, count - 1), 0)).to(tl.int32)
 
 
@@ -39,6 +40,7 @@ def chunk_of_students(
     there = (k < left)[None, :] & (count > 0)[:, None]
     q = tl.load(block_ptr + (line[:, None] + k[None, :] * LINE), mask=there, other=0.0)
     total = q
+    # Most chunks have one position. Longer ones add up in the order of positions, so sums do not depend on the batch.
     for i in range(1, most):
         line = in_lines(position(order_ptr, first, count, i), K, LINE)
         there = (k < left)[None, :] & (i < count)[:, None]
@@ -83,6 +85,7 @@ def chunk_of_teachers(
         total += teacher_term(block_ptr, tl.load(lse_ptr + row), there, offsets, scale, PROB)
     mean = total / (count.to(tl.float32) + EPS)[:, None]
     log_p = tl.log(mean + EPS) if PROB else mean
+    # A token with probability 0 on both sides costs nothing (`reference.compared_chunks`).
     log_p = tl.where((Q == 0.0) & (log_p == float("-inf")), LOG_EPS, log_p)
     return tl.where((k < left)[None, :], log_p, float("-inf"))
 
@@ -128,6 +131,8 @@ def further_positions(
     LINE: tl.constexpr,
 ):
     """Store the results at the chunks' first positions for their other positions: PER columns from `block_ptr`."""
+    # The slopes at first positions were stored by other threads. Each other position has the same slopes, but its own
+    # probabilities, which are read before they are overwritten: `products` needs them.
     tl.debug_barrier()
     for i in range(1, most):
         row = position(order_ptr, first, count, i)
@@ -202,6 +207,7 @@ def p_kl_chunk_kernel(
     first_s, count_s = run_of(student_first_ptr, chunks, C)
     first_t, count_t = run_of(teacher_first_ptr, chunks, C)
     most_s, most_t = tl.max(count_s, axis=0), tl.max(count_t, axis=0)
+    # The sum over K of a mean is the mean of the positions' sums: the norm is known before the columns.
     norm = mean_of_rows(sums_ptr, student_order_ptr, first_s, count_s, most_s, CHUNKS) + EPS
     share = 1.0 / norm
     row_s, row_t = position(student_order_ptr, first_s, count_s, 0), position(teacher_order_ptr, first_t, count_t, 0)
@@ -238,12 +244,15 @@ def p_kl_chunk_kernel(
             LINE,
         )
         Qn = Q * share[:, None]
+        # With r = Q / (sum Q + eps) + eps the chunk's value is a sum of `term`, its derivative by r `slope`. Through
+        # the norm every Q_k gets (slope_k - inner) / norm, inner = sum slope_k Q_k / norm; `kernels` has the rest.
         kl += tl.where(inside, term(Qn + EPS, log_p, REVERSE), 0.0)
         mass += tl.where(inside, tl.exp(log_p), 0.0)
         by_entry = slope(Qn + EPS, log_p, REVERSE)
         inner += tl.where(inside, by_entry * Qn, 0.0)
         product += tl.where(inside, by_entry * q, 0.0)
         places = line_s[:, None] + tl.arange(0, COLUMNS)[None, :] * LINE
+        # The buffer of probabilities becomes that of slopes: q is not needed any more.
         tl.store(block_ptr + places, by_entry, mask=inside & (count_s > 0)[:, None])
         best_q, at_q = larger(best_q, at_q, tl.where(inside, Q, -1.0), k[None, :].to(tl.int32), False)
         best_l, at_l = larger(best_l, at_l, log_p, k[None, :].to(tl.int32), start == 0)

@@ -30,6 +30,7 @@ def p_kl_slots_kernel(
     kept = tl.zeros((BLOCK,), dtype=tl.int32)
     for slot in range(SLOTS):
         target = tl.load(slot_targets_ptr + slot * V + v, mask=v < V, other=-1)
+        # -1 where the teacher's token is not compared: the entry is dropped and later ones move up.
         place = tl.load(place_ptr + target, mask=target >= 0, other=-1)
         weight = tl.load(slot_weights_ptr + slot * V + v, mask=place >= 0, other=0.0)
         tl.store(places_ptr + kept * V + v, place, mask=place >= 0)
@@ -71,14 +72,16 @@ def p_kl_student_kernel(
     v = part * COLUMNS + tl.arange(0, COLUMNS)
     base = row_bases(logits_ptr, rows, T, stride_b, stride_t)
     inside = (rows < R)[:, None] & (v < V_head)[None, :]
-    raw = tl.load(base[:, None] + v[None, :], mask=inside, other=float("-inf"))
+    raw = tl.load(base[:, None] + v[None, :], mask=inside, other=float("-inf"))  # [ROWS, COLUMNS]
     needed = tl.load(counts_ptr + v, mask=v < V, other=0) > 0
+    # Only ids that project into K are read again, from this copy.
     if tl.max(needed.to(tl.int32), axis=0) > 0:
         places = tl.arange(0, ROWS)[:, None] + v[None, :] * LINE
         tl.store(transposed_ptr + tile_of_lines(tile, V, ROWS, LINE) + places, raw, mask=needed[None, :])
     x = raw.to(tl.float32)
     if HEAD:
         store_tile_sums(x, head_top_ptr, head_total_ptr, part * width + local)
+    # The vocabulary is cut from the head behind the load: a tile can hold both.
     z = tl.where((v < V)[None, :], x, float("-inf")) * scale
     store_tile_sums(z, top_ptr, total_ptr, part * width + local)
 
@@ -121,6 +124,7 @@ def p_kl_student_rows_kernel(
         head_lse = lse
         if HEAD:
             top, head_lse = combined_log_sum_exp(head_top_ptr, head_total_ptr, local, parts, width, PARTS, ROWS)
+        # The first tile whose maximum is the row's holds the lowest id of it; that tile alone is read again.
         lanes = tl.arange(0, PARTS).to(tl.int64)
         tile = tl.full((PARTS, ROWS), 2147483647, dtype=tl.int64)
         for start in range(0, parts, PARTS):
@@ -129,7 +133,7 @@ def p_kl_student_rows_kernel(
             value = tl.load(head_top_ptr + places, mask=(n < parts)[:, None], other=float("nan"))
             tile = tl.minimum(tile, tl.where(value == top[None, :], n[:, None], 2147483647))
         base = row_bases(logits_ptr, rows, T, stride_b, stride_t)
-        v = tl.min(tile, axis=0)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+        v = tl.min(tile, axis=0)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]  # [ROWS, COLUMNS]
         inside = (rows < R)[:, None] & (v < V_head)
         x = tl.load(base[:, None] + v, mask=inside, other=float("nan")).to(tl.float32)
         guess = tl.min(tl.where(x == top[:, None], v, 9223372036854775807), axis=1)
@@ -174,8 +178,10 @@ def p_kl_project_kernel(
         column = tl.load(columns_ptr + k, mask=k < K, other=0)
         first = tl.load(offsets_ptr + column, mask=k < K, other=0)
         count = tl.load(offsets_ptr + column + 1, mask=k < K, other=0) - first
+        # [COLUMNS, ROWS], positions contiguous: an entry of the projection moves a line of ROWS positions.
         total = tl.zeros((COLUMNS, ROWS), dtype=tl.float32)
         for entries in range(0, tl.max(count, axis=0), AHEAD):
+            # Unrolled, so that the loads of several entries are on their way at once.
             for ahead in tl.static_range(AHEAD):
                 entry = entries + ahead
                 there = entry < count
@@ -221,6 +227,7 @@ def p_kl_teacher_kernel(
     column = tl.load(columns_ptr + k, mask=k < K, other=0)
     base = row_bases(logits_ptr, rows, T, stride_b, stride_t)
     inside = (rows < R)[:, None] & (k < K)[None, :]
+    # Where the compared columns are adjacent (the whole vocabulary is compared) a tile is read as whole vectors.
     start = tl.min(column, axis=0)
     if (tl.max(tl.abs(column - start - tl.arange(0, COLUMNS)), axis=0) == 0) & (start % 16 == 0):
         start = start // 16 * 16  # a product: the compiler sees the alignment
@@ -234,6 +241,7 @@ def p_kl_teacher_kernel(
     token = tl.load(token_ptr + k, mask=k < K, other=0)
     entries = tl.load(offsets_ptr + token + 1, mask=k < K, other=1) - tl.load(offsets_ptr + token, mask=k < K, other=0)
     z = x.to(tl.float32) * scale
+    # As `store_tile_sums`, with a second sum of the same exponentials.
     top = tl.max(z, axis=1)
     pivot = tl.where(top == float("-inf"), 0.0, top)
     e = tl.exp(z - pivot[:, None])
@@ -256,6 +264,7 @@ def p_kl_teacher_rows_kernel(
         at = (start + lanes)[:, None] * padded + rows[None, :]
         mask = (start + lanes < parts)[:, None]
         top = tl.load(top_ptr + at, mask=mask, other=float("-inf"))
+        # Partial sums have the pivots of their tiles: exp(top - lse) makes them probabilities.
         mass += tl.load(unnamed_ptr + at, mask=mask, other=0.0) * tl.exp(top - lse[None, :])
     tl.store(mass_ptr + rows, tl.sum(mass, axis=0), mask=rows < R)
 
@@ -289,6 +298,7 @@ def p_kl_factors_kernel(
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     chunk = tl.load(chunk_ptr + rows, mask=rows < R, other=-1)
     upstream = tl.load(upstream_ptr + chunk, mask=chunk >= 0, other=0.0)
+    # An upstream gradient of 0 is no chunk or one that does not count: factor 0, whatever the chunk's values.
     used = upstream != 0.0
     first = tl.load(first_ptr + chunk, mask=used, other=0)
     count = tl.load(first_ptr + chunk + 1, mask=used, other=1) - first
@@ -341,6 +351,7 @@ def p_kl_student_bwd_kernel(
     slopes_ptr += tile_of_lines(tile, K, ROWS, LINE)
     pull = tl.zeros((COLUMNS, ROWS), dtype=tl.float32)
     weights = tl.zeros((COLUMNS,), dtype=tl.float32)
+    # EAGER slots are read without asking how many are filled (`Comparison._eager_slots`): loads without a loop.
     for slot in tl.static_range(EAGER):
         weight, product = entry_of_slot(places_ptr, weights_ptr, slopes_ptr, slot, v, V, ROWS, LINE)
         pull += product
@@ -353,7 +364,7 @@ def p_kl_student_bwd_kernel(
     base = row_bases(logits_ptr, rows, T, stride_b, stride_t)
     x = tl.load(base[None, :] + v[:, None], mask=inside, other=float("-inf")).to(tl.float32)
     factor = tl.load(factor_ptr + rows)
-    p = tl.exp(x * scale - tl.load(lse_ptr + rows)[None, :])
+    p = tl.exp(x * scale - tl.load(lse_ptr + rows)[None, :])  # [COLUMNS, ROWS]
     pull -= weights[:, None] * tl.load(inner_ptr + rows)[None, :] + tl.load(dot_ptr + rows)[None, :]
     gradient = tl.where((factor != 0.0)[None, :] & (v < V)[:, None], p * pull * factor[None, :], 0.0)
     if TARGETS:

@@ -140,6 +140,7 @@ class Comparison:
         """Return the projection cut to the compared columns."""
         W = self.projection
         ids = torch.arange(self.K, dtype=torch.int32, device=self.device)
+        # Where each teacher token lies among the compared columns; -1 = not compared.
         place = torch.full((W.teacher_vocab_size,), -1, dtype=torch.int32, device=self.device)
         place.scatter_(0, self.columns, ids)
         counts = torch.empty(self.V, dtype=torch.int32, device=self.device)
@@ -164,6 +165,7 @@ class Comparison:
             rows.hits = torch.empty((B, T), dtype=torch.bool, device=self.device)
         slab = min(SLAB, width)
         transposed = torch.empty(slab * self.V, dtype=logits.dtype, device=self.device)
+        # Slab by slab: the copy of the logits is never larger than SLAB positions.
         for from_row in range(0, width, slab):
             here = min(slab, width - from_row)
             self._slab_of_rows(logits, counts, targets, rows, transposed, from_row, here, head)
@@ -186,6 +188,7 @@ class Comparison:
         rows, columns = STUDENT_TILE[0], min(STUDENT_TILE[1], power_of_2(V_head))
         parts = triton.cdiv(V_head, columns)
         sums = self._float(2, parts, width)
+        # Where the head is the vocabulary at temperature 1, its sums are the same.
         of_head = torch.empty_like(sums) if head else sums
         strides, positions = (*row_strides(logits), width), (B * T, T, from_row)
         sizes = *positions, self.V, V_head, *strides, self.scale
@@ -220,6 +223,7 @@ class Comparison:
         B, T, _ = logits.shape
         width = self.teacher_padded
         rows, columns = TEACHER_TILE
+        # Gathered logits have the compared columns alone, in their order.
         compared = torch.arange(self.K, device=self.device) if self.options.gathered else self.columns
         parts = triton.cdiv(self.K, columns)
         gathered = self._lines(width, logits.dtype)
@@ -238,6 +242,7 @@ class Comparison:
         shape, width = (self.C // P, P), padded(self.C)
         chunks, columns = CHUNK_TILE
         parts = triton.cdiv(self.K, self.per)
+        # Per part of the columns: three sums and two maxima with their indices, combined in a fixed order below.
         norm, values = self._float(width), self._float(5, parts, width)
         places = torch.empty((2, parts, width), dtype=torch.int32, device=self.device)
         of_parts = (*values[:4], places[0], values[4], places[1])
@@ -282,6 +287,7 @@ class Comparison:
         inputs = self.student.chunk, self.student.first, *by_chunk, sums, products
         kernels.p_kl_factors_kernel[(width // ROWS,)](*inputs, factor, inner, dot, B * T, self.scale, ROWS)
         rows, columns = GRADIENT_TILE[0], min(GRADIENT_TILE[1], power_of_2(V_head))
+        # A program reads and writes the same tile, so the gradient may take the memory of the logits.
         in_place = self.options.overwrite and logits.is_contiguous()
         out = logits if in_place else torch.empty((B, T, V_head), dtype=logits.dtype, device=self.device)
         head = V_head != self.V or self.scale != 1.0

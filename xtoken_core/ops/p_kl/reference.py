@@ -95,10 +95,12 @@ def p_kl(
     P, T = options.max_chunks, options.temperature
     # q [B, P, V_s], Q [B, P, K]
     q, _ = chunk_average_log_probs(torch.softmax(upcast(student_logits) / T, dim=-1), student_chunk_id, P)
+    # c(q W) = c(q) W: the product is taken once per chunk, not per position.
     Q = NativeSparseProjectionOp()(q, projection).index_select(-1, columns)
     compared = teacher_logits if options.gathered else teacher_logits.index_select(-1, columns)
     scaled = upcast(compared.detach()) / T
     log_p = teacher_log_probs(scaled, teacher_chunk_id, options)
+    # Columns without an entry of the projection: what the teacher has there no student can reach.
     missing = (projection.offsets.diff() == 0)[columns].to(scaled.dtype)
     mass = torch.softmax(scaled, dim=-1) @ missing  # [B, T_t]
     unnamed, _ = chunk_average_log_probs(mass.unsqueeze(-1), teacher_chunk_id, P)

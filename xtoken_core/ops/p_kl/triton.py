@@ -44,6 +44,7 @@ class TritonPKL(torch.autograd.Function):
         ctx.inputs, ctx.with_targets = inputs, targets is not None
         by_position = student.lse, student.head_lse, student.sums, chunks.products, student.projected
         ctx.save_for_backward(logits, *slots, *by_position, chunks.norm, chunks.inner, targets)
+        # `unnamed` comes last, as the results' order has it with and without targets.
         if student.losses is None or student.hits is None:
             ctx.mark_non_differentiable(chunks.agrees, chunks.mass, chunks.unnamed)
             return chunks.kl, chunks.agrees, chunks.mass, chunks.unnamed

@@ -24,13 +24,13 @@ def column_maxima_kernel(
     """Compute maxima of COLUMNS columns over PER rows, NaN largest. Row r is position r % T of sample r // T."""
     first = tl.program_id(0) * PER
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    best = tl.full((ROWS, COLUMNS), float("-inf"), dtype=tl.float32)
+    best = tl.full((ROWS, COLUMNS), float("-inf"), dtype=tl.float32)  # ROWS rows are loaded at once
     for start in range(0, PER, ROWS):
         rows = first + start + tl.arange(0, ROWS)
         bases = logits_ptr + (rows // T).to(tl.int64) * stride_b + (rows % T).to(tl.int64) * stride_t
         inside = (rows < R)[:, None] & (columns < V)[None, :]
         x = tl.load(bases[:, None] + columns[None, :], mask=inside, other=float("-inf")).to(tl.float32)
-        best = tl.where((x > best) | (x != x), x, best)
+        best = tl.where((x > best) | (x != x), x, best)  # NaN stays: nothing is > NaN
     nan = tl.max((best != best).to(tl.int32), axis=0) > 0
     highest = tl.where(nan, float("nan"), tl.max(best, axis=0))
     tl.store(partial_ptr + tl.program_id(0).to(tl.int64) * V + columns, highest, mask=columns < V)
@@ -41,6 +41,7 @@ def add_histogram(counts_ptr, digit, counted):
     """Add a block's numbers of digits to those of all blocks."""
     count = tl.histogram(tl.where(counted, digit, 0), DIGITS)
     bins = tl.arange(0, DIGITS)
+    # What does not count went to digit 0.
     count -= tl.where(bins == 0, tl.sum((counted == 0).to(tl.int32), axis=0), 0)
     tl.atomic_add(counts_ptr + bins, count, mask=count > 0, sem="relaxed")
 
@@ -50,6 +51,7 @@ def find_digit(counts_ptr, wanted):
     """Return the largest digit from which on there are `wanted` keys, and how many of its keys are wanted."""
     bins = tl.arange(0, DIGITS)
     count = tl.load(counts_ptr + bins)
+    # Keys with a larger digit; the border's digit is where their number passes `wanted`.
     larger = tl.sum(count, axis=0) - tl.cumsum(count, axis=0)
     of_border = (larger < wanted) & (larger + count >= wanted)
     return tl.sum(tl.where(of_border, bins, 0), axis=0), wanted - tl.sum(tl.where(of_border, larger, 0), axis=0)
@@ -84,6 +86,7 @@ def count_digits_kernel(keys_ptr, counts_ptr, V, k, BYTE: tl.constexpr, BLOCK: t
     """Count the next bytes of a block's keys whose first BYTE bytes are the border's."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     key = tl.load(keys_ptr + i, mask=i < V, other=0)
+    # Every program derives the border again from the counts so far, so that no launch has to store it.
     border, _ = border_of(counts_ptr, k, BYTE)
     shift: tl.constexpr = 24 - 8 * BYTE
     add_histogram(counts_ptr + BYTE * DIGITS, (key >> shift) & (DIGITS - 1), (i < V) & ((key >> (shift + 8)) == border))
@@ -118,6 +121,7 @@ def chosen_columns_kernel(
     border, wanted = border_of(counts_ptr, k, 4)
     key = tl.load(keys_ptr + i, mask=i < V, other=0)
     is_above, is_equal = (key > border) & (i < V), (key == border) & (i < V)
+    # Ranks in the order of ids: chosen ones of earlier blocks, then those before it in this one.
     above = sum_before(above_ptr, tl.program_id(0), LANES) + tl.cumsum(is_above.to(tl.int32), axis=0)
     equal = sum_before(equal_ptr, tl.program_id(0), LANES) + tl.cumsum(is_equal.to(tl.int32), axis=0)
     chosen = is_above | (is_equal & (equal <= wanted))

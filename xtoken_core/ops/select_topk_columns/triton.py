@@ -59,6 +59,7 @@ def largest_by_border(partial: Float[Tensor, "parts V"], k: int) -> Int[Tensor, 
     counts = torch.zeros((BYTES, DIGITS.value), dtype=torch.int32, device=device)
     above, equal = (torch.empty(blocks, dtype=torch.int32, device=device) for _ in range(2))
     columns = torch.empty(k, dtype=torch.int64, device=device)
+    # Five launches instead of a sort: each byte's counts are complete before the next byte is counted.
     column_keys_kernel[(blocks,)](partial, keys, counts, parts, V, KEY_BLOCK)
     for byte in range(1, BYTES):
         count_digits_kernel[(blocks,)](keys, counts, V, k, byte, KEY_BLOCK)

@@ -14,6 +14,7 @@ def sparse_projection_kernel(lines_ptr, offsets_ptr, sources_ptr, weights_ptr, o
     teacher = tl.program_id(0).to(tl.int64)
     rows = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
+    # No atomic: a program owns its teacher id and goes through that column's entries.
     for entry in range(tl.load(offsets_ptr + teacher), tl.load(offsets_ptr + teacher + 1)):
         line = lines_ptr + tl.load(sources_ptr + entry).to(tl.int64) * N
         total += tl.load(weights_ptr + entry) * tl.load(line + rows, mask=rows < N, other=0.0).to(tl.float32)
@@ -29,7 +30,7 @@ def sparse_projection_bwd_kernel(lines_ptr, targets_ptr, weights_ptr, out_ptr, N
     for slot in range(slots):
         target = tl.load(targets_ptr + slot * V_s + student).to(tl.int64)
         line = lines_ptr + tl.maximum(target, 0) * N
-        wanted = tl.where(target >= 0, N, 0)
+        wanted = tl.where(target >= 0, N, 0)  # an empty slot reads nothing
         value = tl.load(line + rows, mask=rows < wanted, other=0.0).to(tl.float32)
         total += tl.load(weights_ptr + slot * V_s + student) * value
     tl.store(out_ptr + student * N + rows, total.to(out_ptr.dtype.element_ty), mask=rows < N)

@@ -58,6 +58,7 @@ class ProjectionMatrix:
         pairs = torch.stack([teacher_ids[inside].long(), student_ids[inside].long()])
         size = (teacher_vocab_size, student_vocab_size)
         transposed = torch.sparse_coo_tensor(pairs, weights[inside].float(), size, check_invariants=True)
+        # Sorted by teacher id, then student id: the order in which both backends add.
         transposed = transposed.coalesce()
         sparse = transposed.t().coalesce()
         slot_targets, slot_weights = _slots(sparse)

@@ -118,17 +118,20 @@ def token_kl_kernel(
     t_at = tl.zeros((BLOCK,), dtype=tl.int32)
     for begin in range(0, V, BLOCK):
         x = begin + lanes
-        s = tl.load(s_base + x, mask=x < V, other=float("-inf")).to(tl.float32) * scale
+        s = tl.load(s_base + x, mask=x < V, other=float("-inf")).to(tl.float32) * scale  # [BLOCK]
         t = tl.load(t_base + x, mask=x < V, other=float("-inf")).to(tl.float32) * scale
+        # `>`: a lane keeps the first of equal ones.
         s_at, t_at = tl.where(s > s_top, x, s_at), tl.where(t > t_top, x, t_at)
         s_top, s_pivot, s_shrink = raise_pivot(s_top, s)
         t_top, t_pivot, t_shrink = raise_pivot(t_top, t)
         s_e, t_e = tl.exp(s - s_pivot), tl.exp(t - t_pivot)
         s_total, t_total = s_total * s_shrink + s_e, t_total * t_shrink + t_e
+        # The sum that p (or q, reversed) weighs is rescaled with that side's pivot, as the sum of its exponentials.
         gap = gap * s_shrink + weighted_gap(s_e, s, t) if REVERSE else gap * t_shrink + weighted_gap(t_e, t, s)
     s_lse, s_pivot = over_lanes(s_top, s_total)
     t_lse, t_pivot = over_lanes(t_top, t_total)
     if REVERSE:
+        # exp(lse - pivot) is the sum of exponentials at the row's pivot: gap / sum is the expectation.
         kl = tl.sum(gap * tl.exp(s_top - s_pivot), axis=0) / tl.exp(s_lse - s_pivot) + t_lse - s_lse
     else:
         kl = tl.sum(gap * tl.exp(t_top - t_pivot), axis=0) / tl.exp(t_lse - t_pivot) + s_lse - t_lse
@@ -177,6 +180,7 @@ def token_kl_bwd_kernel(
             t = tl.load(t_base + x, mask=x < V, other=float("-inf")).to(tl.float32)
             log_q, log_p = z * scale - tl.load(s_lse_ptr + row), t * scale - tl.load(t_lse_ptr + row)
             q = tl.exp(log_q)
+            # d KL(p || q) / dz = q - p; reversed, of sum q (log q - log p), q (log q - log p - kl).
             slope = weighted_gap(q, log_q - tl.load(kl_ptr + row), log_p) if REVERSE else q - tl.exp(log_p)
             gradient += tl.where(x < V, slope * of_kl, 0.0)
         if of_loss != 0.0:

@@ -66,7 +66,7 @@ def token_kl(
     whole, V = upcast(student_logits), options.vocab_size  # both gradients are added before they are rounded
     sides = whole[..., :V], upcast(teacher_logits.detach())[..., :V]
     log_q, log_p = (torch.log_softmax(logits / options.temperature, dim=-1) for logits in sides)
-    terms = kl_terms(log_q, log_p) if options.reverse else kl_terms(log_p, log_q)
+    terms = kl_terms(log_q, log_p) if options.reverse else kl_terms(log_p, log_q)  # [B, T, V]
     agrees = log_q.detach().argmax(-1) == log_p.argmax(-1)
     return TokenKLResult(terms.sum(-1), agrees, *cross_entropy(whole, targets))
 

@@ -51,6 +51,7 @@ class TritonTokenKL(torch.autograd.Function):
         logits, teacher, targets, kl, *lse = ctx.saved_tensors
         options: TokenKLOptions = ctx.options
         B, T, V_head = logits.shape
+        # A program reads and writes the same tile of the student's row.
         in_place = options.overwrite and logits.is_contiguous()
         gradient = logits if in_place else torch.empty((B, T, V_head), dtype=logits.dtype, device=logits.device)
         block = min(GRADIENT_BLOCK, power_of_2(V_head))
