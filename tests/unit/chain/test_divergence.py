@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.support.chain_divergence import ChainBatch, chain_divergence
 from tests.unit.chain.chain_loops import Options, Pair, sample_divergence
-from tests.unit.chain.tiny_tokenizers import PATTERNS, TinyTokenizer, TinyUnigram, split_words
+from tests.unit.chain.tiny_tokenizers import BY_THREE, PATTERNS, UNGROUPED, TinyTokenizer, TinyUnigram, split_words
 from xtoken_core.alignment import TokenAligner
 from xtoken_core.chain.build import build_tables
 from xtoken_core.chain.tables import ChainTables
@@ -148,10 +148,6 @@ CROSSED = TinyTokenizer(ALPHABET, [(b"\xa9", b"\xc3"), (b"\xc3", b"\xa9"), (b"a"
 @CASES
 def test_equals_loops(student, teacher, documents, chosen, seed):
     compare(student, teacher, documents, chosen, seed)
-
-
-BY_THREE = TinyTokenizer(ALPHABET, [(b"1", b"2"), (b"12", b"1"), (b"'", b"s"), (b".", b"'")], "threes")
-UNGROUPED = TinyTokenizer(ALPHABET, [(b"1", b"2"), (b"1", b"1"), (b"s", b"s"), (b"'", b"s")], "none")
 
 
 @settings(QUICK, max_examples=100)

@@ -124,6 +124,12 @@ class TinyTokenizer:
         )
 
 
+DIGITS_AND_MARKS = b"12 .'s"
+BY_THREE = TinyTokenizer(DIGITS_AND_MARKS, [(b"1", b"2"), (b"12", b"1"), (b"'", b"s"), (b".", b"'")], "threes")
+UNGROUPED = TinyTokenizer(DIGITS_AND_MARKS, [(b"1", b"2"), (b"1", b"1"), (b"s", b"s"), (b"'", b"s")], "none")
+"""Behind "12" of the first, "12" of the second is no token: the word is "121"."""
+
+
 class TinyUnigram(TinyTokenizer):
     """The same tokens with random scores; a word is cut where the sum of its tokens' scores is largest."""
 

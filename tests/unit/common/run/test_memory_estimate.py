@@ -214,7 +214,7 @@ def test_a_cpu_is_not_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_a_run_that_no_gpu_holds_is_refused_before_it_loads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = with_models(tmp_path, workers={"signal": "cuda_ipc", "slots": 64}, train={"micro_batch_tokens": 1 << 24})
+    run = with_models(tmp_path, workers={"transport": "cuda_ipc", "slots": 64}, train={"micro_batch_tokens": 1 << 24})
     check_room(with_models(tmp_path), torch.device("cuda", 0))
     monkeypatch.delenv(MARK, raising=False)
     check_room(run, torch.device("cuda", 0))
