@@ -9,8 +9,9 @@ import torch
 
 from benchmarks.chain_tables import side_tokens
 from tests.ops.tolerances import GRADIENT, OUTPUT, assert_within
-from tests.unit.chain.test_divergence import BY_THREE, UNGROUPED, batch_of
+from tests.unit.chain.test_divergence import batch_of
 from tests.unit.chain.test_edges import DOCUMENTS, SPLIT, WHOLE
+from tests.unit.chain.tiny_tokenizers import BY_THREE, UNGROUPED
 from xtoken_core.chain import class_layout
 from xtoken_core.chain.build import build_tables
 from xtoken_core.chain.tables import ChainTables
@@ -43,7 +44,7 @@ def small(monkeypatch):
 
 
 def inputs(pair, device, dtype=torch.float32):
-    batch = batch_of(*pair, DOCUMENTS)
+    batch = batch_of(*pair, ["12.12 1", "1"] if BY_THREE in pair else DOCUMENTS)
     generator = torch.Generator().manual_seed(3)
     logits = [
         (3 * torch.randn(*ids.shape, len(side.vocab) + wider, generator=generator)).to(device, dtype)
