@@ -17,7 +17,7 @@ from xtoken_services.queue.journal_file import CHUNK_BYTES, log_of
 from xtoken_services.queue.write_ahead_log import WriteAheadLog
 
 TASKS = [{"name": "a", "requires": ["x"]}, {"name": "b", "requires": ["x", "v"]}]
-SLACK = 1 << 16
+SLACK = 1 << 18
 
 
 class Kept:

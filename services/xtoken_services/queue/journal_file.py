@@ -31,7 +31,8 @@ VERSION = 1
 TABLE = "CREATE TABLE rows (number INTEGER PRIMARY KEY, batch, record, part, checksum, body)"
 CHUNK_BYTES = 1 << 18
 """Most bytes of a row: SQLite allows 1e9, and copies a row several times."""
-PAGE_BYTES = 8192
+PAGE_BYTES = 1 << 14
+"""Large pages take less time for large rows; a batch of one small request writes at least one page."""
 LOG_HEADER, FRAME_HEADER = 32, 24
 """Bytes before the first frame of SQLite's log, and before the page in each (https://sqlite.org/fileformat2.html#walformat)."""
 
