@@ -82,9 +82,9 @@ def live_layout(live: LiveTable, plain: np.ndarray, members: np.ndarray, columns
     joined = np.concatenate([state == JOINED + k for k in range(len(position))], axis=1)
     columns_of = head + state.shape[1] * np.arange(len(position))[:, None]  # [K, V_x]
     which, tokens = np.nonzero(joined.any(axis=0)[columns_of])
-    places = position[which, tokens]
-    position_start = np.concatenate([[0], np.cumsum(np.bincount(places, minlength=live.width))])
-    order = np.argsort(places, kind="stable")
+    at = position[which, tokens]
+    position_start = np.concatenate([[0], np.cumsum(np.bincount(at, minlength=live.width))])
+    order = np.argsort(at, kind="stable")
     by_position = tokens[order]
     slices = _rules(live)
     rows, heavy = _heavy(live, position_start, slices)
