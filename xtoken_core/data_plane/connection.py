@@ -56,8 +56,15 @@ class Connection:
 
         Raises:
             zmq.Again: The queue accepts no more for now.
+            QueueUnreachableError: The queue has refused the token or key.
         """
-        send_frames(self._socket, header, buffers)
+        try:
+            send_frames(self._socket, header, buffers)
+        except zmq.Again:
+            # libzmq never reconnects a refused socket, which takes no message then: the reason is in the monitor.
+            while self._monitor.poll(0):
+                self._has_broken()
+            raise
 
     def receive(self, request: str, deadline: float) -> tuple[m.AnyReply, list[Buffer]] | None:
         """Return the reply to a request; None if the connection breaks or the deadline (monotonic clock) passes.
