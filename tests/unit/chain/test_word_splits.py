@@ -18,7 +18,7 @@ SPLITS = PATTERNS | {
 }
 CHARACTERS = "11122''''ssrretvllRdmb.._ \n\n\t\x1cé\u200b"
 WORDS = ["'", "'re", "'LL", "'x", "'ab", "'r", "re", "reb", "sb", "e", "l", "'sb", "123", "12", "1\n", "\n \n", "..b"]
-WORDS += ["\n" * count + " \n" for count in (3, 4)]
+WORDS += ["m'r", "m'd", *("\n" * count + " \n" for count in (3, 4))]
 
 
 def every_pair(first, second, split):
@@ -56,10 +56,9 @@ def test_groups_give_what_every_pair_does(name):
         return [end for _, (_, end) in splitter.pre_tokenize_str(text)]
 
     rng = random.Random(0)
-    drawn = ["".join(rng.choice(CHARACTERS) for _ in range(rng.randint(1, 5))) for _ in range(300)]
+    drawn = ["".join(rng.choice(CHARACTERS) for _ in range(rng.randint(1, 5))) for _ in range(200)]
     texts = list(dict.fromkeys([*WORDS, *drawn]))
-    words = [text for text in texts if len(split(text)) == 1]
-    expected, found = every_pair(words, texts, split), by_groups(words, texts, split)
+    expected, found = every_pair(texts, texts, split), by_groups(texts, texts, split)
     assert found == expected
 
 
