@@ -19,8 +19,7 @@ from torch import Tensor
 from xtoken_core.chain.paths import build_piece_trie
 from xtoken_core.chain.roots import find_roots
 from xtoken_core.chain.spelling import Spellings
-from xtoken_core.chain.tables import ChainTables, LiveTable, SideTable
-from xtoken_core.chain.word_splits import BROKEN, JOINED, KEPT
+from xtoken_core.chain.tables import BROKEN, JOINED, KEPT, ChainTables, LiveTable, SideTable
 from xtoken_core.losses.masks import kept_chunk_ids, predicted_ids, shifted_chunk_ids
 from xtoken_core.ops.chain.events import SideTokens
 

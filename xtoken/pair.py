@@ -11,8 +11,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from xtoken.parts import CrossTokenizerCollator, CrossTokenizerDistillationLoss, LossConfig, LossTeacher, TokenAligner
-from xtoken_core.chain.build import build_tables
-from xtoken_core.chain.tables import ChainTables
+from xtoken_core.chain.build import as_tensors, build_tables
 from xtoken_core.config.loss import PROJECTING_MODES, TABLE_MODES
 from xtoken_core.config.validation_errors import describe
 from xtoken_core.errors import ConfigError
@@ -127,7 +126,7 @@ def _loss_teacher(
     """Build the mode's static data of the two tokenizers: chain tables, a projection or neither."""
     mode = config.mode_of(0)
     if mode in TABLE_MODES:
-        return LossTeacher(len(teacher), tables=ChainTables.of(build_tables(student, teacher, special_tokens)))
+        return LossTeacher(len(teacher), tables=as_tensors(build_tables(student, teacher, special_tokens)))
     if mode in PROJECTING_MODES:
         projection = build_projection(student, teacher, special_tokens=special_tokens)
         return LossTeacher(len(teacher), projection.indices, projection.likelihoods)

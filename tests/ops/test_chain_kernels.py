@@ -13,7 +13,7 @@ from tests.unit.chain.test_divergence import batch_of
 from tests.unit.chain.test_edges import DOCUMENTS, SPLIT, WHOLE
 from tests.unit.chain.tiny_tokenizers import BY_THREE, UNGROUPED
 from xtoken_core.chain import class_layout
-from xtoken_core.chain.build import build_tables
+from xtoken_core.chain.build import as_tensors, build_tables
 from xtoken_core.chain.tables import ChainTables
 from xtoken_core.losses.masks import whole_chunks
 from xtoken_core.ops.chain.reference import ChainOptions, ChainSettings, NativeChainOp
@@ -57,7 +57,7 @@ def inputs(pair, device, dtype=torch.float32):
         side_tokens(ids.to(device), chunk.to(device), usable.to(device))
         for ids, chunk in zip((batch.student_ids, batch.teacher_ids), chunk_ids, strict=True)
     ]
-    tables = ChainTables.of(build_tables(*(side.fast for side in pair))).to(device)
+    tables = as_tensors(build_tables(*(side.fast for side in pair))).to(device)
     return *logits, *sides, tables, P
 
 

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from xtoken_core.alignment.special_tokens import SpecialTokens, with_special_tokens
 from xtoken_core.alignment.tables import TEXT, TokenTable, token_table
 from xtoken_core.alignment.token_arrays import BOS, BOS_OR_EOS, EOS, UNKNOWN_ROLE, build_token_arrays
+from xtoken_core.chain.files import read_tables, write_tables
 from xtoken_core.chain.live_sets import LiveSets, everything_live, live_sets
 from xtoken_core.chain.models import bpe_model, is_unigram
 from xtoken_core.chain.paths import PieceTrie, build_piece_trie
 from xtoken_core.chain.roots import Roots, find_roots, special_pairs
 from xtoken_core.chain.spelling import REASONS, Spellings, compared_pieces, spellings, word_start_texts
+from xtoken_core.chain.tables import ChainTables, LiveTable, SideTable
 from xtoken_core.errors import InputError
 from xtoken_core.projection.fingerprint import tokenizer_fingerprint
+from xtoken_core.projection.pair_cache import PairCache
 from xtoken_core.projection.retokenize import Retokenizer
 
 
@@ -107,6 +113,62 @@ def build_tables(
         sides.append(BuiltSide(spelled[k], paths, live))
         progress(PARTS["student" if k == 0 else "teacher"])
     return BuiltTables(roots, sides[0], sides[1], fingerprints)
+
+
+def as_tensors(built: BuiltTables) -> ChainTables:
+    """Return the built arrays as tensors on the CPU, which share their memory where the types are equal."""
+    student = _side(built.student, built.roots.student)
+    return ChainTables(student, _side(built.teacher, built.roots.teacher), built.roots.count, built.roots.common)
+
+
+def cached_tables(
+    student_tokenizer: Any,
+    teacher_tokenizer: Any,
+    directory: Path | None = None,
+    special_tokens: Mapping[str, str] | None = None,
+) -> ChainTables:
+    """Read the tables of two tokenizers, and build and write them first if there are none.
+
+    A file of another version, of another pair or a damaged one is built again, and the log says so.
+
+    Args:
+        student_tokenizer: A tokenizer, see `build_tables`.
+        teacher_tokenizer: Likewise.
+        directory: Where the files are; None: the user's cache.
+        special_tokens: Special tokens of the student and their partners, as for `build_tables`.
+
+    Raises:
+        OutputError: The file cannot be written.
+    """
+    prints = tokenizer_fingerprint(student_tokenizer), tokenizer_fingerprint(teacher_tokenizer)
+    cache = PairCache(directory)
+
+    def write(path: Path) -> None:
+        built = build_tables(student_tokenizer, teacher_tokenizer, special_tokens)
+        write_tables(as_tensors(built), path, prints, special_tokens)
+
+    return read_tables(cache.file("chain", prints, write, special_tokens))
+
+
+def _side(built: BuiltSide, roots: np.ndarray) -> SideTable:
+    live = {field.name: _tensor(getattr(built.live, field.name)) for field in fields(LiveTable)}
+    nodes = {field.name: _tensor(getattr(built.paths, field.name)) for field in fields(built.paths)}
+    return SideTable(
+        root=_narrow(roots),
+        spelling_start=_narrow(built.spelled.start),
+        piece=_narrow(built.spelled.piece),
+        status=torch.from_numpy(built.spelled.status),
+        live=LiveTable(**live),
+        **nodes,
+    )
+
+
+def _tensor(value: Any) -> Any:
+    return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+
+
+def _narrow(values: np.ndarray) -> Tensor:
+    return torch.from_numpy(values.astype(np.int32))
 
 
 def _no_common_token(student: TokenTable, spelled: Spellings) -> str:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
 from xtoken_core.atomic import atomic_path
-from xtoken_core.chain.build import build_tables
 from xtoken_core.chain.tables import ChainTables
 from xtoken_core.errors import InputError, OutputError
 from xtoken_core.projection.fingerprint import (
@@ -17,40 +15,10 @@ from xtoken_core.projection.fingerprint import (
     STUDENT_KEY,
     TEACHER_KEY,
     special_tokens_metadata,
-    tokenizer_fingerprint,
 )
-from xtoken_core.projection.pair_cache import CHAIN_FORMAT, PairCache
+from xtoken_core.projection.pair_cache import CHAIN_FORMAT
 from xtoken_core.projection.stored_tensors import safetensors_bytes
 from xtoken_core.regular_files import descriptor_path
-
-
-def cached_tables(
-    student_tokenizer: Any,
-    teacher_tokenizer: Any,
-    directory: Path | None = None,
-    special_tokens: Mapping[str, str] | None = None,
-) -> ChainTables:
-    """Read the tables of two tokenizers, and build and write them first if there are none.
-
-    A file of another version, of another pair or a damaged one is built again, and the log says so.
-
-    Args:
-        student_tokenizer: A tokenizer, see `build_tables`.
-        teacher_tokenizer: Likewise.
-        directory: Where the files are; None: the user's cache.
-        special_tokens: Special tokens of the student and their partners, as for `build_tables`.
-
-    Raises:
-        OutputError: The file cannot be written.
-    """
-    prints = tokenizer_fingerprint(student_tokenizer), tokenizer_fingerprint(teacher_tokenizer)
-    cache = PairCache(directory)
-
-    def write(path: Path) -> None:
-        built = build_tables(student_tokenizer, teacher_tokenizer, special_tokens)
-        write_tables(ChainTables.of(built), path, prints, special_tokens)
-
-    return read_tables(cache.file("chain", prints, write, special_tokens))
 
 
 def write_tables(

@@ -24,7 +24,8 @@ from xtoken_core.alignment.tables import TEXT
 from xtoken_core.chain.merges import Followers, followers
 from xtoken_core.chain.models import BpeModel
 from xtoken_core.chain.spelling import Spellings
-from xtoken_core.chain.word_splits import BROKEN, JOINED, KEPT, WordSplits, word_splits
+from xtoken_core.chain.tables import BROKEN, JOINED, KEPT
+from xtoken_core.chain.word_splits import WordSplits, word_splits
 from xtoken_core.projection.retokenize import Retokenizer
 
 MOST_PAIRS = 1_500_000

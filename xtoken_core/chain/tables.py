@@ -7,14 +7,16 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from jaxtyping import Bool, Int, UInt8
 from torch import Tensor
 
-from xtoken_core.chain.build import BuiltSide, BuiltTables
-
 T = TypeVar("T", bound="TensorFields")
+
+BROKEN, KEPT, JOINED = 0, 1, 2
+"""What follows from the split of two tokens' text: the first is cut into other pieces, it is a word's end, or both are
+parts of one word, so that the model decides. `JOINED + k` with k > 0: that word ends inside the second token's own
+first word, after its k-th shorter beginning."""
 
 
 class TensorFields:
@@ -146,35 +148,5 @@ class ChainTables(TensorFields):
         for side in (self.student, self.teacher):
             _ = side.most_members, side.most_slots, side.live.most_rules
 
-    @classmethod
-    def of(cls, built: BuiltTables) -> ChainTables:
-        """Convert the built arrays to tensors."""
-        sides = [
-            _side(part, roots)
-            for part, roots in ((built.student, built.roots.student), (built.teacher, built.roots.teacher))
-        ]
-        return cls(sides[0], sides[1], built.roots.count, built.roots.common)
-
 
 _PARTS: dict[str, type[TensorFields]] = {"LiveTable": LiveTable, "SideTable": SideTable}
-
-
-def _side(built: BuiltSide, roots: np.ndarray) -> SideTable:
-    live = {field.name: _tensor(getattr(built.live, field.name)) for field in fields(LiveTable)}
-    nodes = {field.name: _tensor(getattr(built.paths, field.name)) for field in fields(built.paths)}
-    return SideTable(
-        root=_narrow(roots),
-        spelling_start=_narrow(built.spelled.start),
-        piece=_narrow(built.spelled.piece),
-        status=torch.from_numpy(built.spelled.status),
-        live=LiveTable(**live),
-        **nodes,
-    )
-
-
-def _tensor(value: Any) -> Any:
-    return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
-
-
-def _narrow(values: np.ndarray) -> Tensor:
-    return torch.from_numpy(values.astype(np.int32))

@@ -18,10 +18,7 @@ from functools import lru_cache
 
 import numpy as np
 
-BROKEN, KEPT, JOINED = 0, 1, 2
-"""What follows from the split of two tokens' text: the first is cut into other pieces, it is a word's end, or both are
-parts of one word, so that the model decides. `JOINED + k` with k > 0: that word ends inside the second token's own
-first word, after its k-th shorter beginning."""
+from xtoken_core.chain.tables import BROKEN, JOINED, KEPT
 
 Split = Callable[[str], list[int]]
 """The ends of the words of a text, in characters of that text."""

@@ -41,7 +41,7 @@ def inspect(
 
     from xtoken_core.alignment import token_table
     from xtoken_core.alignment.report import shown_sides
-    from xtoken_core.chain import cached_tables
+    from xtoken_core.chain.build import cached_tables
     from xtoken_core.chain.report import side_report, text_report
     from xtoken_services.cli.align import read_text, sides_of
     from xtoken_services.common.processes.progress import spinner

@@ -13,6 +13,7 @@ import typer
 from xtoken_services.cli.options import KeysOption, QueueOption, QueueTokenOption, set_up_logging
 
 if TYPE_CHECKING:
+    from xtoken_core.config.resolved import ResolvedRun
     from xtoken_core.data_plane.queue_client import QueueClient
 
 PATIENCE_S = 5.0
@@ -76,7 +77,7 @@ def serve_queue(
     set_up_logging()
     serve(
         bind,
-        run=run,
+        run=None if run is None else _load_resolved(run),
         token_file=token_file,
         memory_limit=memory_limit,
         keys=keys,
@@ -85,6 +86,23 @@ def serve_queue(
         metrics_port=metrics_port,
         group=group,
     )
+
+
+def _load_resolved(path: Path) -> ResolvedRun:
+    """Load a run from a RunSpec (`.toml`, resolved here) or from an already resolved one (`.json`)."""
+    # These imports take longer than those of a queue without a run: data readers and tokenizers.
+    from xtoken_core.config.resolved import parse_resolved_run
+    from xtoken_core.config.spec import load_run_spec
+    from xtoken_core.errors import InputError
+
+    if path.suffix == ".toml":
+        from xtoken_services.common.run.resolve import resolve_run
+
+        return resolve_run(load_run_spec(path))
+    try:
+        return parse_resolved_run(path.read_bytes(), source=str(path))
+    except OSError as error:
+        raise InputError(f"cannot read the run file {path}: {error.strerror}") from error
 
 
 @queue_app.command()

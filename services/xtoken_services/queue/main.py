@@ -10,10 +10,9 @@ from types import FrameType
 
 from setproctitle import setproctitle
 
-from xtoken_core.config.resolved import ResolvedRun, parse_resolved_run
-from xtoken_core.config.spec import load_run_spec
+from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.data_plane.address import Address
-from xtoken_core.errors import ConfigError, InputError
+from xtoken_core.errors import ConfigError
 from xtoken_core.queue.engine import Engine
 from xtoken_core.wire import messages as m
 from xtoken_services.queue.memory import one_heap
@@ -28,7 +27,7 @@ DEFAULT_MEMORY = 1 << 30
 def serve(
     bind: str,
     *,
-    run: Path | None,
+    run: ResolvedRun | None,
     token_file: Path | None,
     memory_limit: int | None,
     keys: Path | None = None,
@@ -50,7 +49,7 @@ def serve(
     if journal is None and check_policy(fsync) == "always":
         raise ConfigError(f"--fsync {fsync} needs a journal: name its directory by --journal")
     address = Address.parse(bind, token_file, keys)
-    resolved = None if run is None else of_group(load_resolved(run), group)
+    resolved = None if run is None else of_group(run, group)
     limit = memory_limit or (resolved.spec.queue.memory_limit if resolved else DEFAULT_MEMORY)
     engine = Engine(memory_limit=limit, clock=time.monotonic)
     log_of_changes = None if journal is None else WriteAheadLog(journal, engine, fsync=fsync)
@@ -65,20 +64,6 @@ def serve(
         signal.signal(number, stop)
     log.info("serving at %s, up to %d bytes", bind, limit)
     server.serve()
-
-
-def load_resolved(path: Path) -> ResolvedRun:
-    """Load a run from a RunSpec (`.toml`, resolved here) or from an already resolved one (`.json`)."""
-    if path.suffix == ".toml":
-        from xtoken_services.common.run.resolve import (
-            resolve_run,  # imports the data readers, which a generic queue never needs
-        )
-
-        return resolve_run(load_run_spec(path))
-    try:
-        return parse_resolved_run(path.read_bytes(), source=str(path))
-    except OSError as error:
-        raise InputError(f"cannot read the run file {path}: {error.strerror}") from error
 
 
 def of_group(resolved: ResolvedRun, group: int) -> ResolvedRun:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.regular_files import MIB, read_json_object, read_regular
-from xtoken_services.common.models.hub import hub_name
 
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+SNAPSHOT = re.compile(r".*/(?:models|datasets)--(?P<repo>[^/]+)/snapshots/[0-9a-f]{40}(/.*)?")
 LICENSE = re.compile(r"^license(?:_name)?:\s*[\"']?([\w.+-]{1,64})[\"']?\s*$", re.MULTILINE)
 OTHER = "other"
 """Licence of a card that names it by `license_name`."""
@@ -22,6 +22,12 @@ def base_model(model: Path) -> str:
     name = str(model)
     given = name if HUB_ID.fullmatch(name) and not model.exists() else None
     return given or hub_name(model) or model.absolute().name
+
+
+def hub_name(path: Path) -> str | None:
+    """Return the repository of a file or directory in the Hub's cache; None for any other path."""
+    match = SNAPSHOT.fullmatch(str(path))
+    return match["repo"].replace("--", "/", 1) if match else None
 
 
 def text_names(paths: Sequence[Path]) -> str:

@@ -12,8 +12,7 @@ import torch
 
 from tests.support import vocabularies as v
 from xtoken_core.alignment import TokenAligner
-from xtoken_core.chain import build_tables
-from xtoken_core.chain.files import cached_tables
+from xtoken_core.chain.build import build_tables, cached_tables
 from xtoken_core.errors import ConfigError
 from xtoken_core.projection import build_projection
 from xtoken_core.projection.fingerprint import SPECIAL_TOKENS_KEY, projection_header

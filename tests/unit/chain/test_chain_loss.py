@@ -9,8 +9,7 @@ from tests.support.chain_divergence import chain_divergence
 from tests.support.columns import columns_of as columns_of_rows
 from tests.unit.chain.test_divergence import batch_of, random_logits
 from tests.unit.chain.test_edges import SPLIT, WHOLE
-from xtoken_core.chain.build import build_tables
-from xtoken_core.chain.tables import ChainTables
+from xtoken_core.chain.build import as_tensors, build_tables
 from xtoken_core.config import LossConfig
 from xtoken_core.errors import ConfigError, InputError
 from xtoken_core.losses import (
@@ -41,7 +40,7 @@ COLUMNS = ("student_chunk_id", "teacher_chunk_id", "pair_valid", "pair_is_correc
 
 @pytest.fixture(scope="module")
 def tables():
-    return ChainTables.of(build_tables(WHOLE.fast, SPLIT.fast))
+    return as_tensors(build_tables(WHOLE.fast, SPLIT.fast))
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +119,7 @@ def test_only_completions_have_another_form(case, teacher, tables, form):
 def test_equal_models_have_no_divergence_in_any_form():
     """One tokenizer, one model: reverse KL and JSD vanish with their gradients."""
     batch = batch_of(WHOLE, WHOLE, DOCUMENTS)
-    own_tables = ChainTables.of(build_tables(WHOLE.fast, WHOLE.fast))
+    own_tables = as_tensors(build_tables(WHOLE.fast, WHOLE.fast))
     student = random_logits(5, batch, WHOLE, WHOLE)[0]
     own = torch.ones(student.shape[:2], dtype=torch.bool)
     for beta in (None, 0.5):
@@ -354,7 +353,7 @@ def test_a_head_in_blocks_has_the_loss_of_the_largest_logits(case, teacher, bloc
 def test_unlisted_tokens_have_equal_parts_inside_a_token_of_the_teacher():
     batch = batch_of(SPLIT, WHOLE, DOCUMENTS)
     student, z_t = random_logits(5, batch, SPLIT, WHOLE)
-    tables = ChainTables.of(build_tables(SPLIT.fast, WHOLE.fast))
+    tables = as_tensors(build_tables(SPLIT.fast, WHOLE.fast))
     alike = torch.zeros_like(z_t)  # the rest is known where all tokens are alike
     log_probs, ids = alike.log_softmax(-1).topk(1)
     given = TopKTeacher(ids, log_probs, V_S)

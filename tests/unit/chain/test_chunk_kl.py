@@ -12,7 +12,7 @@ import torch
 from tests.support.chain_divergence import chain_divergence
 from tests.unit.chain.test_divergence import batch_of
 from tests.unit.chain.tiny_tokenizers import TinyTokenizer
-from xtoken_core.chain import ChainTables, build_tables
+from xtoken_core.chain.build import as_tensors, build_tables
 
 DIGITS = "12"
 NUMERALS = ["".join(digits) for n in (1, 2, 3) for digits in itertools.product(DIGITS, repeat=n)]
@@ -52,7 +52,7 @@ def source():
                     token = ids_of(SPLIT, character)[0]
                     teacher[row, position, token] = torch.log(torch.tensor(begun, dtype=torch.float64))
         teacher[row, 0] = teacher[row, len(numeral) + 2 :] = 0.0
-    tables = ChainTables.of(build_tables(WHOLE.fast, SPLIT.fast))
+    tables = as_tensors(build_tables(WHOLE.fast, SPLIT.fast))
     return batch, teacher, tables, probability
 
 

@@ -5,8 +5,7 @@ import torch
 
 from tests.support import vocabularies
 from xtoken_core import schema
-from xtoken_core.chain.build import build_tables
-from xtoken_core.chain.tables import ChainTables
+from xtoken_core.chain.build import as_tensors, build_tables
 from xtoken_core.collate import CrossTokenizerCollator
 from xtoken_core.config import LossConfig
 from xtoken_core.losses import CrossTokenizerDistillationLoss, LossTeacher, combine_metrics
@@ -30,7 +29,7 @@ RECORDS = [
 @pytest.mark.parametrize("name", PAIRS)
 def test_records_of_every_kind(name):
     student, teacher = (make() for make in PAIRS[name])
-    tables = ChainTables.of(build_tables(student, teacher))
+    tables = as_tensors(build_tables(student, teacher))
     sizes = len(tables.student.root), len(tables.teacher.root)
     collator = CrossTokenizerCollator(
         student_tokenizer=student, teacher_tokenizer=teacher, aligner=None, ctx_length_student=48, ctx_length_teacher=64
@@ -70,7 +69,7 @@ def test_records_of_every_kind(name):
 
 def test_a_truncated_document_has_no_end_of_text():
     student, teacher = vocabularies.byte_level(300), vocabularies.byte_level(400)
-    tables = ChainTables.of(build_tables(student, teacher))
+    tables = as_tensors(build_tables(student, teacher))
     collator = CrossTokenizerCollator(
         student_tokenizer=student, teacher_tokenizer=teacher, aligner=None, ctx_length_student=24, ctx_length_teacher=24
     )

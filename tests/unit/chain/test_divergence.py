@@ -11,8 +11,7 @@ from tests.support.chain_divergence import ChainBatch, chain_divergence
 from tests.unit.chain.chain_loops import Options, Pair, sample_divergence
 from tests.unit.chain.tiny_tokenizers import BY_THREE, PATTERNS, UNGROUPED, TinyTokenizer, TinyUnigram, split_words
 from xtoken_core.alignment import TokenAligner
-from xtoken_core.chain.build import build_tables
-from xtoken_core.chain.tables import ChainTables
+from xtoken_core.chain.build import as_tensors, build_tables
 from xtoken_core.ops.chain.divergences import Generated
 from xtoken_core.ops.chain.listed import TopKTeacher
 from xtoken_core.ops.chain.reference import ChainOptions
@@ -112,7 +111,7 @@ def compare(student, teacher, documents, chosen, seed, k=None, beta=None, own=Fa
         rows = (torch.arange(len(batch.usable)) + seed) % 2 == 0
         generated = Generated(rows.unsqueeze(1).expand(batch.student_ids.shape), beta)
     logits = random_logits(seed, batch, student, teacher)
-    tables = ChainTables.of(build_tables(student.fast, teacher.fast))
+    tables = as_tensors(build_tables(student.fast, teacher.fast))
     given, rows, tails = (logits[1], logits[1], None) if k is None else largest(logits[1], k)
     ours = chain_divergence(logits[0], given, batch, tables, chosen, generated=generated, block_bytes=1 << 14)
     theirs = by_loops(student, teacher, batch, (logits[0], rows), chosen, tails, generated)
@@ -222,7 +221,7 @@ def test_largest_probabilities_of_the_teacher_equal_loops(student, teacher, docu
 def test_all_probabilities_of_the_teacher_equal_its_logits(student, teacher, documents, chosen, seed):
     batch = batch_of(student, teacher, documents)
     student_logits, z_t = random_logits(seed, batch, student, teacher)
-    tables = ChainTables.of(build_tables(student.fast, teacher.fast))
+    tables = as_tensors(build_tables(student.fast, teacher.fast))
     listed, *_ = largest(z_t, len(teacher.vocab))
     values = [chain_divergence(student_logits, given, batch, tables, chosen) for given in (z_t, listed)]
     torch.testing.assert_close(*values, rtol=1e-9, atol=1e-9)

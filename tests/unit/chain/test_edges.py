@@ -8,8 +8,7 @@ import torch
 from tests.support.chain_divergence import ChainBatch, chain_divergence
 from tests.unit.chain.test_divergence import batch_of, random_logits
 from tests.unit.chain.tiny_tokenizers import TinyTokenizer
-from xtoken_core.chain.build import build_tables
-from xtoken_core.chain.tables import ChainTables
+from xtoken_core.chain.build import as_tensors, build_tables
 from xtoken_core.ops.chain import events, ragged
 from xtoken_core.ops.chain.reference import ChainOptions
 
@@ -21,7 +20,7 @@ DOCUMENTS = ["ab 111 ab", "1 éab é", "12. a"]
 
 @pytest.fixture(scope="module")
 def tables():
-    return ChainTables.of(build_tables(WHOLE.fast, SPLIT.fast))
+    return as_tensors(build_tables(WHOLE.fast, SPLIT.fast))
 
 
 @pytest.fixture
@@ -37,7 +36,7 @@ def gradient(values, logits):
 def test_same_tokenizer_equals_kl_per_token():
     batch = batch_of(WHOLE, WHOLE, DOCUMENTS)
     student, teacher = random_logits(0, batch, WHOLE, WHOLE)
-    values = chain_divergence(student, teacher, batch, ChainTables.of(build_tables(WHOLE.fast, WHOLE.fast)))
+    values = chain_divergence(student, teacher, batch, as_tensors(build_tables(WHOLE.fast, WHOLE.fast)))
     p, q = teacher.log_softmax(-1), student.log_softmax(-1)
     expected = (p.exp() * (p - q)).sum(-1)[:, :-1]
     mask = (batch.student_chunk_id >= 0)[:, 1:]
@@ -47,7 +46,7 @@ def test_same_tokenizer_equals_kl_per_token():
 def test_same_tokenizer_and_logits_give_zero():
     batch = batch_of(WHOLE, WHOLE, DOCUMENTS)
     student, _ = random_logits(0, batch, WHOLE, WHOLE)
-    values = chain_divergence(student, student.detach(), batch, ChainTables.of(build_tables(WHOLE.fast, WHOLE.fast)))
+    values = chain_divergence(student, student.detach(), batch, as_tensors(build_tables(WHOLE.fast, WHOLE.fast)))
     assert values.abs().max() < 1e-12
     assert gradient(values, student).abs().max() < 1e-12
 

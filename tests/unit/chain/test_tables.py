@@ -14,7 +14,7 @@ from tests.unit.chain.chain_loops import Pair
 from tests.unit.chain.test_divergence import ALPHABET, CHARACTERS, NUMERALS
 from tests.unit.chain.tiny_tokenizers import PATTERNS, TinyTokenizer, split_words
 from xtoken_core.alignment import token_table
-from xtoken_core.chain import ChainTables, build_tables, cached_tables
+from xtoken_core.chain.build import as_tensors, build_tables, cached_tables
 from xtoken_core.chain.files import write_tables
 from xtoken_core.chain.live_sets import live_rows
 from xtoken_core.chain.models import is_unigram
@@ -56,7 +56,7 @@ def test_live_sets_equal_tokenizing_all_pairs(seed):
     pair, built = Pair(*sides), build_tables(*(side.fast for side in sides))
     if pair.identical:
         return
-    tables = ChainTables.of(built)
+    tables = as_tensors(built)
     for k, (part, table) in enumerate(((built.student, tables.student), (built.teacher, tables.teacher))):
         after = range(len(sides[1 - k].vocab))
         expected = np.array([[x in pair.live(k, w) for x in range(len(sides[k].vocab))] for w in after])
@@ -190,10 +190,10 @@ def pair():
 
 def test_tables_are_built_once_and_read_again(pair, tmp_path, monkeypatch):
     built = cached_tables(*pair, tmp_path)
-    monkeypatch.setattr("xtoken_core.chain.files.build_tables", None)
+    monkeypatch.setattr("xtoken_core.chain.build.build_tables", None)
     again = cached_tables(*pair, tmp_path)
     assert same(built, again)
-    assert same(again, ChainTables.of(build_tables(*pair)))
+    assert same(again, as_tensors(build_tables(*pair)))
     assert len(list((tmp_path / "chain").iterdir())) == 1
 
 

@@ -6,7 +6,8 @@ import pytest
 from tokenizers import Regex, pre_tokenizers
 
 from tests.unit.chain.tiny_tokenizers import LLAMA_3, PATTERNS
-from xtoken_core.chain.word_splits import BROKEN, JOINED, KEPT, word_splits
+from xtoken_core.chain.tables import BROKEN, JOINED, KEPT
+from xtoken_core.chain.word_splits import word_splits
 
 CASED = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
 LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"

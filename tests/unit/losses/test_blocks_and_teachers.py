@@ -10,7 +10,7 @@ import torch
 from tests.support import vocabularies
 from tests.unit.losses.loss_cases import V_S, make_case
 from xtoken_core import schema
-from xtoken_core.chain.files import cached_tables
+from xtoken_core.chain.build import cached_tables
 from xtoken_core.config import LossConfig
 from xtoken_core.losses import CrossTokenizerDistillationLoss, HeadProjection
 from xtoken_core.losses.chunk_classes import class_means

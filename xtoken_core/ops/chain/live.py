@@ -6,8 +6,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from xtoken_core.chain.tables import LiveTable
-from xtoken_core.chain.word_splits import BROKEN, JOINED, KEPT
+from xtoken_core.chain.tables import BROKEN, JOINED, KEPT, LiveTable
 from xtoken_core.ops.chain.ragged import ragged
 
 

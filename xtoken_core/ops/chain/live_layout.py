@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from xtoken_core.chain.tables import LiveTable
-from xtoken_core.chain.word_splits import BROKEN, JOINED, KEPT
+from xtoken_core.chain.tables import BROKEN, JOINED, KEPT, LiveTable
 
 HEAVY, MOST_HEAVY = 400, 1024
 """A preceding token whose intervals take more steps than this has its live set stored whole; and how many may."""

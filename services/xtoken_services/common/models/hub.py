@@ -24,7 +24,6 @@ from xtoken_services.common.processes.progress import spinner
 HUB_ID = re.compile(
     r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[\w.][\w./-]*))?(:(?P<files>[^:]+))?"
 )
-SNAPSHOT = re.compile(r".*/(?P<kind>models|datasets)--(?P<repo>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})(/.*)?")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 TOKENIZER_FILES = (
     "tokenizer*",
@@ -84,12 +83,6 @@ def hub_id(value: Any, base: Path, *, data: bool = False) -> HubId | None:
     ):
         return None
     return HubId(match["repo"], match["revision"], match["files"])
-
-
-def hub_name(path: Path) -> str | None:
-    """Return the repository of a file or directory in the Hub's cache; None for any other path."""
-    match = SNAPSHOT.fullmatch(str(path))
-    return match["repo"].replace("--", "/", 1) if match else None
 
 
 class Hub:

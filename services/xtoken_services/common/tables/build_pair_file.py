@@ -12,9 +12,8 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from xtoken_core.chain.build import build_tables
+from xtoken_core.chain.build import as_tensors, build_tables
 from xtoken_core.chain.files import write_tables
-from xtoken_core.chain.tables import ChainTables
 from xtoken_core.errors import XtokenError
 from xtoken_core.projection.build import build_projection
 from xtoken_core.projection.files import write_projection
@@ -66,7 +65,7 @@ def build_pair_file(
         return
     prints = tokenizer_fingerprint(student), tokenizer_fingerprint(teacher)
     built = build_tables(*tokenizers, special_tokens, progress=of_the_rest)
-    write_tables(ChainTables.of(built), file, prints, special_tokens)
+    write_tables(as_tensors(built), file, prints, special_tokens)
 
 
 if __name__ == "__main__":

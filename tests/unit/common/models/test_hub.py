@@ -14,10 +14,11 @@ from tests.unit.common.run.test_defaults import make_model
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import InputError
 from xtoken_services.common.files.input_files import check_input_files
-from xtoken_services.common.models.hub import fetch_inputs, hub_id, hub_name
+from xtoken_services.common.models.hub import fetch_inputs, hub_id
 from xtoken_services.common.run.defaults import load_run
 from xtoken_services.common.run.machine import Machine
 from xtoken_services.supervisor.run_record import SPEC, write_json
+from xtoken_services.trainer.card_names import hub_name
 from xtoken_services.trainer.push import push_model
 
 CPU = Machine(cores=2)
