@@ -74,8 +74,6 @@ class TrainSpec(ConfigModel):
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     """With `fsdp`: dtype of the reduction of gradients over ranks. bfloat16 halves the traffic and gives the same sum
     for two ranks that train in bfloat16; with more ranks every addition rounds."""
-    max_nonfinite_steps: Count = 5
-    """Consecutive steps without a finite loss and gradient that end the run; each such step is skipped and reported."""
     checkpoint_every: Count = 100
     """Steps between two checkpoints; the last step always has one."""
     keep_checkpoints: Count = 2
@@ -100,8 +98,7 @@ class ReportSpec(ConfigModel):
     tensorboard: bool = False
     """Event files in `tensorboard/` of the output; needs the extra `tensorboard`."""
     wandb: Literal["off", "offline", "online"] = "off"
-    """Weights & Biases, by files in `wandb/` of the output or over the network; needs the extra `wandb`."""
-    wandb_project: str = "xtoken"
-    """The project that the run is listed under."""
+    """Weights & Biases, by files in `wandb/` of the output or over the network; needs the extra `wandb`. The project is
+    "xtoken", or what the environment variable `WANDB_PROJECT` names."""
     peak_tflops: Positive | None = None
     """Peak bfloat16 TFLOPS of the device, for the utilisation (MFU); default: a table of common GPUs."""

@@ -28,8 +28,6 @@ class QueueSpec(ConfigModel):
     """Positions that a collator leases at once; divides samples_per_step. Left out: the largest divisor up to 16."""
     span_steps: Annotated[int, Field(ge=3)] = 3
     """Steps by which collators may be ahead of the trainer."""
-    max_attempts: Count = 3
-    """Refusals (nacks) of a sample before it is a dead letter."""
     max_dead: Annotated[int, Field(ge=0)] = 0
     """More dead letters than this end the run."""
 

@@ -102,9 +102,7 @@ def open_run(engine: Engine, resolved: ResolvedRun) -> None:
         document=resolved.model_dump_json().encode(),
     )
     engine.handle(
-        m.OpenPartition(
-            id="run", session=session, partition=spec.name, tasks=[], max_attempts=spec.queue.max_attempts, run=run
-        ),
+        m.OpenPartition(id="run", session=session, partition=spec.name, tasks=[], run=run),
         (),
     )
     engine.handle(m.Bye(id="bye", session=session), ())

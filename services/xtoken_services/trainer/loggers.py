@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import math
+import os
 import re
 import secrets
 from collections.abc import Mapping
@@ -93,7 +94,7 @@ class WandbLogger:
             raise ConfigError("report.wandb needs wandb: install it by pip install 'xtoken[wandb]'") from error
         spec = run.spec
         self._run = wandb.init(
-            project=spec.report.wandb_project,
+            project=os.environ.get("WANDB_PROJECT", "xtoken"),
             name=spec.name,
             id=wandb_id(run),
             resume="allow",

@@ -33,6 +33,8 @@ from xtoken_services.trainer.timing import DeviceTimer
 
 log = logging.getLogger("xtoken.trainer")
 
+MAX_NONFINITE_STEPS = 5
+"""Consecutive steps without a finite loss and gradient that end a run."""
 STEP_GRACE_S = 10.0
 """How long ranks that were asked to stop may take to finish their step."""
 
@@ -236,10 +238,10 @@ class TrainerLoop:
             self.queue.ack_window(step.step, rewinds=self.rewinds)
         self.publisher.after_step(self.cursor.step, self.rewinds)
         spec = self.run.spec
-        if self.cursor.nonfinite_in_a_row >= spec.train.max_nonfinite_steps:
+        if self.cursor.nonfinite_in_a_row >= MAX_NONFINITE_STEPS:
             raise ConfigError(
                 f"{self.cursor.nonfinite_in_a_row} steps in a row (the last: {step.step}) had no finite loss or "
-                "gradient and were skipped (train.max_nonfinite_steps): lower train.learning_rate and start the run "
+                "gradient and were skipped: lower train.learning_rate and start the run "
                 "again, or begin another one, of another student.dtype"
             )
         stops = self.group.any(self._stop_requested.is_set())

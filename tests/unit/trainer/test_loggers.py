@@ -220,8 +220,9 @@ def ids_of(recorded: Recorded, *runs: ResolvedRun) -> list[str]:
     return [start["id"] for start in recorded.starts[first:]]
 
 
-def test_weights_and_biases_is_told(tmp_path: Path, recorded: Recorded) -> None:
-    run = reported(tmp_path, wandb="online", wandb_project="mine")
+def test_weights_and_biases_is_told(tmp_path: Path, recorded: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
+    run = reported(tmp_path, wandb="online")
     _, logger = make_loggers(run, 0)
     logger.log("train", 3, {"step": 3, "loss": 2.0, "kl_loss": math.nan, "ids": [1]})
     logger.log("eval", 4, {"step": 4, "bits_per_byte": 1.5})
