@@ -14,7 +14,7 @@ from xtoken_core.alignment.tables import token_table
 from xtoken_core.config.loss import LossConfig
 from xtoken_core.errors import ConfigError
 from xtoken_core.losses.base import ChunkLoss
-from xtoken_core.losses.common import Divergence, EvalOptions, LossTeacher, Pairing
+from xtoken_core.losses.common import Divergence, LossInput, LossTeacher
 from xtoken_core.losses.lazy_logits import cut
 
 LOWEST = -80.0
@@ -57,22 +57,16 @@ class ReferenceLoss(ChunkLoss):
         """
         return 4 * (3 * student_vocab_size + 2 * teacher_vocab_size)
 
-    def evaluate(
-        self,
-        pairing: Pairing,
-        student_logits: Tensor,
-        teacher_logits: Tensor,
-        columns: Tensor | None,
-        options: EvalOptions,
-    ) -> Divergence:
+    def evaluate(self, inputs: LossInput[Tensor]) -> Divergence:
         """Compute the value of every chunk; one that is not compared has 0."""
+        pairing, student_logits = inputs.pairing, inputs.student_logits
         B, P = student_logits.shape[0], pairing.max_chunks
         assert pairing.teacher_targets is not None
         found = [_layout(each, P) for each in pairing.chunk_ids]
         chunk = torch.nonzero((found[0][1] > 0) & (found[1][1] > 0)).squeeze(1)
         whole, positions = [], []
         widths = len(self.student_bytes), len(self.teacher_bytes)
-        values = (student_logits, pairing.student_targets), (teacher_logits, pairing.teacher_targets)
+        values = (student_logits, pairing.student_targets), (inputs.teacher_logits, pairing.teacher_targets)
         for (logits, targets), width, (first, size) in zip(values, widths, found, strict=True):
             logits = cut(logits, width)
             targets = targets.clamp(min=0, max=logits.shape[-1] - 1).flatten()

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from xtoken_core.config.loss import LossMode
 from xtoken_core.losses.base import ChunkLoss
-from xtoken_core.losses.common import Divergence, EvalOptions, Pairing
+from xtoken_core.losses.common import Divergence, LossInput
 from xtoken_core.losses.lazy_logits import cut
 from xtoken_core.ops import get_op
 from xtoken_core.ops.numerics import EPSILON, bernoulli_kl
@@ -31,40 +31,28 @@ class ALMLoss(ChunkLoss):
         """1: likelihoods are taken at temperature 1."""
         return 1.0
 
-    def evaluate(
-        self,
-        pairing: Pairing,
-        student_logits: Float[Tensor, "B T_s V_head"],
-        teacher_logits: Float[Tensor, "B T_t W"],
-        columns: Int[Tensor, " K"] | None,
-        options: EvalOptions,
-    ) -> Divergence:
+    def evaluate(self, inputs: LossInput[Tensor]) -> Divergence:
         """Compute the Bernoulli KL of every chunk.
 
         Raises:
             ValueError: The pairing lacks the tokens that the teacher's positions predict.
         """
+        pairing = inputs.pairing
         if pairing.teacher_targets is None:
             raise ValueError("ALM needs the tokens that the teacher's positions predict")
-        teacher, chunk_id = cut(teacher_logits, self.vocab_size), pairing.chunk_ids[1]
+        teacher, chunk_id = cut(inputs.teacher_logits, self.vocab_size), pairing.chunk_ids[1]
         log_t = chunk_log_likelihood(teacher, pairing.teacher_targets, chunk_id, pairing.max_chunks)
-        return self._divergence(pairing, student_logits, log_t)
+        return self._divergence(inputs, log_t)
 
-    def evaluate_topk(
-        self,
-        pairing: Pairing,
-        student_logits: Float[Tensor, "B T_s V_head"],
-        teacher: TopKLogits,
-        columns: Int[Tensor, " K"] | None,
-        options: EvalOptions,
-    ) -> Divergence:
+    def evaluate_topk(self, inputs: LossInput[TopKLogits]) -> Divergence:
         """Compute the same from the log-probabilities of the text's own tokens: nothing is lost."""
-        log_t = chunk_sum(teacher.own, pairing.chunk_ids[1], pairing.max_chunks)
-        return self._divergence(pairing, student_logits, log_t)
+        pairing = inputs.pairing
+        return self._divergence(inputs, chunk_sum(inputs.teacher_logits.own, pairing.chunk_ids[1], pairing.max_chunks))
 
-    def _divergence(self, pairing: Pairing, student_logits: Tensor, log_t: Tensor) -> Divergence:
+    def _divergence(self, inputs: LossInput[Any], log_t: Float[Tensor, "B P"]) -> Divergence:
         """Return the divergence from the teacher's log-likelihood of every chunk."""
-        student, tau = cut(student_logits, self.student_vocab_size), self.config.alm_temperature
+        pairing, tau = inputs.pairing, self.config.alm_temperature
+        student = cut(inputs.student_logits, self.student_vocab_size)
         log_s = chunk_log_likelihood(student, pairing.student_targets, pairing.chunk_ids[0], pairing.max_chunks) / tau
         log_t = log_t / tau
         return Divergence((bernoulli_kl(log_s, log_t) if self.config.reverse_kl else bernoulli_kl(log_t, log_s),))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float, Int
@@ -16,7 +16,7 @@ from xtoken_core.errors import ConfigError, InputError
 from xtoken_core.losses.common import (
     ChunkView,
     Divergence,
-    EvalOptions,
+    LossInput,
     LossTeacher,
     NumberedBatch,
     Pairing,
@@ -109,42 +109,11 @@ class Loss(ABC):
         """Return which student positions are compared with which teacher positions."""
 
     @abstractmethod
-    def evaluate(
-        self,
-        pairing: Pairing,
-        student_logits: Float[Tensor, "B T_s V_head"],
-        teacher_logits: Float[Tensor, "B T_t W"],
-        columns: Int[Tensor, " K"] | None,
-        options: EvalOptions,
-    ) -> Divergence:
-        """Compute the divergence of every chunk (or position), differentiable by the student's logits.
+    def evaluate(self, inputs: LossInput[Tensor]) -> Divergence:
+        """Compute the divergence of every chunk (or position), differentiable by the student's logits."""
 
-        `B` is 1 and the positions are those of a block where the student's head is multiplied block by block.
-
-        Args:
-            pairing: The chunks, and the tokens that positions predict.
-            student_logits: The uncut head, any floating dtype.
-            teacher_logits: Likewise; only `columns` of it where `options.gathered`.
-            columns: The result of `columns`.
-            options: How to read and what else to return.
-        """
-
-    def evaluate_topk(
-        self,
-        pairing: Pairing,
-        student_logits: Float[Tensor, "B T_s V_head"],
-        teacher: TopKLogits,
-        columns: Int[Tensor, " K"] | None,
-        options: EvalOptions,
-    ) -> Divergence:
+    def evaluate_topk(self, inputs: LossInput[TopKLogits]) -> Divergence:
         """Compute `evaluate` from a teacher's largest logits; losses that support it override this.
-
-        Args:
-            pairing: As for `evaluate`.
-            student_logits: As for `evaluate`.
-            teacher: The teacher's largest logits.
-            columns: The result of `columns`.
-            options: As for `evaluate`.
 
         Raises:
             ConfigError: This loss reads whole logits.
@@ -154,18 +123,9 @@ class Loss(ABC):
             '"logits", or another loss.mode'
         )
 
-    def compare(
-        self,
-        pairing: Pairing,
-        student_logits: Tensor,
-        teacher: Tensor | TopKLogits,
-        columns: Tensor | None,
-        options: EvalOptions,
-    ) -> Divergence:
-        """Compute the divergence from whatever form the teacher's logits have; arguments as for `evaluate`."""
-        if isinstance(teacher, TopKLogits):
-            return self.evaluate_topk(pairing, student_logits, teacher, columns, options)
-        return self.evaluate(pairing, student_logits, teacher, columns, options)
+    def compare(self, inputs: LossInput[Any]) -> Divergence:
+        """Compute the divergence from whatever form the teacher's logits have."""
+        return (self.evaluate_topk if isinstance(inputs.teacher_logits, TopKLogits) else self.evaluate)(inputs)
 
     @abstractmethod
     def reduce(self, batch: Mapping[str, Tensor], divergence: Divergence, denominator: Scalar | None) -> TeacherTerm:

@@ -6,14 +6,13 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor
 
 from xtoken_core import schema
 from xtoken_core.config.loss import LossConfig, LossMode
 from xtoken_core.errors import ConfigError, InputError
 from xtoken_core.losses.base import ChunkLoss
-from xtoken_core.losses.common import ChunkView, Divergence, EvalOptions, LossTeacher, Pairing, ReadTokens
+from xtoken_core.losses.common import ChunkView, Divergence, LossInput, LossTeacher, Pairing, ReadTokens
 from xtoken_core.losses.masks import generated_tokens, kept_chunk_ids, next_token_targets, predicted_ids
 from xtoken_core.ops import get_op
 from xtoken_core.ops.chain.divergences import Generated
@@ -109,52 +108,40 @@ class ChainLoss(ChunkLoss):
             )
         return generated
 
-    def evaluate(
-        self,
-        pairing: Pairing,
-        student_logits: Float[Tensor, "B T_s V_head"],
-        teacher_logits: Float[Tensor, "B T_t W"],
-        columns: Int[Tensor, " K"] | None,
-        options: EvalOptions,
-    ) -> Divergence:
-        """Compute the parts of every chunk's KL; with `options.with_tokens` the cross-entropy too.
+    def evaluate(self, inputs: LossInput[Tensor]) -> Divergence:
+        """Compute the parts of every chunk's KL; with `with_tokens` the cross-entropy too.
 
         Raises:
             ValueError: The pairing lacks the tokens that positions have read, or those that the teacher's predict.
         """
+        pairing = inputs.pairing
         sides = _sides(pairing)
         settings = ChainSettings(
             pairing.max_chunks,
             self.options,
             self.config.temperature,
-            with_cross_entropy=options.with_tokens,
+            with_cross_entropy=inputs.with_tokens,
             generated=self._form(pairing),
-            overwrite=options.overwrite,
+            overwrite=inputs.overwrite,
         )
-        result: ChainResult = self.op(student_logits, teacher_logits, *sides, self.tables, settings)
+        result: ChainResult = self.op(inputs.student_logits, inputs.teacher_logits, *sides, self.tables, settings)
         tokens = None if result.losses is None or result.hits is None else (result.losses, result.hits)
         return Divergence((result.start, result.inner, result.end), tokens=tokens)
 
-    def evaluate_topk(
-        self,
-        pairing: Pairing,
-        student_logits: Float[Tensor, "B T_s V_head"],
-        teacher: TopKLogits,
-        columns: Int[Tensor, " K"] | None,
-        options: EvalOptions,
-    ) -> Divergence:
+    def evaluate_topk(self, inputs: LossInput[TopKLogits]) -> Divergence:
         """Compute the parts of every chunk's KL with a class of the tokens that the teacher does not list.
 
         A chunk with a decision inside of which the listed tokens have less than `chain_least_mass` has ALM's value
         (`tau` 1) beside its start instead of its other parts. The reported mass is the least fraction at a chunk's
         decisions.
         """
+        pairing, student_logits, teacher = inputs.pairing, inputs.student_logits, inputs.teacher_logits
         sides, width = _sides(pairing), self.widths[1]
         listed = teacher.with_own(sides[1].predicted, sides[1].chunk >= 0)
         log_probs = listed.log_probs()
         # Tokens of the teacher that the tables do not have belong to the tail.
         tail = listed.log_rest.exp() + torch.where(listed.ids >= width, log_probs.exp(), 0.0).sum(-1)
-        together = options.with_tokens and self.listed_op.reads_once
+        together = inputs.with_tokens and self.listed_op.reads_once
         settings = ChainTopKSettings(
             pairing.max_chunks,
             self.student_vocab_size,
@@ -167,7 +154,7 @@ class ChainLoss(ChunkLoss):
         given = log_probs, listed.ids, tail, teacher.own_scaled()
         result: ChainTopKResult = self.listed_op(student_logits, *given, *sides, self.tables, settings)
         tokens = None if result.losses is None or result.hits is None else (result.losses, result.hits)
-        if options.with_tokens and tokens is None:
+        if inputs.with_tokens and tokens is None:
             tokens = get_op("cross_entropy", student_logits.device)(student_logits, pairing.student_targets)
         return Divergence((result.start, result.inner, result.end), mass=result.kept, tokens=tokens)
 

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from xtoken_core.losses.common import Divergence, EvalOptions, Pairing, ReadTokens
+from xtoken_core.losses.common import Divergence, LossInput, Pairing, ReadTokens
 from xtoken_core.losses.lazy_logits import HeadProjection, HeadRows
 from xtoken_core.losses.masks import next_token_targets
 from xtoken_core.losses.objective import ComparedTeacher, Metrics, Objective, Values, first_with_cross_entropy
@@ -129,9 +129,11 @@ class ChunkedHead:
         divergences, tokens = [], None
         for (teacher, side), (rows, gathered) in zip(self._sides(), self.teacher_rows, strict=True):
             with nullcontext() if self.trains_on_kd else torch.no_grad():
-                options = EvalOptions(gathered, overwrite, with_tokens=teacher is self.with_tokens)
-                pairing = _pairing(teacher, side, n, self.blocks.rows[n], targets)
-                divergence = teacher.loss.compare(pairing, logits, rows(side.rows[n]), teacher.columns, options)
+                pairing, both = _pairing(teacher, side, n, self.blocks.rows[n], targets), teacher is self.with_tokens
+                # Not bound to a name: the teacher's block is freed before the next teacher's is multiplied.
+                divergence = teacher.loss.compare(
+                    LossInput(pairing, logits, rows(side.rows[n]), teacher.columns, gathered, overwrite, both)
+                )
             tokens = tokens or divergence.tokens
             divergences.append(divergence)
         losses, hits = tokens or get_op("cross_entropy", logits.device)(logits, targets, overwrite=logits.requires_grad)

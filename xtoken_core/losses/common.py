@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -15,6 +15,7 @@ from xtoken_core.chain.tables import ChainTables
 from xtoken_core.config.loss import LossConfig, LossMode
 from xtoken_core.errors import ConfigError
 from xtoken_core.losses.masks import compared_chunks, of_samples, shifted_chunk_ids
+from xtoken_core.topk_logits import TopKLogits
 
 Scalar = int | float | Tensor
 """A denominator: a number, or a tensor without dimensions on the logits' device."""
@@ -180,16 +181,30 @@ class Pairing:
         return self.student_chunk_id, self.teacher_chunk_id
 
 
+TeacherForm = TypeVar("TeacherForm", bound=Float[Tensor, "B T_t W"] | TopKLogits)
+"""The form of a teacher's logits: whole, or the largest ones of each position."""
+
+
 @dataclass(frozen=True)
-class EvalOptions:
-    """Options of one evaluation of a loss.
+class LossInput(Generic[TeacherForm]):
+    """The argument of a loss: both sides' logits of a micro-batch, and which of their positions belong together.
+
+    Where the student's head is multiplied block by block it is a block: `B` is 1, and chunks have the block's numbers.
 
     Attributes:
-        gathered: True if the teacher's logits are those of the compared tokens only.
+        pairing: The chunks, and the tokens that positions predict.
+        student_logits: The uncut head, any floating dtype; with gradients.
+        teacher_logits: Likewise, without gradients; the largest ones of each position for `evaluate_topk`.
+        columns: int64 result of `Loss.columns`; None: all tokens are compared.
+        gathered: True if `teacher_logits` are those of `columns` only (`W = K`).
         overwrite: True if the student's logits may be overwritten by their gradient.
         with_tokens: True if the student's cross-entropy is to be returned too (losses `with_cross_entropy` only).
     """
 
+    pairing: Pairing
+    student_logits: Float[Tensor, "B T_s V_head"]
+    teacher_logits: TeacherForm
+    columns: Int[Tensor, " K"] | None = None
     gathered: bool = False
     overwrite: bool = False
     with_tokens: bool = False

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor
 
 from xtoken_core.config.loss import LossConfig, LossMode
 from xtoken_core.losses.base import ChunkLoss
-from xtoken_core.losses.common import Divergence, EvalOptions, LossTeacher, Pairing
+from xtoken_core.losses.common import Divergence, LossInput, LossTeacher
 from xtoken_core.losses.lazy_logits import cut
 from xtoken_core.ops import get_op
 from xtoken_core.ops.gold import GoldCrossEntropyResult, GoldOptions, GoldResult, TokenPartition
@@ -47,22 +46,15 @@ class GoldLoss(ChunkLoss):
         """Length at which the sorted lists of uncommon tokens are cut; None: not cut."""
         return self.config.uncommon_topk
 
-    def evaluate(
-        self,
-        pairing: Pairing,
-        student_logits: Float[Tensor, "B T_s V_head"],
-        teacher_logits: Float[Tensor, "B T_t W"],
-        columns: Int[Tensor, " K"] | None,
-        options: EvalOptions,
-    ) -> Divergence:
-        """Compute the common KL and the uncommon L1 of every chunk; with `options.with_tokens` the cross-entropy too.
+    def evaluate(self, inputs: LossInput[Tensor]) -> Divergence:
+        """Compute the common KL and the uncommon L1 of every chunk; with `with_tokens` the cross-entropy too.
 
         With both, one gradient is written.
         """
-        config = self.config
-        compared = cut(teacher_logits, self.vocab_size), self.partition, *pairing.chunk_ids
+        config, pairing, student_logits = self.config, inputs.pairing, inputs.student_logits
+        compared = cut(inputs.teacher_logits, self.vocab_size), self.partition, *pairing.chunk_ids
         gold_options = GoldOptions(pairing.max_chunks, config.temperature, config.reverse_kl, self.uncommon_topk)
-        if options.with_tokens:
+        if inputs.with_tokens:
             both: GoldCrossEntropyResult = get_op("gold_cross_entropy", student_logits.device)(
                 student_logits, *compared, pairing.student_targets, gold_options
             )

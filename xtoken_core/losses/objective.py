@@ -17,7 +17,7 @@ from xtoken_core.losses.base import Loss
 from xtoken_core.losses.chunk_classes import class_members, class_metrics, generated_chunks
 from xtoken_core.losses.common import (
     Divergence,
-    EvalOptions,
+    LossInput,
     Pairing,
     Scalar,
     TeacherTerm,
@@ -159,8 +159,9 @@ def evaluate_whole(
     with nullcontext() if trains_on_kd else torch.no_grad():
         for teacher in teachers:
             logits, gathered = teacher.whole()
-            options = EvalOptions(gathered=gathered, with_tokens=teacher is with_tokens)
-            divergences.append(teacher.loss.compare(teacher.pairing, student_logits, logits, teacher.columns, options))
+            both = teacher is with_tokens
+            inputs = LossInput(teacher.pairing, student_logits, logits, teacher.columns, gathered, with_tokens=both)
+            divergences.append(teacher.loss.compare(inputs))
     tokens = next((each.tokens for each in divergences if each.tokens is not None), None)
     if tokens is None:
         tokens = get_op("cross_entropy", student_logits.device)(student_logits, next_token_targets(batch))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from xtoken_core.config.loss import LossConfig, LossMode
 from xtoken_core.losses.base import ChunkLoss
-from xtoken_core.losses.common import Divergence, EvalOptions, LossTeacher, Pairing
+from xtoken_core.losses.common import Divergence, LossInput, LossTeacher, Pairing
 from xtoken_core.losses.lazy_logits import Logits, cut
 from xtoken_core.losses.p_kl_rest import column_log_probs, p_kl_with_rest
 from xtoken_core.ops import get_op
@@ -55,30 +55,23 @@ class PKLLoss(ChunkLoss):
         """Return the `vocab_topk` tokens that the teacher rates highest in the micro-batch."""
         return self.top_columns(teacher_logits, self.config.vocab_topk)
 
-    def evaluate(
-        self,
-        pairing: Pairing,
-        student_logits: Float[Tensor, "B T_s V_head"],
-        teacher_logits: Float[Tensor, "B T_t W"],
-        columns: Int[Tensor, " K"] | None,
-        options: EvalOptions,
-    ) -> Divergence:
-        """Compute the KL of every chunk; with `options.with_tokens` the cross-entropy too.
+    def evaluate(self, inputs: LossInput[Tensor]) -> Divergence:
+        """Compute the KL of every chunk; with `with_tokens` the cross-entropy too.
 
         With both, the student's rows are read once and one gradient is written.
         """
-        config = self.config
-        teacher = teacher_logits if options.gathered else cut(teacher_logits, self.vocab_size)
-        compared = teacher, self.projection, columns, *pairing.chunk_ids
+        config, pairing, student_logits = self.config, inputs.pairing, inputs.student_logits
+        teacher = inputs.teacher_logits if inputs.gathered else cut(inputs.teacher_logits, self.vocab_size)
+        compared = teacher, self.projection, inputs.columns, *pairing.chunk_ids
         p_kl_options = PKLOptions(
             pairing.max_chunks,
             config.temperature,
             config.reverse_kl,
             config.teacher_chunk_average,
-            options.gathered,
-            options.overwrite or (options.with_tokens and config.gradient_in_place),
+            inputs.gathered,
+            inputs.overwrite or (inputs.with_tokens and config.gradient_in_place),
         )
-        if not options.with_tokens:
+        if not inputs.with_tokens:
             student = cut(student_logits, self.student_vocab_size)
             result: PKLResult = get_op("p_kl", student.device)(student, *compared, p_kl_options)
             return Divergence((result.kl,), result.agrees, result.mass, unreachable=result.unnamed)
@@ -86,32 +79,26 @@ class PKLLoss(ChunkLoss):
         both: PKLCrossEntropyResult = op(student_logits, *compared, pairing.student_targets, p_kl_options)
         return Divergence((both.kl,), both.agrees, both.mass, (both.losses, both.hits), both.unnamed)
 
-    def evaluate_topk(
-        self,
-        pairing: Pairing,
-        student_logits: Float[Tensor, "B T_s V_head"],
-        teacher: TopKLogits,
-        columns: Int[Tensor, " K"] | None,
-        options: EvalOptions,
-    ) -> Divergence:
+    def evaluate_topk(self, inputs: LossInput[TopKLogits]) -> Divergence:
         """Compute the KL of every chunk over the compared tokens and one class of all others.
 
         Raises:
             ValueError: There are no columns.
         """
+        pairing, teacher, columns = inputs.pairing, inputs.teacher_logits, inputs.columns
         if columns is None:
             raise ValueError("P-KL needs the compared tokens")
         config, student_chunk_id, teacher_chunk_id = self.config, *pairing.chunk_ids
         p_kl_options = PKLOptions(
             pairing.max_chunks, config.temperature, config.reverse_kl, config.teacher_chunk_average
         )
-        student = cut(student_logits, self.student_vocab_size)
+        student = cut(inputs.student_logits, self.student_vocab_size)
         kl, agrees, mass = p_kl_with_rest(
             student, teacher, self.projection, columns, student_chunk_id, teacher_chunk_id, p_kl_options
         )
         tokens = None
-        if options.with_tokens:
-            tokens = get_op("cross_entropy", student_logits.device)(student_logits, pairing.student_targets)
+        if inputs.with_tokens:
+            tokens = get_op("cross_entropy", student.device)(inputs.student_logits, pairing.student_targets)
         with torch.no_grad():
             unreached = (column_log_probs(teacher, columns).exp() * self._unreachable_part(columns)).sum(-1)
             unreachable = self._chunk_mean(unreached, pairing)

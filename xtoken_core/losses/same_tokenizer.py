@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from xtoken_core.losses.base import Loss
-from xtoken_core.losses.common import CE_EPSILON, Divergence, EvalOptions, Pairing, Scalar, TeacherTerm
+from xtoken_core.losses.common import CE_EPSILON, Divergence, LossInput, Pairing, Scalar, TeacherTerm
 from xtoken_core.losses.lazy_logits import Logits, cut
 from xtoken_core.losses.masks import SampleTokens, next_token_targets, student_tokens
 from xtoken_core.ops import get_op
@@ -59,43 +59,28 @@ class SameTokenizerLoss(Loss):
         """Return the micro-batch's number of next-token predictions."""
         return student_tokens(batch).next_weights().sum()
 
-    def evaluate(
-        self,
-        pairing: Pairing,
-        student_logits: Float[Tensor, "B T_s V_head"],
-        teacher_logits: Float[Tensor, "B T_t W"],
-        columns: Int[Tensor, " K"] | None,
-        options: EvalOptions,
-    ) -> Divergence:
-        """Compute the KL of every position; with `options.with_tokens` the cross-entropy too."""
-        config = self.config
+    def evaluate(self, inputs: LossInput[Tensor]) -> Divergence:
+        """Compute the KL of every position; with `with_tokens` the cross-entropy too."""
+        config, columns, teacher = self.config, inputs.columns, inputs.teacher_logits
         if columns is None:
-            settings = TokenKLOptions(self.vocab_size, config.temperature, config.reverse_kl, options.overwrite)
-            op = get_op("token_kl", student_logits.device)
-            result: TokenKLResult = op(student_logits, teacher_logits, pairing.student_targets, settings)
-            tokens = (result.losses, result.hits) if options.with_tokens else None
+            settings = TokenKLOptions(self.vocab_size, config.temperature, config.reverse_kl, inputs.overwrite)
+            op = get_op("token_kl", teacher.device)
+            result: TokenKLResult = op(inputs.student_logits, teacher, inputs.pairing.student_targets, settings)
+            tokens = (result.losses, result.hits) if inputs.with_tokens else None
             return Divergence((result.kl,), result.agrees, tokens=tokens)
-        student = cut(student_logits, self.student_vocab_size)
-        teacher = teacher_logits if options.gathered else cut(teacher_logits, self.vocab_size)
-        student = student.index_select(-1, columns)  # [B, T_s, K]
-        teacher = teacher if options.gathered else teacher.index_select(-1, columns)
+        student = cut(inputs.student_logits, self.student_vocab_size).index_select(-1, columns)  # [B, T_s, K]
+        if not inputs.gathered:
+            teacher = cut(teacher, self.vocab_size).index_select(-1, columns)  # [B, T_t, K]
         log_q, log_p = (torch.log_softmax(upcast(logits) / config.temperature, dim=-1) for logits in (student, teacher))
         terms = kl_terms(log_q, log_p) if config.reverse_kl else kl_terms(log_p, log_q)
         return Divergence((terms.sum(-1),), log_q.detach().argmax(-1) == log_p.argmax(-1))
 
-    def evaluate_topk(
-        self,
-        pairing: Pairing,
-        student_logits: Float[Tensor, "B T_s V_head"],
-        teacher: TopKLogits,
-        columns: Int[Tensor, " K"] | None,
-        options: EvalOptions,
-    ) -> Divergence:
+    def evaluate_topk(self, inputs: LossInput[TopKLogits]) -> Divergence:
         """Compute the KL of every position over its own listed tokens and one class of all others."""
         V = self.student_vocab_size
-        targets = pairing.student_targets
-        teacher = teacher.with_own(targets, (targets >= 0) & (targets < V))
-        log_q = torch.log_softmax(upcast(cut(student_logits, V)) / self.config.temperature, dim=-1)
+        targets = inputs.pairing.student_targets
+        teacher = inputs.teacher_logits.with_own(targets, (targets >= 0) & (targets < V))
+        log_q = torch.log_softmax(upcast(cut(inputs.student_logits, V)) / self.config.temperature, dim=-1)
         agrees = log_q.detach().argmax(-1) == teacher.ids[..., 0]
         padded = torch.nn.functional.pad(log_q, (0, 1), value=-torch.inf)  # empty entries have no mass
         others = floored_log(padded.scatter(-1, teacher.columns, -torch.inf).exp().sum(-1))
@@ -104,8 +89,8 @@ class SameTokenizerLoss(Loss):
         of_teacher = torch.cat([teacher.log_probs(), teacher.log_rest.unsqueeze(-1)], dim=-1).to(of_student.dtype)
         pair = (of_student, of_teacher) if self.config.reverse_kl else (of_teacher, of_student)
         tokens = None
-        if options.with_tokens:
-            tokens = get_op("cross_entropy", student_logits.device)(student_logits, targets)
+        if inputs.with_tokens:
+            tokens = get_op("cross_entropy", log_q.device)(inputs.student_logits, targets)
         return Divergence((kl_terms(*pair).sum(-1),), agrees, tokens=tokens)
 
     def reduce(self, batch: Mapping[str, Tensor], divergence: Divergence, denominator: Scalar | None) -> TeacherTerm:

@@ -20,7 +20,7 @@ from tests.unit.chain.tiny_tokenizers import TinyTokenizer
 from tests.unit.losses.loss_cases import V_S, make_case
 from xtoken_core.config import LossConfig
 from xtoken_core.losses import CrossTokenizerDistillationLoss, HeadProjection
-from xtoken_core.losses.common import EvalOptions, LossTeacher, Pairing
+from xtoken_core.losses.common import LossInput, LossTeacher, Pairing
 from xtoken_core.losses.registry import LOSSES
 
 STUDENT = TinyTokenizer(b"01ab", [(b"0", b"1"), (b"a", b"b"), (b"ab", b"01"), (b"01", b"0")], "none")
@@ -183,7 +183,7 @@ CASES = {
 def test_values_equal_those_of_loops(cls, seed):
     logits = random_rows(seed)
     logits[0].requires_grad_()
-    (values,) = make(cls).evaluate(pairing(), *logits, None, EvalOptions()).parts
+    (values,) = make(cls).evaluate(LossInput(pairing(), *logits)).parts
     expected = [CASES[cls](chunk, rows) for chunk, rows in chunks_of([x.detach() for x in logits])]
     torch.testing.assert_close(values[0].detach(), torch.tensor([*expected, 0.0], dtype=torch.float64))
     values.sum().backward()
@@ -196,12 +196,12 @@ def test_infinite_logits_and_no_chunk(cls):
     logits = random_rows(0)
     logits[0][..., 1], logits[1][..., 2] = -torch.inf, -torch.inf
     logits[0].requires_grad_()
-    (values,) = make(cls).evaluate(pairing(), *logits, None, EvalOptions()).parts
+    (values,) = make(cls).evaluate(LossInput(pairing(), *logits)).parts
     values.sum().backward()
     assert torch.isfinite(values).all() and torch.isfinite(logits[0].grad).all()
     none = pairing()
     none.student_chunk_id.fill_(-1)
-    assert not make(cls).evaluate(none, *logits, None, EvalOptions()).parts[0].any()
+    assert not make(cls).evaluate(LossInput(none, *logits)).parts[0].any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -213,7 +213,7 @@ def test_groups_of_chunks_give_the_same_values_and_gradients(cls, dtype):
         loss.elements, loss.kept = elements, kept
         logits = [x.to(dtype) for x in random_rows(0)]
         logits[0].requires_grad_()
-        (values,) = loss.evaluate(pairing(), *logits, None, EvalOptions()).parts
+        (values,) = loss.evaluate(LossInput(pairing(), *logits)).parts
         weights = torch.arange(1.0, values.numel() + 1).view(values.shape)
         found.append((values.detach(), torch.autograd.grad((values * weights).sum(), logits[0])[0]))
     for values, gradient in found[1:]:
@@ -224,7 +224,7 @@ def test_groups_of_chunks_give_the_same_values_and_gradients(cls, dtype):
 def uniform_value(cls, chunk):
     """Value of one chunk where every next token is equally likely on both sides."""
     logits = [torch.zeros_like(x) for x in random_rows(0)]
-    return float(make(cls).evaluate(pairing(), *logits, None, EvalOptions()).parts[0][0, list(CHUNKS).index(chunk)])
+    return float(make(cls).evaluate(LossInput(pairing(), *logits)).parts[0][0, list(CHUNKS).index(chunk)])
 
 
 def test_values_by_hand():

@@ -72,8 +72,8 @@ def test_a_teacher_without_projection_has_the_students_tokenizer_unless_its_own(
 class HalfOfEveryChunk(GoldLoss):
     """A loss of a user's own: half of gold's."""
 
-    def evaluate(self, *arguments):
-        divergence = super().evaluate(*arguments)
+    def evaluate(self, inputs):
+        divergence = super().evaluate(inputs)
         return Divergence(tuple(part / 2 for part in divergence.parts))
 
 

@@ -167,7 +167,7 @@ def test_a_custom_loss_declares_its_memory(tmp_path: Path, caplog: pytest.LogCap
         def bytes_per_position(cls, student_vocab_size: int, teacher_vocab_size: int) -> int:
             return student_vocab_size + 2 * teacher_vocab_size
 
-        def evaluate(self, *arguments: Any) -> Any:
+        def evaluate(self, inputs: Any) -> Any:
             raise NotImplementedError
 
     class Unknown(Large):
