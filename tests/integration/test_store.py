@@ -23,7 +23,7 @@ from tests.support.tiny_run import TinyAssets, steps_of, tiny_spec
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.dataset.order import record_at
-from xtoken_core.teacher_store.identity import StoreError, StoreIdentity, identity_of
+from xtoken_core.teacher_store.identity import StoreError, identity_of
 from xtoken_core.teacher_store.shards import FRAMES, INDEX, Entry, ShardWriter, drop_records
 from xtoken_core.teacher_store.store import TeacherStore, empty_values
 from xtoken_core.tokenizing import TextTokenizer
@@ -90,15 +90,6 @@ def test_a_build_divides_long_documents_as_its_run_does(
     built = resolve_run(build_spec(spec, 0, str(tmp_path / "store")), divided_as=spec)
     assert run.piece_bytes == built.piece_bytes == 32
     assert identity_of(built, 0) == identity_of(run, 0)
-    earlier = identity_of(built, 0).model_dump()
-    del earlier["bos_in_pieces"]
-    TeacherStore.create(str(tmp_path / "earlier"), StoreIdentity.model_validate(earlier))
-    with pytest.raises(
-        StoreError, match=r"what differs is BOS before every piece .*; build another one with xtoken store"
-    ):
-        TeacherStore.create(str(tmp_path / "earlier"), identity_of(built, 0))
-    whole = resolve_run(tiny_spec(assets, tmp_path, records=12, teacher=teachers, loss=changes["loss"]))
-    assert "bos_in_pieces" not in identity_of(whole, 0).model_dump(exclude_defaults=True)
     TeacherStore.create(str(tmp_path / "store"), identity_of(built, 0))
     first = spec.teacher[0].model_copy(update={"store": str(tmp_path / "store"), "store_missing": "compute"})
     stored = resolve_run(spec.model_copy(update={"teacher": (first, spec.teacher[1])}))

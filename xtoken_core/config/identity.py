@@ -12,9 +12,6 @@ from xtoken_core.config.loss import LossConfig
 from xtoken_core.config.rollout import RolloutSpec
 from xtoken_core.config.train import LoraSpec, OptimizerName
 
-BOS_IN_PIECES = 'BOS before every piece of a divided document (data.long = "split"), which earlier versions left out'
-"""What messages call the field `bos_in_pieces` of an identity."""
-
 
 class ModelIdentity(ConfigModel):
     """The student, or a teacher.
@@ -66,7 +63,6 @@ class RunIdentity(ConfigModel):
         data: Fingerprint of the text.
         mixture: Per source of weighted texts its records and its samples in an epoch.
         long: What becomes of documents longer than the contexts.
-        bos_in_pieces: Every piece of a divided document has the special tokens before a text.
         packed: The samples of a micro-batch lie in one row.
         float32_weights: The optimiser's weights are float32.
         optimizer: Kind of the state that a checkpoint holds.
@@ -83,7 +79,6 @@ class RunIdentity(ConfigModel):
     append_eos: bool
     train_on: Literal["completions", "all"] = "completions"
     long: Literal["cut", "split"] = "cut"
-    bos_in_pieces: bool = False
     samples_per_step: int
     micro_batch_tokens: int
     packed: bool = False

@@ -48,8 +48,6 @@ class ResolvedRun(ConfigModel):
         order: In a build of a store, `(at, first)`: from position `at` on, the positions of the text's own order from
             `first` on; empty: that order itself.
         piece_bytes: Bytes of text of a record at most, where long documents are divided; otherwise 0.
-        bos_in_pieces: Every piece of a document has the special tokens before a text; False also in a run that an
-            earlier version divided, which put them before the first piece only.
         packed: The samples of a micro-batch lie in one row, on every side.
         packing_obstacle: Why they do not, although they may; empty otherwise.
         group: The node group that a queue hands this out for, `0 .. workers.nodes - 1`.
@@ -66,7 +64,6 @@ class ResolvedRun(ConfigModel):
     mixture: tuple[tuple[int, int], ...] = ()
     order: tuple[tuple[int, int], ...] = ()
     piece_bytes: int = 0
-    bos_in_pieces: bool = False
     packed: bool = False
     packing_obstacle: str = ""
     group: int = 0
@@ -155,7 +152,6 @@ class ResolvedRun(ConfigModel):
             append_eos=spec.data.append_eos,
             train_on=spec.data.train_on,
             long=spec.data.long,
-            bos_in_pieces=self.bos_in_pieces,
             samples_per_step=spec.train.samples_per_step,
             micro_batch_tokens=spec.train.micro_batch_tokens,
             packed=self.packed,

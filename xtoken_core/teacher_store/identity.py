@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import Literal
 
 from xtoken_core.config.base import ConfigModel
-from xtoken_core.config.identity import BOS_IN_PIECES
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.config.spec import Dtype
 from xtoken_core.errors import InputError
@@ -26,7 +25,6 @@ class StoreIdentity(ConfigModel):
         text: Fingerprint of the text.
         records: Records of the text.
         append_eos: The end-of-text token is appended.
-        bos_in_pieces: Every piece of a divided document has the special tokens before a text.
         tokenizer: Fingerprint of the tokenizer.
         context_length: Tokens of a text beyond this are cut off.
         model: Fingerprint of the teacher's configuration and weights.
@@ -45,7 +43,6 @@ class StoreIdentity(ConfigModel):
     text: str
     records: int
     append_eos: bool
-    bos_in_pieces: bool = False
     tokenizer: str
     context_length: int
     model: str
@@ -95,7 +92,6 @@ _LABELS = {
     "text": "the text (data)",
     "records": "the number of records (data)",
     "append_eos": "data.append_eos",
-    "bos_in_pieces": BOS_IN_PIECES,
     "tokenizer": "the teacher's tokenizer or chat template",
     "model": "the teacher's weights (teacher.model)",
     "context_length": "the teacher's context_length",
@@ -134,7 +130,6 @@ def identity_of(run: ResolvedRun, teacher: int) -> StoreIdentity:
         text=run.data_fingerprint,
         records=run.records,
         append_eos=run.spec.data.append_eos,
-        bos_in_pieces=run.bos_in_pieces,
         tokenizer=files.tokenizer_fingerprint + (f" with {template}" if template else ""),
         context_length=side.context_length,
         model=files.weights_fingerprint,

@@ -60,8 +60,7 @@ class QueueDirectory:
     def from_document(cls, document: dict[str, Any]) -> QueueDirectory:
         """Return the directory that a document describes."""
         token, keys = (Path(document[name]) if document.get(name) else None for name in ("token_file", "keys"))
-        urls = document.get("urls") or [document["url"]]
-        return cls(tuple(Address(url, token, keys) for url in urls), Path(document["private"]))
+        return cls(tuple(Address(url, token, keys) for url in document["urls"]), Path(document["private"]))
 
     def remove(self) -> None:
         """Remove the directory and all that is in it."""

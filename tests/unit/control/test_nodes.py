@@ -94,12 +94,6 @@ def test_the_places_of_queues_are_found_again(tmp_path: Path, workers: dict[str,
         place.remove()
 
 
-def test_the_place_of_a_queue_of_an_earlier_version_is_understood() -> None:
-    document = {"url": "tcp://127.0.0.1:5000", "token_file": "/t", "private": "/p"}
-    place = QueueDirectory.from_document(document)
-    assert place.addresses == (Address("tcp://127.0.0.1:5000", Path("/t")),)
-
-
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

@@ -13,7 +13,7 @@ from xtoken_core.wire.messages.samples import SampleReplies, SampleRequests
 from xtoken_core.wire.messages.sessions import SessionReplies, SessionRequests
 
 VERSION = 2
-"""Versions that the queue speaks; `proto/README.md` lists their differences."""
+"""The version that the queue speaks, described in `proto/README.md`."""
 
 AnyRequest = SessionRequests | PartitionRequests | SampleRequests | RunRequests
 AnyReply = SessionReplies | SampleReplies | RunReplies

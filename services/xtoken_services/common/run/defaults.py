@@ -27,8 +27,6 @@ AUTO = "auto"
 FLOPS_PER_CORE = 1e10
 EVALUATION_S = 30.0
 BYTES_PER_TOKEN = 4
-SPLIT_BEFORE = "/cache/split/held-out."
-"""Part of the path of the copies in which an earlier version kept what it had held back."""
 LEAST_EVALUATION, MOST_EVALUATION = 16 << 10, 1 << 20
 EVALUATIONS = 10
 FILLED = (
@@ -273,7 +271,7 @@ def _hold_back(defaults: RunDefaults, given: Mapping[str, Any], base: Path) -> b
     """
     document, earlier = defaults.document, defaults.stored_value("eval")
     data = document["data"]
-    if earlier and earlier.get("path") and SPLIT_BEFORE not in str(earlier["path"]):
+    if earlier and earlier.get("path"):
         document["eval"] = {**earlier, **given}
         defaults.notes.append("eval: as at the first start")
         return True

@@ -108,7 +108,6 @@ def resolve_run(spec: RunSpec, progress: Progress | None = None, *, divided_as: 
         positions=positions,
         mixture=mixture,
         piece_bytes=piece_bytes,
-        bos_in_pieces=piece_bytes > 0,
         packed=spec.train.packing != "off" and not obstacle,
         packing_obstacle=obstacle,
     )

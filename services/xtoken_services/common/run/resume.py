@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from xtoken_core.config.identity import BOS_IN_PIECES, RunIdentity
+from xtoken_core.config.identity import RunIdentity
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.config.validation_errors import describe
 from xtoken_core.errors import ConfigError, InputError
@@ -33,7 +33,6 @@ SETTINGS = {
     "append_eos": "data.append_eos",
     "train_on": "data.train_on",
     "long": "data.long",
-    "bos_in_pieces": BOS_IN_PIECES,
     "float32_weights": "train.master_weights",
     "micro_batch_tokens": "train.micro_batch_tokens",
     "packed": "train.packing",

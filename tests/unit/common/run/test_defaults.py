@@ -113,21 +113,6 @@ def test_a_moved_run_is_resumed_without_its_cache(workspace: Path) -> None:
     assert records_of(spec) == before and spec.data.paths == (moved / "text.jsonl",)
 
 
-def test_a_run_of_an_earlier_version_is_resumed_on_the_same_text(workspace: Path) -> None:
-    now = started(workspace)
-    copies = now.output / "cache" / "split"
-    copies.mkdir(parents=True)
-    lines = (workspace / "text.jsonl").read_bytes().splitlines(keepends=True)
-    for name, part in (("train", False), ("held-out", True)):
-        (copies / f"{name}.jsonl").write_bytes(b"".join(x for x in lines if is_held_out(x.strip()) == part))
-    stored = now.model_dump(mode="json")
-    stored["data"]["path"], stored["eval"]["path"] = str(copies / "train.jsonl"), str(copies / "held-out.jsonl")
-    then = RunSpec.model_validate(stored)
-    write_json(now.output / SPEC, stored)
-    assert load_run(workspace / "short.toml", machine=GPU_24)[0] == now
-    assert records_of(then) == records_of(now)
-
-
 @pytest.mark.parametrize("form", ["parquet", "arrow"])
 def test_rows_get_an_evaluation_as_lines_do(workspace: Path, form: str) -> None:
     texts = [f"document {number}" for number in range(400)]

@@ -101,7 +101,6 @@ def test_a_field_newer_than_the_checkpoint_has_its_default(saved: ResolvedRun) -
     identity = document["identity"]
     del (
         identity["lora"],
-        identity["bos_in_pieces"],
         identity["teacher"][0]["fp8"],
         identity["teacher"][0]["nf4"],
         identity["teacher"][0]["weight"],
@@ -114,8 +113,6 @@ def test_a_field_newer_than_the_checkpoint_has_its_default(saved: ResolvedRun) -
         check_output(saved.model_copy(update={"spec": saved.spec.model_copy(update={"loss": loss})}))
     with pytest.raises(ConfigError, match=r"what differs is train\.lora; choose another"):
         check_output(with_train(saved, lora=LoraSpec()))
-    with pytest.raises(ConfigError, match=r"what differs is BOS before every piece of a divided document \(data\.long"):
-        check_output(saved.model_copy(update={"bos_in_pieces": True}))
 
 
 @pytest.mark.parametrize("version", [VERSION - 1, VERSION + 1])
