@@ -72,18 +72,22 @@ class _FlatBatch:
         self.ids = np.empty(student_ids.size + teacher_ids.size, dtype=np.int64)
         student_ids_part, teacher_ids_part = self.rows.halves(self.ids)
         student_ids_part[...] = student_ids
+        # One numbering for both sides, so that every table is read once for the whole batch.
         np.add(teacher_ids, sides.offset, out=teacher_ids_part)
+        # The aligner has checked the ids; with the default mode numpy would check again, and copy `out` arrays.
         self.lengths = sides.lengths.take(self.ids, mode="wrap")
         self.zero_length = (self.lengths == 0).nonzero()[0]
         self.dummy_prefixed = find_dummy_prefixes(sides, self.ids, self.rows, self.zero_length)
         if len(self.dummy_prefixed):
             shorter = self.lengths.take(self.dummy_prefixed) - 1
             self.lengths[self.dummy_prefixed] = shorter
+            # A token that was nothing but the added space now spells nothing, and opens no chunk.
             if np.count_nonzero(shorter) < len(shorter):
                 self.zero_length = (self.lengths == 0).nonzero()[0]
         sums = np.empty(len(self.ids) + 1, dtype=np.int64)
         sums[0], steps = 0, sums[1:]
         steps[...] = self.lengths
+        # Rows lie one behind the other, so each sum ends where the next row begins.
         self.sizes = np.add.reduceat(steps, self.rows.first)
         student_sizes, teacher_sizes = self.sizes[:samples], self.sizes[samples:]
         self.reach, self.longer = np.minimum(student_sizes, teacher_sizes), np.maximum(student_sizes, teacher_sizes)
@@ -92,16 +96,19 @@ class _FlatBatch:
         steps[self.rows.last] += np.concatenate([stretches, stretches]) - self.sizes
         torch.from_numpy(steps).cumsum_(0)  # faster than numpy's
         self.starts = sums[:-1]
+        # Both sides have the same stretches, so the teacher's rows begin where the student's axis ends.
         self.length = int(sums[self.rows.split])
         self.origin = self.starts.take(self.rows.first)
 
     def weights(self, powers: np.ndarray, places: np.ndarray) -> np.ndarray:
         """Return `[n + 1]` uint64: each token's hash times the power of its position, then 0; the sum is the text's."""
         weights = np.empty(len(self.ids) + 1, dtype=np.uint64)
+        # Lets a row's sum end behind the last token: `reduceat` takes no index beyond its array.
         weights[-1] = 0
         hashes = self.sides.hashes.take(self.ids, out=weights[:-1], mode="wrap")
         if len(self.dummy_prefixed):
             hashes[self.dummy_prefixed] = without_space(hashes.take(self.dummy_prefixed))
+        # In place: `hashes` is the front of `weights`. Products wrap modulo 2^64, as the hash is defined.
         hashes *= powers.take(places, mode="wrap")
         return weights
 
@@ -120,11 +127,13 @@ def find_chunks(sides: TokenArrays, student_ids: np.ndarray, teacher_ids: np.nda
     unverified = ~_same_text(x)
     pairs = _special_pairs(x, unverified)
     opens, exact = _opened(x)  # [n], [n]
+    # A special without a partner begins at a byte as text does, but opens no chunk and is in none.
     if len(pairs) < len(x.zero_length):
         opens[x.zero_length] = exact[x.zero_length] = False
     opens[pairs] = exact[pairs] = True
     chunk, counts = _numbered(x, opens)  # [n], [B]
     if len(pairs) < len(x.zero_length):
+        # The running count gave lone specials the number of the chunk that they stand in or behind.
         paired = chunk.take(pairs)
         chunk[x.zero_length] = -1
         chunk[pairs] = paired
@@ -138,11 +147,13 @@ def _numbered(x: _FlatBatch, opens: np.ndarray) -> tuple[np.ndarray, np.ndarray]
     rows, samples = x.rows, x.rows.samples
     opened = opens.astype(np.int64)  # [n]
     torch.from_numpy(opened).cumsum_(0)
+    # Chunks opened in all rows before each: numbers begin at 0 in every row.
     before = opened.take(rows.first) - opens.take(rows.first)  # [2B]
     found = opened.take(rows.last) - before  # [2B]
     # Where one side reaches further, what was opened last has no end on the other.
     counts = np.maximum(found[:samples], found[samples:]) - (x.reach != x.longer)  # [B]
     behind = rows.last + 1
+    # The token that would open chunk number `counts`; `opened` never falls, so a bisection finds it.
     stop = np.minimum(opened.searchsorted(before + np.concatenate([counts, counts]) + 1), behind)
     chunk = rows.minus(opened, before + 1)
     chunk[spread(behind, behind - stop)] = -1
@@ -164,7 +175,9 @@ def _same_text(x: _FlatBatch) -> np.ndarray:
     places = x.starts if short else x.rows.minus(x.starts, x.origin)
     powers = hash_powers(2 * x.length if short else int(x.longer.max()) + 1)
     weights = x.weights(powers, places)  # [n + 1]
+    # A row that was truncated first says nothing about what the other spells behind its end.
     limit = x.origin + np.concatenate([x.reach, x.reach])  # [2B]
+    # Tokens before `stop` begin before the limit; only the last of them can reach over it.
     stop = x.starts.searchsorted(limit)  # [2B]
     edges = x.rows.edges.copy()
     edges[1::2] = stop
@@ -177,12 +190,14 @@ def _same_text(x: _FlatBatch) -> np.ndarray:
     if len(rows):  # the last token reaches further: what it spells until there takes its place
         token = last.take(rows)
         ids = x.ids.take(token)
+        # Its hash up to `beyond` bytes before its end: one is kept for every byte of every token.
         partly = x.sides.prefix_hashes.take(x.sides.ends.take(ids) - beyond.take(rows) - 1)
         dummy_prefixed = x.lengths.take(token) != x.sides.lengths.take(ids)
         if np.count_nonzero(dummy_prefixed):
             partly = np.where(dummy_prefixed, without_space(partly), partly)
         hashes[rows] += partly * powers.take(places.take(token)) - weights.take(token)
     student_hashes, teacher_hashes = hashes[:samples], hashes[samples:]
+    # Multiplied by that power, the student's hash is that of the same text `length` bytes further on the axis.
     same: np.ndarray = (student_hashes * powers[x.length] if short else student_hashes) == teacher_hashes
     return same
 
@@ -198,12 +213,15 @@ def _special_pairs(x: _FlatBatch, unverified: np.ndarray) -> np.ndarray:
     if np.count_nonzero(roles < 0):
         rows = x.rows.first.searchsorted(at, side="right") - 1
         unverified[rows[roles == UNKNOWN_ROLE] % len(unverified)] = True
+        # A token that is BOS and EOS in one (GPT-2's) begins a row before any text, and ends one elsewhere.
         begins = (x.starts[at] == x.origin[rows]) & (x.sizes[rows] > 0)
         roles = np.where(roles == BOS_OR_EOS, np.where(begins, BOS, EOS), roles)
         at, roles = at[roles > 0], roles[roles > 0]
     teachers = int(at.searchsorted(x.rows.split))
+    # Byte and role in one number: specials pair at one byte only, whatever else lies between the tokens there.
     keys = x.starts.take(at) << 16 | roles
     student_keys, teacher_keys = keys[:teachers], keys[teachers:] - (x.length << 16)
+    # The usual batch: the same specials at the same bytes on both sides.
     if teachers == len(teacher_keys) and not np.count_nonzero(student_keys != teacher_keys):
         return at
     i, j = match_specials(student_keys, teacher_keys)
@@ -214,6 +232,8 @@ def _opened(x: _FlatBatch) -> tuple[np.ndarray, np.ndarray]:
     """Return `[n]` bool each: True where a token of the other side begins or its row ends; where it is as long, too."""
     begun = np.zeros(2 * x.length, dtype=x.lengths.dtype)  # [2N]: 0 = no token begins
     begun[x.starts] = x.lengths  # of several at one byte the last stays: the one that spells something
+    # The end of a row is a cut too; with a length that no token has it makes no 1-1 pair.
     begun[x.origin + x.sizes] = x.sides.longer
+    # The halves are swapped: each side's tokens look at the other side's axis.
     met = np.concatenate([begun[x.length :], begun[: x.length]]).take(x.starts, mode="wrap")  # [n]
     return met != 0, met == x.lengths

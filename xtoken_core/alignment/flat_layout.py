@@ -40,12 +40,14 @@ class FlatLayout:
     @cached_property
     def head(self) -> np.ndarray:
         """`[2B, 8]` int64: indices of each row's first tokens, its last one again where it is shorter."""
+        # Eight: text begins behind a BOS and a few markers of a template. Rows where it does not are scanned.
         head: np.ndarray = np.minimum(self.first[:, None] + np.arange(8), self.last[:, None])
         return head
 
     @cached_property
     def edges(self) -> np.ndarray:
         """`[4B]` int64: index of each row's first token, with room behind each."""
+        # `reduceat` over pairs (begin, end): the sums of every other interval are those of the rows.
         return np.repeat(self.first, 2)
 
     def of(self, side: int) -> slice:
@@ -66,6 +68,7 @@ class FlatLayout:
         return result
 
 
+# Padded batches have few shapes, and every batch of one shape needs the same index arrays.
 @lru_cache(maxsize=64)
 def flat_layout(samples: int, student: int, teacher: int) -> FlatLayout:
     """Return the layout of a batch of this shape, cached."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+# Symbols that must agree before the walk resumes (one uint64 holds four); fewer meet by chance everywhere.
 _ANCHOR = 4
 _WINDOW = 32
 
@@ -28,6 +29,7 @@ def matching_blocks(a: np.ndarray, b: np.ndarray) -> list[tuple[int, int, int]]:
             continue
         resumed = _resume(a, b, i, j)
         if resumed is None:
+            # No four symbols in common are left: only the ends may still agree.
             tail = _common_prefix(a[i:][::-1], b[j:][::-1], 0, 0)
             return [*blocks, (len(a) - tail, len(b) - tail, tail)] if tail else blocks
         i, j = resumed
@@ -52,6 +54,7 @@ def is_once(block: np.ndarray, stream: np.ndarray) -> bool:
 
 
 def _common_prefix(a: np.ndarray, b: np.ndarray, i: int, j: int) -> int:
+    # Growing steps: a difference nearby costs little, and long agreement few comparisons.
     length, step = 0, 64
     while True:
         x, y = a[i + length : i + length + step], b[j + length : j + length + step]
@@ -75,6 +78,7 @@ def _resume(a: np.ndarray, b: np.ndarray, i: int, j: int) -> tuple[int, int] | N
             known &= a[i + at_a + offset] <= 255
         at_a, at_b = at_a[known], at_b[known]
         if len(at_a):
+            # The nearest: it skips the fewest symbols of both streams.
             best = int(np.argmin(at_a + at_b))
             return i + int(at_a[best]), j + int(at_b[best])
         if i + window >= len(a) and j + window >= len(b):

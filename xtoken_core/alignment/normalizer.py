@@ -30,6 +30,7 @@ _KEEPS_SPACES_APART = ("NFC", "NFD", "Lowercase", "StripAccents", "ByteLevel")
 _FOLLOWING = ("\u0323", "\n")
 """Characters that join the one before them in a cluster: a mark, and the line feed behind a carriage return."""
 _SPACE_SIGNS = ("▁", " ")
+# Cuts nearest to the middle that `_bisect` tries: each costs two more normalisations.
 _SPLIT_ATTEMPTS = 8
 
 
@@ -119,6 +120,7 @@ class Step:
         if self.kind == "Prepend" and image.endswith(text):
             return _prepended(text, image)
         if self.kind == "Strip":
+            # Only whitespace lies before what is left, and that does not begin with any: the first match is the place.
             begin = text.find(image) if image and self._options["strip_left"] else 0
             return _selected(text, image, begin)
         if image == text:
@@ -132,6 +134,7 @@ class Step:
         parts = list(text) if self.kind == "ByteLevel" else clusters().findall(text)
         images = list(map(self._cached(), parts))
         if "".join(images) != image:
+            # The step looks beyond a cluster: cut where the images of both halves still join to the whole.
             parts, images = self._bisect(clusters().findall(text))
         return _of_parts(parts, images)
 
@@ -308,11 +311,13 @@ def _replaced(text: str, pattern: dict[str, str], content: str) -> tuple[list[st
 @cache
 def clusters() -> re.Pattern[str]:
     """Compile the pattern of a character with all that may compose with it, change order with it or join it."""
+    # Joiners, Hangul vowels and finals, skin tones, variation selectors: they join what precedes, and are no marks.
     joining = {0x200C, 0x200D, *range(0x1160, 0x1200), *range(0x1F3FB, 0x1F400), *range(0xE0100, 0xE01F0)}
     for code in range(0xA0, 0x20000):
         char = chr(code)
         if unicodedata.combining(char) or unicodedata.category(char)[0] == "M":
             joining.add(code)
+        # The second half of a canonical decomposition composes with what precedes it, under NFC.
         parts = unicodedata.decomposition(char).split()
         if len(parts) == 2 and not parts[0].startswith("<"):
             joining.add(int(parts[1], 16))

@@ -15,7 +15,9 @@ from xtoken_core.alignment.tables import SPECIAL, TEXT, TokenTable, added_string
 from xtoken_core.alignment.token_decoders import byte_level, content_decoder
 
 _DROPPING = ("Whitespace", "WhitespaceSplit", "BertPreTokenizer", "CharDelimiterSplit")
+# Characters at the end of a text that are searched for its last cluster, so that the cost does not grow with it.
 _LONGEST_CLUSTER = 64
+# Specials before a row that may have been set by the tokenizer although the text holds their names.
 _LEADING_SPECIALS = 4
 
 _Run = tuple[slice, str | None, str]
@@ -111,8 +113,10 @@ class Pipeline:
         # Specials before a row are rather set by the tokenizer than in the text, though the text may hold their names.
         leading = np.append(self._table.kinds[ids[:_LEADING_SPECIALS]] == SPECIAL, False).argmin()
         tried: list[list[_Run]] = []
+        # From all of them set by the tokenizer to none, and at last no added token in the text at all.
         for first in (*range(int(leading), -1, -1), len(ids)):
             runs = list(self._runs(ids, text, first))
+            # Choices often split the row alike, and placing a run is the expensive part.
             if runs not in tried:
                 tried.append(runs)
                 placed = self._locate_runs(ids, runs, cut=cut)
@@ -174,6 +178,7 @@ class Pipeline:
         spelled = self._table.spell(ids)
         if plain:
             prefix = int(normalized.target[normalized.source == 0].max(initial=0))
+            # The tokens spell what was put before the text, or a row that continues a text begins without it.
             for own in dict.fromkeys((0, prefix)):
                 limit = _agreement(
                     spelled, normalized.data[own:], normalized.last - own if cut else None, whole=not last
@@ -183,6 +188,7 @@ class Pipeline:
                     ends = np.cumsum(sizes) + own
                     limit += own
                     if limit < min(len(normalized.data), len(spelled) + own):
+                        # Back to a whole character: a part of one has no image that could be cut.
                         limit = int(normalized.whole[normalized.whole <= limit].max(initial=0))
                     return ends - sizes, ends, np.ones(len(ids), dtype=bool), limit
         return self._locate_by_model(ids, normalized, cut=cut)
@@ -202,6 +208,7 @@ class Pipeline:
             if at >= len(spoken):
                 break
             if [t.id for t in tokens[: len(spoken) - at]] != ids[spoken[at : at + len(tokens)]].tolist():
+                # The last word of a truncated text was tokenized together with what followed there.
                 if cut and at and number == len(normalized.words):
                     break
                 return None
@@ -230,6 +237,7 @@ class Pipeline:
                 return None
         for special in np.flatnonzero(self._table.kinds[ids] == SPECIAL).tolist():
             begins[special] = ends[special] = ends[special - 1] if special else 0
+        # They end behind every known position, so no cut is found at them.
         rest = spoken[at:]
         begins[rest], ends[rest], known[rest] = limit, limit + 1, False
         return begins, ends, known, limit
@@ -244,6 +252,7 @@ class Pipeline:
         whole = target
         inner_source, inner_target = _inside_characters(text, byte_at, source, target, data)
         source, target = np.append(byte_at[source], inner_source), np.append(target, inner_target)
+        # By source, then by target: places inside characters go where they belong, and neither array falls.
         order = np.lexsort((target, source))
         last = len(text) - len(_last_cluster(text))
         return NormalizedText(
@@ -300,6 +309,7 @@ class Pipeline:
         characters.append(rest)
         target.append(np.full(len(rest), at))
         pairs = np.unique(np.stack([np.concatenate(characters), np.concatenate(target)], axis=1), axis=0)
+        # How such a pre-token was written is not known, so nothing inside it may be cut.
         pairs = pairs[~unclear[pairs[:, 0]]]
         return b"".join(data), pairs[:, 0], pairs[:, 1], begins
 

@@ -43,10 +43,13 @@ def find_dummy_prefixes(
         if suspected:
             pass
         elif prefix == prefixes[1 - side] == "missing":
+            # Either would have added none to a text with a space: one on both sides is the text's.
             spaced &= spaces[rows.of(1 - side)] == 0
         elif prefix == "missing":
+            # This one adds none to a text that begins with a space, and the other side shows whether this one does.
             spaced &= ~_begins_with_space(sides, ids, rows, first, spaces, 1 - side)
         else:
+            # It adds one to every text, but a row that continues a text was not given to it as one.
             continues = _has_one_space(sides, ids, rows, first, spaces, side)
             if np.count_nonzero(gaps):
                 continues |= (own > rows.first[mine]) & (ids.take(own - 1, mode="wrap") == absent[side])
@@ -82,6 +85,7 @@ def _first_text(sides: TokenArrays, ids: np.ndarray, rows: FlatLayout) -> tuple[
     first: np.ndarray = rows.first + (sides.kinds.take(ids.take(rows.head)) == TEXT).argmax(axis=1)
     token = ids.take(first)
     if np.count_nonzero(sides.kinds.take(token)):
+        # Rare: the first text lies behind `rows.head`, or there is none.
         for row in (sides.kinds.take(token) != TEXT).nonzero()[0].tolist():
             begin = rows.first[row]
             first[row] = begin + (sides.kinds.take(ids[begin : rows.last[row] + 1]) == TEXT).argmax()

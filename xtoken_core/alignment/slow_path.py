@@ -75,6 +75,7 @@ def align_row(student: RowSide, teacher: RowSide, *, text: str | None) -> RowChu
         teacher: The teacher's.
         text: The source text of both; None if it is not known.
     """
+    # Both sides must be found in one source: places of one side alone say nothing about the other's cuts.
     for source, cut in _sources(student, teacher, text):
         student_located = student.pipeline.locate(student.ids, source, cut=cut)
         teacher_located = teacher.pipeline.locate(teacher.ids, source, cut=cut) if student_located is not None else None
@@ -88,6 +89,7 @@ def _sources(student: RowSide, teacher: RowSide, text: str | None) -> Iterator[t
     """Yield the texts that may be the source, each with True if its end may be missing."""
     if text is not None:
         yield text, False
+    # Without a given text, one that a lossless tokenizer spells is the source itself, up to its truncation.
     for side in (student, teacher):
         if side.pipeline.is_lossless and not (side.arrays.table.kinds[side.ids] == UNKNOWN).any():
             tried = set()
@@ -110,6 +112,8 @@ def _source_cuts(x: Walk, y: Walk, student_located: LocatedTokens, teacher_locat
     for walk, placed in ((x, student_located), (y, teacher_located)):
         ended = np.isin(placed.target, walk.bounds) & (placed.source > 0)
         source, target, moved = placed.source[ended], placed.target[ended], moves(placed).cumsum()[ended]
+        # Of several places at one byte of the source the last: what was inserted there belongs to the token before it.
+        # Cut to its length, since `append` makes one entry of none.
         last = np.append(source[1:] != source[:-1], True)[: len(source)]
         found.append((source[last], target[last], moved[last]))
     _, at_x, at_y = np.intersect1d(found[0][0], found[1][0], assume_unique=True, return_indices=True)
@@ -125,6 +129,7 @@ def _by_spelling(student: RowSide, teacher: RowSide) -> RowChunks:
     """Compare both sides' spellings: unchanged, normalised by both tokenizers, and at last by common intervals."""
     pipelines = student.pipeline, teacher.pipeline
     edits = any(pipeline.edits for pipeline in pipelines)
+    # Unknown bytes are 256 on one side and 257 on the other, so that they never seem to agree.
     ways = [(x, y) for x in _spellings(student, 256) for y in _spellings(teacher, 257)]
     normalizer = student.arrays.table.normalizer or teacher.arrays.table.normalizer
     maps_apart = student.pipeline.normalizer != teacher.pipeline.normalizer
@@ -132,12 +137,14 @@ def _by_spelling(student: RowSide, teacher: RowSide) -> RowChunks:
     if normalizer is not None and maps:
         normalizer = normalizer.then(teacher.arrays.table.normalizer)
         ways = [(normalised_walk(x, normalizer), normalised_walk(y, normalizer)) for x, y in ways]
+    # Whitespace that one tokenizer drops cannot be compared: the other side gives up its own.
     if teacher.arrays.table.drops_whitespace:
         ways = [(walk_without_whitespace(x), y) for x, y in ways]
     if student.arrays.table.drops_whitespace:
         ways = [(x, walk_without_whitespace(y)) for x, y in ways]
     agreeing = [(x, y) for x, y in ways if _agree(x, y, whole=edits)]
     if agreeing:
+        # The first way takes leading spaces to be the tokenizers' own, which they mostly are.
         x, y = agreeing[0]
         common = np.intersect1d(x.bounds, y.bounds, assume_unique=True)
         same = np.full(len(common), len(agreeing) == 1)  # spaces may agree with and without the one that is added
@@ -167,6 +174,7 @@ def _spellings(side: RowSide, unknown: int) -> Iterator[Walk]:
         forms.append((pool.literal_ends, pool.literal_lengths))
     for ends_in_pool, lengths_in_pool in forms:
         lengths = lengths_in_pool[side.ids]
+        # One symbol, whatever it stands for: its length cannot be known.
         lengths[unknowns] = 1
         none = np.zeros_like(side.dummy_prefixed)
         for own in (side.dummy_prefixed, none) if side.dummy_prefixed.any() else (none,):
@@ -184,6 +192,7 @@ def _agree(x: Walk, y: Walk, *, whole: bool) -> bool:
     same = known and np.array_equal(x.stream[:size], y.stream[:size])
     if whole and len(x.stream) != len(y.stream):
         return False
+    # Two sides that have tokens but share no byte have nothing to agree in.
     return bool(same and (size or len(x.ends) * len(y.ends) == 0))
 
 
@@ -208,6 +217,7 @@ def _block_cuts(x: Walk, y: Walk, *, certain: bool, maps: bool) -> _Cuts:
             same[i + 1 : i + length + 1] = 1
     cuts = np.unique(np.concatenate([*pairs, *_unknown_rest(x, y, pairs)]), axis=0)
     at_x, at_y = cuts[:, 0], cuts[:, 1]
+    # Certain bytes before each position: a chunk is certain if all of its bytes are.
     equal_bytes = np.cumsum(same)
     begin_x, begin_y = np.r_[0, at_x[:-1]], np.r_[0, at_y[:-1]]
     size = at_x - begin_x
@@ -222,6 +232,7 @@ def _unknown_rest(x: Walk, y: Walk, cuts: list[np.ndarray]) -> list[np.ndarray]:
     close = abs(len(rest_x) - len(rest_y)) <= _UNKNOWN_BYTES * unknown
     if not (len(rest_x) and len(rest_y) and unknown and close):
         return []
+    # One chunk to the end of the row, incorrect: better than tokens without any chunk.
     return [np.array([[len(x.stream), len(y.stream)]], dtype=np.int64)]
 
 
@@ -248,6 +259,7 @@ def _chunks(student: RowSide, teacher: RowSide, x: Walk, y: Walk, cuts: _Cuts) -
     exact = correct & (members[0][:count] == 1) & (members[1][:count] == 1)
     for c in np.flatnonzero(exact).tolist():
         i, j = int((chunk_s == c).argmax()), int((chunk_t == c).argmax())
+        # Equal after normalisation is not the same token: an exact pair spells the same bytes in both vocabularies.
         exact[c] = _spelling(student, x, i) == _spelling(teacher, y, j)
     specials = np.ones(len(pairs), dtype=bool)
     return RowChunks(result_s, result_t, np.r_[correct, False, specials][kept], np.r_[exact, False, specials][kept])
@@ -282,6 +294,7 @@ def _special_pairs(student: RowSide, teacher: RowSide, x: Walk, y: Walk, cuts: _
         for role in _role_of(teacher, j, y):
             meeting.setdefault((_point(cuts.teacher, int(y.ends[j]), y.own), role), []).append(j)
     pairs: list[tuple[int, int, int]] = []
+    # Pairs must not cross, so a partner lies behind the one that was taken last.
     taken = -1
     for i in np.flatnonzero((student.arrays.table.kinds[student.ids] == SPECIAL) & ~x.text).tolist():
         point = _point(cuts.student, int(x.ends[i]), x.own)

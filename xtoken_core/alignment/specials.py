@@ -18,6 +18,7 @@ def match_specials(student: np.ndarray, teacher: np.ndarray) -> tuple[np.ndarray
         Of each side, which have a partner: indices, in order on both sides, the k-th with the k-th.
     """
     _, i, j = np.intersect1d(_numbered(student), _numbered(teacher), assume_unique=True, return_indices=True)
+    # `intersect1d` orders by key, that is by byte on the axis and then role; pairs go in the order of tokens.
     order = np.argsort(i)  # [P]
     i, j = i[order], j[order]
     if (j[1:] < j[:-1]).any():
@@ -34,6 +35,7 @@ def _numbered(key: np.ndarray) -> np.ndarray:
     sizes = np.diff(np.r_[starts, len(ranked)])
     rank = np.arange(len(ranked)) - np.repeat(starts, sizes)  # [n]: 0, 1, … among equal keys
     result = np.empty_like(key)
+    # Room for 2^16 of one role at one byte.
     result[order] = ranked << 16 | rank
     return result
 
@@ -44,6 +46,7 @@ def _increasing(values: np.ndarray) -> np.ndarray:
     at: list[int] = []
     before = np.full(len(values), -1, dtype=np.int64)
     for index, value in enumerate(values.tolist()):
+        # `tails[k]` is the least end of an increasing run of k + 1 values, `at[k]` its index.
         length = bisect_left(tails, value)
         before[index] = at[length - 1] if length else -1
         tails[length : length + 1] = [value]

@@ -217,6 +217,7 @@ def encode_each(backend: Any, texts: Sequence[str], *, specials: bool) -> list[l
         return [encoding.ids for encoding in encodings]
     if len(texts) == 1:
         return [None]
+    # One text that cannot be written fails a whole batch without saying which: halving finds it.
     half = len(texts) // 2
     return [ids for part in (texts[:half], texts[half:]) for ids in encode_each(backend, part, specials=specials)]
 
@@ -237,6 +238,7 @@ def _pipeline(backend: Any) -> str:
     """Return the backend's JSON without its vocabulary."""
     parts = {name: getattr(backend, name) for name in ("normalizer", "pre_tokenizer", "decoder")}
     described = {name: json.loads(part.__getstate__()) for name, part in parts.items() if part is not None}
+    # Two names instead of the model's JSON, which holds the vocabulary: megabytes of it.
     model = {"type": type(backend.model).__name__}
     if suffix := getattr(backend.model, "end_of_word_suffix", None):
         model["end_of_word_suffix"] = suffix
@@ -307,6 +309,7 @@ def _ids(tokenizer: Any, *names: str) -> list[int]:
 
 def _roles(tokenizer: Any, specials: Mapping[int, str]) -> dict[int, str]:
     bos, eos, pad = (next(iter(_ids(tokenizer, *names)), None) for names in (_BOS, _EOS, ("pad_token_id",)))
+    # In this order: a token that is padding and EOS is EOS, one that is BOS and EOS says both.
     roles = dict(specials)
     if pad in roles:
         roles[pad] = "pad"

@@ -108,6 +108,7 @@ def build_token_arrays(
         student_pieces: By id, what is compared: the table's pieces, or what normalising makes of them.
         teacher_pieces: Likewise.
     """
+    # Padding that is attended has no role: it pairs with nothing.
     numbers = {"pad": 0, "bos": BOS, "eos": EOS, "bos|eos": BOS_OR_EOS}
     sides = []
     for table, compared in ((student, student_pieces), (teacher, teacher_pieces)):
@@ -117,9 +118,11 @@ def build_token_arrays(
         left_out = (n for n, piece in enumerate(table.pieces) if not compared[n] and piece.strip())
         role[[n for n in left_out if table.kinds[n] == TEXT]] = UNKNOWN_ROLE
         for index, name in table.roles.items():
+            # One dictionary for both sides: a special's own string has the same number on either.
             role[index] = numbers.setdefault(name, len(numbers))
         sides.append(Side(table, spelling_pool([*compared, b""], table.literals), role))
     student_side, teacher_side = sides
+    # The empty piece behind each side's tokens is its absent token.
     pieces = [*student_pieces, b"", *teacher_pieces, b""]
     joined = spelling_pool(pieces, {})
     hashes = prefix_hashes(joined.data[: joined.ends[-1]], joined.lengths)  # one for every byte of the pieces
@@ -129,7 +132,9 @@ def build_token_arrays(
         teacher=teacher_side,
         kinds=np.concatenate([part for side in sides for part in (side.table.kinds, np.array([ABSENT], np.uint8))]),
         roles=np.concatenate([student_side.role, teacher_side.role]),
+        # One value more than any length, for the ends of rows; narrow, since `_opened` scatters one per byte of text.
         lengths=joined.lengths.astype(np.min_scalar_type(longest + 1)),
+        # The byte before an empty piece's end belongs to another piece, or (index -1) to the 0 appended here.
         hashes=np.where(joined.lengths > 0, np.append(hashes, np.uint64(0))[joined.ends - 1], np.uint64(0)),
         prefix_hashes=hashes,
         ends=joined.ends,

@@ -44,6 +44,7 @@ class Walk:
 
 def located_walk(placed: LocatedTokens) -> Walk:
     """Return the tokens on the normalised source text, without the text that the tokenizer puts before it."""
+    # Before the first position at which both texts have moved lies only what the tokenizer put there.
     own = int(placed.target[moves(placed).cumsum() == 0].max(initial=0))
     return Walk(
         begins=np.maximum(placed.begins, own),
@@ -72,9 +73,11 @@ def normalised_walk(walk: Walk, normalizer: Normalizer) -> Walk:
     try:
         text = data.decode()
     except UnicodeDecodeError as error:
+        # A character that truncation has cut: its bytes are kept as they are, like unknown ones.
         size = error.start
         text = data[:size].decode()
     trace = normalizer.trace(text)
+    # The trace counts characters, walks count bytes: [K] byte offsets of the same positions.
     source, target = (
         np.cumsum([0, *(len(char.encode()) for char in string)])[at]
         for string, at in ((text, trace.source), (trace.text, trace.target))
@@ -85,6 +88,7 @@ def normalised_walk(walk: Walk, normalizer: Normalizer) -> Walk:
     at = np.searchsorted(source, np.minimum(walk.ends, size), side="left")
     ends = np.where(walk.ends > size, walk.ends - size + target[-1], target[at])
     clean = (walk.ends > size) | (source[at] == walk.ends)
+    # Tokens stay contiguous, also those that now end together behind one mapped cluster.
     begins = np.r_[0, ends[:-1]]
     # One that begins inside of it spells a part of it, though no bytes of its own are left.
     first = target[np.searchsorted(source, np.minimum(walk.begins, size), side="right") - 1]
@@ -96,6 +100,7 @@ def normalised_walk(walk: Walk, normalizer: Normalizer) -> Walk:
 def walk_without_whitespace(walk: Walk) -> Walk:
     """Map the tokens to the stream without whitespace, where the other tokenizer drops it."""
     space = np.isin(walk.stream, np.frombuffer(b" \t\n\r\v\f", dtype=np.uint8))
+    # [K + 1]: bytes that are left before each position.
     kept = np.r_[0, np.cumsum(~space)]
     begins, ends = kept[walk.begins], kept[walk.ends]
     # Of the tokens inside of what is mapped as one, the first has all of its bytes.
