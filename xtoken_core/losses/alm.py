@@ -53,6 +53,7 @@ class ALMLoss(ChunkLoss):
         """Return the divergence from the teacher's log-likelihood of every chunk."""
         pairing, tau = inputs.pairing, self.config.alm_temperature
         student = cut(inputs.student_logits, self.student_vocab_size)
+        # The exponent 1 / tau on a likelihood is a division of its logarithm.
         log_s = chunk_log_likelihood(student, pairing.student_targets, pairing.chunk_ids[0], pairing.max_chunks) / tau
         log_t = log_t / tau
         return Divergence((bernoulli_kl(log_s, log_t) if self.config.reverse_kl else bernoulli_kl(log_t, log_s),))

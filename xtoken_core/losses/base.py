@@ -178,6 +178,7 @@ class Loss(ABC):
         """
         size = self.vocab_size
         k = size if k is None else min(k, size)
+        # By each column's maximum over the micro-batch; K is static, so that nothing waits for the device.
         select = get_op("select_topk_columns", teacher_logits.device)
         if isinstance(teacher_logits, Tensor):
             ids: Tensor = select(cut(teacher_logits, size), k)
@@ -222,6 +223,7 @@ class ChunkLoss(Loss):
         """Return `chunks`, computed once for a `NumberedBatch`."""
         if not isinstance(batch, NumberedBatch):
             return self.chunks(batch)
+        # Columns, pairing, denominators and reduction all ask for it.
         if self.index not in batch.views:
             batch.views[self.index] = self.chunks(batch)
         return batch.views[self.index]
@@ -252,6 +254,7 @@ class ChunkLoss(Loss):
         chunks = self.view(batch)
         count = chunks.valid.sum().float()
         step = count if denominator is None else denominator
+        # Masked before the sum: chunks that do not count may hold NaN, and 0 * NaN is NaN.
         means = [partial_mean(masked_sum(part, chunks.valid), step) for part in divergence.parts]
         metrics = {self.count_name: count}
         metrics |= {name: mean.detach() for name, mean in zip(self.part_names, means, strict=False)}

@@ -53,6 +53,7 @@ class ChainLoss(ChunkLoss):
         op: Any = load_backend(OpBackend.PYTORCH_NATIVE_CHAIN) if self.other_form else get_op("chain", device)
         native = OpBackend.PYTORCH_NATIVE_CHAIN_TOPK
         listed_op: Any = load_backend(native) if self.other_form else get_op("chain_topk", device)
+        # Layouts of the tables are built here, once, not in the first step.
         op.prepare(self.tables)
         listed_op.prepare(self.tables)
         self.op, self.listed_op = op, listed_op
@@ -72,6 +73,7 @@ class ChainLoss(ChunkLoss):
     def chunks(self, batch: Mapping[str, Tensor]) -> ChunkView:
         """Return the teacher's alignment at predicting positions; chunks that are not compared have no position."""
         view = ChunkView.of(batch, self.index, self.config, "chain")
+        # Chunks of masked samples lose their positions too, so that no kernel visits their nodes.
         student, teacher = (kept_chunk_ids(ids, view.valid) for ids in (view.student_chunk_id, view.teacher_chunk_id))
         return ChunkView(student, teacher, view.valid, view.valid)
 
@@ -137,10 +139,12 @@ class ChainLoss(ChunkLoss):
         """
         pairing, student_logits, teacher = inputs.pairing, inputs.student_logits, inputs.teacher_logits
         sides, width = _sides(pairing), self.widths[1]
+        # Every chunk's own tokens are compared, whether or not they are among the largest.
         listed = teacher.with_own(sides[1].predicted, sides[1].chunk >= 0)
         log_probs = listed.log_probs()
         # Tokens of the teacher that the tables do not have belong to the tail.
         tail = listed.log_rest.exp() + torch.where(listed.ids >= width, log_probs.exp(), 0.0).sum(-1)
+        # The op for listed tokens may read the logits once for both losses; otherwise each has its own pass below.
         together = inputs.with_tokens and self.listed_op.reads_once
         settings = ChainTopKSettings(
             pairing.max_chunks,

@@ -37,6 +37,7 @@ def _kind(piece: bytes) -> int:
         return 0
     digits = [char.isdecimal() for char in text if not char.isspace()]
     if not text or not all(digits):
+        # Mixed with letters: no numeral, but it has a digit.
         return DIGIT if any(digits) else 0
     return DIGITS | (DIGIT if digits else SPACES)
 
@@ -52,6 +53,7 @@ def class_members(
         kinds: The kinds of the student's tokens.
     """
     P = view.max_chunks
+    # A head may be wider than its vocabulary; a padded position predicts any id.
     kind = kinds[targets.clamp(max=len(kinds) - 1)]  # [B, T_s]
     student, teacher = chunk_sizes(view.student_chunk_id, P), chunk_sizes(view.teacher_chunk_id, P)  # [B, P]
 
@@ -65,6 +67,7 @@ def class_members(
         ~one_student & one_teacher,
         ~one_student & ~one_teacher,
         (positions(DIGITS) == student) & (positions(DIGIT) > 0),
+        # Every position of the chunk is white space: the counts are equal only then.
         positions(SPACES) == student,
     )
     return torch.stack(members) & view.valid

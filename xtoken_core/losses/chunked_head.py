@@ -75,6 +75,7 @@ class ChunkedHead:
         # reduction has the same one everywhere, so it is taken at zero and the blocks are multiplied only once.
         with torch.no_grad():
             start = self.zeros() if linear else self.values()
+        # Through the reduction only: scalars and [B, P] values, nothing as large as logits.
         leaves = [x.requires_grad_() for x in start.differentiable]
         with torch.enable_grad():
             loss, _ = objective(start)
@@ -147,6 +148,7 @@ class ChunkedHead:
             padded = torch.cat([whole.flatten(), whole.new_zeros(1)])  # padding indices read the 0 behind the end
             outputs.append(output)
             weights.append(padded.index_select(0, rows.clamp(max=whole.numel())).unsqueeze(0).to(output.dtype))
+        # The divergences have no graph then: asking for their gradient would raise.
         if not self.trains_on_kd:
             return _gradient(outputs[-1:], logits, weights[-1:])
         if self.with_tokens is not None:
@@ -200,10 +202,13 @@ class GradientSums:
             wanted: True for each of hidden states, weight and bias that requires a gradient.
         """
         self.head, self.multiplier = head, rows.weight
+        # Sums over many blocks: in bfloat16 the small addends of late blocks would vanish.
         exact = torch.float32 if head.dtype in HALF else head.dtype
         H, V = head.weight.shape[1], head.weight.shape[0]
         device = head.device
+        # [B * T + 1, H]; zeros, since positions that no loss reads are in no block and have gradient 0.
         self.hidden = head.hidden.new_zeros(head.hidden.shape[:2].numel() + 1, H) if wanted[0] else None
+        # Not cleared: the first block overwrites it (`onto`), which saves a pass over [V, H].
         self.weight = torch.empty(V, H, dtype=exact, device=device) if wanted[1] else None
         self.bias = torch.zeros(V, dtype=exact, device=device) if wanted[2] else None
         self.blocks = 0
@@ -272,6 +277,7 @@ class WithGradients(torch.autograd.Function):
         """
         if ctx.gradients is None:
             raise RuntimeError("a loss from hidden states can be differentiated once: call it again")
+        # Released at once, and scaled in place: a second [V, H] in float32 may not fit.
         gradients, ctx.gradients = ctx.gradients, None
         scaled = [
             None if x is None else _scaled(x, upstream, dtype) for x, dtype in zip(gradients, ctx.dtypes, strict=True)
@@ -280,6 +286,7 @@ class WithGradients(torch.autograd.Function):
 
 
 def _scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    # In float32 at least: the scale of a loss may be beyond what a half-precision gradient can hold.
     factor = factor.to(torch.promote_types(x.dtype, torch.float32))
     return x.mul_(factor) if x.dtype == dtype else torch.mul(x, factor, out=x.new_empty(x.shape, dtype=dtype))
 

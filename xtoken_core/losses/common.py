@@ -110,10 +110,12 @@ class ChunkView:
             batch.get(schema.field_name(schema.TEACHER_SAMPLE, teacher)),
         )
         alignment = student, of_teacher, pair_valid, pair_is_correct
+        # By the unshifted alignment: the rules of some modes ask for the tokens themselves.
         comparable = compared_chunks(*alignment, config, mode, samples=samples)
         unmasked = of_samples(
             batch[schema.SAMPLE_MASK.name] > 0, batch.get(schema.field_name(schema.PAIR_SAMPLE, teacher))
         )
+        # Positions predict the next token, so a chunk's losses stand one position before its tokens.
         shifted = shifted_chunk_ids(student, samples[0]), shifted_chunk_ids(of_teacher, samples[1])
         return cls(*shifted, comparable, comparable & unmasked)
 
@@ -256,6 +258,7 @@ def partial_mean(total: Float[Tensor, ""], denominator: Scalar) -> Float[Tensor,
         denominator: The step's count.
     """
     if isinstance(denominator, Tensor):
+        # At least 1: a rank may have no valid chunk in a step, and its part of the mean is then 0, not NaN.
         return total / denominator.to(total.dtype).clamp(min=1.0)
     return total / max(float(denominator), 1.0)
 
@@ -264,4 +267,5 @@ def detached(value: Scalar, like: Tensor) -> Tensor:
     """Return a metric as a detached float32 tensor on the device of `like`, without a host synchronisation."""
     if isinstance(value, Tensor):
         return value.detach().float()
+    # `torch.full` fills on the device; `torch.tensor` would copy from the host and wait.
     return torch.full((), value, dtype=torch.float32, device=like.device)

@@ -33,6 +33,7 @@ def next_token_weights(batch: Mapping[str, Tensor]) -> Float[Tensor, "B T_minus_
     version = batch.get(schema.WEIGHTS_VERSION.name)
     if version is None:
         return weights
+    # Whatever version wrote it: the student's own text is no target for itself.
     given = of_samples((version < 0).float(), tokens.sample)  # [B, 1], or [B, T] of a packed row
     return weights * (given if tokens.sample is None else given[:, 1:])
 

@@ -37,6 +37,7 @@ def import_loss(name: str) -> type[ChunkLoss]:
         raise ConfigError(f"--loss {name}: the module {module} has no {attribute}")
     if not (inspect.isclass(loss) and issubclass(loss, ChunkLoss)):
         raise ConfigError(f"--loss {name}: not a subclass of xtoken_core.losses.base.ChunkLoss")
+    # Said at the start: an abstract class would only fail when the trainers build it.
     if inspect.isabstract(loss):
         missing = ", ".join(sorted(loss.__abstractmethods__))
         raise ConfigError(f"--loss {name}: it does not define {missing}")

@@ -192,6 +192,7 @@ class CrossTokenizerDistillationLoss:
         if isinstance(student_logits, HeadProjection):
             given = blocks.to(student_logits.device) if blocks is not None else self._blocks(batch, frozen)
             head = ChunkedHead(batch, student_logits, compared, given, trains_on_kd=trains_on_kd)
+            # Both scale the divergence by values: the gradient is then known only after all blocks have been read.
             linear = not self.config.dynamic_loss_scaling and self.config.importance_cap is None
             return head.loss(objective, linear=linear)
         return objective(evaluate_whole(batch, student_logits, compared, trains_on_kd=trains_on_kd))
@@ -238,7 +239,9 @@ class CrossTokenizerDistillationLoss:
                 return blocks_of_packed_samples(sample, self._packed_extents(batch), rows or self._block_rows)
             B, T = batch[schema.INPUT_IDS.name].shape
             return blocks_of_samples((B, T), extents, rows or self._block_rows, torch.device("cpu"))
+        # Only positions with a weight, or in a chunk, are multiplied by the head at all.
         mask = student_tokens(batch).next_weights() > 0
+        # [B, T]: the last position predicts none.
         needed = torch.cat([mask, mask.new_zeros(mask.shape[0], 1)], dim=1)
         return packed_blocks(needed, extents, rows or self._block_rows)
 
@@ -272,6 +275,7 @@ class CrossTokenizerDistillationLoss:
     def _compared(self, batch: Mapping[str, Tensor], teachers: Sequence[Logits]) -> list[ComparedTeacher]:
         """Return the teachers to compare with, each with its tokens."""
         if self.config.teacher_aggregation == "averaged_logits":
+            # One comparison against the mean: all teachers share one tokenizer then, which the settings ensure.
             loss = self.losses[0]
             mean = MeanLogits(teachers, self._normalized_weights(), loss.vocab_size)
             return [ComparedTeacher(loss, mean, None, loss.pairing(batch))]
@@ -310,6 +314,7 @@ class CrossTokenizerDistillationLoss:
             teacher_score(kind, logits, loss.tokens(batch)) * factor
             for loss, logits, factor in zip(self.losses, teachers, self.factors, strict=True)
         ]
+        # On the device: the weights are tensors, so that no step waits for a score.
         weights = torch.softmax(self.config.dynamic_weight_alpha * torch.stack(scores), dim=0)
         return TeacherWeights(list(weights.unbind()), self.factors)
 
@@ -368,6 +373,7 @@ def combine_metrics(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
         for name, value in part.items():
             collected.setdefault(name, []).append(float(value))
     combined = {
+        # `fsum`: exact, so that metrics do not depend on the order of micro-batches or ranks.
         name: math.fsum(values) / len(values) if name.startswith(RATIOS) else math.fsum(values)
         for name, values in collected.items()
     }

@@ -52,6 +52,7 @@ class GoldLoss(ChunkLoss):
         With both, one gradient is written.
         """
         config, pairing, student_logits = self.config, inputs.pairing, inputs.student_logits
+        # The student's head stays uncut for the joint op: the cross-entropy is over all of its columns.
         compared = cut(inputs.teacher_logits, self.vocab_size), self.partition, *pairing.chunk_ids
         gold_options = GoldOptions(pairing.max_chunks, config.temperature, config.reverse_kl, self.uncommon_topk)
         if inputs.with_tokens:

@@ -77,6 +77,7 @@ class HeadProjection:
         """
         if self.column_maxima is not None:
             return self.column_maxima[:, :size].unsqueeze(1)
+        # A maximum needs no gradient and only one block's logits at a time; the product is done again for the loss.
         model, indices = HeadRows(self.detach(), size), torch.arange(self.hidden.shape[:2].numel(), device=self.device)
         return torch.stack([model(block).amax(dim=1) for block in torch.split(indices, rows)])
 
@@ -84,6 +85,7 @@ class HeadProjection:
         """Return weight and bias, of all tokens or of `columns` only, in the dtype of the hidden states."""
         weight, bias = self.weight, self.bias
         if columns is not None:
+            # The head's rows are selected, not the logits' columns: the product is K wide, and [B, T, V] never exists.
             weight, bias = weight.index_select(0, columns), None if bias is None else bias.index_select(0, columns)
         return weight.to(self.dtype), None if bias is None else bias.to(self.dtype)
 
@@ -109,6 +111,7 @@ class HeadRows:
         if width is not None:
             self.weight, self.bias = self.weight[:width], None if self.bias is None else self.bias[:width]
         self.hidden = head.hidden.flatten(0, 1)
+        # One buffer for all blocks, so that at most one [R, V] exists.
         self.buffer = head.hidden.new_empty(0)
 
     def states(self, rows: Int[Tensor, " R"]) -> Float[Tensor, "R H"]:
@@ -125,6 +128,7 @@ class HeadRows:
         if self.buffer.shape[0] != R:  # blocks have equal sizes, so this allocates once
             self.buffer = states.new_empty(R, W)
         if self.bias is None:
+            # `out=` has no autograd: callers that need gradients make the result a leaf of their own.
             torch.mm(states, self.weight.t(), out=self.buffer)
         else:
             torch.addmm(self.bias, states, self.weight.t(), out=self.buffer)
@@ -142,14 +146,15 @@ def logit_rows(logits: Tensor, width: int | None = None, columns: Tensor | None 
     B, T, _ = logits.shape
     logits = logits if width is None else cut(logits, width)
 
-    def rows_of(rows: Tensor) -> Tensor:
-        rows = rows.clamp(max=B * T - 1)
-        sample, position = rows // T, rows % T
+    def selected(indices: Tensor) -> Tensor:
+        indices = indices.clamp(max=B * T - 1)
+        sample, position = indices // T, indices % T
         if columns is None:
             return logits[sample, position].unsqueeze(0)
+        # [R, 1] and [K] broadcast to [R, K]: only what is compared is copied.
         return logits[sample.unsqueeze(1), position.unsqueeze(1), columns].unsqueeze(0)
 
-    return rows_of
+    return selected
 
 
 def row_logits(logits: WholeLogits, width: int | None = None, columns: Tensor | None = None) -> RowLogits:
@@ -185,6 +190,7 @@ class MeanLogits:
         return lambda rows: self._mean([model(rows) for model in models])
 
     def _mean(self, logits: Sequence[Tensor]) -> Tensor:
+        # In float32: a sum of bfloat16 logits would round once per model.
         mean = torch.zeros_like(upcast(logits[0]))
         for weight, each in zip(self.weights, logits, strict=True):
             mean = mean + weight * upcast(each)

@@ -41,6 +41,7 @@ class SampleTokens(NamedTuple):
     def next_weights(self) -> Float[Tensor, "B T_minus_1"]:
         """Return the weight of each next-token prediction: position i counts as token i + 1 does."""
         weights = self.weights()[:, 1:]
+        # In a packed row the first token of a sample is predicted by none, as in a row of its own.
         return weights if self.sample is None else weights * (self.sample[:, 1:] == self.sample[:, :-1])
 
 
@@ -86,6 +87,7 @@ def shifted_chunk_ids(chunk_id: Int[Tensor, "B T"], sample: Int[Tensor, "B T"] |
     """
     following = chunk_id[:, 1:]
     if sample is not None:
+        # Otherwise the last token of a sample would predict the first chunk of the next one.
         following = following.masked_fill(sample[:, 1:] != sample[:, :-1], -1)
     return torch.cat([following, torch.full_like(chunk_id[:, :1], -1)], dim=1)
 
@@ -131,6 +133,7 @@ def kept_chunk_ids(chunk_id: Int[Tensor, "B T"], kept: Bool[Tensor, "B P"]) -> I
         chunk_id: -1 = none.
         kept: By chunk.
     """
+    # [B, P + 2]: False at both ends, which chunk -1 and any id beyond P read, without a branch.
     padded = torch.nn.functional.pad(kept, (1, 1))
     return torch.where(padded.gather(1, (chunk_id + 1).clamp(min=0, max=padded.shape[1] - 1)), chunk_id, -1)
 
@@ -153,6 +156,7 @@ def comparable_chunks(
         exact_only: True to leave out pairs that are not correct.
     """
     P = pair_valid.shape[1]
+    # By sizes after the shift: a chunk that only the first token of a sample carries has no position left.
     valid = valid_chunk_mask(chunk_sizes(student_chunk_id, P), chunk_sizes(teacher_chunk_id, P), pair_valid)
     return valid & pair_is_correct if exact_only else valid
 
@@ -219,6 +223,7 @@ def kd_chunk_counts(
         int64 counts, with every sample's mask taken as 1.
     """
     alignment = student_chunk_id, teacher_chunk_id, pair_valid, pair_is_correct
+    # The loss's own rule, so that the step's denominator equals what its micro-batches add up to.
     return compared_chunks(*alignment, config, config.mode_of(teacher)).sum(dim=1)
 
 
@@ -231,6 +236,7 @@ def ce_token_counts(token_mask: Int[Tensor, "B T_s"]) -> Int[Tensor, " B"]:
     Returns:
         int64 counts of next-token predictions.
     """
+    # Position i predicts token i + 1: a sample's first token is no prediction.
     return token_mask[:, 1:].sum(dim=1).long()
 
 

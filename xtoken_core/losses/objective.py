@@ -154,6 +154,7 @@ def evaluate_whole(
         teachers: The teachers it is compared with.
         trains_on_kd: True if gradients go through the divergences.
     """
+    # One teacher at most takes the cross-entropy along: a second one would compute it for nothing.
     with_tokens = first_with_cross_entropy(teachers) if trains_on_kd else None
     divergences = []
     with nullcontext() if trains_on_kd else torch.no_grad():
@@ -207,6 +208,7 @@ class Objective:
     def __call__(self, values: Values) -> tuple[Float[Tensor, ""], Metrics]:
         """Return the loss, float32 (float64 for float64 logits), and its metrics, detached float32 scalars."""
         if self.observer is not None:
+            # Before the importance weights: an observer sees the divergences themselves.
             self.observer(values)
         kd, metrics = self._divergence(values)
         ce = mean_over_tokens(self.batch, values.losses, values.hits, self.denominators.tokens)
@@ -238,11 +240,13 @@ class Objective:
         for index, term in enumerate(terms):
             metrics[f"kl_loss_t{index}"] = term.kd
             metrics |= {f"{name}_t{index}": value for name, value in term.metrics.items()}
+        # Classes are of the corrected values, which is what trains.
         metrics |= ratios
         metrics |= self._by_class(values)
         if weights.selection is not None:
             metrics["num_selected_chunks"] = weights.selection.chunks
             return self._selected(values, weights.selection), metrics
+        # Stacked: the sum has one order for any number of teachers, and one kernel.
         return torch.stack(list(self._weighted(terms))).sum(), metrics
 
     def _corrected(self, values: Values) -> tuple[Values, dict[str, Scalar]]:
@@ -284,12 +288,14 @@ class Objective:
         """Return the chosen teacher's divergence over the step's one denominator for all choices."""
         pairs = zip(self.losses, values.divergences, strict=True)
         step = self.weights.selected_chunks
+        # All are reduced and one is gathered: choosing on the host would wait for the device in every micro-batch.
         kds = [loss.reduce(self.batch, divergence, step).kd for loss, divergence in pairs]
         return entry(torch.stack(kds), selection.chosen)
 
     def _kl_scale(self, kd: Tensor, ce: Tensor) -> Scalar:
         if not self.config.dynamic_loss_scaling:
             return self.kl_loss_weight
+        # A ratio, not a term: without gradient, or the loss would learn to change it.
         kd, ce = kd.detach().abs(), ce.detach().abs()
         # Both branches of a where are computed: the inner one keeps 0 / 0 out of it.
         scale = torch.where(kd == 0, 1.0, ce / torch.where(kd == 0, 1.0, kd))

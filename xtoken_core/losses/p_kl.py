@@ -43,6 +43,7 @@ class PKLLoss(ChunkLoss):
             rows = teacher.rows()
             projection = ProjectionMatrix.from_topk(*rows, student_vocab_size=V_s, teacher_vocab_size=V_t)
         self.projection = projection.to(device)
+        # Columns of W without an entry: no student token reaches these teacher tokens.
         self.unreachable = (self.projection.offsets.diff() == 0).float()  # [V_t], 1 where no row names the token
 
     @property
@@ -69,6 +70,7 @@ class PKLLoss(ChunkLoss):
             config.reverse_kl,
             config.teacher_chunk_average,
             inputs.gathered,
+            # With both losses in one pass this op is the last reader of the logits.
             inputs.overwrite or (inputs.with_tokens and config.gradient_in_place),
         )
         if not inputs.with_tokens:
@@ -107,6 +109,7 @@ class PKLLoss(ChunkLoss):
     def _unreachable_part(self, columns: Int[Tensor, " K"]) -> Float[Tensor, " W"]:
         """Return 1 for each compared token that no row names, 0 for others; then the fraction of all other tokens."""
         K, V = len(columns), self.vocab_size
+        # [K]; the entry behind them is the class of all other tokens.
         inside = self.unreachable[columns]
         return inside if K == V else torch.cat([inside, (self.unreachable.sum() - inside.sum())[None] / (V - K)])
 

@@ -61,6 +61,7 @@ def column_log_probs(teacher: TopKLogits, columns: Int[Tensor, " K"]) -> Float[T
         columns: Tokens, distinct.
     """
     K, V = len(columns), teacher.vocab_size
+    # [V + 1] slot of each token; the last entry is for empty entries of a list.
     index = columns.new_full((V + 1,), K).scatter(0, columns, torch.arange(K, device=columns.device))
     slot = index[teacher.columns]  # [B, T, k], K for tokens that are not compared
     log_probs = teacher.log_probs()
@@ -69,6 +70,7 @@ def column_log_probs(teacher: TopKLogits, columns: Int[Tensor, " K"]) -> Float[T
     if K == V:
         return whole[..., :K]
     unlisted = teacher.unlisted
+    # Compared tokens that are not listed have their equal part in their own slot already.
     outside = (unlisted - (K - inside.sum(-1))) / unlisted.clamp(min=1)  # fraction of the unlisted tokens
     rest = torch.where(inside, 0.0, log_probs.exp()).sum(-1) + teacher.log_rest.exp() * outside
     whole[..., K] = rest.clamp(min=torch.finfo(rest.dtype).tiny).log()

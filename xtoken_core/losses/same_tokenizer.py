@@ -82,8 +82,10 @@ class SameTokenizerLoss(Loss):
         teacher = inputs.teacher_logits.with_own(targets, (targets >= 0) & (targets < V))
         log_q = torch.log_softmax(upcast(cut(inputs.student_logits, V)) / self.config.temperature, dim=-1)
         agrees = log_q.detach().argmax(-1) == teacher.ids[..., 0]
+        # [B, T_s, V + 1]: empty entries of a list point at column V.
         padded = torch.nn.functional.pad(log_q, (0, 1), value=-torch.inf)  # empty entries have no mass
         others = floored_log(padded.scatter(-1, teacher.columns, -torch.inf).exp().sum(-1))
+        # A list of the whole vocabulary has no class of others: its floored logarithm would be compared with -inf.
         others = others.masked_fill(teacher.unlisted == 0, -torch.inf)
         of_student = torch.cat([padded.gather(-1, teacher.columns), others.unsqueeze(-1)], dim=-1)
         of_teacher = torch.cat([teacher.log_probs(), teacher.log_rest.unsqueeze(-1)], dim=-1).to(of_student.dtype)
@@ -104,6 +106,7 @@ class SameTokenizerLoss(Loss):
         mask = student_tokens(batch).next_weights()  # [B, T_s - 1]
         count = mask.sum()
         step = count if denominator is None else denominator
+        # `where` before the product: masked positions may hold NaN.
         total = (torch.where(mask > 0, divergence.parts[0][:, :-1], 0.0) * mask).sum()
         metrics = {"num_valid_toks": count}
         if divergence.agrees is not None:

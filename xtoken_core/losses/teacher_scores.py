@@ -19,6 +19,7 @@ from xtoken_core.ops.numerics import kl_terms, upcast
 from xtoken_core.topk_logits import TopKLogits
 
 Score = Literal["ce", "entropy", "max_prob"]
+# 256 positions of 150,000 tokens are 150 MB in float32, and a log-softmax needs two of these.
 FLOAT_ROWS = 256
 """Positions of a head whose float32 log-probabilities are in memory at once."""
 
@@ -32,6 +33,7 @@ def masked_cross_entropy(logits: Logits, tokens: SampleTokens) -> Float[Tensor, 
     """
     mask, targets = tokens.next_weights(), predicted_ids(tokens.ids)
     if isinstance(logits, TopKLogits):
+        # The text's own tokens are sent with the largest logits, listed or not: this score is exact.
         own = logits.own[:, :-1]
         return -(torch.where(mask > 0, own, 0.0) * mask).sum() / (mask.sum() + CE_EPSILON)
     op = get_op("cross_entropy", logits.device)
@@ -73,4 +75,5 @@ def vocabulary_factors(teachers: Sequence[LossTeacher]) -> list[float]:
 def lowest_index_of_minimum(values: Float[Tensor, " n"]) -> Int[Tensor, ""]:
     """Return the index of the smallest value, the lowest on ties, as a tensor on the same device."""
     indices = torch.arange(values.shape[0], device=values.device)
+    # Of equal values the lowest index on every backend, without a wait for the device.
     return torch.where(values == values.min(), indices, values.shape[0] - 1).min()

@@ -86,6 +86,7 @@ def blocks_of_samples(
         device: Device of the batch.
     """
     B, T = shape
+    # At least one: a sample longer than `rows` makes a longer block, since it cannot be split.
     samples = max(1, min(B, rows // max(T, 1)))  # per block
     N = -(-B // samples)
 
@@ -98,6 +99,7 @@ def blocks_of_samples(
         first = torch.arange(B, device=device).unsqueeze(1) % samples * chunks
         inside = (chunk_id >= 0) & (chunk_id < chunks)
         ids = torch.where(inside, chunk_id + first, -1)
+        # The last block's missing samples: positions without a chunk.
         missing = ids.new_full((N * samples - B, ids.shape[1]), -1)
         return torch.cat([ids, missing]).view(N, -1)
 
@@ -136,6 +138,7 @@ def blocks_of_packed_samples(
         teachers: Their sides.
         rows: Maximum of student positions per block; a longer sample gets a longer block.
     """
+    # Next fit, in the order of the row and on the host: a packed row has few samples.
     block_of: list[int] = []
     block = used = 0
     for size in torch.bincount(sample.flatten()).tolist():
@@ -154,7 +157,9 @@ def blocks_of_packed_samples(
 
     def numbered(ids: Tensor, local: Tensor, place: tuple[Tensor, Tensor, Tensor]) -> Tensor:
         """Return the chunk of every position of the blocks, numbered within its block."""
+        # `local` is by chunk of the whole row, `result` by position of a block: gather, then scatter.
         made, own, column = place
+        # `local` has one entry more than the row has chunks.
         inside = (ids >= 0) & (ids < len(local) - 1)
         result = torch.full(made.shape, -1)
         result[own, column] = local[torch.where(inside, ids, -1).flatten()]
@@ -194,13 +199,16 @@ def packed_blocks(needed: Bool[Tensor, "B T_s"], teachers: Sequence[Extent], row
             counted = counted | (side.student >= 0)
             ones = torch.ones_like(side.live)
             joined = joined.index_add(0, side.first[side.live] + 1, ones).index_add(0, side.last[side.live] + 1, -ones)
+    # [B * T]: 0 at the first position of every run, so that counting zeros numbers the runs.
     run = (joined.cumsum(0)[: B * T] == 0).long().cumsum(0) - 1  # [B * T] number of the run of each position
     sizes = torch.zeros(B * T, dtype=torch.int64).index_add(0, run, counted.long())  # counted positions of each run
     total, longest = int(sizes.sum()), int(sizes.max()) if B * T else 0
     # As many blocks as `rows` asks for, but of equal size: a last block of a few rows would be padded like the others.
+    # `longest` wins over `rows`: a run that must not be split decides the size of all blocks.
     R = max(min(rows, _rounded(-(-total // max(1, -(-total // rows))))), longest, 1)
     block = _block_of_runs(sizes, R)[run]  # [B * T]
     indices = torch.nonzero(counted).squeeze(1)
+    # On the host: the number of blocks decides shapes, and this runs where the batch is on the CPU.
     N = int(block[indices].max()) + 1 if total else 1
     table, rank = _grouped(indices, block[indices], (N, R), padding=B * T)
     own = _StudentRows(indices, block, rank, table)
@@ -250,12 +258,14 @@ class _Chunks(NamedTuple):
         comparable = torch.cat([view.comparable.flatten(), torch.zeros(1, dtype=torch.bool)])
 
         def flat(ids: Tensor) -> Tensor:
+            # [B * T] index of the chunk in the flattened [B, P], -1 = none.
             chunk = torch.where((ids >= 0) & (ids < P), ids + torch.arange(B).unsqueeze(1) * P, -1).flatten()
             return torch.where(comparable[chunk], chunk, -1)
 
         student, teacher = flat(view.student_chunk_id), flat(view.teacher_chunk_id)
         indices = torch.nonzero(student >= 0).squeeze(1)
         none = torch.zeros(B * P, dtype=torch.int64)
+        # Without `include_self` the zeros that the result begins with would win every minimum.
         first = none.scatter_reduce(0, student[indices], indices, "amin", include_self=False)
         last = none.scatter_reduce(0, student[indices], indices, "amax", include_self=False)
         return cls(student, teacher, torch.nonzero(comparable).squeeze(1), first, last)
@@ -271,6 +281,7 @@ class _Chunks(NamedTuple):
         local[self.live], block[self.live] = rank, of_chunk
         student = torch.full((N, R), -1)
         student[own.block[own.indices], own.rank] = local[self.student[own.indices]]
+        # The teacher's positions follow their chunks; those of no comparable chunk are in no block.
         indices = torch.nonzero(self.teacher >= 0).squeeze(1)
         of_position = block[self.teacher[indices]]
         shape = (N, _largest_group(of_position))
@@ -302,6 +313,7 @@ def _block_of_runs(sizes: Tensor, capacity: int) -> Tensor:
             block[runs[start:stop]] = len(used)
             used.append(int(ends[stop - 1]) - before)
             start, before = stop, int(ends[stop - 1])
+    # Single positions split no chunk anywhere: they fill what the runs have left.
     singles = torch.nonzero(sizes == 1).squeeze(1)
     room = [capacity - taken for taken in used]
     while sum(room) < len(singles):
@@ -324,6 +336,7 @@ def _grouped(indices: Tensor, group: Tensor, shape: tuple[int, int], *, padding:
     Returns:
         The table `[N, width]`, each row in the order of `indices`, and `[n]` the column of each index.
     """
+    # Stable, so that each row of the table keeps the order of `indices`: sums then have the order of the text.
     order = group.argsort(stable=True)
     first = torch.searchsorted(group[order], torch.arange(shape[0]))  # [N] where each group begins in `order`
     rank = torch.empty_like(indices)
