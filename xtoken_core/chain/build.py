@@ -88,6 +88,7 @@ def build_tables(
     )
     progress(PARTS["tables"])
     drops = any(table.drops_whitespace for table in tables)
+    # By both normalisers, so that tokens that differ in case or accents only count as one text.
     compared = [compared_pieces(table, [each.normalizer for each in tables], drops) for table in tables]
     writers = [Retokenizer(tokenizer, table) for tokenizer, table in zip(tokenizers, tables, strict=True)]
     progress(PARTS["writers"])
@@ -95,6 +96,7 @@ def build_tables(
     spelled = [spellings(tables[k], texts[k], compared[k], writers[1 - k], compared[1 - k]) for k in (0, 1)]
     progress(PARTS["spellings"])
     arrays = build_token_arrays(tables[0], tables[1], compared[0], compared[1])
+    # Unknown tokens have no role to pair by; the absent token at the end is no token at all.
     roles = [np.where(side.role == UNKNOWN_ROLE, 0, side.role)[:-1] for side in (arrays.student, arrays.teacher)]
     specials = special_pairs(roles[0], roles[1], both=BOS_OR_EOS, end=EOS, begin=BOS)
     roots = find_roots(spelled[0], spelled[1], specials)

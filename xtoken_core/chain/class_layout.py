@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+# A lane takes a whole class of these; the tokens of a longer one are spread over lanes.
 HEIGHTS = 2, 4, 8
 """Most tokens of narrow classes, by kind."""
 LENGTHS = 32, 64, 128, 256
@@ -52,6 +53,7 @@ def class_layout(student_root: np.ndarray, teacher_root: np.ndarray, classes: in
     roots = student_root, teacher_root
     sizes = np.stack([np.bincount(root, minlength=classes + 1) for root in roots])
     plain = (sizes == 1).all(0)
+    # The entry behind the classes is of tokens without a root, however many there are.
     plain[classes] = False
     others = np.flatnonzero(~plain)
     others = others[_order(sizes[:, others], student_root, others)]
@@ -80,6 +82,7 @@ def _order(sizes: np.ndarray, student_root: np.ndarray, others: np.ndarray) -> n
     first = np.zeros(others.max(initial=0) + 1, np.int64)
     student = student_root[::-1]
     known = student < len(first)
+    # Backwards, so that the first token of a class is the one that stays.
     first[student[known]] = np.arange(len(student))[::-1][known]
     order: np.ndarray = np.lexsort((first[others], -sizes[1], -sizes[0], -_kinds(sizes)))
     return order
@@ -109,6 +112,7 @@ def _members(
     tokens = np.flatnonzero(own >= 0)
     tokens = tokens[np.argsort(own[tokens], kind="stable")]
     own = own[tokens]
+    # [n] 0, 1, … within each class: tokens are sorted by class.
     rank = np.arange(len(own)) - (np.cumsum(sizes) - sizes)[own]
     limit = np.append(_limits(), 0)
     lengths = np.where(blocks[:, 0] < len(limit) - 1, TILE, -(-sizes[blocks[:, 1]] // ALIGNED) * ALIGNED)

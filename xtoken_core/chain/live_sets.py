@@ -30,6 +30,7 @@ from xtoken_core.projection.retokenize import Retokenizer
 
 MOST_PAIRS = 1_500_000
 """Pairs of tokens that are tested one by one, at most."""
+# Texts that are tokenized at once: enough for all cores, and a list of them stays small.
 _BLOCK = 200_000
 _LOG = logging.getLogger("xtoken.chain")
 
@@ -127,6 +128,7 @@ def live_rows(sets: LiveSets, after: Sequence[int]) -> np.ndarray:
 def _slices(sets: LiveSets, w: int) -> list[tuple[int, int]]:
     found = [(int(sets.rule_start[w]), int(sets.rule_start[w + 1]))]
     while w >= 0:
+        # Down the right spine: every token on it may be what a rule joins to the next one.
         found.append((int(sets.tail_start[w]), int(sets.tail_start[w] + sets.tail_count[w])))
         w = int(sets.right[w])
     return found
@@ -137,6 +139,7 @@ def _own_text(target: Retokenizer) -> list[bytes]:
     pieces = list(target.table.pieces)
     ids, counts = target(pieces)
     first = np.append(ids, -1)[np.cumsum(counts) - counts]
+    # A token that its own tokenizer writes otherwise never ends a text of its own, so nothing follows it.
     own = (counts == 1) & (first == np.arange(len(pieces)))
     return [piece if kept else b"" for piece, kept in zip(pieces, own.tolist(), strict=True)]
 
@@ -144,6 +147,7 @@ def _own_text(target: Retokenizer) -> list[bytes]:
 def _by_merges(model: BpeModel, target: Retokenizer, candidates: Sequence[bytes], spelled: Spellings) -> LiveSets:
     forest = model.forest
     pieces = target.table.pieces
+    # With `ignore_merges` a word that is a token is written as one, though its merges end elsewhere.
     written = forest.canonical | (model.whole_words & (np.asarray(target.table.kinds) == TEXT))
     before = [piece if kept else b"" for piece, kept in zip(pieces, written.tolist(), strict=True)]
     splits = word_splits(before, candidates, model.split)
@@ -153,6 +157,7 @@ def _by_merges(model: BpeModel, target: Retokenizer, candidates: Sequence[bytes]
     state[(groups % 2 == 1)[:, None] & (state >= JOINED)] = BROKEN
     found: Followers = followers(forest)
     V = len(pieces)
+    # [K, V_x]: the first piece of x itself, then of its shorter beginnings, where the common word ends.
     first = np.stack([spelled.first, *(_first_pieces(target, beginnings) for beginnings in splits.shorter)])
     position = np.where(first >= 0, np.append(found.position, V)[first], V).astype(np.int32)
     return LiveSets(
@@ -175,6 +180,7 @@ def _by_merges(model: BpeModel, target: Retokenizer, candidates: Sequence[bytes]
 
 def _first_pieces(target: Retokenizer, texts: Sequence[bytes]) -> np.ndarray:
     """Return the first piece of each text; -1 for an empty one."""
+    # Beginnings repeat: tokens share them by the thousand.
     distinct = sorted(set(texts))
     ids, counts = target(distinct)
     first = np.where(counts > 0, np.append(ids, -1)[np.cumsum(counts) - counts], -1)
@@ -202,6 +208,7 @@ def _by_pairs(target: Retokenizer, before: Sequence[bytes], candidates: Sequence
         first = np.append(ids, -1)[np.cumsum(counts) - counts]
         kept = (first == np.repeat(block, len(tokens))) & (counts > 0)
         live[np.ix_(block, tokens)] = np.where(kept, KEPT, BROKEN).reshape(len(block), len(tokens))
+    # Rows that are equal, then columns: what is left is the table that word splits would have given.
     distinct, tail = np.unique(live, axis=0, return_inverse=True)
     state, head = np.unique(distinct, axis=1, return_inverse=True)
     splits = WordSplits(tail.reshape(-1).astype(np.int32), head.reshape(-1).astype(np.int32), state)

@@ -70,14 +70,17 @@ def merge_forest(rules: MergeRules, atoms: list[list[int]]) -> MergeForest:
     left, right = np.full(V, NONE), np.full(V, NONE)
     formed, canonical = np.full(V, NONE), np.zeros(V, dtype=bool)
     lengths = np.fromiter(map(len, atoms), dtype=np.int64, count=V)
+    # Texts of one length in lockstep: a few hundred passes instead of one for each of a vocabulary's tokens.
     for length in np.unique(lengths[lengths > 0]).tolist():
         tokens = np.flatnonzero(lengths == length)
         pieces = np.array([atoms[i] for i in tokens.tolist()], dtype=np.int64)  # [n, length]
         last, latest, whole = _apply(table, pieces)
         canonical[tokens] = whole == tokens
         made = canonical[tokens] & (last >= 0)
+        # The last rule that was applied made the token: its two sides are the children.
         left[tokens[made]], right[tokens[made]] = rules.left[last[made]], rules.right[last[made]]
         formed[tokens[made]] = latest[made]
+    # A rule of low rank waits for its operands, which rules of higher rank may make.
     time = np.maximum(np.arange(len(rules.left)), np.maximum(formed[rules.left], formed[rules.right]))
     order = np.lexsort((time, rules.left))
     counts = np.bincount(rules.left, minlength=V)
@@ -106,6 +109,7 @@ class _PairTable:
         at = np.minimum(np.searchsorted(self.keys, key), max(len(self.keys) - 1, 0))
         if not len(self.keys):
             return np.full(key.shape, NEVER), np.full(key.shape, NONE)
+        # An atom that is no token is -1, and its key could be that of another pair.
         hit = (self.keys[at] == key) & (left >= 0) & (right >= 0)
         return np.where(hit, self.rank[at], NEVER), np.where(hit, self.merged[at], NONE)
 
@@ -129,6 +133,7 @@ def _apply(table: _PairTable, pieces: np.ndarray) -> tuple[np.ndarray, np.ndarra
             whole[active] = pieces[:, 0]
             break
         rank, merged = table(pieces[:, :-1], pieces[:, 1:])  # [n, length - 1]
+        # The first minimum: of equal ranks the leftmost pair is merged first, as BPE does.
         at = rank.argmin(axis=1)
         row = np.arange(len(active))
         best = rank[row, at]
@@ -139,6 +144,7 @@ def _apply(table: _PairTable, pieces: np.ndarray) -> tuple[np.ndarray, np.ndarra
         if not len(active):
             break
         last[active], latest[active] = best, np.maximum(latest[active], best)
+        # [n, length]: every text loses exactly one place, so that the rest is a matrix again.
         kept = np.arange(length)[None, :] != at[:, None] + 1
         joined = pieces.copy()
         joined[row, at] = merged[row, at]
@@ -185,6 +191,7 @@ def followers(forest: MergeForest) -> Followers:
     position, end, child_start, children = _depth_first(forest)
     b = forest.rules.right
     # Children of b in order of time: those formed at the rule's time or later, and what they begin, cannot follow.
+    # Ascending within each slice, which is what the bisections below need.
     key = forest.formed[children]
     low = _first_not_before(key, child_start[b], child_start[b + 1], forest.rule_time)
     inside = low < child_start[b + 1]
@@ -195,6 +202,7 @@ def followers(forest: MergeForest) -> Followers:
     has = a >= 0
     start = np.where(has, forest.rule_start[a], 0)
     stop = np.where(has, forest.rule_start[np.where(has, a + 1, 0)], 0)
+    # Only rules before the token was formed: a later one no longer finds `a`, which the token has used up.
     count = _first_not_before(forest.rule_time, start, stop, np.where(has, forest.formed, 0)) - start
     to = np.int32
     return (
@@ -252,6 +260,7 @@ def _first_not_before(key: np.ndarray, start: np.ndarray, stop: np.ndarray, valu
         open_ = low < high
         if not open_.any():
             return low
+        # All slices are bisected at once: as many rounds as the longest slice has bits.
         middle = (low + high) // 2
         less = open_ & (key[np.minimum(middle, max(len(key) - 1, 0))] < value)
         low = np.where(less, middle + 1, low)

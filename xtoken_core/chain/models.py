@@ -47,11 +47,13 @@ def bpe_model(tokenizer: Any, writer: Retokenizer) -> BpeModel | None:
     vocab: Mapping[str, int] = model["vocab"]
     pairs = [merge.split(" ", 1) if isinstance(merge, str) else merge for merge in model["merges"]]
     size = len(table)
+    # A rank counts the rules that can be applied; one whose result is no token never is.
     known = [(vocab[a], vocab[b], vocab[a + b]) for a, b in pairs if a in vocab and b in vocab and a + b in vocab]
     rules = np.array(known, dtype=np.int64).reshape(-1, 3)
     atoms: list[list[int]] = [[] for _ in range(size)]
     for text, index in vocab.items():
         characters = [vocab.get(char, -1) for char in text]
+        # A token with a character that is no token itself is added text: no rule makes it, it is an atom.
         atoms[index] = [index] if -1 in characters else characters
     for index in np.flatnonzero(table.kinds).tolist():
         atoms[index] = []
@@ -93,6 +95,7 @@ def _tekken(tokenizer: Any, table: TokenTable) -> BpeModel | None:
     if inner is None:
         return None
     ids = {piece: index for index, piece in enumerate(table.pieces) if piece}
+    # Tekken stores ranks of results, not pairs: every cut of a token into two tokens is a rule of its rank.
     rows = [
         (ids[piece[:at]], ids[piece[at:]], index)
         for piece, index in sorted(ids.items(), key=lambda item: item[1])

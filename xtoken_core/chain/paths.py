@@ -66,6 +66,7 @@ def build_piece_trie(
     # have reached so far (0 for all before the first piece). Tokens of one node and next piece share the next node.
     for depth in range(int(count.max(initial=0))):
         piece = spelled.piece[start[active] + depth]  # [active]
+        # Node and next piece in one number: unique pairs are the nodes of the next depth.
         key, inverse = np.unique(above * V_o + piece, return_inverse=True)
         flat[start[active] + depth] = nodes + inverse  # [n] node that is reached with each piece of all spellings
         is_space = np.isin(key % V_o, spaces) if depth == 0 else np.zeros(len(key), dtype=bool)
@@ -82,6 +83,7 @@ def build_piece_trie(
 
 def _kept(flat: np.ndarray, token: np.ndarray, cls: np.ndarray, nodes: int, bare: np.ndarray) -> PieceTrie:
     """Drop the nodes at which all tokens end and number the others anew."""
+    # Room for `ENDS_HERE`, -1, which counts as 0 below.
     width = int(cls.max(initial=0)) + 2
     # A slot is a pair of a node and a class; classes count from ENDS_HERE, so that 0 is the end of a token.
     slots, slot_of = np.unique(flat * width + cls + 1, return_inverse=True)

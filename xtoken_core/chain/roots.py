@@ -38,6 +38,7 @@ def find_roots(student: Spellings, teacher: Spellings, specials: np.ndarray) -> 
         specials: `[n, 2]` int64, pairs (student id, teacher id) of one role.
     """
     V_s, V_t = len(student.status), len(teacher.status)
+    # Common by spelling in both directions, not by bytes: a token that is never written must not be a class.
     single = np.flatnonzero(student.count == 1)
     partner = student.first[single]
     mutual = (teacher.count[partner] == 1) & (teacher.first[partner] == single)
@@ -50,6 +51,7 @@ def find_roots(student: Spellings, teacher: Spellings, specials: np.ndarray) -> 
     of_class = np.full(V_s + V_t, len(pairs))
     for side, offset in ((0, 0), (1, V_s)):
         at = pairs[:, side] + offset
+        # Common tokens point at themselves: they are where the search ends.
         points[at], of_class[at] = at, np.arange(len(pairs))
     for _ in range(int(V_s + V_t).bit_length()):  # every step doubles how far a node sees
         further = points[points]

@@ -81,8 +81,10 @@ def spellings(
     ends = np.cumsum(counts).tolist()
     flat = pieces.tolist()
     for n, (index, begin, end) in enumerate(zip(ids.tolist(), [0, *ends], ends, strict=False)):
+        # A tokenizer that normalises returns pieces of another text: such a token must not be compared as this one.
         if begin < end and b"".join([target_compared[j] for j in flat[begin:end]]) != source_compared[index]:
             status[index], counts[n] = OTHER_TEXT, -counts[n]
+    # Negative counts mark tokens whose pieces are dropped, without losing how many these are.
     kept = np.repeat(counts > 0, np.abs(counts))
     every = np.zeros(V, dtype=np.int64)
     every[ids] = np.maximum(counts, 0)
@@ -101,6 +103,7 @@ def _tokenized(texts: Sequence[bytes], target: Retokenizer) -> tuple[np.ndarray,
     pieces, counts = target(texts)
     broken = [n for n, text in enumerate(texts) if not _is_text(text)]
     parts = {n: _parts(texts[n]) for n in broken}
+    # One piece per byte, or none: only then may whole characters beside the broken one have been lost as text.
     by_byte = [n for n in broken if counts[n] in (0, len(texts[n]))]
     mixed = [n for n in by_byte if any(len(part) > 1 and _is_text(part) for part in parts[n])]
     ends = np.cumsum(counts)
@@ -113,6 +116,7 @@ def _tokenized(texts: Sequence[bytes], target: Retokenizer) -> tuple[np.ndarray,
             spans = [(at[cursor + i], at[cursor + i + 1]) for i in range(len(parts[n]))]
             cursor += len(parts[n])
             better = [int(i) for begin, end in spans for i in ids[begin:end]]
+            # Every part must have pieces: a spelling with a gap would stand for fewer bytes than the token.
             if all(begin < end for begin, end in spans):
                 redone[n] = better
     if not redone:

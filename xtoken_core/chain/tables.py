@@ -42,6 +42,7 @@ class TensorFields:
         """
         values: dict[str, Any] = {}
         for field in fields(cls):  # type: ignore[arg-type]
+            # Annotations are strings here, so the class is looked up by its name.
             part = _PARTS.get(str(field.type))
             name = prefix + field.name
             if part is not None:
@@ -84,6 +85,7 @@ class LiveTable(TensorFields):
         """The most rules that one token w has, those of its right spine included."""
         counts, at = (self.rule_start[1:] - self.rule_start[:-1]).long(), torch.arange(len(self.right))
         counts, right, tail_count = counts.cpu(), self.right.cpu().long(), self.tail_count.cpu().long()
+        # All right spines at once, one step of each per turn, on the host: this runs once.
         for _ in range(self.depth):
             known = at.clamp(min=0)
             counts += torch.where(at >= 0, tail_count[known], 0)
@@ -146,6 +148,7 @@ class ChainTables(TensorFields):
     def read_sizes(self) -> None:
         """Read the sizes of the largest groups, which waits for the device; later uses do not."""
         for side in (self.student, self.teacher):
+            # Cached properties: reading them now keeps the first step from waiting for the device.
             _ = side.most_members, side.most_slots, side.live.most_rules
 
 

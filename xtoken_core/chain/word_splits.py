@@ -25,6 +25,8 @@ Split = Callable[[str], list[int]]
 
 RUNS = 3
 _RUN = re.compile(r"(.)\1*", re.DOTALL)
+# Published patterns distinguish one, two and more spaces (`\s+(?!\S)`), count digits, and of other kinds see only
+# whether there is more than one.
 _LONG_SPACES = re.compile(r"([ \nt])\1{2,}")
 _LONG_OTHERS = re.compile(r"([^N \nt])\1+")
 _CONTRACTION = re.compile(r"(?:s|t|re|ve|m|ll|d|e|l)", re.IGNORECASE)
@@ -41,6 +43,7 @@ class _Kinds(dict[int, str]):
             kind = char
         elif char in "\r\n":
             kind = "\n"
+        # `surrogateescape` has written it so.
         elif category == "Cs":
             kind = "b"  # a byte that is not a whole character
         elif category[0] == "L":
@@ -92,6 +95,7 @@ def word_splits(first: Sequence[bytes], second: Sequence[bytes], split: Split | 
     shorter: list[list[bytes]] = []
     for group in np.flatnonzero((found > JOINED).any(axis=0)).tolist():
         column, tokens = found[:, group], np.flatnonzero(head == group).tolist()
+        # Several lengths may occur in one group; each gets a state of its own and its own beginnings.
         for k, number in enumerate(np.unique(column[column > JOINED]).tolist()):
             if k == len(shorter):
                 shorter.append([b""] * len(second))
@@ -116,6 +120,7 @@ def _beginning(text: bytes, like: str, length: int) -> bytes:
     """
     string = text.decode("utf-8", "surrogateescape")
     own, ends = ([0, *(run.end() for run in _RUN.finditer(each.translate(_KINDS)))] for each in (string, like))
+    # Tokens of a group agree in their runs, not in the lengths of these: count whole runs, then characters.
     runs = max(at for at, end in enumerate(ends) if end <= length)
     return string[: own[runs] + length - ends[runs]].encode("utf-8", "surrogateescape")
 
@@ -151,6 +156,7 @@ def _states(split: Split | None, before: str, afters: Sequence[_Beginning], word
     if split is None or reverse.broken:  # inside a character no split is possible
         return [JOINED if after.text or after.broken else KEPT for after in afters]
     whole = reverse.text[::-1]
+    # Compared are the ends of words with and without what follows, never the words' text.
     alone = split(whole)
     found, count = [], len(alone)
     for after, word in zip(afters, words, strict=True):
@@ -160,6 +166,7 @@ def _states(split: Split | None, before: str, afters: Sequence[_Beginning], word
         ends = split(whole + after.text)
         if ends[:count] == alone:
             found.append(KEPT)
+        # All words but the last are as before and the last one is longer: the boundary lies inside of one word.
         elif ends[: count - 1] == alone[:-1] and ends[count - 1 : count] > alone[-1:]:
             common = ends[count - 1] - alone[-1]
             found.append(JOINED + common if common < word else JOINED)
@@ -185,7 +192,9 @@ def _grouped(pieces: Sequence[bytes], signature: Callable[[str], str]) -> tuple[
 
 def _tail(text: str) -> str:
     at = text.rfind("'")
+    # A contraction is at most an apostrophe and two letters, so what decides lies in the last three characters.
     after = text[at + 1 :].lower() if at >= 0 and len(text) - at <= 3 else ""
+    # The last 32 characters hold three runs of nearly any token, and bound the work for one of a thousand spaces.
     return "".join(_runs(text[-32:].translate(_KINDS))[-RUNS:]) + "\0" + after
 
 
