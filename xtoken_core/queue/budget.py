@@ -13,6 +13,7 @@ from xtoken_core.wire import messages as m
 
 Account = Literal["samples", "partitions", "sessions", "waiting", "replies"]
 
+# For the bookkeeping of a default run; the part of the memory limit is for larger spans.
 BASE_BYTES = 64 << 20
 PARTS: dict[Account, float] = {
     "samples": 1 / 2,
@@ -96,6 +97,7 @@ def cost_of_put(rows: int, columns: int, tasks: int) -> int:
 def cost_of_definition(definition: m.OpenPartition) -> int:
     """Return the bookkeeping of a partition without samples."""
     names = [name for task in definition.tasks for name in (task.name, *task.requires)] + definition.volatile
+    # The resolved run, which every welcome carries, is kept as bytes for the queue's lifetime.
     document = len(definition.run.document) if definition.run is not None else 0
     return PARTITION_BYTES + document + sum(NAME_BYTES + len(name) for name in names)
 
@@ -147,6 +149,7 @@ class ReasonMap(dict[int, str]):
             self._uses[reason], self._texts[reason] = 0, reason
             self.characters += len(reason)
         self._uses[reason] += 1
+        # The first copy of equal texts is the one that is kept: thousands of positions share a reason.
         super().__setitem__(key, self._texts[reason])
 
     def __delitem__(self, key: int) -> None:

@@ -96,11 +96,14 @@ class Engine:
         if isinstance(request, m.Hello):
             return self._hello(request)
         session = self.sessions.get(request.session)
+        # A request that was only kept waiting says nothing about its worker, which may be gone since.
         if not waited:
             session.last_seen = self.clock()
+        # Before anything else: a repeated request must change nothing, whatever the state is by now.
         cached = self._replies.get(session.id, request.id)
         if cached is not None:
             return self._repeated(request, cached)
+        # Read before the call: finishing a lease forgets which samples it had, and the log needs them.
         prior = NO_LEASE if self.on_change is None else self._prior_lease(request)
         kind = type(request)
         call = CALLS.get(kind)
@@ -113,6 +116,7 @@ class Engine:
             return None
         tag = m.TAGS[kind]
         self.counts[tag] = self.counts.get(tag, 0) + 1
+        # Reads are neither logged nor cached: repeating one is harmless.
         if kind not in READS:
             self._record_change(request, response, session, buffers, prior)
         return response
@@ -126,6 +130,7 @@ class Engine:
         if self.changes != self._charged_at:
             self.charge_partitions()
             self._charged_at = self.changes
+        # Ages of finished leases are dropped in bulk, not at each ack: amortised over as many leases again.
         if len(self.leased_at) > 2 * sum(len(part.lease_ids()) for part in self.partitions.values()):
             live = {(name, lease) for name, part in self.partitions.items() for lease in part.lease_ids()}
             self.leased_at = {key: since for key, since in self.leased_at.items() if key in live}
@@ -139,6 +144,7 @@ class Engine:
             self.partitions[request.partition].drop_stale()
         else:
             self._drop_stale()
+        # Before the reply leaves: what a client has been answered must survive a crash.
         if self.on_change is not None:
             self.on_change(request, buffers, prior)
         if type(response.reply) in LEASING:
@@ -211,6 +217,7 @@ class Engine:
         Raises:
             QueueError: `no_room`.
         """
+        # The estimate is an upper bound; the exact sum costs a pass over partitions and is made only when it matters.
         if self.budget.excess("samples", cost) > 0:
             self.charge_partitions()
             self.budget.require("samples", cost, f"{what} of {rows}", factor=factor)
@@ -221,6 +228,7 @@ class Engine:
         self._partition(request.partition)
         if request.bytes > self.memory_limit:
             raise QueueError("too_large", f"{request.bytes} bytes exceed the limit of {self.memory_limit}")
+        # Not the first free byte: clients would be woken one by one for puts that do not fit.
         spare = self.budget.limits["samples"] // SPARE_PART
         if self.budget.excess("samples", spare) > 0:
             self.charge_partitions()
@@ -233,6 +241,7 @@ class Engine:
         run = next((p for p in self.partitions.values() if isinstance(p, RunPartition)), None)
         if request.needs_run and run is None:
             return None
+        # A hello whose reply was lost is repeated with its id: a second session would end the first.
         session = self._opened_by(request) or self._new_session(request)
         welcome = m.Welcome(session=session.id, version=m.VERSION, memory_limit=self.memory_limit)
         if run is not None:
@@ -273,6 +282,7 @@ class Engine:
 
     def _heartbeat(self, request: m.Heartbeat, session: Session, _buffers: Sequence[Buffer]) -> Response:
         session.phase, session.activity = request.phase, request.activity
+        # A heartbeat proves a living thread, not a working one: only changed progress moves this clock.
         if request.progress != session.progress:
             session.progress, session.progress_at = request.progress, self.clock()
         return Response(m.Ok())
@@ -299,6 +309,7 @@ class Engine:
     def _repeated(self, request: m.AnyRequest, cached: Response) -> Response:
         """Return a cached response again; the columns of a claim are read anew."""
         if isinstance(request, m.Claim) and isinstance(cached.reply, m.Claimed):
+            # Replies are kept without their columns, which may be large and are in the store anyway.
             columns = self._partition(request.partition).store.read(cached.reply.ids, request.fields)
             return Response(cached.reply, columns)
         return cached

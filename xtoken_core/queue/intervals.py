@@ -20,6 +20,7 @@ class IntervalSet:
         stop = start + 1 if stop is None else stop
         if stop <= start:
             return
+        # Neighbours count as one: intervals that only touch are merged, so that a long run stays a single one.
         low = bisect_right(self._stops, start - 1)
         high = bisect_right(self._starts, stop)
         if low < high:
@@ -39,6 +40,7 @@ class IntervalSet:
 
     def isdisjoint(self, values: Sequence[int]) -> bool:
         """Return whether none of `values` is in the set."""
+        # Most puts lie above everything finished: one look decides before any loop.
         at = bisect_right(self._starts, max(values, default=-1)) - 1
         return at < 0 or self._stops[at] <= min(values) or not any(value in self for value in values)
 

@@ -43,6 +43,7 @@ class ReplyCache:
             lanes = self._lanes[session] = OrderedDict()
         lane, cost = lane_of(request), cost_of_reply(response.reply)
         old = lanes.pop(lane, None)
+        # Without columns: they are read again for a repeated claim, and a put's reply has none.
         lanes[lane] = (request, Response(response.reply), cost)
         if old is not None and old[2] == cost:
             return
@@ -50,6 +51,7 @@ class ReplyCache:
         if len(lanes) > MAX_LANES:
             self._drop_oldest(session)
         while self._budget.excess("replies") > 0:
+            # Half of the largest holder's replies at once, so that one flooding client pays and the loop stays short.
             heaviest = max(self._bytes, key=self._bytes.__getitem__)
             enough = self._bytes[heaviest] // 2
             while self._bytes.get(heaviest, 0) > enough:

@@ -97,17 +97,20 @@ class Samples:
             QueueError: `unknown_sample` for an id that is not held, or one that is ready and lacks one of `fields`.
         """
         alive = tuple(i for i in ids if i not in self.dead)
+        # A client that lost the reply claims again: it gets its lease, not a wait for itself.
         lease = self.leases.get(self._lease_of[task].get(alive[0], -1)) if alive else None
         if lease is not None and lease.session == session and lease.ids == alive:
             return lease
         missing = [i for i in alive if i not in self.samples]
         if missing:
             raise QueueError("unknown_sample", f"sample {missing[0]} is not here")
+        # All or none: a part of a micro-batch would block its rest for everyone else.
         if any(self.samples[i].status[task] != Status.READY for i in alive):
             return None
         needed = frozenset(fields)
         for sample_id in alive:
             check_fields(self.samples[sample_id], needed)
+        # A dead sample may have no row; its columns cannot be read beside the others'.
         lost = [i for i in ids if i not in self.samples]
         if lost and needed:
             raise QueueError("unknown_sample", f"sample {lost[0]} has died and is not here")
@@ -154,6 +157,7 @@ class Samples:
             if sample is not None and sample_id not in self.dead:
                 self.mark(sample, lease.task, Status.WAITING)
                 self._refresh(sample)
+                # In a strict order they get their old place again; in an order of arrival they come last.
                 self._enqueue(sample, [lease.task])
         return lease
 
@@ -176,6 +180,7 @@ class Samples:
             if sample is None:
                 continue
             sample.attempts += times
+            # A dead one is counted too, but is reported as dying once only.
             if sample.attempts >= self.max_attempts:
                 if sample_id not in self.dead:
                     died.append(sample_id)
@@ -187,6 +192,7 @@ class Samples:
         self.dead[sample_id] = reason
         sample = self.samples.get(sample_id)
         if sample is not None:
+            # Done by every task, so that no claim has to ask whether a sample lives.
             sample.status = self._shared(dict.fromkeys(sample.status, Status.DONE))
 
     def drop(self, ids: Iterable[int]) -> None:
@@ -277,6 +283,7 @@ class Samples:
         """Take `ids` out of a task's leases, and remove leases that are empty by it."""
         for lease_id in {lease_of.pop(i) for i in ids if i in lease_of}:
             lease = self.leases[lease_id]
+            # Emptied too, since a caller may still hold the object and ask for its samples.
             if ids.issuperset(lease.ids):
                 lease.ids = ()
                 self._remove_lease(lease_id)
@@ -296,6 +303,7 @@ class Samples:
         lease = Lease(self.next_lease_id(), session, task, ids, ids)
         if ids:
             self.leases[lease.id] = lease
+            # By session, since the end of one must free its leases without a look at all others.
             self._leases_of.setdefault(session, {})[lease.id] = lease
             self._lease_of[task].update(dict.fromkeys(ids, lease.id))
         before: Mapping[str, Status] = {}

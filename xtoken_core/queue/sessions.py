@@ -89,8 +89,10 @@ class Sessions:
         if known is not None:
             known.ended = why
             self.ended[session] = known
+            # Dictionaries keep the order of insertion: the first one ended longest ago.
             while len(self.ended) > ENDED_KEPT:
                 self.ended.pop(next(iter(self.ended)))
+            # After the session has left `live`: a callback finds it ended, and what it gives back goes to others.
             for callback in self.on_end:
                 callback(session)
         return known

@@ -66,6 +66,7 @@ class Store:
         keep = set(wanted)
         if not keep:
             return
+        # By table, not by sample: set operations over key views, since puts have thousands of rows.
         held = {
             names: table.keys() & keep
             for names, table in self._tables.items()
@@ -153,6 +154,7 @@ class Store:
         for batch in batches:
             rest = {other: column for other, column in batch.columns.items() if other != name}
             row_of = dict(batch.row_of)
+            # Taken out and added as two: the table is found by the names of its batch's columns.
             self._remove(tuple(batch.columns), list(row_of))
             for columns in (rest, {name: batch.columns[name]}):
                 self._add(Batch(columns, batch.rows, dict(row_of)))
@@ -161,6 +163,7 @@ class Store:
         """Return the batch of each sample's row of a field, and the names of all fields that are there too."""
         tables = {names: table for names, table in self._tables.items() if name in names}
         for names, table in tables.items():
+            # Nearly always one table has all of them, since rows that came together stay together.
             batches_of = list(map(table.get, ids))
             if None not in batches_of:
                 return names, cast("list[Batch]", batches_of)
@@ -183,6 +186,7 @@ class Store:
                 touched[id(batch)] = batch
         self._entry_count -= before - len(table)
         for batch in touched.values():
+            # A batch's buffers are freed with its last row; before that, compacting bounds what the others keep alive.
             if batch.row_of:
                 self._compact(batch)
             else:
@@ -195,6 +199,7 @@ class Store:
         # Small batches are not worth a copy; others once a quarter of their rows is left, so copies stay amortised.
         if batch.nbytes < COMPACT_BYTES or len(batch.row_of) * COMPACT_RATIO > batch.rows:
             return
+        # In the order of rows, so that the copy reads the old buffers once from front to back.
         ids = sorted(batch.row_of, key=batch.row_of.__getitem__)
         rows = [batch.row_of[i] for i in ids]
         columns = {name: gather_rows([(column, rows)]) for name, column in batch.columns.items()}
@@ -211,6 +216,7 @@ class Store:
 
 def _runs(ids: Sequence[int], batches: Sequence[Batch]) -> list[Run]:
     """Group the samples' rows by batch, in the order of `ids`."""
+    # One comparison in C for the usual claim, whose rows came in one put.
     if batches.count(batches[0]) == len(batches):
         return [(batches[0], _rows(list(map(batches[0].row_of.__getitem__, ids))))]
     runs: list[tuple[Batch, list[int]]] = []
@@ -225,6 +231,7 @@ def _runs(ids: Sequence[int], batches: Sequence[Batch]) -> list[Run]:
 
 def _rows(rows: list[int]) -> Sequence[int]:
     """Convert row numbers to a range where they are adjacent."""
+    # A range is sent as a view of the buffer; a list of rows is gathered into a copy.
     between = range(rows[0], rows[-1] + 1)
     return between if list(between) == rows else rows
 

@@ -67,6 +67,7 @@ class Blocks:
         stop = floor + self.span if limit is None else min(floor + self.span, limit)
         leased = {lease.block for lease in self.leases.values()}
         block = self.done.first_gap(floor // self.block_size)
+        # Blocks end inside the span too, since the span bounds the rows that the queue holds.
         while self.bounds(block)[0] < self.positions and self.bounds(block)[1] <= stop:
             wanted = self.holds_prompts(block) == (limit is not None)
             if wanted and block % self.per_step in self.own and block not in leased:
@@ -82,6 +83,7 @@ class Blocks:
     def finish_below(self, position: int) -> None:
         """Mark every block below a position, a step's boundary, as done, and revoke the leases of those."""
         self.done.add(0, position // self.block_size)
+        # Its collator may still work on one: that put is refused as revoked.
         self.leases = {number: lease for number, lease in self.leases.items() if lease.block not in self.done}
         self._forget_refusals()
 
@@ -117,6 +119,7 @@ class Blocks:
         self.done = IntervalSet()
         self.done.add(0, start // self.block_size)
         block = start // self.block_size
+        # Beyond the last filled position every block is free, so the search ends there and not at the run's end.
         highest = max((stop for _, stop in filled.intervals()), default=start)
         while self.bounds(block)[0] < min(highest, self.positions):
             first, last = self.bounds(block)

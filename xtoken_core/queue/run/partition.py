@@ -54,6 +54,7 @@ class RunPartition(Partition):
         """Finish a leased block with its rows and tombstones, however little room there is."""
         check_distinct(request.ids)
         self.check(columns, len(request.ids))
+        # Protocol first: it refuses before a byte is stored.
         self.keep(request.ids, columns, self.run.put_block(request, columns))
         return Response(m.Stored(room=max(room - sum(c.nbytes for c in columns.values()), 0)))
 
@@ -64,6 +65,7 @@ class RunPartition(Partition):
             return Response(self.run.complete(request))
         ring, index, slot = self.run.slot_of(request.session, request.lease)
         ids, generation = slot.ids, slot.generation  # completing frees a slot whose samples have all died
+        # Everything that can be refused comes before `complete` changes the state.
         self.slot_columns.check(ring.teacher, ids, columns)
         self.check(columns, len(ids))
         reply = self.run.complete(request)
@@ -89,6 +91,7 @@ class RunPartition(Partition):
             return response
         self.drop_stale()
         signals: dict[str, Column] = {}
+        # Of a ring in shared memory there are no columns here, or the counts of a teacher's requests only.
         for ref in response.reply.slots:
             signals |= self.slot_columns.read(ref.ring, ref.slot, ref.generation)
         response.columns |= signals

@@ -49,6 +49,7 @@ class RunProtocol(RunState):
             version = self.published
             if version is None:
                 return None
+            # Exclusive end of the last step that may still train completions of these weights.
             limit = self.last_step_of(version) * self.samples_per_step + self.samples_per_step
         block = self.blocks.lowest_free(self.finished.first_gap(), limit)
         if block is None:
@@ -76,6 +77,7 @@ class RunProtocol(RunState):
             raise QueueError("forbidden", "rows of a run are put with the lease of their block")
         self._check_alive()
         lease = self.blocks.held(request.lease, request.session)
+        # Checked and admitted as a whole before the lease goes: a refused put leaves the block with its collator.
         new = self.fill_block(lease.block, request.ids, fields, request.tombstones)
         del self.blocks.leases[lease.id]
         return new
@@ -99,12 +101,14 @@ class RunProtocol(RunState):
             QueueError: `bad_request`, as for `put_block`.
         """
         named = [*ids, *tombstones, *(dead.keys() - {*ids, *tombstones})]
+        # Also refuses doubles: a position stands in one of the three places, or the block is not done.
         if sorted(named) != list(range(*self.blocks.bounds(block))):
             raise QueueError("bad_request", f"a row or a tombstone for each position of block {block} is needed")
         if ids and schema.INPUT_IDS.name not in set(fields):
             raise QueueError("bad_request", f"the rows of a block need the column {schema.INPUT_IDS.name!r}")
         new = self.admit(ids, fields, dead)
         for position, reason in tombstones.items():
+            # Kept over a rewind: the row counts, and a tombstone beside it would skip a position that is trained.
             if position not in self.samples.samples:
                 self.skipped[position] = reason
                 self.finished.add(position)
@@ -119,6 +123,7 @@ class RunProtocol(RunState):
         A block's positions die after `max_attempts` refusals. A micro-batch is ready again without the samples that
         died of it; if a trainer refuses it, its step is repeated.
         """
+        # Leases of blocks and of samples have numbers of one counter, so the table decides which it is.
         if request.lease in self.blocks.leases:
             block = self.blocks.held(request.lease, request.session).block
             del self.blocks.leases[request.lease]
@@ -140,10 +145,12 @@ class RunProtocol(RunState):
         self._check_rewinds(request.rewinds)
         if request.step * self.samples_per_step >= self.positions and self.ended:
             raise QueueError("exhausted", "every position of the run is done")
+        # An old step is no error: a slow teacher learns from it that the run is past it.
         if request.step < self.cursor:
             return m.AlreadyDone()
         if request.step * self.samples_per_step >= self.positions:
             return None  # a rewind may still come
+        # All or nothing: a plan of a part of the window would differ from the trainer's.
         held, dead = self.samples.samples, self.samples.dead
         window = self.window(request.step)
         if not all(p in held or p in self.skipped or p in dead for p in window):
@@ -169,6 +176,7 @@ class RunProtocol(RunState):
         """Return the trainer session of a rank that the last rewind admitted."""
         self._check_alive()
         for session in self.sessions.live.values():
+            # By incarnation too: until the rewind of a takeover, both sessions of a rank may live.
             if session.role == TRAINER and session.rank == rank and session.incarnation == self.trainer_incarnation:
                 return session
         return None
@@ -184,11 +192,13 @@ class RunProtocol(RunState):
         teachers, ranks = self.definition.teachers, self.definition.ranks
         if teacher >= teachers or rank >= ranks:
             raise QueueError("bad_request", f"the run has {teachers} teachers and {ranks} ranks")
+        # The teacher has asked for its trainer before; that one may have been replaced in between.
         current = self.trainer_of(rank)
         if current is None or current.public_id != request.trainer:
             raise QueueError("ring_closed", f"the trainer of rank {rank} is another one by now")
         old = self.rings.by_pair.get((teacher, rank))
         if old is not None:
+            # A pair has one ring: signals of the old one are withdrawn before the new one is known.
             self.slots.close(old)
         return m.Ring(ring=self.rings.announce(teacher, rank, request.session, current.id, request.handle).id)
 
@@ -263,6 +273,7 @@ class RunProtocol(RunState):
         lease = self.samples.claim_ids(request.session, TRAIN, request.ids, request.fields)
         if lease is None:
             return None
+        # After the lease: `read` undoes it itself if trainer and teacher disagree about the micro-batch.
         slots = self.slots.read(lease, rank, request.ids)
         return m.Claimed(lease=lease.id, ids=request.ids, dead=self._dead_of(request.ids), slots=slots)
 
@@ -279,6 +290,7 @@ class RunProtocol(RunState):
     def check_step(self, request: m.CheckStep) -> m.Verdict:
         """Return whether the step must be repeated: a signal was withdrawn before its release, or a position died."""
         self._check_rewinds(request.rewinds)
+        # Compared with what the trainer knew when it planned: a position that died since has changed the denominators.
         died = {p for p in self.window(request.step) if p in self.samples.dead} != set(request.dead)
         return m.Verdict(redo=died or self.slots.withdrawn(request.session))
 
@@ -294,6 +306,7 @@ class RunProtocol(RunState):
         if step < self.cursor:
             return []
         rows = [p for p in self.window(step) if p in held]
+        # A row without a trainer's lease was not in the step: acknowledging it would lose it.
         idle = [p for p in rows if p not in self.samples.dead and held[p].status[TRAIN] != Status.LEASED]
         if step > self.cursor or idle:
             at = f"the run is at step {self.cursor}, and {len(idle)} of its samples are not leased by a trainer"
@@ -325,13 +338,17 @@ class RunProtocol(RunState):
         older = [s for s in self.sessions.live.values() if s.role == TRAINER and s.incarnation < caller.incarnation]
         for old in older:
             self.sessions.end(old.id, "a newer trainer has taken over")
+        # Ranks of this incarnation follow; a rank of an older one that wakes up now is refused everywhere.
         self.trainer_incarnation = caller.incarnation
+        # Every request names the count it knows: what was under way is answered by `rewound` from here on.
         self.rewinds += 1
         self.cursor = request.step
         start = request.step * self.samples_per_step
+        # Below the checkpoint its record counts, whatever this queue has seen after it was written.
         self._replace_below(start, request.skipped, request.dead)
         self.slots.clear()
         keep = range(start, start + self.blocks.span)
+        # Weights of steps beyond the checkpoint may never come about again: completions wait for new ones.
         self.published = None
         dead = self.samples.dead  # the row of a dead completion stays: nothing is generated for it any more
         drop = [p for p in self.samples.samples if p not in keep or (self.is_prompt(p) and p not in dead)]

@@ -60,6 +60,7 @@ class SlotColumns:
 
     def drop_stale(self) -> None:
         """Drop the columns whose slot has been freed or filled again."""
+        # By generation: a slot that was released and filled again holds other columns under the same index.
         current = {
             (ring.id, index, slot.generation)
             for ring in self.rings.by_pair.values()

@@ -65,6 +65,7 @@ class RegisteredRing:
         """Start filling a slot."""
         slot = self.slots[index]
         slot.state, slot.lease, slot.ids = SlotState.FILLING, lease, ids
+        # Never reused, also not after a rewind: a late release of the old filling names another number.
         slot.generation += 1
         return slot
 
@@ -160,11 +161,13 @@ class SlotTable:
             ring is not opened, or a sample is not ready.
         """
         held, dead = self.samples.samples, self.samples.dead
+        # The slot remembers the micro-batch as it was planned; what has died since is in neither lease nor reply.
         alive = tuple(i for i in ids if i not in dead)
         for index, slot in enumerate(ring.slots):
             if slot.state == SlotState.FILLING and slot.ids == tuple(ids):
                 return Filling(slot.lease, alive, index, slot.generation)
         task = teacher_task(ring.teacher)
+        # Also where all have died: nothing is left to compute, and no slot is taken for it.
         if all(i in held and held[i].status[task] == Status.DONE for i in alive):
             return Status.DONE
         free = ring.free_slot()
@@ -231,7 +234,10 @@ class SlotTable:
             for ring, index, slot in self._slots()
             if ring.rank == rank and slot.state in READABLE and slot.ids == tuple(ids)
         ]
+        # A missing slot is expected after a withdrawal only. Otherwise the two have planned differently, which no retry
+        # mends.
         if len(full) < len(self.fields) and not self.withdrawn(lease.session):
+            # A repeated claim must not lose the lease that the first one still holds.
             if lease.id not in self.readings:
                 self.samples.undo_claim(lease.id)
             why = "trainer and teacher have planned the window differently"
@@ -254,6 +260,7 @@ class SlotTable:
         if index >= len(ring.slots):
             raise QueueError("bad_request", f"ring {ring.id} has {len(ring.slots)} slots, none is number {index}")
         slot = ring.slots[index]
+        # Repeated or late releases change nothing, so that a trainer may send them again after any doubt.
         if not self.is_current(slot, generation) or slot.state != SlotState.READING:
             return False
         for reading in self.readings.values():
@@ -286,6 +293,7 @@ class SlotTable:
             elif slot.state == SlotState.FULL:
                 self._withdraw(ring, slot)
             elif slot.state == SlotState.READING:
+                # The memory may be gone while the trainer reads it: its step cannot be trusted.
                 self._mark_withdrawn(ring, index)
             slot.free()
         self.rings.drop(ring)
@@ -323,6 +331,7 @@ class SlotTable:
         task = teacher_task(ring.teacher)
         for sample_id in slot.ids:
             sample = self.samples.samples.get(sample_id)
+            # Back to waiting: the teacher's next session makes the signal again.
             if sample is not None and sample_id not in self.samples.dead:
                 self.samples.mark(sample, task, Status.WAITING)
                 self.samples.withdraw(sample_id, self.fields[ring.teacher])

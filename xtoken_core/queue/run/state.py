@@ -47,6 +47,7 @@ class RunState:
     """
 
     def __init__(self, sessions: Sessions, run: m.RunDef, *, max_attempts: int) -> None:
+        # Three steps: one that trains, one whose signals are made, one that is collated. With fewer, one of them waits.
         if run.samples_per_step % run.block_size or run.span < 3 * run.samples_per_step:
             raise QueueError("bad_request", "block_size must divide samples_per_step, and span be at least 3 steps")
         if not 0 <= run.group < run.groups or run.samples_per_step % (run.groups * run.block_size):
@@ -60,6 +61,7 @@ class RunState:
         self.definition = run
         self.positions, self.samples_per_step = run.positions, run.samples_per_step
         self.sessions = sessions
+        # Leases have no clock: beside their own calls, only the end of a session frees them.
         sessions.on_end.append(self.session_ended)
         self.samples = Samples(run_tasks(run.teachers), max_attempts)
         per_step = run.samples_per_step // run.block_size
@@ -122,6 +124,7 @@ class RunState:
 
     def _replace_below(self, start: int, skipped: Mapping[int, str], dead: Mapping[int, str]) -> None:
         """Replace what is skipped and dead below `start` by the checkpoint's record, which counts there."""
+        # The last step may be a part of one, and its end lies beyond the run's.
         start = min(start, self.positions)
         for mine, recorded in ((self.skipped, skipped), (self.samples.dead, dead)):
             for position in [p for p in mine if p < start]:
@@ -137,9 +140,11 @@ class RunState:
         for position in [p for p in self.skipped if p >= start and self.is_prompt(p)]:
             del self.skipped[position]
         for reasons in (self.skipped, self.samples.dead):
+            # Beyond the span rows are dropped as well: what is said of their positions is decided anew.
             for position in [p for p in reasons if p >= keep.stop]:
                 del reasons[position]
         filled = IntervalSet()
+        # In order, so that intervals grow at their end instead of being merged one by one.
         for position in sorted({*self.skipped, *self.samples.dead, *self.samples.samples}):
             if position >= start:
                 filled.add(position)
@@ -168,6 +173,7 @@ class RunState:
 
     def advance(self) -> list[int]:
         """Move past the current step; return the positions whose rows were dropped."""
+        # The group's own share; other groups' rows are in other queues.
         rows = [p for p in self.window(self.cursor) if p in self.samples.samples]
         self._drop(rows)
         self.cursor += 1
@@ -181,8 +187,10 @@ class RunState:
         for position in positions:
             self.samples.mark_dead(position, reason)
             self.finished.add(position)
+        # Their slots would otherwise stay full for ever, and the teacher would wait for a free one.
         self.slots.free_dead()
         dead, allowed = self.samples.dead, self.definition.max_dead
+        # An empty call says nothing new, and must not be what fails a run.
         if positions and len(dead) > allowed:
             ids = ", ".join(map(str, sorted(dead)[:20]))
             self.fail(f"{len(dead)} dead letters, {allowed} are allowed: {ids}: {reason}")

@@ -44,6 +44,7 @@ class TaskPartition(Partition):
         if request.tombstones:
             raise QueueError("bad_request", "tombstones belong to the block of a run")
         size = _check_room(columns, room)
+        # Before `produce` adds the fields: afterwards none is lacking.
         volatile = self._lacking_volatile(request.ids, columns)
         new = self.samples.produce(request.ids, columns)
         self.own_volatile(request.session, volatile)
@@ -94,6 +95,7 @@ class TaskPartition(Partition):
         try:
             columns = self.store.read(lease.ids, request.fields)
         except BaseException:
+            # A lease that was there before the claim belongs to an earlier request and stays.
             if lease.id > before:
                 self.samples.undo_claim(lease.id)
             raise
@@ -230,6 +232,7 @@ class TaskPartition(Partition):
             if sample_id in self.samples.samples:
                 self.store.drop_fields([sample_id], [name])
                 self.samples.withdraw(sample_id, name)
+                # Done by a result that is gone: the task has to be done again.
                 for task in tasks:
                     self.samples.reopen(sample_id, task)
 

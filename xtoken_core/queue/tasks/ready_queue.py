@@ -31,6 +31,7 @@ class ReadyQueue:
         """Set the key of a sample, in place of the one it had."""
         if self._key_of.get(sample_id) == key:
             return
+        # Above all others: appended in constant time. Only samples that come back take the heap.
         if not self._ascending or self._ascending[-1][0][-1] < key:
             self.extend([sample_id], [key])
         else:
@@ -54,6 +55,7 @@ class ReadyQueue:
             else:
                 self._advance()
             key, sample_id = entry
+            # Otherwise stale: the sample got another key, or has left, since this entry was made.
             if key_of.get(sample_id) == key:
                 del key_of[sample_id]
                 return entry

@@ -41,6 +41,7 @@ class OrderedSamples(Samples):
                 if sample is None:
                     continue
                 status = sample.status[task]
+                # Strict order: nothing overtakes a sample that waits, so the claim ends here.
                 if strict and status == Status.WAITING:
                     queue.add(sample_id, key)
                     break
@@ -51,6 +52,7 @@ class OrderedSamples(Samples):
                         checked = sample.fields
                     taken.append(sample_id)
         except QueueError:
+            # As if it had not been tried: a refused claim leaves the order as it was.
             for key, sample_id in popped:
                 queue.add(sample_id, key)
             raise
