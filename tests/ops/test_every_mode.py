@@ -19,7 +19,7 @@ MODES = {
     "p_kl_topk": (LossConfig(vocab_topk=6), {}),
     "p_kl_exact_only_T2": (LossConfig(vocab_topk=None, exact_token_match_only=True, temperature=2.0), {}),
     "p_kl_prob_reverse": (LossConfig(vocab_topk=None, teacher_chunk_average="prob", reverse_kl=True), {}),
-    "p_kl_dynamic": (LossConfig(vocab_topk=6, dynamic_loss_scaling=True, dynamic_loss_scale_cap=0.5), {}),
+    "p_kl_dynamic": (LossConfig(vocab_topk=6, dynamic_loss_scaling=True), {}),
     "gold": (LossConfig(mode="gold", uncommon_topk=5), {}),
     "gold_reverse": (LossConfig(mode="gold", reverse_kl=True, temperature=2.0), {}),
     "h_kl": (LossConfig(mode="h_kl"), {}),

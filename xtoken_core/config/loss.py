@@ -39,7 +39,6 @@ FLAGS_OF_MODE: dict[LossMode, frozenset[str]] = {
     "custom": frozenset(),
 }
 """The flags of the method's public configuration that select a mode."""
-LEAST_MASS = 0.0
 PUBLIC_NAMES = (
     *FLAGS,
     "vocab_topk",
@@ -114,9 +113,6 @@ class LossConfig(ConfigModel):
     """Chain: compare whether a token ends after the last token of a chunk, too."""
     chain_bare_space: bool = True
     """Chain: compare after a single space inside a token, too, although digits that come later may decide there."""
-    chain_least_mass: Annotated[float, Field(ge=0, le=1)] = LEAST_MASS
-    """Chain with `teacher.content = "topk"`: a chunk with a decision inside at which the teacher's listed tokens have
-    less than this fraction of the probability is compared by ALM (`tau` 1) beside its start; 0: no chunk is."""
     importance_cap: Annotated[float, Field(ge=1)] | None = None
     """Completions only (`[rollout]`): weigh a chunk by the ratio of the probabilities that the weights of now and those
     that sampled give to the completion before it, this at most. Left out, stale completions count as they are."""
@@ -130,8 +126,6 @@ class LossConfig(ConfigModel):
     """Weight of the cross-entropy. In modes other than chain the default is 0.1, as published."""
     dynamic_loss_scaling: bool = False
     """Scale the KD term to the cross-entropy's size at every micro-batch; replaces both weights above."""
-    dynamic_loss_scale_cap: Positive | None = None
-    """The largest scale that `dynamic_loss_scaling` may apply."""
     gradient_in_place: bool = False
     """P-KL from one teacher, Triton kernels: write the gradient into the memory of the student's logits."""
 
@@ -261,8 +255,6 @@ class LossConfig(ConfigModel):
             ValueError: With the reason and what to change.
         """
         if not any(topk):
-            if self.chain_least_mass != type(self).model_fields["chain_least_mass"].default:
-                raise ValueError('chain_least_mass belongs to teacher.content = "topk": unset it')
             return
         for teacher, (is_topk, same) in enumerate(zip(topk, same_tokenizer, strict=True)):
             mode = self.mode_of(teacher)
@@ -301,9 +293,9 @@ class LossConfig(ConfigModel):
             'teacher_chunk_average = "prob"': self.teacher_chunk_average == "prob",
         }
 
-    def _set_of_chain(self, *more: str) -> dict[str, bool]:
+    def _set_of_chain(self) -> dict[str, bool]:
         """Return the settings that chain alone reads, True for those that are set."""
-        names = ("beta", "chain_conditioning", "chain_end_terms", "chain_bare_space", *more)
+        names = ("beta", "chain_conditioning", "chain_end_terms", "chain_bare_space")
         return {name: getattr(self, name) != type(self).model_fields[name].default for name in names}
 
     @model_validator(mode="after")
@@ -314,8 +306,6 @@ class LossConfig(ConfigModel):
         return self
 
     def _conflict_of_weights(self) -> str | None:
-        if self.dynamic_loss_scale_cap is not None and not self.dynamic_loss_scaling:
-            return "dynamic_loss_scale_cap needs dynamic_loss_scaling = true"
         known = {name: getattr(self, name) for name in ("mode", "teacher_modes", "dynamic_loss_scaling")}
         defaults = _with_weights(known)
         for name in ("kl_loss_weight", "kl_loss_weight_end", "ce_loss_scale"):
@@ -331,8 +321,6 @@ class LossConfig(ConfigModel):
     def _option_without_its_mode(self) -> str | None:
         if self.reverse_kl and self.beta is not None:
             return "reverse_kl and beta are two forms of the divergence: unset one of them"
-        if "chain" in self.modes and self.chain_least_mass and (self.reverse_kl or self.beta is not None):
-            return "chain_least_mass compares by the forward KL: unset it, or reverse_kl and beta"
         if "custom" in self.modes:  # its class may read every setting
             return None
         if "p_kl" not in self.modes:
@@ -346,7 +334,7 @@ class LossConfig(ConfigModel):
         if "alm" not in self.modes and self.alm_temperature != type(self).model_fields["alm_temperature"].default:
             return 'alm_temperature belongs to ALM: set mode = "alm" or unset it'
         if "chain" not in self.modes:
-            for name, is_set in self._set_of_chain("chain_least_mass").items():
+            for name, is_set in self._set_of_chain().items():
                 if is_set:
                     return f"{name} belongs to chain, the mode is {self.mode}: unset one of them"
         return None

@@ -133,9 +133,7 @@ class ChainLoss(ChunkLoss):
     def evaluate_topk(self, inputs: LossInput[TopKLogits]) -> Divergence:
         """Compute the parts of every chunk's KL with a class of the tokens that the teacher does not list.
 
-        A chunk with a decision inside of which the listed tokens have less than `chain_least_mass` has ALM's value
-        (`tau` 1) beside its start instead of its other parts. The reported mass is the least fraction at a chunk's
-        decisions.
+        The reported mass is the least fraction at a chunk's decisions.
         """
         pairing, student_logits, teacher = inputs.pairing, inputs.student_logits, inputs.teacher_logits
         sides, width = _sides(pairing), self.widths[1]
@@ -151,7 +149,6 @@ class ChainLoss(ChunkLoss):
             self.student_vocab_size,
             self.options,
             self.config.temperature,
-            self.config.chain_least_mass,
             with_cross_entropy=together,
             generated=self._form(pairing),
         )

@@ -298,9 +298,7 @@ class Objective:
         # A ratio, not a term: without gradient, or the loss would learn to change it.
         kd, ce = kd.detach().abs(), ce.detach().abs()
         # Both branches of a where are computed: the inner one keeps 0 / 0 out of it.
-        scale = torch.where(kd == 0, 1.0, ce / torch.where(kd == 0, 1.0, kd))
-        cap = self.config.dynamic_loss_scale_cap
-        return scale if cap is None else scale.clamp(max=cap)
+        return torch.where(kd == 0, 1.0, ce / torch.where(kd == 0, 1.0, kd))
 
 
 def entry(values: Float[Tensor, " n"], index: Int[Tensor, ""]) -> Float[Tensor, ""]:

@@ -59,7 +59,6 @@ def test_a_pair_knows_no_last_step(assets: TinyAssets) -> None:
         ({"mode": "custom"}, "call your own loss in your loop"),
         ({"bogus": 1}, "bogus: there is no such field"),
         ({"mode": "alm", "temperature": 2.0}, "use alm_temperature"),
-        ({"chain_least_mass": 0.5}, "chain_least_mass belongs to"),
         ({"mode": "chain", "reverse_kl": True}, "reverse_kl"),
         ({"mode": "alm", "importance_cap": 2.0}, "importance_cap"),
     ],

@@ -16,7 +16,6 @@ REFUSED = {
     "unknown_mode": ({"mode": "kl"}, "mode"),
     "two_modes": ({"gold_loss": True, "uld_loss": True}, "exclude each other"),
     "alm_and_gold": ({"gold_loss": True, "alm_loss": True}, "exclude each other"),
-    "cap_without_scaling": ({"dynamic_loss_scale_cap": 2.0}, "needs dynamic_loss_scaling"),
     "kl_weight_with_scaling": (
         {"dynamic_loss_scaling": True, "kl_loss_weight": 0.5},
         "kl_loss_weight is not used with",
@@ -50,7 +49,6 @@ REFUSED = {
     "averaged_gold": ({"teacher_aggregation": "averaged_logits", "gold_loss": True}, "compares token by token"),
     "reverse_and_beta": ({"mode": "chain", "reverse_kl": True, "beta": 0.5}, "two forms of the divergence"),
     "beta_elsewhere": ({"mode": "p_kl", "beta": 0.5}, "beta belongs to chain, the mode is p_kl"),
-    "least_mass_of_jsd": ({"mode": "chain", "beta": 0.5, "chain_least_mass": 0.5}, "compares by the forward KL"),
     "chain_option_elsewhere": (
         {"mode": "p_kl", "chain_end_terms": False},
         "chain_end_terms belongs to chain, the mode is p_kl",

@@ -25,7 +25,7 @@ CONFIGS = {
     "p_kl_prob_exact_only": LossConfig(vocab_topk=9, teacher_chunk_average="prob", exact_token_match_only=True),
     "p_kl_reverse_dynamic": LossConfig(vocab_topk=6, reverse_kl=True, dynamic_loss_scaling=True),
     "gold_cut": LossConfig(mode="gold", uncommon_topk=4),
-    "h_kl_dynamic": LossConfig(mode="h_kl", dynamic_loss_scaling=True, dynamic_loss_scale_cap=0.5),
+    "h_kl_dynamic": LossConfig(mode="h_kl", dynamic_loss_scaling=True),
     "uld": LossConfig(mode="uld"),
     "alm": LossConfig(mode="alm", alm_temperature=1.0),
     "cross_entropy_alone": LossConfig(vocab_topk=6, kl_loss_weight=0.0, ce_loss_scale=1.0),
