@@ -165,9 +165,32 @@ def test_product_reads_no_distributed_checkpoint() -> None:
     assert found == []
 
 
+def findings_of_interpreters(tree: ast.Module) -> Iterator[str]:
+    """Uses of `sys.executable`, and of modules that start Python without -P."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and ast.unparse(node) == "sys.executable":
+            yield "sys.executable"
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+            yield from (name for name in names if name.partition(".")[0] == "multiprocessing")
+            if isinstance(node, ast.ImportFrom) and node.module == "sys":
+                yield "from sys import"
+
+
+def test_one_place_names_the_interpreter() -> None:
+    """A Python process without -P runs files of the working directory that are named as modules."""
+    places = {name_of(p): list(findings_of_interpreters(tree_of(p))) for p in source_files(*HOUSE)}
+    assert {name: found for name, found in places.items() if found} == {
+        "services/xtoken_services/common/processes/child_process.py": ["sys.executable"]
+    }, "take PYTHON or ask_child from there"
+
+
 @pytest.mark.parametrize(
     ("kind", "code"),
     [
+        (findings_of_interpreters, "subprocess.run([sys.executable, '-c', ''])"),
+        (findings_of_interpreters, "from sys import executable"),
+        (findings_of_interpreters, "import multiprocessing"),
         (findings_of_pickle, "import pickle\npickle.loads(b'')"),
         (findings_of_pickle, "from pickle import load"),
         (findings_of_pickle, "import dill"),

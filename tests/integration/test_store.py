@@ -76,10 +76,10 @@ def damage(store: Path, entry: Entry) -> None:
 def test_a_build_divides_long_documents_as_its_run_does(
     assets: TinyAssets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def measured(_command: Any, document: bytes, **_: Any) -> list[str]:
-        return [str(min(context for _, _, context in json.loads(document)["sides"]))]
+    def measured(_module: str, request: dict[str, Any], **_: Any) -> int:
+        return int(min(context for _, _, context in request["sides"]))
 
-    monkeypatch.setattr(training_text, "lines_of", measured)  # the measurement itself imports transformers
+    monkeypatch.setattr(training_text, "ask_child", measured)  # the measurement itself imports transformers
     teachers: list[dict[str, Any]] = [
         {"model": assets.teacher, "context_length": 96, "content": "hidden"},
         {"model": assets.other_teacher, "context_length": 32},

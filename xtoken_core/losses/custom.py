@@ -1,13 +1,9 @@
-"""Custom losses: classes from outside the library, by a name that only a command line gives.
-
-`python -m xtoken_core.losses.custom module:Class` checks a name.
-"""
+"""Custom losses: classes from outside the library, by a name that only a command line gives."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
-import sys
 from collections.abc import Mapping
 
 from xtoken_core.errors import ConfigError
@@ -53,10 +49,3 @@ def losses_with(custom: str | None) -> Mapping[str, type[Loss]]:
         custom: `module:Class` of the mode `custom`; None: there is none.
     """
     return LOSSES if custom is None else {**LOSSES, "custom": import_loss(custom)}
-
-
-if __name__ == "__main__":
-    try:
-        import_loss(sys.argv[1])
-    except ConfigError as error:
-        sys.exit(str(error))

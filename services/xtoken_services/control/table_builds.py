@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import secrets
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from xtoken_core.errors import XtokenError
 from xtoken_core.projection.pair_cache import NAMES, PairKind
-from xtoken_services.common.processes.child_process import ChildError, lines_of
+from xtoken_services.common.processes.child_process import BUILD_SILENCE_S, ask_child
 
 log = logging.getLogger("xtoken.control")
 
 PROGRAM = "xtoken_services.common.tables.build_cached_tables"
-SILENCE_S = 900.0
-"""Seconds without progress after which a build is killed."""
 MAX_ACTIVE = 2
 MAX_KEPT = 20
 
@@ -121,7 +117,7 @@ class TableBuilds:
         return build
 
     def cancel(self, build_id: str) -> None:
-        """Cancel a build at its next report of progress; does nothing if it is over."""
+        """Cancel a build; does nothing if it is over."""
         for build in self.list():
             if build.id == build_id:
                 build.cancelled.set()
@@ -132,39 +128,21 @@ class TableBuilds:
             build.cancelled.set()
 
     def _run(self, build: TableBuild) -> None:
-        request = {
-            "kind": build.kind,
-            "student": str(build.student),
-            "teacher": str(build.teacher),
-            "special_tokens": build.special_tokens,
-        }
+        request = {name: getattr(build, name) for name in ("kind", "student", "teacher", "special_tokens")}
         began = time.monotonic()
+
+        def note(_: str, done: float) -> None:
+            build.done = done
+            if build.cancelled.is_set():
+                raise _CancelledError
+
         try:
-            lines = lines_of(
-                ["-m", PROGRAM], json.dumps(request).encode(), silence_s=SILENCE_S, environment=self._environment
-            )
-            with closing(lines):
-                for line in lines:
-                    if build.cancelled.is_set():
-                        raise _CancelledError
-                    _note(build, json.loads(line))
-            if not build.file and not build.error:
-                build.error = "the process that builds gave no result"
+            built = ask_child(PROGRAM, request, silence_s=BUILD_SILENCE_S, environment=self._environment, progress=note)
+            build.facts = [str(fact) for fact in built["facts"]]
+            build.file, build.done = str(built["file"]), 1.0
         except _CancelledError:
             build.error = "cancelled"
-        except (ChildError, ValueError, OSError) as error:
+        except (XtokenError, OSError) as error:
             build.error = str(error)
             log.warning("building the %s of %s and %s: %s", build.name, build.student, build.teacher, error)
         build.seconds = time.monotonic() - began
-
-
-def _note(build: TableBuild, line: Mapping[str, object]) -> None:
-    """Add a line of the child to its build."""
-    if "done" in line:
-        build.done = float(str(line["done"]))
-    elif "error" in line:
-        build.error = str(line["error"])
-    elif "file" in line:
-        facts = line.get("facts")
-        build.facts = [str(fact) for fact in facts] if isinstance(facts, list) else []
-        build.file, build.done = str(line["file"]), 1.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
@@ -14,6 +13,7 @@ from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.data_plane.address import Address
 from xtoken_core.queue.run.names import TRAIN, teacher_task
+from xtoken_services.common.processes.child_process import PYTHON
 from xtoken_services.supervisor.environment import PASSIVE_THREADS, THREADS
 
 Kind = Literal["queue", "collator", "rollout", "teacher", "trainer"]
@@ -119,13 +119,11 @@ class _NodeProcesses:
         task: str = "",
     ) -> ProcessSpec:
         command = (
-            sys.executable,
-            "-P",
-            "-m",
+            *PYTHON,
             "xtoken_services.cli",
             kind,
             *arguments,
-        )  # -P: not a `services` of the current directory
+        )
         return ProcessSpec(kind, self.prefix + name, group or self.prefix + name, command, env, task, self.node)
 
 

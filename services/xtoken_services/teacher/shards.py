@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
@@ -28,6 +27,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.packing import PackedRow
+from xtoken_services.common.processes.child_process import PYTHON
 
 log = logging.getLogger("xtoken.teacher")
 
@@ -114,8 +114,7 @@ def started_shards(run: ResolvedRun, teacher: int, devices: Sequence[torch.devic
 
 
 def _start(job: ShardJob) -> subprocess.Popen[str]:
-    command = [sys.executable, "-P", "-m", MODULE]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, text=True)
+    process = subprocess.Popen([*PYTHON, MODULE], stdin=subprocess.PIPE, text=True)
     assert process.stdin is not None
     process.stdin.write(job.to_json() + "\n")
     process.stdin.flush()  # left open: it ends with this process, and the other one then exits

@@ -28,10 +28,11 @@ def wait(condition: Callable[[], bool]) -> None:
 def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A program that reports half of its work until a file is there, and then its result."""
     (tmp_path / "slow.py").write_text(
-        "import json, sys, time\nfrom pathlib import Path\nrequest = json.load(sys.stdin)\n"
-        f"while not Path({str(tmp_path)!r}, 'go').exists():\n"
-        "    print(json.dumps({'done': 0.5}), flush=True)\n    time.sleep(0.02)\n"
-        "print(json.dumps({'file': request['student'], 'facts': [request['kind']]}))\n"
+        "import time\nfrom pathlib import Path\n"
+        "from xtoken_services.common.processes.child_process import answer_requests\n"
+        "def build(request, progress):\n    progress('', 0.5)\n"
+        f"    while not Path({str(tmp_path)!r}, 'go').exists(): time.sleep(0.02)\n"
+        "    return {'file': request['student'], 'facts': [request['kind']]}\nanswer_requests(build)\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(table_builds, "PROGRAM", "slow")

@@ -1,8 +1,6 @@
-"""Models in GGUF files, converted once to Hugging Face directories in the user's cache.
+"""Models in GGUF files, converted once to Hugging Face directories in the user's cache, in a child process.
 
-    python -m xtoken_services.common.models.gguf FILE DIRECTORY
-
-converts one: `transformers` reads the file, and the weights are stored in float32, as the file's blocks decode.
+`transformers` reads the file, and the weights are stored in float32, as the file's blocks decode.
 """
 
 from __future__ import annotations
@@ -12,8 +10,6 @@ import importlib.util
 import json
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -21,9 +17,14 @@ from typing import Any
 from xtoken_core.atomic import atomic_rename, sync_tree
 from xtoken_core.errors import InputError
 from xtoken_core.user_cache import user_cache
+from xtoken_services.common.processes.child_process import MEMORY_LIMIT, Progress, answer_requests, ask_child
 from xtoken_services.common.processes.progress import spinner
 
 SUFFIX = ".gguf"
+CONVERSION_S = 3600.0
+"""Seconds after which a conversion is killed."""
+GROWTH = 32
+"""Bytes of memory of a conversion per byte of the file: float32 is 16 times the smallest blocks, and is copied once."""
 SAMPLE = "These are words that many people know"
 """Words that vocabularies of tens of thousands of tokens have."""
 SPACES = ("\u2581", "\u0120")
@@ -59,14 +60,14 @@ def gguf_model(name: str, file: Path) -> Path:
         raise InputError(f"{name}: cannot keep the model of {file} in {target.parent}: {error.strerror}") from error
     try:
         with spinner(f"converting {file.name}"):
-            command = [sys.executable, "-m", __name__, str(file), str(scratch)]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            reason = (done.stderr.strip().splitlines() or [f"it ended with status {done.returncode}"])[-1]
-            raise InputError(f"{name}: cannot convert the GGUF file {file}: {reason}")
+            request = {"file": file, "directory": scratch}
+            memory = MEMORY_LIMIT + GROWTH * status.st_size
+            ask_child(__name__, request, silence_s=CONVERSION_S, memory=memory, threads=True)
         sync_tree(scratch)
         shutil.rmtree(target, ignore_errors=True)  # without a configuration: not whole
         atomic_rename(scratch, target)
+    except InputError as error:
+        raise InputError(f"{name}: cannot convert the GGUF file {file}: {error}") from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return target
@@ -96,8 +97,8 @@ def check_merges(tokenizer: Any, file: Path) -> None:
         )
 
 
-def main(file: Path, directory: Path) -> None:
-    """Convert a file.
+def main(request: dict[str, Any], _: Progress) -> None:
+    """Convert the file of a request.
 
     Raises:
         InputError: The installed transformers does not read the file's tokenizer as it is.
@@ -106,6 +107,7 @@ def main(file: Path, directory: Path) -> None:
     import transformers
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    file, directory = Path(request["file"]), Path(request["directory"])
     options = {"gguf_file": file.name, "local_files_only": True, "trust_remote_code": False}
     tokenizer = AutoTokenizer.from_pretrained(file.parent, **options)
     check_merges(tokenizer, file)
@@ -142,7 +144,4 @@ def drop_added_tokens(directory: Path, rows: int) -> None:
 
 if __name__ == "__main__":
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    try:
-        main(Path(sys.argv[1]), Path(sys.argv[2]))
-    except InputError as error:
-        sys.exit(str(error))
+    answer_requests(main)

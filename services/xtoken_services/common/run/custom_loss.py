@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
-import subprocess
-import sys
+from typing import Any
 
 from xtoken_core.config.loss import LossConfig
 from xtoken_core.errors import ConfigError
+from xtoken_services.common.processes.child_process import ChildError, Progress, answer_requests, ask_child
 
 NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
-CHECK = "xtoken_core.losses.custom"
+CHECK_S = 600.0
+CHECK_MEMORY = 1 << 36
 
 
 def check_custom_loss(config: LossConfig, name: str | None) -> None:
@@ -39,8 +41,17 @@ def check_importable(name: str) -> None:
     Raises:
         ConfigError: It cannot be imported, or is no loss.
     """
-    command = [sys.executable, "-P", "-m", CHECK, name]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        lines = done.stderr.strip().splitlines() or [f"--loss {name}: the check exited with {done.returncode}"]
-        raise ConfigError(lines[-1])
+    try:  # the user's own code: the whole environment of the workers, and only the limits of a mistake
+        ask_child(__name__, {"name": name}, silence_s=CHECK_S, memory=CHECK_MEMORY, environment=os.environ)
+    except ChildError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _import(request: dict[str, Any], _: Progress) -> None:
+    from xtoken_core.losses.custom import import_loss
+
+    import_loss(request["name"])
+
+
+if __name__ == "__main__":
+    answer_requests(_import)

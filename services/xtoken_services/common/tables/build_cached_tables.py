@@ -1,31 +1,27 @@
 """The program that builds the file about two tokenizers which a run would build, and keeps it where runs read it.
 
-    python -m xtoken_services.common.tables.build_cached_tables
-
-reads `{"kind": "chain" or "projection", "student": DIR, "teacher": DIR, "special_tokens": {...}}` from standard input
-and prints JSON lines: `{"done": PART}` while it builds, then `{"file": PATH, "facts": [...]}` or `{"error": ...}`.
+Its request is `{"kind": "chain" or "projection", "student": DIR, "teacher": DIR, "special_tokens": {...}}`, its result
+`{"file": PATH, "facts": [...]}`.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from xtoken_core.chain.files import read_tables
-from xtoken_core.errors import ConfigError, InputError, XtokenError
+from xtoken_core.errors import ConfigError, InputError
 from xtoken_core.projection.files import read_topk
 from xtoken_core.projection.fingerprint import tokenizer_fingerprint
 from xtoken_core.projection.pair_cache import NAMES, PairCache, PairKind
 from xtoken_services.common.files.allowed_paths import check_allowed
-from xtoken_services.common.processes.child_process import limit_memory
+from xtoken_services.common.processes.child_process import Progress, answer_requests
 from xtoken_services.common.tables.build_pair_file import build_pair_file
 
 
 def build_cached(
-    kind: PairKind, student: Path, teacher: Path, special_tokens: Mapping[str, str] | None = None
+    kind: PairKind, student: Path, teacher: Path, special_tokens: Mapping[str, str] | None, progress: Progress
 ) -> tuple[Path, list[str]]:
     """Return the file of two tokenizers in the user's cache, built first if there is none, and facts about it.
 
@@ -34,6 +30,7 @@ def build_cached(
         student: Directory of the student's tokenizer.
         teacher: Directory of the teacher's.
         special_tokens: Special tokens of the student and their partners.
+        progress: Called with an empty text and the part that is done.
 
     Raises:
         ConfigError: Both have the same tokenizer.
@@ -46,7 +43,7 @@ def build_cached(
         raise ConfigError(f"{student} and {teacher} have the same tokenizer: a run compares them without {NAMES[kind]}")
 
     def build(path: Path) -> None:
-        build_pair_file(kind, student, teacher, path, special_tokens, progress=_report)
+        build_pair_file(kind, student, teacher, path, special_tokens, progress=lambda done: progress("", done))
 
     try:
         file = PairCache().file(kind, prints, build, special_tokens)
@@ -71,26 +68,12 @@ def _projection_facts(file: Path) -> Iterator[str]:
         yield f"{float(rows.float().mean()):.1%} with {name}"
 
 
-def _report(done: float) -> None:
-    _print({"done": round(done, 3)})
-
-
-def _print(line: Mapping[str, Any]) -> None:
-    sys.stdout.write(json.dumps(line) + "\n")
-    sys.stdout.flush()
-
-
-def main() -> None:
-    """Build the file that standard input names."""
-    limit_memory()
-    request = json.loads(sys.stdin.buffer.read())
+def main(request: dict[str, Any], progress: Progress) -> dict[str, Any]:
+    """Build the file of a request."""
     directories = Path(request["student"]), Path(request["teacher"])
-    try:
-        file, facts = build_cached(request["kind"], *directories, request["special_tokens"] or None)
-        _print({"file": str(file), "facts": facts})
-    except (XtokenError, OSError) as error:
-        _print({"error": str(error)})
+    file, facts = build_cached(request["kind"], *directories, request["special_tokens"] or None, progress)
+    return {"file": str(file), "facts": facts}
 
 
 if __name__ == "__main__":
-    main()
+    answer_requests(main)

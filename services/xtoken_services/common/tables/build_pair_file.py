@@ -1,33 +1,24 @@
-"""The program that builds a file about two tokenizers.
+"""The program that builds a file about two tokenizers, in a child process.
 
-    python -m xtoken_services.common.tables.build_pair_file KIND STUDENT TEACHER FILE PAIRS
-
-takes the pairs of special tokens as a JSON object.
+A request is `{"kind": "chain" or "projection", "student": DIR, "teacher": DIR, "file": FILE, "special_tokens": {...}}`.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from xtoken_core.chain.build import as_tensors, build_tables
 from xtoken_core.chain.files import write_tables
-from xtoken_core.errors import XtokenError
 from xtoken_core.projection.build import build_projection
 from xtoken_core.projection.files import write_projection
 from xtoken_core.projection.fingerprint import tokenizer_fingerprint
+from xtoken_services.common.processes.child_process import Progress, answer_requests
 from xtoken_services.common.tokenizers.loading import load_tokenizer
 
 LOADING = 0.15
 """Part of the time that loading the tokenizers takes."""
-
-
-def report(done: float) -> None:
-    """Print the part (0 to 1) that is done."""
-    sys.stdout.write(f"{done:.3f}\n")
-    sys.stdout.flush()
 
 
 def build_pair_file(
@@ -37,7 +28,7 @@ def build_pair_file(
     file: Path,
     special_tokens: Mapping[str, str] | None = None,
     *,
-    progress: Callable[[float], None] = report,
+    progress: Callable[[float], None] = lambda done: None,
 ) -> None:
     """Build the chain tables or the projection of two tokenizers.
 
@@ -47,7 +38,7 @@ def build_pair_file(
         teacher: Directory of the teacher's.
         file: The file to write.
         special_tokens: Special tokens of the student and their partners.
-        progress: Called with the part (0 to 1) that is done; by default it is printed.
+        progress: Called with the part (0 to 1) that is done.
 
     Raises:
         XtokenError: A tokenizer cannot be read, or the file cannot be written.
@@ -68,10 +59,12 @@ def build_pair_file(
     write_tables(as_tensors(built), file, prints, special_tokens)
 
 
+def main(request: dict[str, Any], progress: Progress) -> None:
+    """Build the file of a request."""
+    student, teacher, file = (Path(request[name]) for name in ("student", "teacher", "file"))
+    pairs = request["special_tokens"]
+    build_pair_file(request["kind"], student, teacher, file, pairs, progress=lambda done: progress("", done))
+
+
 if __name__ == "__main__":
-    try:
-        name, student_dir, teacher_dir, target, pairs = sys.argv[1:6]
-        build_pair_file(name, Path(student_dir), Path(teacher_dir), Path(target), json.loads(pairs))
-    except (XtokenError, OSError) as error:
-        sys.stderr.write(f"error: {error}\n")
-        sys.exit(getattr(error, "exit_code", 1))
+    answer_requests(main)

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import logging
 import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -18,10 +13,10 @@ from xtoken_core.errors import ConfigError, InputError
 from xtoken_core.projection.fingerprint import SPECIAL_TOKENS_KEY, projection_header, special_tokens_metadata
 from xtoken_core.projection.pair_cache import NAMES, PairCache, PairKind
 from xtoken_core.user_cache import user_cache
+from xtoken_services.common.processes.child_process import BUILD_SILENCE_S, ask_child
 
 log = logging.getLogger("xtoken.pairs")
 
-POLL_S = 0.2
 BUILDER = "xtoken_services.common.tables.build_pair_file"
 
 
@@ -76,15 +71,20 @@ def pair_file(
 
     def build(path: Path) -> None:
         log.info("building the %s of the student's and %s's tokenizer: %s", NAMES[kind], what, path)
-        command = [sys.executable, "-m", BUILDER, kind, *map(str, (student, teacher, path))]
-        command.append(json.dumps(special_tokens or {}))
-        status, errors = _run(command, progress)
-        if status != 0:
-            last = errors.strip().splitlines()[-1:] or [f"it ended with status {status}"]
-            raise InputError(
-                f"cannot build the {NAMES[kind]} of the student's and {what}'s tokenizer: "
-                f"{last[0].removeprefix('error: ')}"
+        sides = {"student": student, "teacher": teacher, "special_tokens": dict(special_tokens or {})}
+        request = {"kind": kind, "file": path, **sides}
+        try:
+            ask_child(
+                BUILDER,
+                request,
+                silence_s=BUILD_SILENCE_S,
+                progress=lambda _, done: progress(done),
+                threads=True,
             )
+        except (ConfigError, InputError) as error:
+            raise InputError(
+                f"cannot build the {NAMES[kind]} of the student's and {what}'s tokenizer: {error}"
+            ) from error
 
     return cache.file(kind, fingerprints, build, special_tokens)
 
@@ -107,34 +107,6 @@ def check_special_tokens(number: int, teacher: TeacherSpec) -> None:
             f"teacher.{number}.special_tokens: {teacher.projection} was built with other pairs: build it again with "
             "xtoken projection build --special-token, or unset teacher.projection"
         )
-
-
-def _run(command: list[str], progress: Callable[[float], None]) -> tuple[int, str]:
-    """Return the exit status and the standard error of a program that prints how much is done, a number a line.
-
-    It is killed if `progress` raises.
-    """
-    with tempfile.TemporaryFile() as errors:
-        child = subprocess.Popen(  # a session of its own: Ctrl+C reaches this process, which decides
-            command, stdout=subprocess.PIPE, stderr=errors, start_new_session=True
-        )
-        assert child.stdout is not None
-        os.set_blocking(child.stdout.fileno(), False)
-        done, printed = 0.0, b""
-        try:
-            while child.poll() is None:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    child.wait(POLL_S)
-                *lines, printed = (printed + (child.stdout.read() or b"")).split(b"\n")
-                done = float(lines[-1]) if lines else done
-                progress(done)
-        finally:
-            child.stdout.close()
-            if child.poll() is None:
-                child.kill()
-                child.wait()
-        errors.seek(0)
-        return child.returncode, errors.read().decode("utf-8", "replace")
 
 
 def _writable(directory: Path) -> bool:

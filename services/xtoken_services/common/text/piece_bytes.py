@@ -1,20 +1,17 @@
-"""The program that measures how many bytes of a text fit a context; it is run with `python -m`.
+"""The program that measures how many bytes of a text fit a context, in a child process.
 
-It reads JSON from standard input, with the tokenizers' directories and contexts and a sample of texts, and prints the
-number.
+Its request has the tokenizers' directories and contexts and a sample of texts, its result is the number.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from xtoken_core.dataset.pieces import divide
-from xtoken_core.errors import XtokenError
 from xtoken_core.tokenizing import TextTokenizer, UnspellableError
-from xtoken_services.common.processes.child_process import limit_memory
+from xtoken_services.common.processes.child_process import Progress, answer_requests
 from xtoken_services.common.tokenizers.loading import load_tokenizer
 
 QUANTILE = 0.01
@@ -57,21 +54,13 @@ def piece_bytes(side: TextTokenizer, context: int, texts: Sequence[str]) -> int:
     return max(LEAST_BYTES, int(room * ratios[int(QUANTILE * len(ratios))]))
 
 
-def main() -> int:
-    """Read the sample, print the smallest number of bytes of all sides."""
-    limit_memory()
-    document = json.load(sys.stdin)
-    try:
-        limits = [
-            piece_bytes(TextTokenizer(load_tokenizer(Path(directory), what), what), context, document["texts"])
-            for what, directory, context in document["sides"]
-        ]
-    except XtokenError as error:
-        sys.stderr.write(f"{error}\n")
-        return error.exit_code
-    sys.stdout.write(f"{min(limits)}\n")
-    return 0
+def main(request: dict[str, Any], _: Progress) -> int:
+    """Return the smallest number of bytes of all sides of a request."""
+    return min(
+        piece_bytes(TextTokenizer(load_tokenizer(Path(directory), what), what), context, request["texts"])
+        for what, directory, context in request["sides"]
+    )
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    answer_requests(main)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from xtoken_core.dataset import DataIndex, JoinedIndex, PieceIndex, Record, Text
 from xtoken_core.dataset.held_out import Part
 from xtoken_core.errors import InputError
 from xtoken_services.common.files.allowed_paths import check_allowed
-from xtoken_services.common.processes.child_process import lines_of
+from xtoken_services.common.processes.child_process import ask_child
 
 SAMPLED_RECORDS = 128
 SAMPLED_CHARACTERS = 65_536
@@ -131,7 +130,6 @@ def _measure(spec: RunSpec, same_tokenizer: Sequence[bool], texts: list[str]) ->
         sides += [] if same else [(spec.teacher_name(number), teacher.tokenizer_dir, teacher.context_length)]
     document = {"sides": [(what, str(directory), context) for what, directory, context in sides], "texts": texts}
     try:
-        (line,) = lines_of(["-m", PROGRAM], json.dumps(document).encode(), silence_s=SILENCE_S)
-        return int(line)
+        return int(ask_child(PROGRAM, document, silence_s=SILENCE_S))
     except (InputError, ValueError) as error:
         raise InputError(f'data.long = "split": cannot measure the text\'s bytes per token: {error}') from error

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer
 
 from xtoken_core.errors import InputError
 from xtoken_core.model_files import check_model_directory
 from xtoken_core.regular_files import TOKENIZER_LIMIT, read_json_object, read_regular
+from xtoken_services.common.processes.child_process import Progress, answer_requests, ask_child
 
+SILENCE_S = 120.0
+"""Seconds after which a process that reads a tokenizer is killed."""
 _TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 
 
@@ -35,7 +36,10 @@ def vocabulary_size(directory: Path) -> int:
             raise InputError(f"cannot read the tokenizer {fast}: {error}") from error
         return max(vocabulary.values(), default=-1) + 1
     check_model_directory(directory)
-    return _ask_transformers(directory)
+    try:  # in a child process, as transformers imports torch
+        return int(ask_child(__name__, {"directory": directory}, silence_s=SILENCE_S))
+    except (InputError, ValueError) as error:
+        raise InputError(f"cannot read the tokenizer in {directory}: {error}") from error
 
 
 def has_chat_template(directory: Path) -> bool:
@@ -50,15 +54,12 @@ def has_chat_template(directory: Path) -> bool:
         return True
 
 
-def _ask_transformers(directory: Path) -> int:
-    """Load the tokenizer in a subprocess, since transformers imports torch."""
-    program = (
-        "import json, sys; from transformers import AutoTokenizer; "
-        "t = AutoTokenizer.from_pretrained(sys.argv[1], local_files_only=True); "
-        "print(json.dumps(max(t.get_vocab().values()) + 1))"
-    )
-    done = subprocess.run([sys.executable, "-c", program, str(directory)], capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        last = done.stderr.strip().splitlines()[-1:] or ["no reason given"]
-        raise InputError(f"cannot read the tokenizer in {directory}: {last[0]}")
-    return int(json.loads(done.stdout.strip().splitlines()[-1]))
+def _size_by_transformers(request: dict[str, Any], _: Progress) -> int:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(request["directory"], local_files_only=True, trust_remote_code=False)
+    return max(tokenizer.get_vocab().values()) + 1
+
+
+if __name__ == "__main__":
+    answer_requests(_size_by_transformers)

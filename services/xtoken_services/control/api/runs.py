@@ -167,7 +167,8 @@ def dry_run_of(context: AppContext, spec: RunSpec, defaults: list[str]) -> DryRu
     scratch = Path(tempfile.mkdtemp(prefix="xtoken-dry-"))
     try:
         roots = context.runs.validator.roots
-        checked = spec.model_copy(update={"output": scratch})
+        # Its token of the Hub, which the child has not, was looked for above.
+        checked = spec.model_copy(update={"output": scratch, "push_to": None})
         resolved, _ = inspect_run(checked, lambda activity, done: None, roots.environment if roots is not None else {})
     finally:
         shutil.rmtree(scratch, ignore_errors=True)

@@ -1,20 +1,12 @@
 """Alignments of texts in a child process that keeps its tokenizers loaded, for a control plane.
 
-    python -m xtoken_services.control.isolated.align_server
-
-reads requests as JSON lines from standard input, `{"student": DIR, "teacher": DIR, "text": ..., "special_tokens": {}}`,
-and answers each by one line on standard output: `{"sides": ..., "notes": [...]}` or `{"error": ...}`. It ends at the
-end of its input.
+A request is `{"student": DIR, "teacher": DIR, "text": ..., "special_tokens": {...}}`, its result `{"sides": ...,
+"notes": [...]}`.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import selectors
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections import OrderedDict
@@ -25,10 +17,9 @@ from typing import Any
 
 from xtoken_core.errors import InputError, XtokenError
 from xtoken_services.common.files.allowed_paths import check_allowed
-from xtoken_services.common.processes.child_process import LIMITS_VARIABLE, MEMORY_LIMIT, SINGLE_THREADED, limit_memory
+from xtoken_services.common.processes.child_process import Child, ChildError, answer_requests
 
 KEPT_PAIRS = 4
-MAX_ANSWER = 1 << 26
 IDLE_S = 600.0
 READ_FILES = ("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "spiece", "chat_template")
 """Beginnings of the names of files that a tokenizer is read from."""
@@ -44,7 +35,7 @@ class AlignServer:
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._environment = dict(environment)
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._child: Child | None = None
         self._idle: threading.Timer | None = None
 
     def align(
@@ -75,77 +66,30 @@ class AlignServer:
         if not self._lock.acquire(timeout=timeout_s):
             raise InputError("other alignments take long: retry in a moment")
         try:
-            request = {"student": str(student), "teacher": str(teacher), "text": text}
-            answer = self._answer(request | {"special_tokens": dict(special_tokens or {})}, until)
+            request = {"student": student, "teacher": teacher, "text": text.encode("utf-8", "replace").decode()}
+            request["special_tokens"] = dict(special_tokens or {})
+            if self._child is None or not self._child.alive:
+                self._end()
+                self._child = Child(__name__, environment=self._environment)
+            answer: dict[str, Any] = self._child.ask(request, silence_s=until - time.monotonic())
+        except ChildError as error:
+            raise InputError(f"cannot align the text: {error}") from error
+        except XtokenError as error:
+            raise InputError(str(error)) from error
         finally:
             self._lock.release()
             self._end_when_idle()
-        if "error" in answer:
-            raise InputError(str(answer["error"]))
         return answer
 
     def close(self) -> None:
         """End the process."""
         with self._lock:
-            self._kill()
+            self._end()
 
-    def _answer(self, request: Mapping[str, Any], until: float) -> dict[str, Any]:
-        process = self._running()
-        assert process.stdin is not None
-        try:
-            process.stdin.write(json.dumps(request).encode("utf-8", "replace") + b"\n")
-            process.stdin.flush()
-            answer = json.loads(self._line(process, until))
-        except (OSError, ValueError) as error:
-            self._kill()
-            raise InputError("the process that aligns has ended: it may need more memory than it is given") from error
-        if not isinstance(answer, dict):
-            self._kill()
-            raise InputError("the process that aligns gave no result")
-        return answer
-
-    def _line(self, process: subprocess.Popen[bytes], until: float) -> bytes:
-        assert process.stdout is not None
-        line = b""
-        with selectors.DefaultSelector() as selector:
-            selector.register(process.stdout, selectors.EVENT_READ)
-            while not line.endswith(b"\n"):
-                if not selector.select(max(0.0, until - time.monotonic())):
-                    self._kill()
-                    raise InputError("the alignment took too long")
-                part = os.read(process.stdout.fileno(), 1 << 16)
-                if not part or len(line) > MAX_ANSWER:
-                    raise ValueError("no answer")
-                line += part
-        return line
-
-    def _running(self) -> subprocess.Popen[bytes]:
-        if self._process is None or self._process.poll() is not None:
-            self._kill()
-            limits = {LIMITS_VARIABLE: str(MEMORY_LIMIT)}
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", __name__],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                env={**os.environ, **SINGLE_THREADED, **limits, **self._environment},
-                start_new_session=True,
-            )
-        return self._process
-
-    def _kill(self) -> None:
-        process, self._process = self._process, None
-        if process is None:
-            return
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        for pipe in (process.stdin, process.stdout):
-            if pipe is not None:
-                try:
-                    pipe.close()
-                except OSError:  # a request that was only half written
-                    continue
+    def _end(self) -> None:
+        if self._child is not None:
+            self._child.close()
+        self._child = None
 
     def _end_when_idle(self) -> None:
         if self._idle is not None:
@@ -156,18 +100,13 @@ class AlignServer:
 
 
 def main() -> None:
-    """Answer the requests on standard input."""
-    limit_memory()
+    """Answer requests; tokenizers stay loaded in between."""
     pairs: OrderedDict[Any, Any] = OrderedDict()
-    for line in sys.stdin.buffer:
-        request = json.loads(line)
-        try:
-            directories = Path(request["student"]), Path(request["teacher"])
-            answer = _aligned(pairs, *directories, request["text"], request["special_tokens"])
-        except XtokenError as error:
-            answer = {"error": str(error)}
-        sys.stdout.write(json.dumps(answer) + "\n")
-        sys.stdout.flush()
+    answer_requests(
+        lambda request, _: _aligned(
+            pairs, Path(request["student"]), Path(request["teacher"]), request["text"], request["special_tokens"]
+        )
+    )
 
 
 def _aligned(

@@ -1,14 +1,10 @@
 """Parsing of TOML from another user in a child process: some texts of 40 kB take the parser half a minute.
 
-    python -m xtoken_services.control.isolated.toml_text
-
-reads a text from standard input and prints the document, or the error, as one line of JSON.
+A request is `{"text": ...}`, its result the document, in which a date is a string.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 import threading
 import tomllib
 from collections.abc import Iterable
@@ -16,7 +12,7 @@ from typing import Any
 
 from xtoken_core.errors import ConfigError
 from xtoken_core.regular_files import MIB
-from xtoken_services.common.processes.child_process import ChildError, limit_memory, lines_of
+from xtoken_services.common.processes.child_process import ChildError, Progress, answer_requests, ask_child
 
 MAX_BYTES = 64 << 10
 MAX_DEPTH = 16
@@ -36,21 +32,17 @@ def parse_toml(text: str) -> dict[str, Any]:
     Raises:
         ConfigError: The text is not TOML, or exceeds a limit of size, nesting or time.
     """
-    data = text.encode("utf-8", "replace")
+    data = text.encode("utf-8", "replace")  # a form may hold halves of surrogate pairs
     if len(data) > MAX_BYTES:
         raise ConfigError(f"the run file is larger than {MAX_BYTES} bytes")
     if not _slots.acquire(timeout=WAIT_S):
         raise ConfigError("too many run files are being read: retry in a moment")
     try:
-        lines = list(lines_of(["-m", __name__], data, silence_s=DEADLINE_S, memory=MEMORY))
+        document: dict[str, Any] = ask_child(__name__, {"text": data.decode()}, silence_s=DEADLINE_S, memory=MEMORY)
     except ChildError as error:
         raise ConfigError(f"the run file cannot be parsed: {error}") from error
     finally:
         _slots.release()
-    answer: dict[str, Any] = json.loads(lines[0]) if lines else {"error": "the parser gave no result"}
-    if "error" in answer:
-        raise ConfigError(f"Invalid TOML: {answer['error']}")
-    document: dict[str, Any] = answer["document"]
     return document
 
 
@@ -78,19 +70,17 @@ def check_document(document: dict[str, Any]) -> None:
     raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
 
 
-def main() -> None:
-    """Parse the text on standard input."""
-    limit_memory()
+def main(request: dict[str, Any], _: Progress) -> dict[str, Any]:
+    """Parse the text of a request."""
     try:
-        document = tomllib.loads(sys.stdin.buffer.read().decode("utf-8"))
+        document = tomllib.loads(request["text"])
         check_document(document)
-        answer: dict[str, Any] = {"document": document}
-    except RecursionError:
-        answer = {"error": "nested too deeply"}
+    except RecursionError as error:
+        raise ConfigError("Invalid TOML: nested too deeply") from error
     except ValueError as error:  # of tomllib; of int() for thousands of digits
-        answer = {"error": str(error)[:500]}
-    sys.stdout.write(json.dumps(answer, default=str) + "\n")
+        raise ConfigError(f"Invalid TOML: {str(error)[:500]}") from error
+    return document
 
 
 if __name__ == "__main__":
-    main()
+    answer_requests(main)

@@ -8,7 +8,6 @@ import os
 import select
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import XtokenError
 from xtoken_services.common.files.input_files import check_input_files
+from xtoken_services.common.processes.child_process import PYTHON
 from xtoken_services.common.processes.supervised import MARK
 from xtoken_services.supervisor.environment import PASSIVE_THREADS, THREADS, worker_environment
 from xtoken_services.supervisor.fork_server import MARK_ROOM, MESSAGE_LIMIT
@@ -33,7 +33,6 @@ PRELOADED = (
 )
 READY_LIMIT_S = 600.0
 ANSWER_LIMIT_S = 30.0
-PROGRAM = (sys.executable, "-P", "-m")
 QUEUE = ("xtoken_services.cli", "queue")
 NOT_READ_AT_IMPORT = {
     MARK,
@@ -69,7 +68,7 @@ class ForkServer:
         with theirs:
             number = theirs.fileno()
             self._process = subprocess.Popen(
-                [*PROGRAM, "xtoken_services.supervisor.fork_server", str(number), *preload],
+                [*PYTHON, "xtoken_services.supervisor.fork_server", str(number), *preload],
                 pass_fds=[number],
                 env={**self._environment, **OWN, MARK: "." * MARK_ROOM},
                 stdin=subprocess.DEVNULL,
@@ -110,7 +109,7 @@ class ForkServer:
         """
         if self.lost or not self._has_imported or not self._can_fork(command, env):
             return None
-        request = json.dumps({"program": list(command[len(PROGRAM) :]), "env": dict(env)}).encode()
+        request = json.dumps({"program": list(command[len(PYTHON) :]), "env": dict(env)}).encode()
         if len(request) > MESSAGE_LIMIT:
             return None
         try:
@@ -144,8 +143,8 @@ class ForkServer:
         self._process.wait()
 
     def _can_fork(self, command: Sequence[str], env: Mapping[str, str]) -> bool:
-        module = tuple(command[len(PROGRAM) :])
-        if tuple(command[: len(PROGRAM)]) != PROGRAM or module[: len(QUEUE)] == QUEUE:
+        module = tuple(command[len(PYTHON) :])
+        if tuple(command[: len(PYTHON)]) != PYTHON or module[: len(QUEUE)] == QUEUE:
             return False  # the queue runs without what is imported here
         mine = {name: value for name, value in self._environment.items() if name not in NOT_READ_AT_IMPORT}
         theirs = {name: value for name, value in env.items() if name not in NOT_READ_AT_IMPORT}

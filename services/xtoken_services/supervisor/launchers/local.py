@@ -8,13 +8,13 @@ import select
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 from xtoken_core.data_plane.address import Address
 from xtoken_core.regular_files import append_regular
+from xtoken_services.common.processes.child_process import PYTHON
 from xtoken_services.common.processes.supervised import MARK
 from xtoken_services.supervisor import os_process
 from xtoken_services.supervisor.launchers.base import STATUS_FILE, read_status
@@ -296,9 +296,8 @@ class OrphanReaper:
     """
 
     def __init__(self, private: Sequence[Path], *, detached: bool = False) -> None:
-        program = [sys.executable, "-P", "-m", "xtoken_services.supervisor.orphan_reaper"]
         self._process = subprocess.Popen(
-            [*program, *([DETACH] if detached else ()), *map(str, private)],
+            [*PYTHON, "xtoken_services.supervisor.orphan_reaper", *([DETACH] if detached else ()), *map(str, private)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             start_new_session=True,

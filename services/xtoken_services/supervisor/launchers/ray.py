@@ -12,7 +12,6 @@ import json
 import logging
 import os
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -23,6 +22,7 @@ from typing import Any
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.data_plane.address import Address
 from xtoken_core.errors import XtokenError
+from xtoken_services.common.processes.child_process import PYTHON
 from xtoken_services.common.processes.supervised import MARK
 from xtoken_services.supervisor.launchers.base import (
     NODE_LOST_EXIT,
@@ -267,7 +267,7 @@ class Bridge:
         inherited = {name: value for name, value in os.environ.items() if name != MARK}
         with log_file.open("ab") as file:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "xtoken_services.supervisor.launchers.ray_bridge"],
+                [*PYTHON, "xtoken_services.supervisor.launchers.ray_bridge"],
                 env=inherited,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
