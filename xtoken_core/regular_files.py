@@ -89,17 +89,9 @@ def append_regular(path: Path) -> int:
     """
     directory = os.open(path.parent, _STEP)
     try:
-        file = os.open(path.name, _APPEND, 0o666, dir_fd=directory)
-    except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENXIO):  # a link; a FIFO that nothing reads
-            raise IrregularFileError("not a regular file", path) from error
-        raise OSError(error.errno, error.strerror, str(path)) from error
+        return _open_in(directory, path.name, _APPEND, path)
     finally:
         os.close(directory)
-    if not stat.S_ISREG(os.fstat(file).st_mode):
-        os.close(file)
-        raise IrregularFileError("not a regular file", path)
-    return file
 
 
 def read_regular(path: Path, limit: int, *, within: Sequence[Path] | None = None) -> bytes:
@@ -113,7 +105,7 @@ def read_regular(path: Path, limit: int, *, within: Sequence[Path] | None = None
     Raises:
         OSError: It cannot be read, is no regular file, or is larger than the limit.
     """
-    return _read(open_regular(path, within=within), limit, path)
+    return read_open(open_regular(path, within=within), limit, path)
 
 
 def read_below(root: Path, name: str, limit: int) -> bytes:
@@ -127,7 +119,33 @@ def read_below(root: Path, name: str, limit: int) -> bytes:
     Raises:
         OSError: It cannot be read, is no regular file, or is larger than the limit.
     """
-    return _read(open_below(root, name), limit, root / name)
+    return read_open(open_below(root, name), limit, root / name)
+
+
+def read_open(descriptor: int, limit: int, shown: Path) -> bytes:
+    """Return the content of an open file, which is closed.
+
+    Raises:
+        OSError: It cannot be read, or is larger than the limit.
+    """
+    with os.fdopen(descriptor, "rb") as file:
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise IrregularFileError(f"larger than {limit} bytes", shown)
+    return data
+
+
+def access_of_others(status: os.stat_result, rights: int = 0o077) -> str:
+    """Return what makes a file another user's too: its owner, or its mode; the empty string if nothing does.
+
+    Args:
+        status: Of the open file.
+        rights: Bits of the mode that nobody else may have.
+    """
+    mode = stat.S_IMODE(status.st_mode)
+    if status.st_uid != os.geteuid():
+        return f"belongs to user {status.st_uid}, this process to user {os.geteuid()}"
+    return f"is open to other users (mode {mode:04o})" if mode & rights else ""
 
 
 def read_json_object(path: Path, limit: int = JSON_LIMIT) -> dict[str, Any]:
@@ -178,6 +196,11 @@ def names_below(root: Path, directory: str) -> list[str]:
         return []
 
 
+def proc_path(descriptor: int) -> str:
+    """Return a path that opens the file behind a descriptor, whatever has its name meanwhile."""
+    return f"/proc/self/fd/{descriptor}"
+
+
 @contextmanager
 def descriptor_path(path: Path, *, within: Sequence[Path] | None = None) -> Iterator[Path]:
     """Open a file and yield a path to its descriptor, for a library that opens files by name.
@@ -191,7 +214,7 @@ def descriptor_path(path: Path, *, within: Sequence[Path] | None = None) -> Iter
     """
     descriptor = open_regular(path, within=within)
     try:
-        yield Path(f"/proc/self/fd/{descriptor}")
+        yield Path(proc_path(descriptor))
     finally:
         os.close(descriptor)
 
@@ -204,22 +227,22 @@ def _open(root: Path, parts: Sequence[str], shown: Path) -> int:
             inner = os.open(part, _STEP, dir_fd=directory)
             os.close(directory)
             directory = inner
-        file = os.open(parts[-1] if parts else ".", _FLAGS, dir_fd=directory)
+        return _open_in(directory, parts[-1] if parts else ".", _FLAGS, shown)
     except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENXIO):  # a link; a socket
-            raise IrregularFileError("not a regular file", shown) from error
-        raise OSError(error.errno, error.strerror, str(shown)) from error
+        error.filename = str(shown)
+        raise
     finally:
         os.close(directory)
+
+
+def _open_in(directory: int, name: str, flags: int, shown: Path) -> int:
+    try:
+        file = os.open(name, flags, 0o666, dir_fd=directory)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):  # a link; a socket, or a FIFO that nothing reads
+            raise IrregularFileError("not a regular file", shown) from error
+        raise OSError(error.errno, error.strerror, str(shown)) from error
     if not stat.S_ISREG(os.fstat(file).st_mode):
         os.close(file)
         raise IrregularFileError("not a regular file", shown)
     return file
-
-
-def _read(descriptor: int, limit: int, shown: Path) -> bytes:
-    with os.fdopen(descriptor, "rb") as file:
-        data = file.read(limit + 1)
-    if len(data) > limit:
-        raise IrregularFileError(f"larger than {limit} bytes", shown)
-    return data

@@ -11,10 +11,10 @@ import fcntl
 import os
 import re
 import secrets
-import stat
 from pathlib import Path
 
 from xtoken_core.errors import InputError
+from xtoken_core.regular_files import access_of_others, open_below
 from xtoken_core.transports.ring import SignalError
 
 DIRECTORY = Path("/dev/shm")
@@ -22,7 +22,6 @@ PREFIX = "xtoken-ring-"
 WEIGHTS_PREFIX = "xtoken-weights-"
 PATTERNS = (f"{PREFIX}*", f"{WEIGHTS_PREFIX}*", f".{WEIGHTS_PREFIX}*")
 """Names of files that are swept; one that begins with a dot was being written."""
-_OPEN = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
 
 def create_file(size: int, *, run: str, session: str, directory: Path = DIRECTORY) -> tuple[int, Path]:
@@ -41,23 +40,33 @@ def create_file(size: int, *, run: str, session: str, directory: Path = DIRECTOR
         InputError: If the directory is missing, not writable, or has no room for `size` bytes.
     """
     label = "-".join(re.sub(r"[^A-Za-z0-9_.]+", "_", part)[:40] for part in (run, session))
+    path = directory / f"{PREFIX}{label}-{os.getpid()}-{secrets.token_hex(8)}"
+    try:
+        fd = create_locked(path)
+    except OSError as error:
+        raise InputError(f"cannot make a file in {directory}: {error.strerror}") from error
+    try:
+        os.posix_fallocate(fd, 0, size)
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        os.close(fd)
+        raise _no_room(size, directory, error) from error
+    return fd, path
+
+
+def create_locked(path: Path) -> int:
+    """Create a file of mode 0600, in the place of any other, and lock it; the lock is the descriptor's.
+
+    Raises:
+        OSError: It cannot be created.
+    """
     while True:
-        path = directory / f"{PREFIX}{label}-{os.getpid()}-{secrets.token_hex(8)}"
-        try:
-            fd = os.open(path, _OPEN | os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        except OSError as error:
-            raise InputError(f"cannot make a file in {directory}: {error.strerror}") from error
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
-            if os.fstat(fd).st_nlink == 0:  # a sweep took it in the moment before the lock
-                os.close(fd)
-                continue
-            os.posix_fallocate(fd, 0, size)
-        except OSError as error:
-            path.unlink(missing_ok=True)
-            os.close(fd)
-            raise _no_room(size, directory, error) from error
-        return fd, path
+        path.unlink(missing_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if os.fstat(descriptor).st_nlink:
+            return descriptor
+        os.close(descriptor)  # a sweep removed it in the moment before the lock
 
 
 def _no_room(size: int, directory: Path, error: OSError) -> InputError:
@@ -79,29 +88,18 @@ def open_file(name: str, size: int, *, directory: Path = DIRECTORY) -> int:
     """
     if not re.fullmatch(re.escape(PREFIX) + r"[A-Za-z0-9_.-]+", name):
         raise SignalError(f"{name!r} is not the name of a ring in shared memory")
-    path = directory / name
     try:
-        fd = os.open(path, _OPEN | os.O_RDONLY)
+        fd = open_below(directory, name)
     except OSError as error:
-        reason = "is a link" if error.errno == errno.ELOOP else f"cannot be opened: {error.strerror}"
-        raise SignalError(f"{path} {reason}") from error
-    complaint = _complaint(os.fstat(fd), size)
+        raise SignalError(f"{directory / name} cannot be opened: {error.strerror}") from error
+    found = os.fstat(fd)
+    complaint = access_of_others(found)
+    if not complaint and found.st_size != size:
+        complaint = f"has {found.st_size} bytes instead of {size}"
     if complaint:
         os.close(fd)
-        raise SignalError(f"{path} {complaint}")
+        raise SignalError(f"{directory / name} {complaint}")
     return fd
-
-
-def _complaint(found: os.stat_result, size: int) -> str:
-    if not stat.S_ISREG(found.st_mode):
-        return "is no regular file"
-    if found.st_uid != os.geteuid():
-        return f"belongs to user {found.st_uid}, this process to user {os.geteuid()}"
-    if stat.S_IMODE(found.st_mode) & 0o077:
-        return f"is open to other users (mode {stat.S_IMODE(found.st_mode):04o})"
-    if found.st_size != size:
-        return f"has {found.st_size} bytes instead of {size}"
-    return ""
 
 
 def remove_stale_files(directory: Path = DIRECTORY) -> list[Path]:
@@ -114,12 +112,11 @@ def remove_stale_files(directory: Path = DIRECTORY) -> list[Path]:
     found_here = {path for pattern in PATTERNS for path in directory.glob(pattern)} if directory.is_dir() else set()
     for path in sorted(found_here):
         try:
-            fd = os.open(path, _OPEN | os.O_RDONLY)
+            fd = open_below(directory, path.name)
         except OSError:
             continue
         try:
-            found = os.fstat(fd)
-            if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+            if os.fstat(fd).st_uid != os.geteuid():
                 continue
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             path.unlink(missing_ok=True)

@@ -7,7 +7,6 @@ import ipaddress
 import math
 import os
 import secrets
-import stat
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from http.cookies import CookieError, SimpleCookie
@@ -17,7 +16,7 @@ from urllib.parse import urlsplit
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from xtoken_core.errors import ConfigError
-from xtoken_core.regular_files import open_regular
+from xtoken_core.regular_files import access_of_others, open_regular
 from xtoken_services.control.problems import problem
 from xtoken_services.control.sessions import DELAY_S, Sessions, WrongTokens
 
@@ -184,8 +183,7 @@ def read_token(file: Path) -> str:
             with os.fdopen(handle, "w", encoding="ascii") as new:
                 new.write(secrets.token_urlsafe(32) + "\n")
         with os.fdopen(open_regular(file), "rb") as opened:
-            status = os.fstat(opened.fileno())
-            if stat.S_IMODE(status.st_mode) & 0o077 or status.st_uid != os.geteuid():
+            if access_of_others(os.fstat(opened.fileno())):
                 raise ConfigError(f"the token file {file} must be readable by you only: chmod 600 {file}")
             token = opened.read(4096).decode("ascii").strip()
     except OSError as error:

@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from xtoken_core.atomic import atomic_write, sync
-from xtoken_services.common.files.private_files import open_private, proc_path, read_private
+from xtoken_core.regular_files import proc_path
+from xtoken_services.common.files.private_files import open_private, read_private
 from xtoken_services.trainer.staging import local_part
 
 INDEX = "index.json"

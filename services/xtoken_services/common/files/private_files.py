@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from xtoken_core.errors import InputError
-from xtoken_core.regular_files import IrregularFileError, open_below
+from xtoken_core.regular_files import IrregularFileError, access_of_others, open_below, read_open
 
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
@@ -40,7 +40,7 @@ def open_private(root: Path, name: str) -> Iterator[int]:
         name: Its name there.
 
     Yields:
-        A descriptor for reading. `proc_path` names the same file for libraries that take a path.
+        A descriptor for reading.
 
     Raises:
         InputError: Others may write to it.
@@ -69,16 +69,8 @@ def read_private(root: Path, name: str, limit: int) -> bytes:
         InputError: Others may write to it.
         OSError: It cannot be read, is no regular file, or is larger.
     """
-    with open_private(root, name) as descriptor, os.fdopen(descriptor, "rb", closefd=False) as file:
-        content = file.read(limit + 1)
-    if len(content) > limit:
-        raise IrregularFileError(f"larger than {limit} bytes", root / name)
-    return content
-
-
-def proc_path(descriptor: int) -> str:
-    """Return a path that opens the file behind a descriptor, whatever has its name meanwhile."""
-    return f"/proc/self/fd/{descriptor}"
+    with open_private(root, name) as descriptor:
+        return read_open(os.dup(descriptor), limit, root / name)
 
 
 def _check_writers(path: Path, status: os.stat_result, mode: int) -> None:
@@ -87,7 +79,7 @@ def _check_writers(path: Path, status: os.stat_result, mode: int) -> None:
     Raises:
         InputError: It is.
     """
-    if status.st_uid != os.geteuid() or status.st_mode & OTHERS_WRITE:
+    if access_of_others(status, OTHERS_WRITE):
         raise InputError(
             f"others may write to {path}: make sure that its content is yours, then chown it and chmod {mode:o} it"
         )

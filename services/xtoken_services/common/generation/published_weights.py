@@ -7,13 +7,11 @@ it. A trainer on a GPU keeps the weights themselves in device memory, and the fi
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import logging
 import mmap
 import os
 import re
-import stat
 import struct
 import zlib
 from collections.abc import Mapping
@@ -28,8 +26,9 @@ from torch import Tensor, nn
 from xtoken_core.atomic import atomic_path
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.errors import InputError, OutputError
+from xtoken_core.regular_files import access_of_others, open_below
 from xtoken_core.transports.cuda_memory import CudaError
-from xtoken_core.transports.shared_files import DIRECTORY, WEIGHTS_PREFIX
+from xtoken_core.transports.shared_files import DIRECTORY, WEIGHTS_PREFIX, create_locked
 from xtoken_services.common.generation.device_weights import (
     NO_MEMORY,
     DeviceWeights,
@@ -49,7 +48,6 @@ READS = 100
 HEADER = struct.Struct("<8sqQI")
 """Magic bytes, step, tag, CRC-32 of the rest."""
 FILE_NAME = "rollout-weights"
-_FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 @dataclass(frozen=True)
@@ -130,7 +128,7 @@ class WeightsWriter:
         head = HEADER.pack(magic, version.step, version.tag, zlib.crc32(payload))
         try:
             with atomic_path(self.path) as scratch:
-                descriptor = _locked(scratch)
+                descriptor = create_locked(scratch)
                 with os.fdopen(os.dup(descriptor), "wb") as file:
                     file.write(head)
                     file.write(payload)
@@ -249,21 +247,6 @@ def _version(head: bytes, path: Path) -> tuple[bytes, Version, int]:
     return magic, Version(step, tag), checksum
 
 
-def _locked(path: Path) -> int:
-    """Create a file of mode 0600 and lock it; the lock belongs to the descriptor and follows a rename.
-
-    Raises:
-        OSError: It cannot be created.
-    """
-    while True:
-        path.unlink(missing_ok=True)
-        descriptor = os.open(path, _FLAGS | os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        if os.fstat(descriptor).st_nlink:
-            return descriptor
-        os.close(descriptor)  # a sweep removed it in the moment before the lock
-
-
 def _open(path: Path) -> int:
     """Open a file of weights for reading.
 
@@ -271,11 +254,10 @@ def _open(path: Path) -> int:
         InputError: There is none, or it could be another user's.
     """
     try:
-        descriptor = os.open(path, _FLAGS | os.O_RDONLY | os.O_NONBLOCK)
+        descriptor = open_below(path.parent, path.name)
     except OSError as error:
         raise InputError(f"the published weights {path} cannot be opened: {error.strerror}") from error
-    state = os.fstat(descriptor)
-    if not stat.S_ISREG(state.st_mode) or state.st_uid != os.geteuid() or stat.S_IMODE(state.st_mode) & 0o077:
+    if access_of_others(os.fstat(descriptor)):
         os.close(descriptor)
         raise InputError(f"the published weights {path} are not a private file of this user: remove it")
     return descriptor
