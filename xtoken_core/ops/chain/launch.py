@@ -46,6 +46,7 @@ CHUNKS, TERMS = 32, 16
 LIVE_WARPS, TEACHER_WARPS, STUDENT_WARPS, CLASS_WARPS, NODE_WARPS = 4, 8, 16, 4, 8
 CLEAR_WARPS = 4
 NODE_PROGRAMS_PER_PROCESSOR = 8
+# More than one, so that tests in the interpreter see programs share the work; few, since it runs them in turn.
 INTERPRETED_PROGRAMS = 3
 
 
@@ -169,6 +170,7 @@ class Comparison:
         if conditioning:
             rules = live.heavy, live.table.tail, live.joined, *live.positions, *live.rules, live.heads
             tiles = SPLITS, RULES, TOKENS, POINTS, AT_POINT
+            # After the copy, in the same stream: it clears bits that the first kernel has set.
             live_kernels.chain_clear_kernel[(E * SPLITS,)](
                 *event, *rules, *live.words, live.table.depth, *tiles, num_warps=CLEAR_WARPS
             )
@@ -191,6 +193,7 @@ class Comparison:
         with second_stream(self.device):
             t_own, t_bits, t_members = self._teacher_live()
             t_top, t_total, t_lse = self.teacher_values(teacher, t_own)
+        # On the current stream, beside the teacher's; the student's kernel below needs both.
         s_bits, _, s_members = self._student_live()
         join(self.device)
         head_lse, top, total = (self._float(R_s) for _ in range(3))
@@ -272,6 +275,7 @@ class Comparison:
         value, mass, level, held_lse = (self._float(E) for _ in range(4))
         ratio = self._float(E, nodes.most_slots)
         if E:
+            # Scratch is per program, not per node: a node's segments may be as many as a vocabulary has tokens.
             programs = self._programs(NODE_PROGRAMS_PER_PROCESSOR, E)
             # Bits by class, those of one node at a time: each program sets its own and clears them again.
             flags = torch.zeros((programs, self.plan.classes // 32 + 1), dtype=torch.int32, device=self.device)

@@ -188,6 +188,7 @@ def chain_parts(
         def value(block: Any, rows: Tensor, term: Term = term) -> Tensor:
             return term(block, rows.to(dtype) / temperature, teacher[block.teacher_row].to(dtype) / temperature)
 
+        # Of a size that follows from shapes alone, so that sums have the same order in every run.
         parts = [events.part(slice(at, at + size)) for at in range(0, len(events.chunk), size)]
         blocks += [Block(part, chunks, value) for part in parts]
     return summed(student_logits, blocks, chunks, dtype)
@@ -209,17 +210,17 @@ def find_terms(
     every = find_events(sides, max_chunks, (tables.student, tables.teacher), **flags)
     starts, inside_student, inside_teacher = (events.without_padding() for events in every)
 
-    def form(block: Starts | Inner) -> Generated | None:
+    def generated_rows(block: Starts | Inner) -> Generated | None:
         return None if generated is None else generated.of_rows(block.student_row)
 
     def at_start(block: Any, s: Tensor, t: Tensor) -> Tensor:
-        return start_values(s, t, block, tables, options.conditioning, form(block))
+        return start_values(s, t, block, tables, options.conditioning, generated_rows(block))
 
     def in_student(block: Any, s: Tensor, t: Tensor) -> Tensor:
-        return inner_values(s, t, block, tables.student, tables.teacher, tables.classes, True, form(block))
+        return inner_values(s, t, block, tables.student, tables.teacher, tables.classes, True, generated_rows(block))
 
     def in_teacher(block: Any, s: Tensor, t: Tensor) -> Tensor:
-        return inner_values(t, s, block, tables.teacher, tables.student, tables.classes, False, form(block))
+        return inner_values(t, s, block, tables.teacher, tables.student, tables.classes, False, generated_rows(block))
 
     return (starts, at_start), (inside_student, in_student), (inside_teacher, in_teacher)
 
@@ -258,6 +259,7 @@ def start_values(
         sums.append(probabilities.new_zeros(len(logits), C + 1).scatter_add(1, root, probabilities))
         # [E, C + 1], classes with a live token
         reached.append(torch.zeros_like(sums[-1]).scatter_add_(1, root, live.to(logits.dtype)) > 0)
+    # Classes that one side cannot reach at this cut say nothing about the other side's choice.
     return restricted(sums[1], sums[0], reached[0] & reached[1], generated)
 
 

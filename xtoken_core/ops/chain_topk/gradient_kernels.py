@@ -48,11 +48,13 @@ def parts_of_listed_row(
     factor, top = node_of_row(
         row, of_parts_ptr, node_chunk_ptr, node_end_ptr, chunks, level_ptr, reads, top_ptr, total_ptr, scale
     )
+    # A row at which no chunk starts has event -1: entry 0 is addressed in its place, and masked.
     there, at = event >= 0, tl.maximum(event, 0)
     of_start = tl.load(of_parts_ptr + at, mask=there, other=0.0) * scale
     mass = tl.load(mass_ptr + at, mask=there, other=0.0)
     s_lse = tl.load(s_lse_ptr + at, mask=there, other=0.0)
     rest_ratio = tl.load(rest_ratio_ptr + at, mask=there, other=0.0)
+    # Upstream of the likelihoods is [B, P], and a row's chunk is numbered within its sample.
     chunk = tl.load(row_chunk_ptr + row)
     known = (chunk >= 0) & (chunk < P)
     of_likely = tl.load(of_likely_ptr + row // T_s * P + chunk, mask=known, other=0.0) * scale
@@ -72,6 +74,7 @@ def listed_gradient_at(
     V, V_own, scale = vocabulary
     z = tl.load(base + x, mask=there, other=float("-inf")).to(tl.float32)
     gradient = tl.zeros(z.shape, dtype=tl.float32)
+    # Most rows start no chunk: the branch is the same for all lanes, and saves an exponential per logit.
     if of_start != 0.0:
         # d KL / d z_x = q_x (mass - P_c / Q_c) for a token x of class c, or of the rest as one class.
         gradient = tl.where(live, exp(z * scale - s_lse) * (mass - ratio) * of_start, 0.0)
@@ -145,6 +148,7 @@ def chain_listed_row_bwd_kernel(
         (T_s, P, scale),
         CROSS_ENTROPY,
     )
+    # Without a start no bits are read: there are none for such a row.
     compared = tl.where(event >= 0, V, 0)
     for begin in range(first, tl.minimum(first + TILES * LANES * ADJACENT, V_head), LANES * ADJACENT):
         x = columns_of(begin, LANES)
@@ -224,9 +228,11 @@ def chain_listed_class_bwd_kernel(
         i = group * ENTRIES + tl.arange(0, ENTRIES)
         # Only heads stand for a class; a token's class has one head, so no logit is stored twice.
         head = tl.load(heads_ptr + own * K + i, mask=i < K, other=-1.0) >= 0.0
+        # [ENTRIES, 1], against [ENTRIES, LANES] tokens of the classes.
         ratio = tl.load(ratio_ptr + own * K + i, mask=head, other=0.0)[:, None]
         class_ptr += tl.load(t_row_ptr + at).to(tl.int64) * K
         first, count = tokens_of_classes(i, head, class_ptr, class_start_ptr)
+        # Until the longest of these classes is through; shorter ones are masked.
         for begin in range(0, tl.max(count, axis=0), LANES):
             j = begin + tl.arange(0, LANES)[None, :]
             there = j < count[:, None]
@@ -276,6 +282,7 @@ def store_listed_tokens(
         at = begin + tl.arange(0, SLOTS)
         x = tl.load(list_ptr + at, mask=at < last, other=0)
         live = is_live(bits_ptr, x, at < compared)
+        # Live, but not among the live tokens of the rest: its class is listed.
         listed = live & (is_live(rest_bits_ptr, x, at < compared) == 0)
         ratio = ratio_of_tokens(x, listed, classes, parts[8], STEPS)
         gradient = listed_gradient_at(x, at < last, live, ratio, base, parts, vocabulary, CROSS_ENTROPY, UNSCALED)
@@ -360,6 +367,7 @@ def chain_listed_node_bwd_kernel(
     """Compute one student row after the other: the tokens that a node inside its token holds or one before it names."""
     inside_ptr = sums_ptr + tl.program_id(0).to(tl.int64) * capacity
     named_ptr = inside_ptr + i_capacity
+    # A fixed number of programs, each with scratch of its own for sums: memory does not grow with the batch.
     for i in range(tl.program_id(0), R, tl.num_programs(0)):
         row = in_64_bits(i)
         base = row_of(student_ptr, row, T_s, stride_b, stride_t)

@@ -61,6 +61,7 @@ def student_classes(tables: ChainTables) -> StudentClasses:
     kept: StudentClasses | None = tables.__dict__.get("_student_classes")
     if kept is None:
         kept = StudentClasses.of(tables)
+        # Kept in the frozen tables themselves, so that it goes with them and is never of other ones.
         object.__setattr__(tables, "_student_classes", kept)
     return kept
 
@@ -88,6 +89,7 @@ class Lists:
     @classmethod
     def of(cls, log_probs: Tensor, ids: Tensor, tail: Tensor, own: Tensor, tables: ChainTables) -> Lists:
         """Sort the entries; arguments as for the op."""
+        # Sorted by class, tokens of one class are neighbours: kernels sum them without a table of classes.
         root = tables.teacher.root
         V = len(root)
         ids, log_probs = ids.flatten(0, 1), log_probs.flatten(0, 1)
@@ -101,6 +103,7 @@ class Lists:
             classes,
             log_probs.float().masked_fill(~known, -torch.inf).gather(1, order),
             tail,
+            # With every token listed there is no other one, and the tail is 0.
             tail / (V - known.sum(1)).clamp(min=1),
             own.flatten().float(),
         )

@@ -45,6 +45,7 @@ def compare_named(
     some = tl.zeros((TILE,), dtype=tl.int32)
     ending = tl.zeros((TILE,), dtype=tl.int32)
     named = tl.zeros((LANES,), dtype=tl.int32)
+    # A tile of slots against all entries of the row: a node has few slots or thousands, a row at most LANES entries.
     for begin in range(0, slots, TILE):
         k = begin + tl.arange(0, TILE)
         there = k < slots
@@ -53,6 +54,7 @@ def compare_named(
         # [TILE, LANES]: slots with the row's entries, several of which can have one class.
         of_slot = (cls[:, None] == classes[None, :]) & (cls >= 0)[:, None]
         p = tl.sum(tl.where(of_slot, mass_of[None, :], 0.0), axis=1)
+        # [LANES]: entries whose class some slot has; the mass of the others belongs to no slot with a class.
         named = tl.maximum(named, tl.max(of_slot.to(tl.int32), axis=0))
         open_ = there & (p == 0.0)  # tokens that end here have no class
         others += tl.where(open_, q, 0.0)
@@ -131,6 +133,7 @@ def chain_listed_inside_kernel(
             store_segment_sums(
                 base, segment_ptr, start_ptr, member_ptr, slot, slots, scale, held_lse, 1.0, sums_ptr, SLOTS
             )
+            # -2 for lanes beyond K: -1 is the class of tokens that end here.
             classes = tl.load(class_ptr + row * K + j, mask=j < K, other=-2)
             listed = exp(tl.load(log_prob_ptr + row * K + j, mask=j < K, other=float("-inf")))
             tail = tl.load(tail_ptr + row)
@@ -140,6 +143,7 @@ def chain_listed_inside_kernel(
                 slot, slots, slot_class_ptr, segment_ptr, sums_ptr, classes, listed, ratio, TILE, LANES
             )
             tl.debug_barrier()
+            # What no slot names has ended this token, where that is a slot; the tail may be in any slot that is open.
             unnamed = tl.sum(tl.where(named != 0, 0.0, listed), axis=0)
             p = tl.where(ending != 0, unnamed, 0.0) + tl.where(some != 0, tail, 0.0)
             kl += xlogx(p) - p * floored_log(others)
@@ -337,6 +341,7 @@ def chain_listed_beside_kernel(
             # The teacher's distribution over the node: entries, and an equal part of the tail for each other token.
             unlisted = (last - first - tl.sum((of_slot >= 0).to(tl.int32), axis=0)).to(tl.float32)
             part = tl.load(part_ptr + given)
+            # Without an unlisted token the part must not raise the pivot above all entries.
             log_part = tl.where(unlisted > 0.0, floored_log(part), float("-inf"))
             pivot = finite(tl.maximum(tl.max(log_p, axis=0), log_part))
             norm = tl.sum(exp(log_p - pivot), axis=0) + unlisted * exp(log_part - pivot)
@@ -358,6 +363,7 @@ def chain_listed_beside_kernel(
                 ratio,
                 TILE,
             )
+            # A zero of the type that the branch below assigns: Triton wants one type on both ways.
             level = kept * 0.0
             tl.debug_barrier()
             if ends_at >= 0:
@@ -383,6 +389,7 @@ def chain_listed_beside_kernel(
 @triton.jit
 def least_listed(listed_ptr, chunk_ptr, first_ptr, size_ptr, events, chunk, there, least):
     """Return the least listed mass of one side's nodes of some chunks."""
+    # [BLOCK] chunks at once, until the one with most positions is through: sums have one order, without atomics.
     first = tl.load(first_ptr + chunk, mask=there, other=0)
     size = tl.load(size_ptr + chunk, mask=there, other=0)
     for i in range(tl.max(size, axis=0)):
