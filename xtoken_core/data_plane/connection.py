@@ -35,12 +35,14 @@ class Connection:
         self.address = address
         self._socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
         try:
+            # Closing drops what was not sent: the request is repeated on another connection anyway.
             self._socket.linger = 0
             self._socket.sndtimeo = int(SEND_S * 1000)
             self._socket.rcvtimeo = int(SOON_S * 1000)
             self._socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
             self._socket.setsockopt(zmq.IPV6, int(address.is_ipv6))
             address.authenticate(self._socket)
+            # Before `connect`, or the first refusal could be missed.
             self._monitor = self._socket.get_monitor_socket(BROKEN | REFUSED)
             self._socket.connect(address.url)
         except BaseException:
@@ -79,11 +81,13 @@ class Connection:
             except TooManyFramesError as error:
                 raise QueueError("bad_frame", f"the peer's reply is no message of this protocol: {error}") from error
             except zmq.Again:
+                # Only after a short wait for the reply: polling two sockets costs more than the usual answer takes.
                 ready = [source for source, _ in self._poller.poll(int(left * 1000) + 1)]
                 if self._monitor in ready and self._has_broken():
                     return None
                 continue
             reply = m.decode_reply(frames[0].buffer)
+            # Others answer requests that this thread has given up; their replies were under way.
             if reply.id == request:
                 return reply, [frame.buffer for frame in frames[1:]]
         return None

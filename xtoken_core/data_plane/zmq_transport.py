@@ -30,6 +30,7 @@ class ZmqTransport(Transport):
     """
 
     def __init__(self, address: Address, *, patience_s: float = 30.0) -> None:
+        # Frames of megabytes come and go: fresh pages from the system would cost as much as the copy.
         set_allocator(keep=CLIENT_KEEPS)
         self.address, self.url = address, address.url
         self.patience_s = patience_s
@@ -44,6 +45,7 @@ class ZmqTransport(Transport):
         Raises:
             QueueUnreachableError: No reply came within `wait_s` and the patience.
         """
+        # Once: a repeated request has the same id, by which the queue recognises it.
         header = m.encode(request)
         deadline = time.monotonic() + wait_s + self.patience_s
         while time.monotonic() < deadline:
@@ -59,6 +61,7 @@ class ZmqTransport(Transport):
             if reply is not None:
                 return reply
             self._drop(connection)
+            # A queue that restarts refuses connections at once; without a pause this would be a busy loop.
             time.sleep(PAUSE_S)
         raise QueueUnreachableError(
             f"no reply from {self.address.url} within {wait_s + self.patience_s:g} s: "

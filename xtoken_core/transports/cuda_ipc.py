@@ -64,6 +64,7 @@ class CudaIpcRing(BoardedRing):
         board = Board(memoryview(mapping), shape, file.path.name)
         memory = RingMemory(device_memory.tensor(), shape)
         memory.write_header(canary)
+        # The canary must be in device memory before the handle is announced: the reader has no event to wait for.
         torch.cuda.synchronize(device)
         board.format(canary)
         extra = {MEMORY: device_memory.handle, UUID: device_uuid(device)}
@@ -95,6 +96,7 @@ class CudaIpcRingReader(MappedRingReader):
         """
         handle.check_kind(shape, TRANSPORT)
         handle.check_host()
+        # By UUID: device numbers differ between processes with other CUDA_VISIBLE_DEVICES.
         home = device_of(handle.extra.get(UUID, b"")) if torch.cuda.is_available() else None
         if home is None:
             raise SignalError(

@@ -74,6 +74,7 @@ class DeviceMemory:
     def __init__(self, address: int, nbytes: int, device: torch.device, *, handle: bytes = b"") -> None:
         self.address, self.nbytes, self.device, self.handle = address, nbytes, device, handle
         release = "cudaFree" if handle else "cudaIpcCloseMemHandle"
+        # Not `__del__`: finalizers also run at interpreter exit, in an order that still has the runtime.
         weakref.finalize(self, _release, release, address, device.index, os.getpid())
 
     @classmethod
@@ -103,6 +104,7 @@ class DeviceMemory:
         if len(handle) != HANDLE_BYTES:
             raise SignalError(f"a handle of device memory has {HANDLE_BYTES} bytes, not {len(handle)}")
         cudart = runtime()
+        # The binding's type has no public constructor from bytes, so they are copied to its address.
         wanted = cudart.cudaIpcMemHandle_t()
         ctypes.memmove(int(wanted.getPtr()), handle, HANDLE_BYTES)
         with _current(device.index):

@@ -32,6 +32,7 @@ TOPK_DTYPE = "float32"
 TOPK_SCALARS = 4
 """Values of a position beside its tokens: two log-normalisers, the mass of all other tokens, the text's own token."""
 
+# Magic, canary, seven sizes, dtype: both sides compare all of it before any value is read.
 _RING_HEADER = struct.Struct("=8s16s7q16s")
 _MAGIC = b"xtring03"
 
@@ -138,6 +139,7 @@ class RingShape:
     def slot_bytes(self) -> int:
         """Bytes of a slot's values: tokens in whole pages, then the maxima."""
         tokens = self.slot_tokens * self.width * self.itemsize
+        # Maxima begin on a page of their own, aligned for any dtype and any copy.
         return _pages(tokens) + self.max_rows * self.vocab * self.itemsize
 
     @property
@@ -292,6 +294,7 @@ class RingHandle(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise SignalError(f"ring {self.name} is on another machine: a rank's teacher and trainer share one")
         if self.pid_namespace != pid_namespace:
             raise SignalError(f"ring {self.name} is in another container: a rank's teacher and trainer share one")
+        # Shared memory of another user could be shortened under the reader, which would end it by SIGBUS.
         if self.uid != os.geteuid():
             raise SignalError(f"ring {self.name} belongs to user {self.uid}, this process to user {os.geteuid()}")
 

@@ -150,6 +150,7 @@ def unpack_columns(heads: Sequence[ColumnHead], buffers: Sequence[Buffer]) -> di
         except StopIteration:
             raise QueueError("bad_request", f"column {head.name!r} lacks a buffer") from None
         columns[head.name] = _checked(head, values, offsets)
+    # A surplus buffer would be held in memory, and belong to nothing that is ever dropped.
     if next(rest, None) is not None:
         raise QueueError("bad_request", "there are more buffers than the columns need")
     return columns
@@ -180,6 +181,7 @@ def _checked_offsets(head: ColumnHead, offsets: Buffer, unit: int, nbytes: int) 
     counts = bytes_view(offsets)
     if counts.nbytes != OFFSET_BYTES * (head.rows + 1):
         raise _misfit(head, f"{head.rows} rows need {head.rows + 1} int64 offsets")
+    # A view: offsets are as long as a batch has rows, and are sent on as they came.
     bounds = counts.cast("q")
     flat = bounds.tolist()  # compared in C with its sorted copy instead of by a Python loop
     if flat[0] != 0 or flat != sorted(flat) or flat[-1] * unit != nbytes:
@@ -200,6 +202,7 @@ def select_rows(column: Column, rows: Sequence[int]) -> Column:
     values = column.values[column.row_bounds(rows[0])[0] : column.row_bounds(rows[-1])[1]]
     offsets = column.offsets
     if offsets is not None:
+        # Offsets begin at 0 in every column, so those of a part are made anew; the values stay a view.
         first = offsets[rows[0]]
         offsets = memoryview(array("q", [bound - first for bound in offsets[rows[0] : rows[-1] + 2].tolist()]))
     return Column(column.kind, column.dtype, len(rows), column.item_shape, values, offsets)
@@ -221,6 +224,7 @@ def gather_rows(parts: Sequence[tuple[Column, Sequence[int]]]) -> Column:
             raise QueueError("conflict", "rows of one field differ in kind, dtype or item shape")
         values, offsets = column.values, column.offsets
         if offsets is None:
+            # Views; the bytes are copied once, by the join below.
             pieces += [values[row * unit : (row + 1) * unit] for row in rows]
             continue
         for row in rows:
@@ -233,4 +237,5 @@ def gather_rows(parts: Sequence[tuple[Column, Sequence[int]]]) -> Column:
 
 
 def _adjacent(rows: Sequence[int]) -> bool:
+    # The ends first: most lists that are not adjacent fail there, without a comparison of all.
     return rows[-1] - rows[0] + 1 == len(rows) and list(rows) == list(range(rows[0], rows[0] + len(rows)))

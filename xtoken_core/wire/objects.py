@@ -15,6 +15,7 @@ from xtoken_core.wire.errors import QueueError
 DATES = (datetime.date, datetime.time, datetime.timedelta)
 
 _encoder = msgspec.msgpack.Encoder()
+# Extension types would let a peer choose what is built from its bytes; the hook refuses every one.
 _decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(ext_hook=lambda code, data: _refuse(code))
 
 
@@ -52,6 +53,7 @@ def object_values(column: Column) -> list[Any]:
     out = []
     for row in range(column.rows):
         start, stop = column.row_bounds(row)
+        # Before decoding: a small row can become large objects, a large one becomes larger ones.
         if stop - start > MAX_OBJECT_BYTES:
             raise QueueError("too_large", f"an object row has {stop - start} bytes; {MAX_OBJECT_BYTES} are allowed")
         try:
@@ -69,6 +71,7 @@ def _check(value: Any, left: int) -> None:
         raise QueueError("too_large", f"an object row is nested deeper than {MAX_OBJECT_DEPTH} levels")
     if isinstance(value, dict):
         for key, item in value.items():
+            # The decoder makes tuples of lists in keys, which no peer in another language could send back.
             if isinstance(key, (tuple, dict)):
                 raise QueueError("bad_request", "the keys of a map in an object row are text, bytes or numbers")
             _check(key, left)
