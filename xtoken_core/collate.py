@@ -241,6 +241,7 @@ class CrossTokenizerCollator:
         except UnspellableError as error:
             if len(values) == 1:
                 return [[_NO_TOKENS] for _ in range(1 + len(self._teachers))], {0: str(error)}
+        # The tokenizer names no culprit, so every record is tried alone; batches with one are rare.
         parts = [self._tokenize_usable([value]) for value in values]
         sides = [[row for (row,) in side] for side in zip(*(tokens for tokens, _ in parts), strict=True)]
         return sides, {index: refused[0] for index, (_, refused) in enumerate(parts) if refused}
@@ -286,7 +287,9 @@ class CrossTokenizerCollator:
     def _close(self, side: _Side, ids: np.ndarray, learn: np.ndarray) -> _Tokens:
         """Append the end-of-text token to a text that fits its context, and cut one that does not."""
         eos = side.text.eos_id
+        # Less than: the end-of-text token needs a place too.
         fits = len(ids) < side.context
+        # A text that was cut has not ended, and must not teach that it does.
         if self.append_eos and fits and eos is not None and (not len(ids) or ids[-1] != eos):
             ids, learn = np.r_[ids, eos], np.r_[learn, 1]
         return _cut(side, ids, learn)
@@ -349,6 +352,7 @@ class CrossTokenizerCollator:
             if axis[0] == "sample":
                 columns[name] = Column("dense", str(array.dtype), len(array), (), bytes_view(array.data))
                 continue
+            # One copy out of the padded array; its rows are views until then.
             values = np.concatenate([row[:length] for row, length in zip(array, lengths[axis], strict=True)])
             view = bytes_view(values.data) if values.size else memoryview(b"")  # an empty array cannot be cast
             columns[name] = Column("jagged", str(array.dtype), len(array), (), view, offsets[axis])

@@ -89,6 +89,7 @@ def window_positions(step: int, *, samples_per_step: int, positions: int, group:
     if step < 0 or samples_per_step < 1 or not 0 <= group < groups:
         raise ValueError(f"no window {step} of {samples_per_step} positions for group {group} of {groups}")
     first = step * samples_per_step
+    # Exact bounds for any numbers: groups' shares differ by one at most, and none is lost by rounding.
     start = first + group * samples_per_step // groups
     stop = first + (group + 1) * samples_per_step // groups
     return range(min(start, positions), min(stop, positions))
@@ -122,6 +123,7 @@ def plan(
     """
     if ranks < 1 or pad_multiple < 1 or any(width % pad_multiple for width in max_widths):
         raise ValueError(f"no plan for {ranks} ranks and widths up to {max_widths} in multiples of {pad_multiple}")
+    # Queue and trainer must not count a sample twice: it would be in two micro-batches.
     if len({row.id for row in rows}) != len(rows):
         raise ValueError("a row is in the window twice")
     padded = [_padded(row, token_budget, pad_multiple, max_widths) for row in rows]
@@ -129,7 +131,9 @@ def plan(
         batches = _packed(rows, token_budget, pad_multiple, ranks)
         rounds = -(-len(batches) // ranks)
     else:
+        # Neighbours have similar lengths, so that a run of them wastes little; the id makes the order a total one.
         padded.sort(key=_longest_first)
+        # As few rounds as the budget allows, then all of their micro-batches as equal in cost as they can be.
         rounds = -(-len(_cut(padded, token_budget, None)) // ranks)
         batches = _even_cut(padded, token_budget, rounds * ranks)
     dealt = _deal(batches, ranks, rounds, len(max_widths))
@@ -177,6 +181,7 @@ def _packed(rows: Sequence[RowLengths], budget: int, multiple: int, ranks: int) 
     room = budget // multiple * multiple
     ordered = sorted(rows, key=_longest_first)
     totals = [sum(side) for side in zip(*(row.lengths for row in rows), strict=True)]
+    # A lower bound: the longest side fills every bin to the brim.
     rounds = max(1, -(-max(totals) // (room * ranks)))
     while True:  # ends: as many micro-batches as rows hold a row each
         bins = _spread(ordered, rounds * ranks, room)
@@ -203,6 +208,7 @@ def _spread(rows: Sequence[RowLengths], count: int, room: int) -> list[list[RowL
             grown = tuple(a + b for a, b in zip(used[number], row.lengths, strict=True))
             if max(grown) <= room:
                 break
+            # Back on the heap after this row: a shorter one may still fit.
             full.append((load, number))
         else:
             return None
@@ -236,6 +242,7 @@ def _even_cut(rows: Sequence[RowLengths], budget: int, most: int) -> list[MicroB
     """Cut into at most `most` micro-batches such that the costliest is cheapest, by bisection over its cost."""
     if not rows:
         return []
+    # No micro-batch is cheaper than its largest row; none need be costlier than without a limit.
     low = max(sum(row.lengths) for row in rows)
     high = max(batch.padded_tokens for batch in _cut(rows, budget, None))
     while low < high:
@@ -252,6 +259,8 @@ def _deal(batches: list[MicroBatch], ranks: int, rounds: int, sides: int) -> tup
 
     So the loads of two ranks never differ by more than the costliest micro-batch.
     """
+    # Costliest first, so that the ranks of one round have micro-batches of about one cost and wait little for each
+    # other.
     ordered = sorted(batches, key=lambda batch: (-batch.padded_tokens, batch.ids))
     ordered += [_empty(sides)] * (rounds * ranks - len(ordered))
     dealt: list[list[MicroBatch]] = [[] for _ in range(ranks)]

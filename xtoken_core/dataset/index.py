@@ -192,6 +192,7 @@ class DataIndex:
         if self._part == "held_out":
             number = int(self._held_out[number])
         elif self._part == "train":
+            # Every held-out record that lies before it in the text moves it by one.
             number += int(self._trained_before.searchsorted(number, side="right"))
         file = bisect_right(self._starts, number) - 1
         return file, number - self._starts[file]
@@ -200,6 +201,8 @@ class DataIndex:
         if file not in self._readers:
             offsets = self._offsets[self._offset_starts[file] : self._offset_starts[file + 1]]
             self._readers[file] = open_reader(self._sources[file], offsets, self._field)
+            # The one that was read longest ago: a shuffled order over thousands of files must not run out of
+            # descriptors.
             if len(self._readers) > _OPEN_FILES:
                 self._readers.popitem(last=False)
         self._readers.move_to_end(file)
@@ -282,6 +285,7 @@ def _write_index(
                 starts = _block_starts(source, field)
                 starts.tofile(out)
                 rows = int(starts[-1])
+            # After the last byte: offsets of a file that grew meanwhile would point into other lines.
             source.check_unchanged()
             records.append(rows)
             offsets.append((out.tell() - before) // 8)
@@ -294,6 +298,7 @@ def _write_index(
         manifest["held_out"] = len(choice.held_out)
     manifest["fingerprint"] = hashlib.sha256(json.dumps([_FORMAT, field, contents]).encode()).hexdigest()
     (directory / "index.json").write_text(json.dumps(manifest), encoding="utf-8")
+    # Before the directory gets its name: an index that exists is whole, also after a power cut.
     sync_tree(directory)
     return manifest
 
@@ -332,6 +337,7 @@ def _chunks(source: Source) -> Iterator[tuple[bytes, int]]:
                 raise InputError(f"cannot read the data file {source.path}: {error.strerror}") from error
             if not chunk:
                 return
+            # Only the last one matters: a line that is too long is refused at the chunk in which it becomes so.
             newline = chunk.rfind(b"\n")
             if newline >= 0:
                 begin = position + newline + 1
