@@ -56,6 +56,7 @@ class Authenticator:
         return [VERSION, question[1] if len(question) > 1 else b"", status, text, b"", b""]
 
     def _status(self, address: str, mechanism: bytes, credentials: Sequence[bytes]) -> tuple[bytes, bytes]:
+        # Before the credentials: a flood must not cost a comparison each, nor learn whether a key is right.
         if self._is_full(address):
             return LATER, b"too many connections"
         if self._check(mechanism, credentials):
@@ -69,6 +70,7 @@ def check_token(user: bytes, token: str) -> Check:
     def check(mechanism: bytes, credentials: Sequence[bytes]) -> bool:
         if mechanism != b"PLAIN" or len(credentials) != 2:
             return False
+        # `&`, not `and`: both are compared in any case, so that time does not show which one is wrong.
         return hmac.compare_digest(credentials[0], user) & hmac.compare_digest(credentials[1], token.encode())
 
     return check

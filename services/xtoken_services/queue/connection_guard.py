@@ -18,6 +18,7 @@ log = logging.getLogger("xtoken.queue")
 
 SPARE_BYTES = 64 << 20
 HELD_FACTOR = 1.25
+# Full turns of the loop for which a peer may be silent: one can fall between two of its messages.
 TURNS = 2
 MAX_PAUSE = 64
 """Checks between two cuts that did not help, at most."""
@@ -43,6 +44,7 @@ class ConnectionGuard:
         self._last_heard: dict[int, int] = {}
         self._turn = 0
         self._pause = self._next_pause = 0
+        # What the process needs before any client: interpreter, libraries, a replayed journal's overhead.
         self._baseline = resident_bytes() - held
 
     def heard(self, number: int) -> None:
@@ -58,9 +60,11 @@ class ConnectionGuard:
         """
         self._turn += 1
         present = self.connections.open()
+        # New connections count as heard just now; closed ones leave, since their numbers are used again.
         self._last_heard = {number: self._last_heard.get(number, self._turn) for number in present}
         excess = self._excess(held)
         if excess > 0:
+            # Only what is really held may cost peers their connections: garbage and free pages go first.
             gc.collect(0)
             trim()
             excess = self._excess(held)
@@ -80,6 +84,7 @@ class ConnectionGuard:
             del self._last_heard[number]
         log.warning("memory is %d bytes above the allowance: disconnecting %d peers", excess, len(victims))
         self._pause = self._next_pause
+        # If cutting does not help, the cause is another: no more cuts in every turn.
         self._next_pause = min(2 * self._next_pause + 1, MAX_PAUSE)
 
     def _excess(self, held: int) -> int:
@@ -88,5 +93,6 @@ class ConnectionGuard:
 
     def _silent(self) -> list[int]:
         """Return connections without a complete message for so long that the loop would have read one from each."""
+        # With many peers a turn reads from a part of them, so all get the turns that a reading from each takes.
         turns = TURNS + 2 * len(self._last_heard) // self._burst
         return [number for number, turn in self._last_heard.items() if self._turn - turn > turns]

@@ -52,6 +52,7 @@ class Connections:
         where = f"inproc://connections-{id(self)}"
         socket.monitor(where, EVENTS)
         self._monitor: zmq.Socket[bytes] = socket.context.socket(zmq.PAIR)
+        # Unlimited: a dropped event would leave a connection uncounted, or counted for ever.
         self._monitor.rcvhwm = 0
         self._monitor.connect(where)
         self._thread = threading.Thread(target=self._follow, name="connections", daemon=True)
@@ -96,6 +97,7 @@ class Connections:
             if victim is not None:
                 disconnect(victim)
                 dropped += 1
+                # At powers of two: a flood writes a few lines, not one per connection.
                 if dropped & (dropped - 1) == 0:
                     log.warning("%d connections beyond the bound of %d were closed so far", dropped, self.most)
         self._monitor.close(linger=0)
@@ -110,8 +112,10 @@ class Connections:
         if not self._is_full(address):
             return None
         local = _is_local(address)
+        # The oldest without a handshake; the new connection itself is among them, so there always is one.
         victim = next(i for i in self._pending if local or self._address[i] == address)
         del self._pending[victim]
+        # Until libzmq reports its end it stays known, but counts no more: its number may not be reused yet.
         self._closing.add(victim)
         self._counts[self._address[victim]] -= 1
         return victim
@@ -134,6 +138,7 @@ def disconnect(number: int) -> None:
     with suppress(OSError):
         connection = sockets.socket(fileno=number)
         try:
+            # libzmq owns the descriptor: it is borrowed and detached, never closed here.
             connection.shutdown(sockets.SHUT_RDWR)
         finally:
             connection.detach()

@@ -91,8 +91,10 @@ class Endpoint:
 
     def _create(self) -> zmq.Socket[bytes]:
         socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
+        # Otherwise a reply to a peer that is gone is dropped in silence, and one to a full peer too.
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         socket.setsockopt(zmq.MAXMSGSIZE, self._max_frame)
+        # A peer that connects and sends nothing holds a descriptor: not for long.
         socket.setsockopt(zmq.HANDSHAKE_IVL, int(HANDSHAKE_S * 1000))
         socket.setsockopt(zmq.SNDHWM, MAX_PENDING_REPLIES)
         socket.setsockopt(zmq.RCVHWM, MAX_PENDING_REQUESTS)
@@ -132,6 +134,7 @@ def check_private(path: Path) -> None:
         raise XtokenError(f"cannot serve at ipc://{path}: {path.parent}: {error.strerror}") from error
     if mode & 0o077:
         raise ConfigError(f"the directory {path.parent} of the queue's socket must be private: chmod 700 it")
+    # libzmq would unlink and take over the file of a living queue; only a connection shows whether one listens.
     probe = sockets.socket(sockets.AF_UNIX)
     try:
         probe.connect(str(path))

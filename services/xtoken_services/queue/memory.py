@@ -47,6 +47,7 @@ def one_heap() -> None:
 def freeze_gc() -> None:
     """Exclude present objects from garbage collection and make it rare: the engine creates no reference cycles."""
     gc.collect()
+    # Objects of imports and of a replayed journal live as long as the process: no collection visits them again.
     gc.freeze()
     gc.set_threshold(YOUNG, MIDDLE, OLD)
 
@@ -68,6 +69,7 @@ class MemoryTrimmer:
         self._lately.append(nbytes)
         self._pause -= 1
         before = resident_bytes()
+        # The maximum of the last checks: memory that batches use in turns is needed again at once.
         if self._pause <= 0 and before - self._baseline - HELD_FACTOR * max(self._lately) > MIN_TRIM_BYTES:
             gc.collect()
             trim()

@@ -193,6 +193,7 @@ class Rendezvous:
     def serve(self, make: Callable[[], bytes]) -> None:
         """Make the value if another thread waits for it."""
         if self._wanted.is_set():
+            # Before the value is made: a scrape that comes meanwhile must get a newer one.
             self._wanted.clear()
             value = make()
             with self._made:

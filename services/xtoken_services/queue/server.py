@@ -37,13 +37,16 @@ from xtoken_services.queue.write_ahead_log import WriteAheadLog
 
 log = logging.getLogger("xtoken.queue")
 
+# Silence is counted in seconds and ends sessions; connections are checked more often, since memory can fill in between.
 TICK_S = 0.25
 CHECK_S = 0.1
 SKIP_S = 0.1
 """How long the frames of an oversized message are received only to be dropped."""
+# Messages of one turn of the loop: replies, retries and the signal to stop wait for no more than these.
 BURST = 64
 FAILED = "failed on this request, see its log"
 MAX_PEERS = 1 << 16
+# In place of a descriptor, which the system gives to the next connection as soon as this one is closed.
 DISCONNECTED = -1
 RETRY_S, RETRY_TURN_S = 0.005, 0.02
 """How long waiting requests are retried after a message, and in each turn of the loop, if there are so many."""
@@ -96,6 +99,7 @@ class Server:
 
     def serve(self) -> None:
         """Answer requests until the server is stopped, then close the socket and remove its file."""
+        # Once all that lives as long as the process is there, the objects of a replayed journal among it.
         freeze_gc()
         next_tick = next_check = time.monotonic()
         try:
@@ -132,6 +136,7 @@ class Server:
     def _check_connections(self) -> None:
         """Report the peers that have sent a message to the guard, and let it act."""
         for peer in self._heard:
+            # A descriptor that is closed by now is unknown to the guard, which ignores it.
             self._guard.heard(self._peers.get(peer, DISCONNECTED))
         self._heard.clear()
         self._guard.check(self.engine.nbytes + self.engine.budget.used)
@@ -142,6 +147,7 @@ class Server:
             self._session_ended = False
             self.waiting.answer_ended_sessions()
             self.waiting.wake_all()
+        # One last try: what it waited for may have come with the change that is retried at this moment.
         for entry in self.waiting.expired(now):
             if not self._answer(entry.peer, entry.request, waited=True):
                 self._send(entry.peer, m.Empty(id=entry.request.id), [])
@@ -150,6 +156,7 @@ class Server:
     def _receive_burst(self) -> None:
         """Answer the messages that are there, after waiting a tick for the first."""
         for _ in range(BURST):
+            # Nothing is waited for while retries are due: the loop comes back to them first.
             if self._stop or (self.waiting.is_due and not readable(self._socket)):
                 return
             try:
@@ -197,7 +204,9 @@ class Server:
         now = time.monotonic()
         if self._answer(peer, request, buffers):
             self.metrics.handled(request, time.monotonic() - now)
+            # A client whose connection broke sends again on a new one; its first copy must not be answered too.
             self.waiting.discard(request)
+            # Only a change can let a waiting request proceed.
             if type(request) not in READS:
                 self.waiting.wake(request)
                 if self.waiting.is_due:
@@ -237,6 +246,7 @@ class Server:
         if response is None:
             return False
         frames = response.frames()
+        # A repeated or waiting request may share its reply object with another id.
         response.reply.id = request.id
         self._send(peer, response.reply, frames)
         return True
@@ -249,6 +259,7 @@ class Server:
     def _send(self, peer: bytes, reply: m.Reply, buffers: Sequence[memoryview]) -> None:
         """Send a reply; with a journal, at the end of the round."""
         if self._journal is not None:
+            # A copy: the same reply may be sent again under another id before this round ends.
             self._outbox.append((peer, copy(reply), buffers))
         else:
             self._send_now(peer, reply, buffers)
@@ -257,12 +268,14 @@ class Server:
         """Commit the journal once for all replies of the round, then send them."""
         if self._journal is not None and self._outbox:
             self._journal.commit()
+            # Cleared first: a peer that is disconnected while these are sent adds nothing to them.
             held, self._outbox = self._outbox, []
             for peer, reply, buffers in held:
                 self._send_now(peer, reply, buffers)
 
     def _send_now(self, peer: bytes, reply: m.Reply, buffers: Sequence[memoryview]) -> None:
         try:
+            # Never blocks: with a full queue of replies `zmq.Again` is raised, and the peer is the one who pays.
             self._socket.send(peer, MORE_AT_ONCE)
             send_frames(self._socket, m.encode(reply), buffers)
         except zmq.Again:

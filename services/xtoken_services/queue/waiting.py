@@ -130,6 +130,7 @@ class Waiting:
         Raises:
             QueueError: `too_large` if too many requests are waiting.
         """
+        # Before the limits are checked: a repetition takes no more room than its first copy.
         old = self._by_name.get(entry.name)
         if old is not None:
             self._remove(old)
@@ -142,6 +143,7 @@ class Waiting:
         self._of_owner.setdefault(entry.owner, {})[entry.number] = entry
         self._charge(entry, entry.cost)
         heapq.heappush(self._deadlines, (entry.deadline, entry.number))
+        # Answered requests leave their deadlines in the heap; they are swept once they are the larger part.
         if len(self._deadlines) > 2 * len(self) + SPARE_DEADLINES:
             self._deadlines = [item for item in self._deadlines if item[1] in self._by_number]
             heapq.heapify(self._deadlines)
@@ -149,6 +151,7 @@ class Waiting:
         evicted = []
         while self.engine.budget.excess("waiting") > 0:
             heaviest = max(self._costs, key=self._costs.__getitem__)
+            # The newest: requests that have waited longest are the nearest to an answer.
             evicted.append(next(reversed(self._of_owner[heaviest].values())))
             self._remove(evicted[-1])
         return evicted
@@ -159,6 +162,7 @@ class Waiting:
         Hellos of different workers may have the same id; a copy of one gets the session that it has opened.
         """
         session = getattr(request, "session", "")
+        # By name, not by peer: the repetition came on another connection.
         copy = self._by_name.get((session, request.id)) if session else None
         if copy is not None:
             self._remove(copy)
@@ -190,11 +194,13 @@ class Waiting:
         self._mark(("partition", partition, ""))
         if isinstance(request, m.Put):
             waited_for = self._by_id.get(partition, {})
+            # Of a put only the requests for its very ids; thousands may wait for others.
             for sample_id in waited_for.keys() & request.ids if waited_for else ():
                 for entry in list(waited_for[sample_id].values()):
                     self._mark(("ids", partition, ""), [entry])
         else:
             self._mark(("ids", partition, ""), hard=not isinstance(request, SOFT))
+        # Whatever changes a partition may have freed memory; those that wait for room are tried one by one.
         self._mark(ROOM)
 
     def wake_all(self) -> None:
@@ -206,6 +212,7 @@ class Waiting:
         """Retry the requests of ended sessions, which are refused by it."""
         live = self.engine.sessions.live
         for entries in [list(entries.values()) for entries in self._of_owner.values()]:
+            # Hellos have no session and wait on.
             if entries[0].session and entries[0].session not in live:
                 for entry in entries:
                     self._try(entry)
@@ -214,6 +221,7 @@ class Waiting:
         """Retry requests that are due for some seconds, at least one of them."""
         deadline = time.monotonic() + seconds
         while self._due:
+            # One request of the first round at a time, so that the deadline is looked at between any two.
             key, current = next(iter(self._due.items()))
             self._retry(key, current)
             if not current.entries:
@@ -231,6 +239,7 @@ class Waiting:
                 continue
             if not current.hard and self._still_lacks(entry):
                 continue
+            # The others want the same thing, and came later: they cannot be served either.
             if not self._try(entry) and key[0] in IN_TURN:
                 current.entries.clear()
             return
@@ -239,6 +248,7 @@ class Waiting:
         if key not in self._by_key:
             return
         current = self._due.get(key)
+        # Appended to the round that runs; without a list a whole new round follows, since some have been tried.
         if entries is not None and current is not None:
             current.entries.extend(entries)
         elif current is not None:
@@ -252,6 +262,7 @@ class Waiting:
             return False
         assert isinstance(entry.request, m.PartitionRequest)
         part = self.engine.partitions[entry.request.partition]
+        # It will never come: the request is answered by a refusal.
         if entry.missing in part.samples.finished or entry.missing in part.samples.dead:
             return False
         return _lacks(part, entry.request, entry.missing)

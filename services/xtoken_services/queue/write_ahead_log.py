@@ -55,6 +55,7 @@ class WriteAheadLog:
         self._dirty = False
         self._failed: XtokenError | None = None
         self._stop = threading.Event()
+        # The flusher's thread holds the file while it flushes: the loop must not replace it meanwhile.
         self._file_lock = threading.Lock()
         try:
             self._number = self._recover()
@@ -78,6 +79,7 @@ class WriteAheadLog:
         Raises:
             XtokenError: The write fails. The queue must stop: its state is ahead of the log.
         """
+        # A log with a gap is worse than none: after one failure nothing more is appended.
         if self._failed is not None:
             raise self._failed
         entry = r.record_of(self._engine, request, buffers, prior)
@@ -100,6 +102,7 @@ class WriteAheadLog:
             self._dirty = True
         except (sqlite3.Error, MemoryError) as error:
             raise self._fail("cannot write the journal in ", error) from error
+        # Twice what is needed: a snapshot is written once for as many obsolete bytes, so its cost is amortised.
         if self._file.nbytes > self._slack + 2 * max(self._engine.nbytes, self._file.snapshot_bytes):
             old, new = self._file, self._begin_file()
             with self._file_lock:
@@ -192,12 +195,14 @@ def _lock(directory: Path) -> int:
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = directory.stat()
+        # Users who may write here decide what the queue replays.
         if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o022:
             raise InputError(f"the journal directory {directory} may be written by others: chmod 700 it, or own it")
         lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
         raise InputError(f"cannot use {directory} for the journal: {error.strerror}") from error
     try:
+        # On the directory's descriptor: the lock goes with the process, however it ends.
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         os.close(lock)
