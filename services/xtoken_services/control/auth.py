@@ -72,27 +72,33 @@ class Auth:
         """Return status and reason of a refusal, or None if the request is accepted."""
         names = [name.lower() for name, _ in scope["headers"]]
         for single in SINGLE_HEADERS:
+            # 400, as RFC 9112 (section 3.2) demands for Host.
             if names.count(single) > 1:
                 return 400, f"more than one {single.decode().title()} header"
         headers = {name.lower(): value.decode("latin-1") for name, value in scope["headers"]}
         host = headers.get(b"host", "")
+        # DNS rebinding: a foreign page's name that resolves to this machine must not reach the API.
         if not self._is_own(_host_of(f"//{host}")):
             return 403, f"the Host header {host!r} is not a name of this control plane"
+        # Browsers send it with every cross-site write; programs need not, and are known by their token.
         origin = headers.get(b"origin")
         if origin is not None and not self._same_origin(origin, f"{scope['scheme']}://{host}"):
             return 403, f"cross-origin request from {origin!r}"
+        # After Host and Origin, which hold for open paths too.
         if self.token is None or scope["path"] in PROBES or scope["path"] in self.open_paths:
             return None
         given = bearer_of(headers.get(b"authorization", ""))
         if given is None:
             cookie = session_of(headers.get(b"cookie", ""))
             return None if cookie is not None and self.sessions.is_open(cookie) else (401, TOKEN_REQUIRED)
+        # Before the comparison: while an address is delayed, a right guess gets no other answer.
         if self.wrong_tokens.blocks(address_of(scope)):
             return 429, TOO_MANY_WRONG
         return None if self.accepts(given) else (401, WRONG_TOKEN)
 
     def accepts(self, token: str) -> bool:
         """Return True if `token` is the control plane's token."""
+        # In constant time, which does not show how many characters are right.
         return self.token is not None and hmac.compare_digest(token.encode(), self.token.encode())
 
     def _is_own(self, name: str) -> bool:
@@ -102,6 +108,7 @@ class Auth:
         remote, own = urlsplit_safely(origin), urlsplit_safely(url)
         if remote is None or own is None or remote[0] not in ("http", "https") or remote[2] != own[2]:
             return False
+        # `localhost` and 127.0.0.1 are one machine, and users type either.
         return remote[1] == own[1] or (is_loopback(remote[1]) and is_loopback(own[1]))
 
 
@@ -119,6 +126,7 @@ class AuthMiddleware:
         refusal = self._auth.refusal(scope)
         if scope["type"] == "websocket":
             if refusal is not None:
+                # The handshake must be received before a WebSocket can be refused (ASGI specification).
                 await receive()
                 await send({"type": "websocket.close", "code": POLICY_VIOLATION, "reason": refusal[1][:120]})
             else:
@@ -176,6 +184,7 @@ def read_token(file: Path) -> str:
     """
     try:
         try:
+            # `O_EXCL`: of two starts at once one creates the token, the other reads it.
             handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except FileExistsError:
             pass
@@ -183,6 +192,7 @@ def read_token(file: Path) -> str:
             with os.fdopen(handle, "w", encoding="ascii") as new:
                 new.write(secrets.token_urlsafe(32) + "\n")
         with os.fdopen(open_regular(file), "rb") as opened:
+            # Of the open file: its name could lead to another one by now.
             if access_of_others(os.fstat(opened.fileno())):
                 raise ConfigError(f"the token file {file} must be readable by you only: chmod 600 {file}")
             token = opened.read(4096).decode("ascii").strip()

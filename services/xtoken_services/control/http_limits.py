@@ -115,6 +115,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         self._start_timer(HEADER_S)
         self._peers.add(self)
+        # Its own address first: one client that opens too many must not push out others.
         if len(self._peers.of(self.address)) > min(MAX_PER_ADDRESS, self._limit):
             self._make_room(self.address)
         elif self._peers.total > self._limit:
@@ -132,6 +133,7 @@ class LimitedProtocol(HttpToolsProtocol):
         """Parse a part of a request."""
         if self.transport.is_closing():
             return
+        # The first bytes of a further request on a kept connection; a new one has its timer already.
         if self._in_headers and self._timer is None:
             self._start_timer(HEADER_S)
         super().data_received(data)
@@ -171,6 +173,7 @@ class LimitedProtocol(HttpToolsProtocol):
         """Start the timeout for a peer that does not read."""
         super().pause_writing()
         if self._stalled is None:
+            # Abort, not close: closing would wait for the buffer that the peer does not read.
             self._stalled = self.loop.call_later(STALLED_S, self.transport.abort)
 
     def resume_writing(self) -> None:
@@ -185,6 +188,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._peers.discard(self)
         if self.transport.is_closing():
             return
+        # Half a response followed by a status line would be read as its body.
         if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
             reason = REASONS[status]
             head = b"HTTP/1.1 %d %s\r\ncontent-length: 0\r\nconnection: close\r\n\r\n" % (status, reason)
@@ -193,6 +197,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _make_room(self, address: str) -> None:
         waiting = (peer for peer in self._peers.of(address) if peer.waiting and peer is not self)
+        # If all others have a request in progress, the newcomer is the one that is refused.
         next(waiting, self).refuse(503)
 
     def _count(self, size: int) -> None:
@@ -236,6 +241,7 @@ class BodyLimit:
 
 def _length(scope: Scope) -> float:
     length = dict(scope["headers"]).get(b"content-length", b"0")
+    # A length that is no number is infinite, and refused; 20 digits are beyond any body.
     return int(length) if length.isdigit() and len(length) < 20 else float("inf")
 
 
@@ -258,6 +264,7 @@ def _bounded(receive: Receive, limit: int, values: int) -> Receive:
         message = await receive()
         body = message.get("body", b"")
         size += len(body)
+        # Counted without parsing, at a byte's cost each, also inside strings: an upper bound is enough.
         begun += len(body) - len(body.translate(None, b",[{"))
         if size > limit:
             raise HTTPException(413, f"the request body is larger than {limit} bytes")
