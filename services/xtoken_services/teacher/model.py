@@ -114,6 +114,7 @@ class TeacherModel:
         """
         if self.plain_head and out.device == self.device and out.dtype == self.head.dtype:
             hidden = self.hidden(tokens, row)
+            # Into the slot itself: whole logits are the largest tensor of a run, and a copy would double them.
             torch.mm(hidden.reshape(-1, hidden.shape[-1]), self.head.t(), out=out.view(-1, out.shape[-1]))
         elif self.plain_head:
             out.copy_(self.hidden(tokens, row) @ self.head.t(), non_blocking=True)
@@ -176,6 +177,7 @@ class TeacherModel:
         else:
             source, head = self.model(**self._inputs(tokens, row)).logits.flatten(0, 1), None
         targets = predicted_ids(self._on_device(tokens)).flatten()
+        # In pieces, since [B * T, V] in float32 would not fit beside the weights.
         for start in range(0, len(source), CHUNK_TOKENS):
             piece = source[start : start + CHUNK_TOKENS].unsqueeze(0)
             logits = piece if head is None else piece @ head

@@ -36,11 +36,13 @@ def reduce_plan(step: StepPlan, group: RankGroup) -> StepPlan:
     """
     if group.nodes == 1:
         return step
+    # One exchange for all: a collective's latency is the cost, not its size.
     counts = [step.plan.micro_batches, step.ce_tokens, step.tokens, step.truncated, *step.kd_chunks]
     columns = list(zip(*group.gather_nodes(counts), strict=True))
     ce_tokens, tokens, truncated, *kd_chunks = (sum(column) for column in columns[1:])
     return replace(
         step,
+        # Every rank has as many backward passes, or one would wait in a collective for ever.
         plan=step.plan.filled_up(max(columns[0]), sides=1 + len(kd_chunks)),
         ce_tokens=ce_tokens,
         tokens=tokens,
@@ -56,6 +58,7 @@ def step_outcome(step: StepPlan, group: RankGroup, queue: RunClient) -> StepOutc
     if group.nodes == 1:
         return StepOutcome(step.ids, skipped, dead)
     mine: list[Any] = [list(step.ids), list(skipped.items()), list(dead.items())]
+    # Ranks of a node group have the same plan: the first one of each group speaks for it.
     firsts = group.all_gather(mine)[:: group.size // group.nodes]
     return StepOutcome(
         tuple(i for ids, _, _ in firsts for i in ids),

@@ -41,6 +41,8 @@ class StudentOptimizer:
         fused = student.device.type == "cuda"
         for part in self.parts:
             for weight in (weight for group in part.param_groups for weight in group["params"]):
+                # Made before the first step, so that a checkpoint can be loaded into it and memory shows its peak at
+                # the start.
                 part.state[weight] = _initial_state(part, weight, student.device if fused else torch.device("cpu"))
         self._state: dict[str, dict[str, Tensor]] = {
             name: next(part.state[weight] for part in self.parts if weight in part.state)
@@ -49,6 +51,7 @@ class StudentOptimizer:
 
     def clip(self) -> Tensor:
         """Clip the gradients to the norm `grad_clip`; returns the norm before, a scalar on the device."""
+        # An infinite limit changes nothing, and the norm is reported in any case.
         limit = self.spec.grad_clip if self.spec.grad_clip is not None else math.inf
         norm = torch.nn.utils.clip_grad_norm_(self.weights.values(), limit)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
@@ -141,6 +144,7 @@ def _ends_of(student: Student) -> set[str]:
     """Return the names of the weights of embedding and head."""
     model = student.model
     modules = (model.get_input_embeddings(), model.get_output_embeddings())
+    # By identity: a tied head and embedding are one weight under one name.
     ends = {id(weight) for module in modules if module is not None for weight in module.parameters()}
     return {name for name, weight in model.named_parameters() if id(weight) in ends}
 
@@ -179,6 +183,7 @@ def _initial_state(part: Optimizer, weight: nn.Parameter, device: torch.device) 
     if isinstance(part, AdamW):
         moments = {name: _zeros(weight) for name in ("exp_avg", "exp_avg_sq")}
     elif not isinstance(part, Adafactor):
+        # Muon keeps no count of steps.
         return {"momentum_buffer": _zeros(weight)}
     elif weight.ndim > 1:  # the second moment's mean over the columns and over the rows
         moments = {"row_var": _zeros(weight[..., :1]), "col_var": _zeros(weight[..., :1, :])}

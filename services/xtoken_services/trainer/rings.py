@@ -44,7 +44,8 @@ class TeacherRings:
         """Open rings that teachers have announced; close those that were replaced, or whose teacher has ended.
 
         Raises:
-            Exception: Error of a release.
+            StaleSignalError: A slot was refilled while it was read.
+            QueueError: The queue refuses a release.
         """
         self._releases.check()
         for teacher in self._teachers:

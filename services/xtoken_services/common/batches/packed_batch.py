@@ -54,6 +54,7 @@ def packed_batch(
     for teacher, (width, pad_id) in enumerate(zip(widths[1:], pad_ids[1:], strict=True)):
         ids = schema.field_name(schema.TEACHER_INPUT_IDS, teacher)
         pads[ids] = pad_id
+        # A teacher with the student's tokenizer has no tokens of its own.
         rows.append(row_of_side(columns[ids], width) if ids in columns else student)
         data[schema.field_name(schema.TEACHER_SAMPLE, teacher)] = rows[-1].samples()
     tensors = tensordict_from_columns({name: column for name, column in columns.items() if column.kind != "jagged"})
@@ -70,6 +71,7 @@ def packed_batch(
     for teacher in range(teachers):
         _number_chunks(data, columns, teacher)
     if dead_samples:
+        # The tensor lies over received memory, which is read-only and may be shared.
         mask = data[schema.SAMPLE_MASK.name].clone()
         mask[torch.tensor(list(dead_samples))] = 0.0
         data[schema.SAMPLE_MASK.name] = mask

@@ -122,6 +122,8 @@ def plan_step(run: ResolvedRun, step: int, rows: StepRows) -> StepPlan:
     lengths = [columns.get(name, []) for name in length_fields(run)]
     table = [RowLengths(i, tuple(side[row] for side in lengths)) for row, i in enumerate(rows.ids)]
     dead = set(rows.dead)
+    # Dead rows stay in the plan, masked, so that it is the same on sides that learn of them at different times; only
+    # counts leave them out.
     alive = [row for row, i in enumerate(rows.ids) if i not in dead]
 
     def total(name: str) -> int:
@@ -181,6 +183,7 @@ def ring_shape(run: ResolvedRun, teacher: int) -> RingShape:
     spec, model = run.spec, run.teachers[teacher]
     content = spec.content_of(teacher)
     hidden = model.hidden_size if content == "hidden" else 0
+    # Rows are at least a multiple wide, so no micro-batch has more of them.
     rows = 1 if run.packed else min(spec.train.samples_per_step, spec.train.micro_batch_tokens // PAD_MULTIPLE)
     return RingShape(
         slots=spec.ring_slots,

@@ -24,12 +24,14 @@ from transformers.masking_utils import sdpa_mask
 log = logging.getLogger("xtoken.rollout")
 
 NAME = "xtoken_decode"
+# Longer spans decode more tokens behind an end of text; shorter ones let the host wait more often.
 SPAN = 16
 """Tokens of a row between two looks of the host."""
 LENGTHS = 64
 """Lengths of keys and values are multiples of it, so that batches of other prompts use the same graph."""
 SMALLEST = 8
 """Rows of the smallest batch; larger ones are multiples of it."""
+# Each graph keeps its kernels' parameters and workspaces on the device.
 MAX_GRAPHS = 24
 WARM_UP = 2
 """Steps before the capture: libraries choose their kernels and allocate what they need; the last one must not wait."""
@@ -69,6 +71,7 @@ def decode_attention(
     """
     batch, heads, length, _ = query.shape
     groups = key.shape[1]
+    # The short cut is for one new token and shared keys; a prefill and other forms go the library's way.
     if attention_mask is None or length > 1 or heads == groups or options.get("position_bias") is not None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **options)
     shared = query.reshape(batch, groups, heads // groups, -1)  # [B, H_kv, H / H_kv, D]
@@ -167,6 +170,7 @@ class Batch:
             RuntimeError: A step waits for the device, cannot be captured, or has another result as a graph.
         """
         kept = [x.clone() for x in self._changed()]
+        # No capture on the default stream; but what was queued there is the capture's input.
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for left in reversed(range(WARM_UP)):
@@ -201,6 +205,7 @@ class Batch:
             x.copy_(before)
 
     def _decode(self) -> None:
+        # The column that this step writes becomes visible to it: 0 is added to its logits.
         self.mask.index_fill_(3, self.column, 0.0)
         logits = self.decoder.forward(self.ids, self.mask, self.positions, self.cache)
         uniforms = self.uniforms.index_select(1, self.number).squeeze(1)
@@ -295,6 +300,7 @@ class Decoder:
             new.values.copy_(values)
         for name in ("ids", "positions", "mask", "uniforms"):
             getattr(smaller, name).copy_(getattr(batch, name)[index])
+        # Counters are tensors: a graph reads them on the device, whatever the host believes.
         smaller.column.copy_(batch.column)
         smaller.number.copy_(batch.number)
         self._capture(smaller)

@@ -42,6 +42,7 @@ class DeviceWeights:
     def write(self, model: nn.Module) -> None:
         """Copy the model's weights; done when this returns."""
         with torch.no_grad():
+            # One launch for hundreds of tensors.
             torch._foreach_copy_(list(self._tensors.values()), [weight.detach() for weight in model.parameters()])
         torch.cuda.synchronize(self.device)
 
@@ -72,6 +73,7 @@ def read_device_weights(description: bytes, model: nn.Module) -> None:
     weights = dict(model.named_parameters())
     try:
         named: dict[str, Any] = json.loads(description)
+        # Ends are computed from this process's own shapes: a message only says where tensors begin.
         layout = {name: (start, _end(start, weights[name])) for name, (_, _, start) in named["tensors"].items()}
         same = all(
             [str(weights[name].dtype), list(weights[name].shape)] == [dtype, shape]

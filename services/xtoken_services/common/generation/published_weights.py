@@ -70,6 +70,7 @@ def weights_file(run: ResolvedRun) -> Path:
     if spec.rollout.weights == "directory":
         return spec.output / FILE_NAME
     label = re.sub(r"[^A-Za-z0-9_.]+", "_", spec.name)[:40]
+    # Of the output, which one run at a time may use: two runs of one name do not meet here.
     digest = hashlib.sha256(os.fsencode(spec.output.absolute())).hexdigest()[:16]
     return DIRECTORY / f"{WEIGHTS_PREFIX}{label}-{os.geteuid()}-{digest}"
 
@@ -100,6 +101,7 @@ class WeightsWriter:
             self._replace(MAGIC, version, save(_tensors(model)))
             return
         description = shared.description()
+        # The header says so before a byte changes: a reader in between reads again.
         self._replace(ON_DEVICE, Version(WRITING, version.tag), description)
         shared.write(model)
         self._replace(ON_DEVICE, version, description)
@@ -128,6 +130,7 @@ class WeightsWriter:
         head = HEADER.pack(magic, version.step, version.tag, zlib.crc32(payload))
         try:
             with atomic_path(self.path) as scratch:
+                # Locked before it has its name: no sweep may take it for a dead trainer's file.
                 descriptor = create_locked(scratch)
                 with os.fdopen(os.dup(descriptor), "wb") as file:
                     file.write(head)
@@ -184,6 +187,7 @@ def load_weights(model: nn.Module, path: Path) -> Version:
             _copy(_parsed(payload, path), model, path)
             return version
         read_device_weights(payload, model)
+        # The same header before and after the copy: no write can have begun in between.
         if read_version(path) == version:
             return version
     raise InputError(f"the published weights {path} are replaced faster than they can be read")
