@@ -14,6 +14,8 @@ NonNegative = Annotated[float, Field(ge=0)]
 
 LossMode = Literal["p_kl", "gold", "h_kl", "uld", "alm", "chain", "custom"]
 """The losses between different tokenizers, by short name."""
+MODE_NAMES: dict[str, str] = {"p_kl": "P-KL", "h_kl": "H-KL", "uld": "ULD", "alm": "ALM", "custom": "custom loss"}
+"""Names of modes in text, where they differ from the short one."""
 
 DENSE_ONLY: frozenset[LossMode] = frozenset({"gold", "h_kl"})
 """Modes that read a projection row by row: a sparse file has no rows of weights."""

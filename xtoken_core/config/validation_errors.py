@@ -19,14 +19,20 @@ def describe(error: ValidationError, model: type[BaseModel]) -> str:
         model: The model that was validated.
     """
     text = "; ".join(
-        f"{'.'.join(map(str, item['loc'])) or 'the run'}: {_message(item, model)}"
+        f"{'.'.join(map(str, item['loc'])) or 'the run'}: {message_of(item, model)}"
         for item in error.errors(include_url=False, include_context=False)
     )
     # Names of unknown fields are the file's own, line ends and control characters included.
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
-def _message(item: Any, model: type[BaseModel]) -> str:
+def message_of(item: Any, model: type[BaseModel]) -> str:
+    """Return the message of one of pydantic's errors; that of an unknown field names those that there are.
+
+    Args:
+        item: The error.
+        model: The model that was validated.
+    """
     if item["type"] == "extra_forbidden":
         return _unknown_field(item["loc"], model)
     text: str = item["msg"].removeprefix("Value error, ")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,7 +16,6 @@ from xtoken_core.errors import ConfigError
 from xtoken_services.common.tokenizers.special_tokens import parse_special_tokens
 
 if TYPE_CHECKING:
-    from xtoken_core.config import RunSpec
     from xtoken_services.common.processes.worker import QueueLink
     from xtoken_services.control.client import ControlClient
 
@@ -207,18 +205,6 @@ def queue_link(
     if address.token_file is not None and address.token_file.exists():  # a queue that starts later creates it
         read_token(address.token_file)
     return QueueLink(queue, token_file, keys, incarnation, patience)
-
-
-def resolved_text(spec: RunSpec, notes: Sequence[str], *, as_json: bool) -> str:
-    """Return a specification as the text of a run file, the defaults that were filled in as comments; or as JSON."""
-    if as_json:
-        return json.dumps({"spec": spec.model_dump(mode="json"), "defaults": list(notes)}, indent=2)
-    import tomli_w
-
-    from xtoken_core.config.document import document_of, without_none
-
-    comments = "".join(f"# default: {note}\n" for note in notes)
-    return comments + tomli_w.dumps(without_none(document_of(spec))).rstrip("\n")
 
 
 def set_up_logging() -> None:

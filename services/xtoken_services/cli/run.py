@@ -15,7 +15,6 @@ from xtoken_services.cli.options import (
     LossOption,
     SetOption,
     read_control_token,
-    resolved_text,
 )
 
 if TYPE_CHECKING:
@@ -62,6 +61,7 @@ def run(
         second = baseline_of(spec)
     if dry_run:
         from xtoken_services.cli.dry_run import check_run
+        from xtoken_services.common.run.run_text import resolved_text
 
         for warning in check_run(spec, None if control else loss):
             typer.echo(f"warning: {warning}", err=True)

@@ -17,7 +17,7 @@ from tests.unit.supervisor.scripted_run import resolved_run
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import ConfigError
 from xtoken_services.cli.app import app
-from xtoken_services.cli.options import resolved_text
+from xtoken_services.common.run.run_text import resolved_text
 
 WEB_AND_DATABASE = {"xtoken_services.control", "fastapi", "uvicorn", "starlette", "sqlalchemy", "alembic", "httpx"}
 HEAVY = {"torch", "transformers", "tensordict", "numpy", "pyarrow", "tokenizers", "safetensors"}
@@ -110,7 +110,7 @@ def test_missing_field_loads_no_supervisor(tmp_path: Path) -> None:
 def test_the_printed_settings_are_a_run_file_of_the_same_run(tmp_path: Path, settings: dict[str, Any]) -> None:
     document = tomllib.loads(run_file(tmp_path).read_text(encoding="utf-8"))
     spec = RunSpec.model_validate(document | settings)
-    again = RunSpec.model_validate(tomllib.loads(resolved_text(spec, ["a note"], as_json=False)))
+    again = RunSpec.model_validate(tomllib.loads(resolved_text(spec, ["a note"])))
     assert again == spec
 
 

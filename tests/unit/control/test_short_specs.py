@@ -1,4 +1,4 @@
-"""Specifications without what models, text and machine decide: completed as run files, by the API and by the form."""
+"""Specifications without what models, text and machine decide: completed as run files, by the API and by the page."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import ConfigError, InputError
 from xtoken_services.common.run.defaults import fill_run_defaults
 from xtoken_services.common.run.machine import Machine
+from xtoken_services.common.run.run_text import to_toml, without_defaults
 from xtoken_services.common.text.training_text import open_held_out, open_text
 from xtoken_services.control.api.short_specs import complete, start_short
 from xtoken_services.control.runs import Runs
-from xtoken_services.control.web import form
 from xtoken_services.control.web.compare_page import differing_settings
 
 
@@ -51,7 +51,7 @@ def test_completed_as_a_run_file(runs: Runs, short: dict[str, Any], tmp_path: Pa
 def test_a_run_with_the_settings_of_a_deleted_one(runs: Runs, short: dict[str, Any], tmp_path: Path) -> None:
     first, _ = complete(runs, short)
     fingerprint = open_text(first, 0).fingerprint
-    like = {name: value for name, value in form.without_defaults(first).items() if name != "output"}
+    like = {name: value for name, value in without_defaults(first).items() if name != "output"}
     shutil.rmtree(first.output)
     second, _ = complete(runs, like | {"name": "second", "seed": 3})
     assert open_text(second, 0).fingerprint == fingerprint and len(open_held_out(second)) > 0
@@ -108,31 +108,6 @@ def test_a_name_never_leads_outside_the_directory_of_runs(
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_the_form_shows_what_is_taken(client: TestClient, short: dict[str, Any], tmp_path: Path) -> None:
-    page = client.get("/runs/new").text
-    assert f'placeholder="{tmp_path}/runs/run"' in page
-    assert 'name="push_to"' not in page and "required" not in page.partition('id="f-output"')[2].partition("</div>")[0]
-    values = form.values_of(short) | {"teacher.0.context_length": "", "output": ""}
-    taken = client.post("/runs/new/defaults", data=values).json()
-    assert taken["student.context_length"] == "48" and taken["eval.path"].endswith("of the text, held back")
-    assert int(taken["eval.max_bytes"]) > 0 and taken["train.micro_batch_tokens"]
-    early = client.post("/runs/new/defaults", data={"student.model": str(tmp_path / "data" / "student")}).json()
-    assert early["student.context_length"] == "48" and early["output"] == f"{tmp_path}/runs/run"
-
-
-def test_no_evaluation_is_a_choice(short: dict[str, Any]) -> None:
-    values = form.values_of(short)
-    assert values["eval"] == "on" and "eval" not in form.document_of(values)
-    assert form.document_of(values | {"eval": ""})["eval"] == "none"
-    assert form.values_of(short | {"eval": "none"})["eval"] == ""
-
-
-def test_push_to_stays_in_a_run_file(client: TestClient, tmp_path: Path) -> None:
-    file = {"mode": "toml", "action": "as-fields", "toml": form.to_toml({**spec(tmp_path), "push_to": "me/model"})}
-    page = client.post("/runs/new", data=file).text
-    assert "A control plane pushes nothing" in page and 'name="toml"' in page
-
-
 SETTINGS_OF_NONE: dict[str, dict[str, Any]] = {
     "defaults": {},
     "a constant weight": {"loss": {"kl_loss_weight_end": "none"}},
@@ -145,7 +120,7 @@ SETTINGS_OF_NONE: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("settings", SETTINGS_OF_NONE.values(), ids=SETTINGS_OF_NONE)
 def test_settings_without_defaults_are_a_run_file_of_the_same_run(tmp_path: Path, settings: dict[str, Any]) -> None:
     original = RunSpec.model_validate(spec(tmp_path, output=str(tmp_path / "out"), **settings))
-    text = form.to_toml(form.without_defaults(original))
+    text = to_toml(without_defaults(original))
     again, notes = fill_run_defaults(
         tomllib.loads(text), tmp_path, source="a file", machine=Machine(8, gpu_bytes=80 << 30)
     )

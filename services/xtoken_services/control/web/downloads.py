@@ -13,10 +13,10 @@ from fastapi import APIRouter, HTTPException, Response
 from fastapi.responses import StreamingResponse
 
 from xtoken_core.config.spec import RunSpec
+from xtoken_services.common.run.run_text import to_toml, without_defaults
 from xtoken_services.control.api.dependencies import Context, RunId
 from xtoken_services.control.api.files import MAX_FILES
 from xtoken_services.control.artifacts import list_files, open_file
-from xtoken_services.control.web.form import to_toml, without_defaults
 from xtoken_services.control.web.render import PageRoute
 
 MODEL = "model/"

@@ -5,42 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from xtoken_core.config.loss import MODE_NAMES
 from xtoken_services.control.web.formatting import number
 
-MODE_NAMES = {
-    "p_kl": "P-KL",
-    "gold": "gold",
-    "h_kl": "H-KL",
-    "uld": "ULD",
-    "alm": "ALM",
-    "chain": "chain",
-    "custom": "custom loss",
-}
-"""Names of the modes in text."""
-ALL_MODES = frozenset(MODE_NAMES)
-MODES_OF_SETTING = {
-    "temperature": ALL_MODES - {"alm"},
-    "vocab_topk": frozenset({"p_kl", "custom"}),
-    "uncommon_topk": frozenset({"gold", "h_kl", "custom"}),
-    "reverse_kl": ALL_MODES - {"uld"},
-    "beta": frozenset({"chain", "custom"}),
-    "exact_token_match_only": frozenset({"p_kl", "custom"}),
-    "teacher_chunk_average": frozenset({"p_kl", "custom"}),
-    "gradient_in_place": frozenset({"p_kl", "custom"}),
-    "alm_temperature": frozenset({"alm", "custom"}),
-    "chain_conditioning": frozenset({"chain", "custom"}),
-    "chain_end_terms": frozenset({"chain", "custom"}),
-    "chain_bare_space": frozenset({"chain", "custom"}),
-}
-"""Modes that read a setting of the loss; a setting that is not listed belongs to all."""
-OF_SEVERAL_TEACHERS = (
-    "teacher_aggregation",
-    "teacher_modes",
-    "dynamic_teacher_weights",
-    "dynamic_weight_alpha",
-    "normalize_teacher_by_vocab",
-)
-"""Settings of the loss that compare teachers with each other."""
 SAME_TOKENIZER = "KL"
 CROSS_ENTROPY = "cross-entropy"
 

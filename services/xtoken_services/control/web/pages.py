@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse, RedirectResponse
 
-from xtoken_core.config.document import document_of
 from xtoken_core.config.spec import RunSpec
 from xtoken_services.common.run.baseline import baseline_of, baseline_output
+from xtoken_services.common.run.run_text import resolved_text, to_toml, without_defaults
 from xtoken_services.control.api.dependencies import AppContext, Context, RunId
 from xtoken_services.control.api.files import MAX_FILES
 from xtoken_services.control.api.runs import MAX_CURSOR, VALIDATION_WAIT_S, discard_if_invalid
@@ -18,7 +18,6 @@ from xtoken_services.control.artifacts import list_files
 from xtoken_services.control.logs import last_attempts, logs_in, merged, tail
 from xtoken_services.control.web.charts import DETAIL, MAIN, SPEED, charts_of
 from xtoken_services.control.web.completions import LEVELS, read_samples
-from xtoken_services.control.web.form import to_toml, without_defaults
 from xtoken_services.control.web.gauges import gauges_of
 from xtoken_services.control.web.render import PageRoute, page
 from xtoken_services.control.web.run_view import RunView, run_views
@@ -138,7 +137,7 @@ def show_configuration(request: Request, run_id: RunId, context: Context) -> Res
         "run_configuration.html",
         tab="configuration",
         short=to_toml(without_defaults(spec)),
-        complete=to_toml(document_of(spec)),
+        complete=resolved_text(spec, []),
         **variables,
     )
 

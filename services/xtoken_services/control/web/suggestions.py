@@ -1,4 +1,4 @@
-"""Suggestions for path fields: models, tokenizers, projections and texts under the allowed roots."""
+"""Suggestions for path fields: models, tokenizers and texts under the allowed roots."""
 
 from __future__ import annotations
 
@@ -22,9 +22,8 @@ MAX_SUGGESTIONS = 200
 MAX_SHOWN = 12
 TIME_LIMIT_S = 1.0
 CACHE_S = 30.0
-PROJECTIONS = (".safetensors", ".pt")
 
-Kind = Literal["models", "tokenizers", "projections", "texts"]
+Kind = Literal["models", "tokenizers", "texts"]
 router = APIRouter()
 
 
@@ -34,7 +33,6 @@ class Suggestions:
 
     models: list[str] = field(default_factory=list)
     tokenizers: list[str] = field(default_factory=list)
-    projections: list[str] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
 
 
@@ -87,12 +85,9 @@ def _search(roots: Roots) -> Suggestions:
         if "dataset_info.json" in names:
             suggestions.texts.append(folder)
         for name in () if names & {"config.json", "tokenizer.json", "dataset_info.json"} else sorted(names):
-            path = os.path.join(folder, name)  # noqa: PTH118 - Path is slow for many names
-            if name.endswith(PROJECTIONS):
-                suggestions.projections.append(path)
-            elif name.endswith(TEXT_SUFFIXES):
-                suggestions.texts.append(path)
-    for kind in (suggestions.models, suggestions.tokenizers, suggestions.projections, suggestions.texts):
+            if name.endswith(TEXT_SUFFIXES):
+                suggestions.texts.append(os.path.join(folder, name))  # noqa: PTH118 - Path is slow for many names
+    for kind in (suggestions.models, suggestions.tokenizers, suggestions.texts):
         del kind[MAX_SUGGESTIONS:]
     return suggestions
 

@@ -6,13 +6,6 @@
   let open = null; // { field, list, active }
 
   const isPath = (element) => element?.matches?.("[data-paths]");
-  /** Return the bounds of the line that the cursor is in. */
-  const bounds = (field) => {
-    const at = field.selectionStart ?? field.value.length;
-    const start = field.value.lastIndexOf("\n", at - 1) + 1;
-    const end = field.value.indexOf("\n", at);
-    return [start, end < 0 ? field.value.length : end];
-  };
 
   function close() {
     if (!open) return;
@@ -23,7 +16,7 @@
   }
 
   async function suggest(field) {
-    const text = field.value.slice(...bounds(field)).trim();
+    const text = field.value.trim();
     const response = await fetch(`/paths?kind=${field.dataset.paths}&text=${encodeURIComponent(text)}`, { headers: { Accept: "application/json" } });
     if (!response.ok || document.activeElement !== field) return;
     const paths = (await response.json()).filter((path) => path !== text);
@@ -48,8 +41,7 @@
 
   function choose(path) {
     const { field } = open;
-    const [start, end] = bounds(field);
-    field.setRangeText(path, start, end, "end");
+    field.value = path;
     close();
     if (path.endsWith("/")) suggest(field);
     else field.dispatchEvent(new Event("change", { bubbles: true })); // a browser fires none for text set by a script

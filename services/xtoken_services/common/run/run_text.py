@@ -1,0 +1,77 @@
+"""Runs as the text of a run file: with all settings, or without those that have their default."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import tomli_w
+
+from xtoken_core.config.base import NONE
+from xtoken_core.config.document import document_of, without_none
+from xtoken_core.config.loss import LossConfig
+from xtoken_core.config.spec import RunSpec
+from xtoken_services.common.run.defaults import FILLED
+
+WEIGHT_END = "kl_loss_weight_end"
+BY_OTHERS = ("mode", WEIGHT_END, "ce_loss_scale")
+"""Settings of the loss whose defaults depend on its other settings."""
+
+
+def to_toml(document: Mapping[str, Any]) -> str:
+    """Return a document as the text of a run file; None, which TOML lacks, is left out.
+
+    >>> print(to_toml({"name": "a", "output": None, "train": {"seed": 1}}), end="")
+    name = "a"
+    <BLANKLINE>
+    [train]
+    seed = 1
+    """
+    return tomli_w.dumps(without_none(document))
+
+
+def resolved_text(spec: RunSpec, notes: Sequence[str], *, as_json: bool = False) -> str:
+    """Return a specification as the text of a run file, the defaults that were filled in as comments; or as JSON."""
+    if as_json:
+        return json.dumps({"spec": spec.model_dump(mode="json"), "defaults": list(notes)}, indent=2)
+    comments = "".join(f"# default: {note}\n" for note in notes)
+    return comments + to_toml(document_of(spec)).rstrip("\n")
+
+
+def without_defaults(spec: RunSpec) -> dict[str, Any]:
+    """Return a run's settings without defaults, as plain values that mean the same run, also to `xtoken run`.
+
+    What models, text and machine would decide is kept, and so is that there is no evaluation. Mode and weights are kept
+    beside other settings of the loss, because these decide what they are where they are left out; a weight at the end
+    that they decide in the same way is left out. None is the word that
+    a run file has for it, where it has one.
+
+    Args:
+        spec: The run.
+    """
+    document = document_of(spec, exclude_defaults=True)
+    complete = document_of(spec)
+    for name in FILLED:
+        _keep(document, complete, name.split("."))
+    if spec.eval is None:
+        document["eval"] = NONE
+    if document.get("loss"):
+        document["loss"] |= {name: complete["loss"][name] for name in BY_OTHERS}
+        left_out = {name: value for name, value in document["loss"].items() if name != WEIGHT_END}
+        if LossConfig.model_validate(left_out).kl_loss_weight_end == spec.loss.kl_loss_weight_end:
+            document["loss"] = left_out
+    return document
+
+
+def _keep(document: Any, complete: Any, path: Sequence[str]) -> None:
+    """Add a setting of a complete document to a shorter one; of each teacher its own."""
+    if isinstance(complete, list):
+        for part, whole in zip(document, complete, strict=True):
+            _keep(part, whole, path)
+    elif isinstance(complete, Mapping) and path[0] in complete:
+        key, *rest = path
+        if rest and complete[key]:
+            _keep(document.setdefault(key, {}), complete[key], rest)
+        elif not rest:
+            document[key] = complete[key]

@@ -1,0 +1,173 @@
+"""The page of a new run: its settings and their errors, run files of other runs, path suggestions."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+
+from tests.unit.control.stored_runs import put, spec
+from xtoken_core.config.spec import RunSpec
+from xtoken_services.common.run.run_text import to_toml, without_defaults
+from xtoken_services.control.api.short_specs import read_document
+from xtoken_services.control.runs import Runs
+from xtoken_services.control.web.new_run import FIELDS, START
+from xtoken_services.control.web.settings import errors_of, settings
+
+
+def full(tmp_path: Path) -> RunSpec:
+    """A run with something in every part but `rollout`, which `train.lora` excludes."""
+    return RunSpec.model_validate(
+        spec(
+            tmp_path,
+            eval={
+                "path": [tmp_path / "a.txt", tmp_path / "b.txt"],
+                "every": 7,
+                "tasks": {"path": tmp_path / "sums.jsonl", "match": "number"},
+                "samples": {"prompts": ["one, two", "three"]},
+            },
+            loss={"vocab_topk": "none", "teacher_modes": ["gold", "none"]},
+            train={"lora": {"targets": ["q_proj", "v_proj"]}, "learning_rate": 1.23456789e-5, "master_weights": False},
+            teacher=[
+                {"model": tmp_path / "t", "context_length": 9, "projection": tmp_path / 'odd "name" 日本 👍.pt'},
+                {"model": tmp_path / "u", "context_length": 10, "projection": tmp_path / "p.pt"},
+            ],
+        )
+    )
+
+
+def on_policy(tmp_path: Path) -> RunSpec:
+    rollout = {"stop": ["Q:", "A:"], "top_p": 0.9, "prompt_characters": 9, "max_new_tokens": 4}
+    return RunSpec.model_validate(spec(tmp_path, rollout=rollout))
+
+
+def test_settings_of_the_form(client: TestClient) -> None:
+    assert len(FIELDS) <= 15 and {name.replace(".0.", ".") for name in FIELDS} <= settings().keys()
+    assert all(setting["description"] for setting in settings().values())
+    page = client.get("/runs/new").text
+    assert re.findall(r'data-setting="([^"]+)"', page) == list(FIELDS)
+    assert all(f'<dt class="mono">{name}' in page for name in settings())
+    modes = re.search(r'data-setting="loss.mode".*?</select>', page, re.DOTALL)
+    assert modes and 'value="p_kl">P-KL<' in modes[0] and "custom" not in modes[0]
+    assert set(re.findall(r'data-paths="(\w+)"', page)) == {"models", "texts"}
+
+
+def test_run_text_round_trip(tmp_path: Path) -> None:
+    for run in (on_policy(tmp_path), full(tmp_path)):
+        again = tomllib.loads(to_toml(without_defaults(run)))
+        assert RunSpec.model_validate(again) == run
+    assert again["teacher"][0]["projection"].endswith('odd "name" 日本 👍.pt')
+
+
+def test_path_suggestions_stay_below_the_roots(client: TestClient, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    (data / "models" / "student").mkdir(parents=True)
+    for name in ("config.json", "model.safetensors", ".hidden"):
+        (data / "models" / "student" / name).touch()
+    (data / "german.jsonl").touch()
+    (data / "link").symlink_to("/etc")
+
+    def suggested(kind: str, text: str) -> list[str]:
+        return client.get("/paths", params={"kind": kind, "text": text}).json()  # type: ignore[no-any-return]
+
+    assert suggested("models", "stud") == [str(data / "models" / "student")]
+    assert suggested("texts", f"{data}/g") == [str(data / "german.jsonl")]
+    assert suggested("models", f"{data}/") == [
+        str(data / "models" / "student"),
+        f"{data}/german.jsonl",
+        f"{data}/models/",
+    ]
+    for outside in ("/etc/", f"{data}/link/", f"{data}/../../", "\0"):
+        assert not [path for path in suggested("texts", outside) if not path.startswith(str(tmp_path))]
+
+
+ABSENT = {"model": "/m", "context_length": 8, "sise": 3}
+
+
+@pytest.mark.parametrize(
+    ("change", "setting", "message"),
+    [
+        pytest.param({"student": {"model": "/m", "context_length": "many"}}, "student.context_length", "valid integer",
+                     id="no-number"),
+        pytest.param({"teacher": [{"model": "/m"}, {"weight": 2}]}, "teacher.1.model", "required", id="second-teacher"),
+        pytest.param({"student": ABSENT}, "student.sise", "there is no such field", id="unknown"),
+        pytest.param({"train": {"betas": [0.9]}}, "train.betas", "required", id="half-a-pair"),
+        pytest.param({"train": {"betas": [0.9, "x"]}}, "train.betas", "valid number", id="item"),
+        pytest.param({"data": {"path": 3}}, "data.path", "not a valid path", id="union"),
+        pytest.param({"queue": {"block_size": 5}}, "queue.block_size", "must divide", id="two-sections-at-odds"),
+        pytest.param({"loss": {"mode": "chain", "alm_temperature": 7}}, "loss.alm_temperature", "belongs to ALM",
+                     id="settings-at-odds"),
+    ],
+)  # fmt: skip
+def test_errors_by_setting(tmp_path: Path, change: dict[str, Any], setting: str, message: str) -> None:
+    found, wrong = read_document({**spec(tmp_path), **change})
+    errors = errors_of(wrong)
+    assert found is None and list(errors) == [setting]
+    assert message in errors[setting][0]
+
+
+def test_errors_are_shown_beside_the_text(client: TestClient, tmp_path: Path) -> None:
+    def submitted(action: str, **changes: Any) -> str:
+        text = "# kept\n" + to_toml({**spec(tmp_path), **changes})
+        page = client.post("/runs/new", data={"action": action, "toml": text}).text
+        assert "# kept" in page and 'role="alert"' in page
+        return page
+
+    page = submitted("start", output="/etc/out")
+    assert re.search(r'data-error="output">.*it must lie under', page)
+    assert re.search(r'data-setting="output"[^>]*aria-invalid="true"', page)
+    assert str(tmp_path / "data") in submitted("start", output="fine"), "its files are not there"
+    assert "pushes nothing" in submitted("check", push_to="me/model")
+    assert "runs no custom loss" in submitted("check", loss={"mode": "custom"})
+    assert client.get("/v1/runs").json()["runs"] == []
+
+
+def test_the_run_file_of_another_run(client: TestClient, runs: Runs) -> None:
+    put(runs, "old-1")
+    assert START.splitlines()[0] in client.get("/runs/new").text
+    page = client.get("/runs/new?from=old-1").text
+    text = re.search(r"<textarea[^>]*>(.*?)</textarea>", page, re.DOTALL)
+    assert text and "[[teacher]]" in text[1] and "projection.pt" in text[1] and "output" not in text[1]
+    assert client.get("/runs/new?from=nothing").status_code == 404
+
+
+@pytest.mark.parametrize("action", ["start", "check", "9" * 5000])
+@pytest.mark.parametrize("text", [
+    "", "\0", "a = " + "[" * 3000, "teacher = 5", "seed = 1e400", "seed = " + "9" * 5000, "a." * 20_000 + "a = 1",
+    "x = 1\n" * 70_000, 'name = "</textarea><script>alert(1)</script>"',
+], ids=["empty", "control", "nested", "type", "infinity", "digits", "dots", "large", "markup"])  # fmt: skip
+def test_hostile_text(client: TestClient, text: str, action: str) -> None:
+    answer = client.post("/runs/new", data={"toml": text, "action": action})
+    assert answer.status_code == 200 and 'role="alert"' in answer.text and "<script>alert" not in answer.text
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        {"mode": "chain", "vocab_topk": 64},
+        {"mode": "p_kl", "ce_loss_scale": 1.0},
+        {"vocab_topk": 64},
+        {"mode": "p_kl", "kl_loss_weight_end": 0.0},
+        {"kl_loss_weight_end": "none"},
+        {},
+    ],
+    ids=["chain-with-a-public-name", "p_kl-weighed-as-chain", "p_kl-by-its-name", "p_kl-fading", "constant", "default"],
+)
+def test_a_run_that_is_copied_has_the_same_loss(tmp_path: Path, loss: dict[str, Any]) -> None:
+    original = RunSpec.model_validate(spec(tmp_path, loss=loss))
+    copied = without_defaults(original)
+    assert RunSpec.model_validate(copied).loss == original.loss
+
+
+def test_a_copied_run_leaves_the_weight_at_the_end_to_what_decides_it(tmp_path: Path) -> None:
+    for loss, pinned in (
+        ({"temperature": 2.0}, None),
+        ({"mode": "p_kl"}, None),
+        ({"mode": "gold", "kl_loss_weight_end": 0.5}, 0.5),
+    ):
+        copied = without_defaults(RunSpec.model_validate(spec(tmp_path, loss=loss)))
+        assert copied["loss"].get("kl_loss_weight_end") == pinned
