@@ -1,4 +1,4 @@
-"""Values and helpers for the form of a run in a browser."""
+"""Helpers for forms, and the run file of a tiny run, in a browser."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tests.browser.conftest import Plane
+from xtoken_services.common.run.run_text import to_toml
 
 WIDE, NARROW = 1280, 420
 WHOLE_RUN_MS = 300_000
@@ -13,25 +14,27 @@ Open = Callable[..., Any]
 
 
 def fill(page: Any, values: dict[str, str]) -> None:
-    """Fill in fields by name, after opening the sections that they are in."""
+    """Fill in fields by name, or by the setting that they write."""
     for name, value in values.items():
-        field = page.locator(f"[name='{name}']")
-        if not field.is_visible():
-            field.locator("xpath=ancestor::details[1]/summary").click()
+        field = page.locator(f"[name='{name}'], [data-setting='{name}']")
         if field.evaluate("element => element.tagName") == "SELECT":
             field.select_option(value)
         else:
             field.fill(value)
 
 
-def settings(plane: Plane, output: str) -> dict[str, str]:
-    """Return the form values of a tiny run on the CPU."""
-    return {
-        "name": output, "output": output,
-        "student.model": str(plane.assets.student), "student.context_length": "64",
-        "teacher.0.model": str(plane.assets.teacher), "teacher.0.context_length": "96",
-        "teacher.0.projection": str(plane.assets.projection),
-        "data.path": str(plane.text), "train.samples_per_step": "8", "train.micro_batch_tokens": "320",
-        "train.learning_rate": "3e-3", "train.checkpoint_every": "10", "workers.device": "cpu",
-        "workers.collators": "1", "loss.mode": "p_kl", "loss.ce_loss_scale": "0.1", "loss.vocab_topk": "64",
-    }  # fmt: skip
+def run_file(plane: Plane, output: str, **changes: Any) -> str:
+    """Return the run file of a tiny run on the CPU, with other tables in place of its own."""
+    teacher = {"model": str(plane.assets.teacher), "context_length": 96, "projection": str(plane.assets.projection)}
+    train = {"samples_per_step": 8, "micro_batch_tokens": 320, "learning_rate": 3e-3, "checkpoint_every": 10}
+    document: dict[str, Any] = {
+        "name": output,
+        "output": output,
+        "student": {"model": str(plane.assets.student), "context_length": 64},
+        "teacher": [teacher],
+        "data": {"path": str(plane.text)},
+        "train": train | changes.pop("train", {}),
+        "workers": {"device": "cpu", "collators": 1},
+        "loss": {"mode": "p_kl", "ce_loss_scale": 0.1, "vocab_topk": 64},
+    }
+    return to_toml(document | changes)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.browser.conftest import TOKEN, Plane, picture
-from tests.browser.forms import NARROW, WHOLE_RUN_MS, WIDE, Open, fill, settings
+from tests.browser.forms import NARROW, WHOLE_RUN_MS, WIDE, Open, fill, run_file
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(600)]
 expect = pytest.importorskip("playwright.sync_api").expect
@@ -40,21 +40,16 @@ def ink(page: Any) -> str:
 
 
 def start_by_the_form(page: Any, plane: Plane) -> None:
-    """Start a run from the list through the form, after validating it."""
+    """Start a run from the list through the form, after checking it."""
     page.get_by_role("link", name="New run").last.click()
-    fill(page, settings(plane, "first"))
-    page.locator("#part-eval > summary").click()
-    page.locator("[name='eval']").check()
-    fill(page, {"eval.path": str(plane.held_out), "eval.every": "20"})
-    page.locator("[name='eval.teacher_kl']").check()
-    page.locator("#part-eval-tasks > summary").click()
-    page.locator("[name='eval.tasks']").check()
-    fill(page, {"eval.tasks.path": str(plane.tasks), "eval.tasks.match": "contains", "eval.tasks.max_new_tokens": "4"})
+    tasks = {"path": str(plane.tasks), "match": "contains", "max_new_tokens": 4}
+    evaluation = {"path": str(plane.held_out), "every": 20, "teacher_kl": True, "tasks": tasks}
+    page.get_by_label("Run file").fill(run_file(plane, "first", eval=evaluation))
     picture(page, "02-form")
-    page.get_by_role("button", name="Validate").click()
+    page.get_by_role("button", name="Check").click()
     expect(page.get_by_role("status").filter(has_text="The run is valid.")).to_contain_text("500")
     picture(page, "03-checked")
-    page.get_by_role("button", name="Start", exact=True).last.click()
+    page.get_by_role("button", name="Start").click()
 
 
 def test_run_from_form_to_files(open_page: Open, plane: Plane, tmp_path: Path) -> None:
@@ -132,17 +127,14 @@ def look_at_log_and_configuration(page: Any, plane: Plane) -> None:
 @pytest.mark.timeout(900)
 def test_baseline_and_distilled_are_compared(open_page: Open, plane: Plane) -> None:
     page = open_page("/runs/new")
-    fill(page, {**settings(plane, "pair"), "train.max_steps": "10"})
-    page.locator("[name='loss.mode']").select_option("alm")
-    expect(page.locator("[name='loss.vocab_topk']")).to_be_hidden()
-    expect(page.locator("[name='loss.alm_temperature']")).to_be_visible()
-    page.locator("#part-eval > summary").click()
-    page.locator("[name='eval']").check()
-    page.locator("[name='eval.path']").press_sequentially("held")
+    page.get_by_label("Run file").fill(run_file(plane, "pair", loss={"ce_loss_scale": 0.1}))
+    fill(page, {"train.max_steps": "10", "loss.mode": "alm", "eval.every": "5"})
+    held_out = page.get_by_label("Held-out text")
+    held_out.press_sequentially("held")
     page.locator(".path-list li").filter(has_text="held-out.jsonl").click()
-    expect(page.locator("[name='eval.path']")).to_have_value(str(plane.held_out))
-    fill(page, {"eval.every": "5"})
-    page.get_by_role("button", name="Start", exact=True).last.click()
+    expect(held_out).to_have_value(str(plane.held_out))
+    assert f'path = "{plane.held_out}"' in page.get_by_label("Run file").input_value()
+    page.get_by_role("button", name="Start").click()
     expect(page.locator("#run-head .pill")).to_have_text("completed", timeout=WHOLE_RUN_MS)
     expect(page.locator("#run-head")).to_contain_text("by ALM + 0.1 × cross-entropy")
 

@@ -28,7 +28,7 @@ from xtoken_services.control.validation import RefusedError
 MAX_COMPLETIONS = 2
 WAIT_S = 10.0
 """Seconds that a start waits for others to be completed."""
-_starts, _previews = (threading.BoundedSemaphore(MAX_COMPLETIONS) for _ in range(2))
+_slots = threading.BoundedSemaphore(MAX_COMPLETIONS)
 
 
 def read_document(document: Mapping[str, Any]) -> tuple[RunSpec | None, list[ErrorDetails]]:
@@ -76,13 +76,12 @@ def start_short(runs: Runs, document: Mapping[str, Any], key: str | None) -> tup
     return run, row
 
 
-def complete(runs: Runs, document: Mapping[str, Any], *, preview: bool = False) -> tuple[RunSpec, list[str]]:
+def complete(runs: Runs, document: Mapping[str, Any]) -> tuple[RunSpec, list[str]]:
     """Fill in what a specification leaves out.
 
     Args:
         runs: Runs of the control plane, whose rules it must keep.
         document: The specification as JSON; one without `output` gets the next free directory.
-        preview: Only shows what would be taken: it neither waits nor takes the place of a start.
 
     Returns:
         The specification, and a line for every default that was filled in.
@@ -101,15 +100,14 @@ def complete(runs: Runs, document: Mapping[str, Any], *, preview: bool = False) 
         if path.suffix == ".gguf":
             raise RefusedError(name, "a control plane converts nothing: name a Hugging Face directory")
     check_input_files(allowed)
-    slots = _previews if preview else _starts
-    if not slots.acquire(timeout=0 if preview else WAIT_S):
+    if not _slots.acquire(timeout=WAIT_S):
         raise HTTPException(503, "too many runs are being prepared: retry in a moment", {"Retry-After": "5"})
     try:
         roots = runs.validator.roots
         environment = roots.environment if roots is not None else {}
         return complete_document(document, paths, environment)
     finally:
-        slots.release()
+        _slots.release()
 
 
 def checked(runs: Runs, document: Mapping[str, Any]) -> RunSpec:

@@ -23,7 +23,7 @@ Errors = dict[str, list[str]]
 def settings() -> dict[str, dict[str, Any]]:
     """Return the JSON schema of every setting by its dotted name; names in lists, as of a teacher, have no number."""
     schema = RunSpec.model_json_schema()
-    found: dict[str, dict[str, Any]] = {}
+    by_name: dict[str, dict[str, Any]] = {}
 
     def collect(model: dict[str, Any], prefix: str) -> None:
         for key, part in model["properties"].items():
@@ -32,10 +32,10 @@ def settings() -> dict[str, dict[str, Any]]:
             if models:
                 collect(schema["$defs"][models[0].rpartition("/")[2]], f"{prefix}{key}.")
             else:
-                found[f"{prefix}{key}"] = part
+                by_name[f"{prefix}{key}"] = part
 
     collect(schema, "")
-    return found
+    return by_name
 
 
 def setting_of(name: str, message: str) -> str:
@@ -50,7 +50,7 @@ def setting_of(name: str, message: str) -> str:
         words = (word if "." in word else f"{name}.{word}" for word in NAMED.findall(message))
         return next((word for word in words if NUMBER.sub("", word) in settings()), name)
     parts = name.split(".")
-    # pydantic goes on below the setting: with the number of an item, or the arm of a union.
+    # pydantic names what is below a setting, too: the number of an item, or the arm of a union.
     above = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
     return next((setting for setting in above if NUMBER.sub("", setting) in settings()), name)
 

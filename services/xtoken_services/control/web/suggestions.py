@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -27,15 +26,8 @@ Kind = Literal["models", "tokenizers", "texts"]
 router = APIRouter()
 
 
-@dataclass
-class Suggestions:
-    """Paths by kind."""
-
-    models: list[str] = field(default_factory=list)
-    tokenizers: list[str] = field(default_factory=list)
-    texts: list[str] = field(default_factory=list)
-
-
+Suggestions = dict[Kind, list[str]]
+"""Paths by kind."""
 _cache: dict[Roots | None, tuple[float, Suggestions]] = {}
 
 
@@ -43,15 +35,14 @@ _cache: dict[Roots | None, tuple[float, Suggestions]] = {}
 def suggest(context: Context, kind: Kind, text: Annotated[str, Query(max_length=4096)] = "") -> JSONResponse:
     """Return paths that a field may be completed to: usable ones with the text, then names that begin so."""
     roots = context.runs.validator.roots
-    usable: list[str] = getattr(suggestions_under(roots), kind)
-    matching = [path for path in usable if text.casefold() in path.casefold()]
+    matching = [path for path in suggestions_under(roots)[kind] if text.casefold() in path.casefold()]
     names = _names(roots, text) if roots is not None else []
     return JSONResponse(list(dict.fromkeys([*matching[:MAX_SHOWN], *names]))[:MAX_SHOWN])
 
 
 def suggestions_under(roots: Roots | None) -> Suggestions:
     """Return the suggestions under the readable roots; searched at most every 30 s, for at most a second."""
-    at, suggestions = _cache.get(roots, (0.0, Suggestions()))
+    at, suggestions = _cache.get(roots, (0.0, _none()))
     if roots is not None and (not at or time.monotonic() - at > CACHE_S):
         suggestions = _search(roots)
         _cache[roots] = time.monotonic(), suggestions
@@ -75,21 +66,23 @@ def _names(roots: Roots, text: str) -> list[str]:
     return sorted(f"{folder}/{e.name}" + ("/" if e.is_dir() else "") for e in shown)
 
 
+def _none() -> Suggestions:
+    return {"models": [], "tokenizers": [], "texts": []}
+
+
 def _search(roots: Roots) -> Suggestions:
-    suggestions = Suggestions()
+    suggestions = _none()
     for folder, names in _walk(roots):
         if "config.json" in names and any(name.endswith(".safetensors") for name in names):
-            suggestions.models.append(folder)
+            suggestions["models"].append(folder)
         if "tokenizer_config.json" in names or "tokenizer.json" in names:
-            suggestions.tokenizers.append(folder)
+            suggestions["tokenizers"].append(folder)
         if "dataset_info.json" in names:
-            suggestions.texts.append(folder)
+            suggestions["texts"].append(folder)
         for name in () if names & {"config.json", "tokenizer.json", "dataset_info.json"} else sorted(names):
             if name.endswith(TEXT_SUFFIXES):
-                suggestions.texts.append(os.path.join(folder, name))  # noqa: PTH118 - Path is slow for many names
-    for kind in (suggestions.models, suggestions.tokenizers, suggestions.texts):
-        del kind[MAX_SUGGESTIONS:]
-    return suggestions
+                suggestions["texts"].append(os.path.join(folder, name))  # noqa: PTH118 - Path is slow for many names
+    return {kind: paths[:MAX_SUGGESTIONS] for kind, paths in suggestions.items()}
 
 
 def _walk(roots: Roots) -> Iterator[tuple[str, set[str]]]:

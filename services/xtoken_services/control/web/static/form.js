@@ -152,6 +152,5 @@
     editor.setSelectionRange(start, start + editor.value.slice(start).split("\n")[0].length);
     lines.children[line - 1]?.scrollIntoView({ block: "center" });
   });
-  form.disabled = false;
   show();
 }

@@ -43,8 +43,8 @@
     const { field } = open;
     field.value = path;
     close();
+    field.dispatchEvent(new Event("change", { bubbles: true })); // a browser fires none for text set by a script
     if (path.endsWith("/")) suggest(field);
-    else field.dispatchEvent(new Event("change", { bubbles: true })); // a browser fires none for text set by a script
   }
 
   function move(by) {
