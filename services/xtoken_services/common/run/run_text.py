@@ -22,13 +22,22 @@ BY_OTHERS = ("mode", WEIGHT_END, "ce_loss_scale")
 def to_toml(document: Mapping[str, Any]) -> str:
     """Return a document as the text of a run file; None, which TOML lacks, is left out.
 
-    >>> print(to_toml({"name": "a", "output": None, "train": {"seed": 1}}), end="")
+    >>> print(to_toml({"name": "a", "output": None, "teacher": [{"model": "t"}]}), end="")
     name = "a"
     <BLANKLINE>
-    [train]
-    seed = 1
+    [[teacher]]
+    model = "t"
     """
-    return tomli_w.dumps(without_none(document))
+    values, tables = {}, []
+    for name, part in without_none(document).items():
+        if isinstance(part, Mapping):
+            tables.append(tomli_w.dumps({name: part}))
+        elif isinstance(part, list) and part and all(isinstance(each, Mapping) for each in part):
+            # tomli_w would write short tables of a list into one line.
+            tables += [tomli_w.dumps({name: each}).replace(f"[{name}]", f"[[{name}]]", 1) for each in part]
+        else:
+            values[name] = part
+    return "\n".join([tomli_w.dumps(values), *tables] if values else tables)
 
 
 def resolved_text(spec: RunSpec, notes: Sequence[str], *, as_json: bool = False) -> str:

@@ -20,11 +20,11 @@
    */
   function statements(toml) {
     const found = new Map([["", { line: 0, next: 0 }]]);
-    const items = { teacher: 0 }; // number of the current item of every list of tables; one teacher needs no list
+    const items = new Map([["teacher", 0]]); // number of the current item of every list of tables; one teacher needs no list
     const lists = new Set();
     const place = (path, above) => path.split(".").reduce((name, part) => {
       const full = [name, part.trim().replace(/^["']|["']$/g, "")].filter(Boolean).join(".");
-      return full in items ? `${full}.${items[full]}` : full;
+      return items.has(full) ? `${full}.${items.get(full)}` : full;
     }, above);
     let table = "";
     for (let at = 0, line = 1; at < toml.length;) {
@@ -45,7 +45,7 @@
       const key = /^\s*([^=[\]{}#]+?)\s*=\s*/.exec(text);
       if (header) {
         const list = place(header[2], "").replace(/\.\d+$/, "");
-        if (header[1] === "[[") items[list] = lists.has(list) ? items[list] + 1 : 0;
+        if (header[1] === "[[") items.set(list, lists.has(list) ? items.get(list) + 1 : 0);
         if (header[1] === "[[") lists.add(list);
         table = place(header[2], "");
         found.set(table, { line: first, next: at });
