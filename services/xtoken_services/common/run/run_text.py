@@ -53,8 +53,7 @@ def without_defaults(spec: RunSpec) -> dict[str, Any]:
 
     What models, text and machine would decide is kept, and so is that there is no evaluation. Mode and weights are kept
     beside other settings of the loss, because these decide what they are where they are left out; a weight at the end
-    that they decide in the same way is left out. None is the word that
-    a run file has for it, where it has one.
+    that they decide in the same way is left out. None is the word that a run file has for it, where it has one.
 
     Args:
         spec: The run.

@@ -48,6 +48,7 @@ START = """\
 # A run file, as for `xtoken run`, with absolute paths. What is left out has a default: Check shows all of them.
 
 name = "run"
+# eval = "none"   # without it a part of the text is held back, and the student is evaluated on that
 
 [student]
 
