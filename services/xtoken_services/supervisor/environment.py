@@ -10,7 +10,7 @@ PASSIVE_THREADS = {"OMP_WAIT_POLICY": "PASSIVE"}
 """Makes waiting OpenMP threads sleep: teacher and student share the cores, and spinning takes them from the other."""
 OWN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 KEEP_ENVIRONMENT = {"SPT_NOENV": "1"}
-"""Keeps setproctitle from overwriting the environment, in which the mark of a worker is looked up."""
+"""Keeps setproctitle from overwriting the environment, in which a mark is looked up that the title has no room for."""
 
 
 def worker_environment(extra: Mapping[str, str]) -> dict[str, str]:

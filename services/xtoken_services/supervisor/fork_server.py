@@ -1,4 +1,4 @@
-"""The process that workers are forked from: `python -P -m xtoken_services.supervisor.fork_server FD MODULE...`.
+"""The process that workers are forked from: `python -P -m xtoken_services.supervisor.fork_server FD MODULE... ROOM`.
 
 It imports the modules once, touches no device, starts no thread, and then forks a process per request, which becomes
 what `python -P -m PROGRAM ARGUMENTS` would be. Messages are JSON over a socket of packets, see
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import gc
 import importlib
 import json
@@ -30,25 +29,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from setproctitle import setproctitle
-
-from xtoken_services.common.processes.supervised import MARK
+from xtoken_services.common.processes.supervised import set_title
 from xtoken_services.supervisor.environment import THREADS
 
 MESSAGE_LIMIT = 1 << 16
 MARK_ROOM = 256
-"""Bytes for a mark in the server's own environment block, which its children overwrite."""
-ENV_START = 47
-"""Index of the address of the environment in `/proc/PID/stat`, counted after the command's closing parenthesis."""
+"""Bytes for a mark, which the last argument keeps free: a title takes no more than the arguments did."""
 
 
 def main() -> None:
     """Import the modules, then serve; in a forked process, run its program."""
     channel = socket.socket(fileno=int(sys.argv[1]))
     os.set_inheritable(channel.fileno(), False)
-    setproctitle("xtoken workers")  # before a fork: it looks for the arguments behind the original environment
+    set_title("workers")  # before a fork: it looks for the arguments behind the original environment
     gc.disable()  # imports make objects that stay: looking for garbage among them takes a tenth of the time
-    for name in sys.argv[2:]:
+    for name in sys.argv[2:-1]:
         importlib.import_module(name)
     if not is_safe_to_fork():
         return
@@ -148,18 +143,10 @@ def become(env: Mapping[str, str], log: int) -> None:
     threads = os.environ.get(THREADS)
     os.environ.clear()
     os.environ.update(env)
-    _write_mark(env.get(MARK, ""))
+    set_title("worker")
     torch = sys.modules.get("torch")
     if torch is not None and env.get(THREADS, threads) != threads:  # read by OpenMP when torch was imported
         torch.set_num_threads(int(env[THREADS]))
-
-
-def _write_mark(mark: str) -> None:
-    """Write the mark into the environment block that `/proc/PID/environ` shows: changes of `os.environ` do not."""
-    own = Path("/proc/self")
-    offset = own.joinpath("environ").read_bytes().find(f"{MARK}=".encode()) + len(MARK) + 1
-    start = int(own.joinpath("stat").read_text().rpartition(")")[2].split()[ENV_START])
-    ctypes.memmove(start + offset, mark.encode().ljust(MARK_ROOM, b"\0"), MARK_ROOM)
 
 
 if __name__ == "__main__":

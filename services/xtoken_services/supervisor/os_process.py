@@ -118,8 +118,11 @@ def marked(prefix: str) -> list[tuple[Identity, str]]:
             continue
         try:
             variables = (directory / "environ").read_bytes().split(b"\0")
+            title = (directory / "cmdline").read_bytes().split(b"\0")[0]
         except OSError:  # another user's, or gone since the listing
             continue
+        if title.startswith(b"xtoken "):
+            variables.append(title[title.find(f" {MARK}=".encode()) + 1 :])
         mark = next((item for item in variables if item.startswith(wanted)), None)
         identity = identify(int(directory.name)) if mark else None
         if mark and identity is not None and identity.alive:

@@ -15,6 +15,7 @@ from tests.unit.supervisor.scripted_run import alive
 from tests.unit.supervisor.test_launchers import PARENT, SLEEP, finished, read_pid, until
 from xtoken_core.errors import ConfigError
 from xtoken_services.supervisor import os_process
+from xtoken_services.supervisor.fork_server import MARK_ROOM
 from xtoken_services.supervisor.launchers.base import STATUS_FILE, UNKNOWN_EXIT
 from xtoken_services.supervisor.launchers.forks import ForkServer, early_fork_server, fork_server_of
 from xtoken_services.supervisor.launchers.local import ForkedHandle, LocalHandle, LocalLauncher
@@ -67,8 +68,13 @@ sys.exit(3)
 
 
 def test_forked_process_carries_its_mark(start: Start) -> None:
-    handle = start(SLEEP)
-    until(lambda: [identity.pid for identity, _ in os_process.marked("run/worker/1/")] == [handle.pid])
+    titled = "from xtoken_services.common.processes.supervised import set_title; set_title('node0-collator-10')\n"
+    mark = f"{'/a run' * 39}/worker/1/"
+    assert len(mark) > MARK_ROOM - 16
+    handle = start(titled + SLEEP, **{MARK: mark})
+    assert isinstance(handle, ForkedHandle)
+    until(lambda: Path(f"/proc/{handle.pid}/cmdline").read_bytes().startswith(b"xtoken node0-collator-10 "))
+    assert os_process.marked(mark[:-2]) == [(os_process.identify(handle.pid), mark)]
     assert handle.identity["pid"] == handle.pid and handle.identity["ticks"] > 0
     handle.terminate()
     assert finished(handle) == -signal.SIGTERM

@@ -1,8 +1,10 @@
-"""Detect whether a supervisor started this process."""
+"""The mark of a process that a supervisor started."""
 
 from __future__ import annotations
 
 import os
+
+from setproctitle import setproctitle
 
 MARK = "XTOKEN_ATTEMPT"
 """Environment variable of every supervised process and its children: the worker and its attempt."""
@@ -11,3 +13,9 @@ MARK = "XTOKEN_ATTEMPT"
 def supervised() -> bool:
     """Return whether a supervisor has started this process."""
     return MARK in os.environ
+
+
+def set_title(name: str) -> None:
+    """Set the title of this process, with its mark: `/proc` shows that of a forked process nowhere else."""
+    mark = os.environ.get(MARK)
+    setproctitle(f"xtoken {name}" if mark is None else f"xtoken {name} {MARK}={mark}")

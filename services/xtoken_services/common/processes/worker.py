@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from setproctitle import setproctitle
-
 from xtoken_core.config.resolved import ResolvedRun, parse_resolved_run
 from xtoken_core.data_plane.address import Address
 from xtoken_core.data_plane.queue_client import QueueClient
@@ -22,6 +20,7 @@ from xtoken_core.data_plane.zmq_transport import ZmqTransport
 from xtoken_core.errors import QueueUnreachableError, StaleSessionError, XtokenError
 from xtoken_core.wire import QueueError
 from xtoken_services.common.files.allowed_paths import Roots
+from xtoken_services.common.processes.supervised import set_title
 
 log = logging.getLogger("xtoken.worker")
 
@@ -151,7 +150,7 @@ def worker_session(link: QueueLink, *, role: str, name: str, rank: int = 0) -> I
     Raises:
         QueueUnreachableError: There is no answer at the address, or no run was opened there in time.
     """
-    setproctitle(f"xtoken {name}")
+    set_title(name)
     address = Address.parse(link.url, link.token_file, link.keys)
     _await_token(address, link.patience_s)
     client = QueueClient(ZmqTransport(address, patience_s=link.patience_s))

@@ -68,9 +68,9 @@ class ForkServer:
         with theirs:
             number = theirs.fileno()
             self._process = subprocess.Popen(
-                [*PYTHON, "xtoken_services.supervisor.fork_server", str(number), *preload],
+                [*PYTHON, "xtoken_services.supervisor.fork_server", str(number), *preload, "." * MARK_ROOM],
                 pass_fds=[number],
-                env={**self._environment, **OWN, MARK: "." * MARK_ROOM},
+                env=self._environment | OWN,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
