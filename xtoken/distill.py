@@ -10,9 +10,10 @@ from typing import Any
 
 from xtoken_core.errors import ConfigError, XtokenError
 from xtoken_services.common.run.defaults import fill_run_defaults, load_run
+from xtoken_services.common.run.status import RunState, RunStatus
 from xtoken_services.supervisor.local_run import run_locally
 from xtoken_services.supervisor.run_kinds import run_kind
-from xtoken_services.supervisor.run_record import MODEL, SUMMARY, RunState
+from xtoken_services.supervisor.run_record import MODEL, SUMMARY
 
 Callback = Callable[[dict[str, Any]], None]
 
@@ -47,16 +48,16 @@ class CallbackView:
     def __init__(self, callback: Callback) -> None:
         self._callback = callback
 
-    def show(self, status: dict[str, Any]) -> None:
+    def show(self, status: RunStatus) -> None:
         """Call the function."""
-        self._callback(status)
+        self._callback(status.document())
 
     def stopping(self, *, now: bool) -> None:
         """Do nothing: the next status shows it."""
 
-    def end(self, status: dict[str, Any]) -> None:
+    def end(self, status: RunStatus) -> None:
         """Call the function."""
-        self._callback(status)
+        self._callback(status.document())
 
 
 def distill(

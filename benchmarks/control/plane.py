@@ -94,8 +94,8 @@ def store_runs(directory: Path, count: int) -> None:
     """Store runs that are over in a control plane's database."""
     from sqlalchemy.orm import Session
 
+    from xtoken_services.common.run.status import RunState
     from xtoken_services.control.store import RunRow, Store, now
-    from xtoken_services.supervisor.run_record import RunState
 
     directory.mkdir(parents=True)
     store = Store(directory)

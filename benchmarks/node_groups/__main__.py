@@ -111,13 +111,13 @@ class Harness:
             while not run.over.wait(POLL_S):
                 self._check_time(spec.output.parent.name)
                 if victim and cluster is not None and not killed["killed"] and self._is_midway(spec):
-                    workers = {worker["name"]: worker for worker in run.status()["workers"]}
+                    workers = {worker.name: worker for worker in run.status().workers}
                     killed = {"killed": f"node1-{victim}", "at_step": len(steps_of(spec.output))}
                     if victim == "trainer":
-                        psutil.Process(workers["node1-trainer-0"]["pid"]).kill()
+                        psutil.Process(workers["node1-trainer-0"].pid).kill()
                     else:
-                        cluster.replace(workers["node1-trainer-0"]["where"])
-            restarts = {worker["name"]: worker["restarts"] for worker in run.status()["workers"]}
+                        cluster.replace(workers["node1-trainer-0"].where)
+            restarts = {worker.name: worker.restarts for worker in run.status().workers}
             assert run.result is not None
             return {"state": str(run.result.state), "error": run.result.error, "restarts": restarts} | killed
         finally:

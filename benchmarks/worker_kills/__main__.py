@@ -25,8 +25,8 @@ from tests.support.forks import ForkLauncher
 from tests.support.tiny_run import make_assets, tiny_spec
 from xtoken_core.config.spec import RunSpec
 from xtoken_services.common.processes.worker import SILENCE_S, WAIT_S
+from xtoken_services.common.run.status import RunState
 from xtoken_services.supervisor.launchers.local import LocalLauncher
-from xtoken_services.supervisor.run_record import RunState
 
 RESULT = Path(__file__).parents[1] / "results" / "worker_kills.json"
 DEADLINE_S = SILENCE_S + WAIT_S

@@ -18,6 +18,7 @@ from typing import Any, Literal
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.data_plane.address import Address
 from xtoken_services.common.run.resolve import resolve_run
+from xtoken_services.common.run.status import RunStatus
 from xtoken_services.supervisor.launchers.base import Launcher
 from xtoken_services.supervisor.process_spec import build_process_specs
 from xtoken_services.supervisor.run_record import RunResult
@@ -73,7 +74,11 @@ class Lane:
         queue = Address.parse(f"ipc://{self._sockets}/queue")
         limits = Limits(max_restarts=spec.workers.max_restarts, first_delay_s=0.0)
         self.supervisor = Supervisor(
-            build_process_specs(resolved, file, [queue]), [queue], spec.output, launcher, limits
+            RunStatus.starting(spec, str(spec.output), steps=resolved.steps),
+            build_process_specs(resolved, file, [queue]),
+            [queue],
+            launcher,
+            limits,
         )
         self._reports_before = self._opened_before = 0
         self._killed_at = 0.0
@@ -172,7 +177,7 @@ class Lane:
 
     def pid(self, name: str) -> int:
         """Return the process id of a worker; 0 while it does not run."""
-        return next((w["pid"] for w in self.supervisor.status()["workers"] if w["name"] == name and w["pid"]), 0)
+        return next((w.pid for w in self.supervisor.status().workers if w.name == name and w.pid), 0)
 
     def _reports(self, victim: Victim) -> int:
         other = VICTIMS[1 - VICTIMS.index(victim)]

@@ -24,7 +24,7 @@ from tests.support.tiny_run import make_assets, tiny_spec
 from tests.support.trained_student import train_briefly
 from xtoken_services.common.generation.published_weights import weights_file
 from xtoken_services.common.run.resolve import resolve_run
-from xtoken_services.supervisor.run_record import RunState
+from xtoken_services.common.run.status import RunState
 
 RESULT = Path(__file__).parents[1] / "results" / "rollout_kills.json"
 VICTIMS = {"rollout-0": 5, "trainer-0": 4, "queue": 1}

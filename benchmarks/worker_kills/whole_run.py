@@ -25,7 +25,7 @@ from benchmarks.worker_kills.__main__ import DEADLINE_S, LIMIT, memory_at_rest, 
 from benchmarks.worker_kills.lane import VICTIMS, Lane
 from tests.support.forks import ForkLauncher
 from xtoken_core.config.spec import RunSpec
-from xtoken_services.supervisor.run_record import RunState
+from xtoken_services.common.run.status import RunState
 
 RESULT = Path(__file__).parents[1] / "results" / "resume.json"
 RUNS = ("undisturbed", "undisturbed again", "killed")

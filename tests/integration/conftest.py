@@ -17,6 +17,7 @@ from tests.support.tiny_run import RUN_NAME, TinyAssets, make_assets, steps_of
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.data_plane.address import Address
 from xtoken_services.common.run.resolve import resolve_run
+from xtoken_services.common.run.status import RunStatus
 from xtoken_services.supervisor.launchers.local import LocalLauncher
 from xtoken_services.supervisor.process_spec import build_process_specs
 from xtoken_services.supervisor.run_record import RunResult
@@ -43,12 +44,11 @@ class Crew:
         self._own_launcher = launcher is None
         self.launcher = launcher or LocalLauncher(tied=True)
         self.supervisor = Supervisor(
+            RunStatus.starting(spec, str(spec.output), steps=resolved.steps),
             build_process_specs(resolved, file, queues),
             queues,
-            spec.output,
             self.launcher,
             Limits(max_restarts=spec.workers.max_restarts, first_delay_s=0.05),
-            steps=resolved.steps,
         )
         self.ending: RunResult | None = None
         self._thread = threading.Thread(target=self._run)
@@ -62,7 +62,7 @@ class Crew:
         found: list[int] = []
 
         def running() -> bool:
-            found[:] = [w["pid"] for w in self.supervisor.status()["workers"] if w["name"] == name and w["pid"]]
+            found[:] = [w.pid for w in self.supervisor.status().workers if w.name == name and w.pid]
             return bool(found)
 
         self.wait(running)

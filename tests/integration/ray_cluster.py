@@ -64,7 +64,7 @@ class ThreeNodes:
 
     def remove_used_node(self) -> str:
         """End a node that has processes of the run, without warning, but not the head; how Ray's name of it begins."""
-        used = " ".join(worker["where"] for worker in self.run.status()["workers"])
+        used = " ".join(worker.where for worker in self.run.status().workers)
         victim = next(node for node in self.workers if node.node_id[:8] in used)
         self.cluster.remove_node(victim, allow_graceful=False)
         return str(victim.node_id)[:8]
@@ -93,8 +93,8 @@ class ThreeNodes:
             "over": over,
             "state": ending.state if ending else None,
             "error": ending.error if ending else "",
-            "where": {w["name"]: w["where"] for w in status.get("workers", [])},
-            "restarts": {w["name"]: w["restarts"] for w in status.get("workers", [])},
+            "where": {w.name: w.where for w in status.workers},
+            "restarts": {w.name: w.restarts for w in status.workers},
             "ids": [i for line in lines for i in line["ids"]],
             "left": left,
             "log": (self.spec.output / "logs" / "ray.log").read_text()[-2000:],

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from tests.integration.conftest import Crew
 from tests.support.tiny_run import TinyAssets, documents, tiny_spec, write_jsonl
 from xtoken_core.config.spec import RunSpec
-from xtoken_services.supervisor.run_record import RunState
+from xtoken_services.common.run.status import RunState
 
 Change = Callable[[Path, TinyAssets], dict[str, Any]]
 

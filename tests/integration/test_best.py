@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 from tests.integration.conftest import Crew
 from tests.support.tiny_run import TinyAssets, documents, steps_of, tiny_spec, write_jsonl
 from xtoken_core.config.spec import RunSpec
-from xtoken_services.supervisor.run_record import RunState, has_ended_early
+from xtoken_services.common.run.status import RunState
+from xtoken_services.supervisor.run_record import has_ended_early
 from xtoken_services.trainer.export_checkpoint import export_checkpoint, step_of_best
 
 Start = Callable[[RunSpec], Crew]

@@ -12,7 +12,7 @@ from tests.integration.conftest import Crew
 from tests.support.forks import ForkLauncher
 from tests.support.tiny_run import TinyAssets, documents, steps_of, tiny_spec, write_jsonl
 from xtoken_services.common.run.resolve import resolve_run
-from xtoken_services.supervisor.run_record import RunState
+from xtoken_services.common.run.status import RunState
 
 Start = Callable[..., Crew]
 

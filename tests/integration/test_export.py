@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.integration.conftest import Crew
 from tests.support.tiny_run import TinyAssets, documents, steps_of, tiny_spec, write_jsonl
 from xtoken_core.config.spec import RunSpec
-from xtoken_services.supervisor.run_record import RunState
+from xtoken_services.common.run.status import RunState
 from xtoken_services.trainer.export_checkpoint import export_checkpoint
 
 Start = Callable[[RunSpec], Crew]

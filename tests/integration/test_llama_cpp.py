@@ -26,8 +26,8 @@ from xtoken_services.common.http_engine.check import check_servers
 from xtoken_services.common.http_engine.engine import Sampling
 from xtoken_services.common.http_engine.errors import SampleRefusedError
 from xtoken_services.common.http_engine.factory import open_engine
+from xtoken_services.common.run.status import RunState
 from xtoken_services.supervisor.local_run import run_locally
-from xtoken_services.supervisor.run_record import RunState
 
 NAMES = ("XTOKEN_LLAMA_PYTHON", "XTOKEN_LLAMA_GGUF", "XTOKEN_LLAMA_MODEL")
 PYTHON, GGUF, MODEL = (os.environ.get(name, "") for name in NAMES)

@@ -18,7 +18,7 @@ from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import ConfigError
 from xtoken_services.common.run.resolve import file_warnings, resolve_run
 from xtoken_services.common.run.resume import check_output
-from xtoken_services.supervisor.run_record import RunState
+from xtoken_services.common.run.status import RunState
 
 
 def spec_of(assets: TinyAssets, directory: Path, weights: tuple[float, float] = (3, 1), **changes: Any) -> RunSpec:

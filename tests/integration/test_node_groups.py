@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from tests.integration.conftest import Crew
 from tests.support.tiny_run import TinyAssets, steps_of, tiny_spec
 from xtoken_core.config.spec import RunSpec
-from xtoken_services.supervisor.run_record import RunState
+from xtoken_services.common.run.status import RunState
 
 Start = Callable[[RunSpec], Crew]
 

@@ -17,7 +17,7 @@ from tests.integration.conftest import Crew
 from tests.support.forks import ForkLauncher
 from tests.support.tiny_run import TinyAssets, documents, steps_of, tiny_spec, write_jsonl
 from xtoken_services.common.run.baseline import baseline_of
-from xtoken_services.supervisor.run_record import RunState
+from xtoken_services.common.run.status import RunState, WorkerStatus
 
 Start = Callable[..., Crew]
 
@@ -77,13 +77,13 @@ def test_killed_collator_and_teacher_lose_and_double_nothing(assets: TinyAssets,
     ending = crew.join()
     assert ending.state == RunState.COMPLETED, ending.error
     assert trained_ids(spec.output) == list(range(400))
-    attempts = {w["name"]: len(list((spec.output / "logs").glob(f"{w['name']}.*.log"))) for w in workers(crew)}
+    attempts = {w.name: len(list((spec.output / "logs").glob(f"{w.name}.*.log"))) for w in workers(crew)}
     assert attempts["collator-0"] >= 2
     assert attempts["teacher-0-0"] >= 2
 
 
-def workers(crew: Crew) -> list[dict[str, Any]]:
-    return list(crew.supervisor.status()["workers"])
+def workers(crew: Crew) -> list[WorkerStatus]:
+    return list(crew.supervisor.status().workers)
 
 
 @pytest.mark.slow
@@ -173,7 +173,7 @@ def test_a_run_without_a_teacher_starts_none_and_trains(
 ) -> None:  # fmt: skip
     spec = baseline_of(tiny_spec(assets, tmp_path, eval={"path": tmp_path / "train.jsonl", "every": 6}))
     crew = start(spec, forking)
-    assert {w["kind"] for w in crew.supervisor.status()["workers"]} == {"queue", "collator", "trainer"}
+    assert {w.kind for w in crew.supervisor.status().workers} == {"queue", "collator", "trainer"}
     ending = crew.join()
     assert ending.state == RunState.COMPLETED, ending.error
     assert trained_ids(spec.output) == list(range(96))

@@ -15,7 +15,7 @@ from tests.support.forks import ForkLauncher
 from tests.support.tiny_run import TinyAssets, make_assets, steps_of, tiny_spec
 from tests.support.trained_student import train_briefly
 from xtoken_core.config.spec import RunSpec
-from xtoken_services.supervisor.run_record import RunState
+from xtoken_services.common.run.status import RunState
 
 Start = Callable[..., Crew]
 EXACT = ("ids", "loss", "grad_norm", "completion_tokens", "finished", "staleness")

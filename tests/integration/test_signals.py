@@ -17,7 +17,7 @@ from tests.support.tiny_run import TinyAssets, documents, steps_of, tiny_spec, w
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import ConfigError
 from xtoken_services.common.run.resolve import resolve_run
-from xtoken_services.supervisor.run_record import RunState
+from xtoken_services.common.run.status import RunState
 
 Start = Callable[[RunSpec], Crew]
 

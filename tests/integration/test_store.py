@@ -28,6 +28,7 @@ from xtoken_core.teacher_store.shards import FRAMES, INDEX, Entry, ShardWriter, 
 from xtoken_core.teacher_store.store import TeacherStore, empty_values
 from xtoken_core.tokenizing import TextTokenizer
 from xtoken_services.common.run.resolve import resolve_run
+from xtoken_services.common.run.status import RunState
 from xtoken_services.common.stores.store_build import build_spec
 from xtoken_services.common.stores.teacher_stores import check_stores, skip_condition
 from xtoken_services.common.text import training_text
@@ -36,7 +37,6 @@ from xtoken_services.control.validation import SpecValidator
 from xtoken_services.supervisor.launch_check import RefusedError
 from xtoken_services.supervisor.local_run import run_locally, run_to_end
 from xtoken_services.supervisor.run_kinds import run_kind
-from xtoken_services.supervisor.run_record import RunState
 from xtoken_services.supervisor.store_build import StoreBuild
 from xtoken_services.teacher.model import TeacherModel
 from xtoken_services.trainer.store_writer import StoreWriterLoop, first_step
@@ -285,8 +285,8 @@ def test_two_writers_complete_a_store_after_kills_and_a_forced_end(assets: TinyA
             steps_before = len(steps_of(run.spec.output))
             wait(run, lambda steps=steps_before: len(steps_of(run.spec.output)) > steps)
             time.sleep(rng.uniform(0.0, 0.3))
-            worker = next(worker for worker in run.status()["workers"] if worker["name"] == name)
-            psutil.Process(worker["pid"]).kill()
+            worker = next(worker for worker in run.status().workers if worker.name == name)
+            psutil.Process(worker.pid).kill()
             wait(run, lambda name=name: restarts(run, name) > 0)
         wait(run, lambda: len(steps_of(run.spec.output)) > 2)
     finally:
@@ -311,7 +311,7 @@ def test_two_writers_complete_a_store_after_kills_and_a_forced_end(assets: TinyA
 
 def restarts(run: StoreBuild, name: str) -> int:
     """How often a worker was restarted."""
-    return next((int(w["restarts"]) for w in run.status().get("workers", []) if w["name"] == name), 0)
+    return next((w.restarts for w in run.status().workers if w.name == name), 0)
 
 
 def wait(run: StoreBuild, condition: Callable[[], bool]) -> None:

@@ -19,7 +19,7 @@ from tests.support.tiny_run import TinyAssets, documents, make_model, steps_of, 
 from tests.unit.trainer.students import make_model as make_student
 from xtoken_core.config.spec import RunSpec
 from xtoken_services.common.run.resolve import resolve_run
-from xtoken_services.supervisor.run_record import RunState
+from xtoken_services.common.run.status import RunState
 
 Start = Callable[[RunSpec], Crew]
 

@@ -16,6 +16,7 @@ from xtoken_services.cli.options import DEFAULT_URL, TOKEN_VARIABLE, URL_VARIABL
 from xtoken_services.common.processes.progress import spinner
 
 if TYPE_CHECKING:
+    from xtoken_services.common.run.status import RunStatus
     from xtoken_services.control.client import ControlClient
 
 PAGE_SIZE = 100
@@ -69,7 +70,7 @@ def start(
         return
     with spinner(f"checking {spec.name}", quiet=as_json):
         status = client.start(spec)
-    _print_or_watch(client, status, status["id"], watch=watch, as_json=as_json)
+    _print_or_watch(client, status, status.id, watch=watch, as_json=as_json)
 
 
 @runs_app.command()
@@ -108,20 +109,20 @@ def show(client: ControlClient, run: RunArgument, watch: WatchOption = False, as
     if watch:
         _watch(client, status, as_json=as_json)
     elif as_json:
-        typer.echo(json.dumps(status, indent=2))
+        typer.echo(json.dumps(status.document(), indent=2))
     else:
         from rich.console import Console
 
         from xtoken_services.supervisor.progress import render_status
 
         console = Console()
-        began, ended = (_local_time(status.get(name)) for name in ("began", "ended"))
+        began, ended = (_local_time(at) for at in (status.began, status.ended))
         times = f"began {began}" if began else ""
         times += f", ended {ended}" if ended else ""
-        console.print(f"{status['id']}  {times}".rstrip(), style="dim", markup=False, highlight=False)
+        console.print(f"{status.id}  {times}".rstrip(), style="dim", markup=False, highlight=False)
         console.print(render_status(status, ""))
-        if status["error"]:
-            console.print(status["error"], style="yellow", markup=False, highlight=False, soft_wrap=True)
+        if status.error:
+            console.print(status.error, style="yellow", markup=False, highlight=False, soft_wrap=True)
 
 
 @runs_app.command()
@@ -156,9 +157,9 @@ def stop(
     if wait:
         from xtoken_services.control.client import await_end
 
-        with spinner(f"{status['id']} is stopping", quiet=as_json):
+        with spinner(f"{status.id} is stopping", quiet=as_json):
             status = await_end(client, status)
-    _print(status, f"{status['id']}: {status['state']}", as_json)
+    _print(status.document(), f"{status.id}: {status.state}", as_json)
 
 
 @runs_app.command()
@@ -166,7 +167,7 @@ def stop(
 def resume(client: ControlClient, run: RunArgument, watch: WatchOption = False, as_json: bool = False) -> None:
     """Resume a run that was stopped, failed or interrupted, from its last checkpoint."""
     status = client.resume(_resolve_id(client, run))
-    _print_or_watch(client, status, f"{status['id']}: {status['state']}", watch=watch, as_json=as_json)
+    _print_or_watch(client, status, f"{status.id}: {status.state}", watch=watch, as_json=as_json)
 
 
 @runs_app.command()
@@ -248,15 +249,15 @@ def _resolve_id(client: ControlClient, run: str) -> str:
     return ids[0]
 
 
-def _print_or_watch(client: ControlClient, status: dict[str, Any], line: str, *, watch: bool, as_json: bool) -> None:
+def _print_or_watch(client: ControlClient, status: RunStatus, line: str, *, watch: bool, as_json: bool) -> None:
     """Print a response; with `watch` show the run's progress after it, or instead of it as JSON."""
     if not (watch and as_json):
-        _print(status, line, as_json)
+        _print(status.document(), line, as_json)
     if watch:
         _watch(client, status, as_json=as_json)
 
 
-def _watch(client: ControlClient, status: dict[str, Any], *, as_json: bool) -> None:
+def _watch(client: ControlClient, status: RunStatus, *, as_json: bool) -> None:
     """Show a run's progress until it ends.
 
     Raises:

@@ -11,13 +11,16 @@ from typing import Any
 from urllib.parse import quote
 
 import httpx
+from pydantic import ValidationError
 
 from xtoken_core.atomic import atomic_path
 from xtoken_core.config.spec import RunSpec
+from xtoken_core.config.validation_errors import describe
 from xtoken_core.errors import XtokenError
+from xtoken_services.common.run.status import RunState, RunStatus
 from xtoken_services.supervisor.interrupts import Interrupts
 from xtoken_services.supervisor.progress import FailsafeView, ProgressView, open_view
-from xtoken_services.supervisor.run_record import RunResult, RunState
+from xtoken_services.supervisor.run_record import RunResult
 
 TIMEOUT_S = 30.0
 VALIDATION_TIMEOUT_S = 600.0
@@ -42,10 +45,10 @@ class ControlClient:
         # trust_env=False: a proxy from the environment must not see the token, and cannot reach a loopback address.
         self._http = httpx.Client(base_url=url, timeout=TIMEOUT_S, trust_env=False, headers=headers)
 
-    def start(self, spec: RunSpec, *, key: str | None = None) -> dict[str, Any]:
+    def start(self, spec: RunSpec, *, key: str | None = None) -> RunStatus:
         """Start a run; return its first status."""
         headers = {"Idempotency-Key": key or secrets.token_urlsafe(16)}
-        return self._call("POST", "/v1/runs", json=spec.model_dump(mode="json"), headers=headers)
+        return self._status("POST", "/v1/runs", json=spec.model_dump(mode="json"), headers=headers)
 
     def check(self, spec: RunSpec) -> dict[str, Any]:
         """Validate a run without starting it."""
@@ -57,9 +60,9 @@ class ControlClient:
         params = {"limit": limit, "state": list(states), **({"cursor": cursor} if cursor else {})}
         return self._call("GET", "/v1/runs", params=params)
 
-    def show(self, run_id: str) -> dict[str, Any]:
+    def show(self, run_id: str) -> RunStatus:
         """Return the status of a run."""
-        return self._call("GET", f"/v1/runs/{run_id}")
+        return self._status("GET", f"/v1/runs/{run_id}")
 
     def metrics(self, run_id: str, *, points: int = 1000) -> dict[str, Any]:
         """Return the metrics of a run."""
@@ -69,13 +72,13 @@ class ControlClient:
         """Return the files of a run."""
         return self._call("GET", f"/v1/runs/{run_id}/artifacts")
 
-    def stop(self, run_id: str, *, now: bool = False) -> dict[str, Any]:
+    def stop(self, run_id: str, *, now: bool = False) -> RunStatus:
         """Stop a run; return its status."""
-        return self._call("POST", f"/v1/runs/{run_id}/stop", params={"now": now})
+        return self._status("POST", f"/v1/runs/{run_id}/stop", params={"now": now})
 
-    def resume(self, run_id: str) -> dict[str, Any]:
+    def resume(self, run_id: str) -> RunStatus:
         """Resume a run; return its status."""
-        return self._call("POST", f"/v1/runs/{run_id}/resume", timeout=VALIDATION_TIMEOUT_S)
+        return self._status("POST", f"/v1/runs/{run_id}/resume", timeout=VALIDATION_TIMEOUT_S)
 
     def remove(self, run_id: str, *, files: bool = False) -> None:
         """Remove a run, with its files if `files`."""
@@ -129,6 +132,13 @@ class ControlClient:
                 yield response
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise self._unreachable(error) from error
+
+    def _status(self, method: str, path: str, **arguments: Any) -> RunStatus:
+        try:
+            return RunStatus.model_validate(self._call(method, path, **arguments))
+        except ValidationError as error:
+            reason = describe(error, RunStatus)
+            raise XtokenError(f"{self._url} is not a control plane of this xtoken: {reason}") from error
 
     def _call(self, method: str, path: str, **arguments: Any) -> dict[str, Any]:
         try:
@@ -185,7 +195,7 @@ def run_at(url: str, spec: RunSpec, *, token: str | None = None, show: bool = Tr
         return _run(ControlClient(url, token), spec, open_view(show, as_json=as_json), interrupts)
 
 
-def start_or_resume(client: ControlClient, spec: RunSpec) -> dict[str, Any]:
+def start_or_resume(client: ControlClient, spec: RunSpec) -> RunStatus:
     """Start a run, or resume the one with the same output, if it is not complete; return its first status.
 
     Raises:
@@ -199,9 +209,9 @@ def start_or_resume(client: ControlClient, spec: RunSpec) -> dict[str, Any]:
         existing = client.show(error.run)
         requested, original = (
             spec.model_dump(mode="json"),
-            RunSpec.model_validate(existing["spec"]).model_dump(mode="json"),
+            RunSpec.model_validate(existing.spec).model_dump(mode="json"),
         )
-        if not RunState(existing["state"]).over or existing["output"] != str(spec.output.resolve()):
+        if not existing.state.over or existing.output != spec.output.resolve():
             raise
         differing = [name for name in requested if name != "output" and requested[name] != original[name]]
         if differing:
@@ -209,7 +219,7 @@ def start_or_resume(client: ControlClient, spec: RunSpec) -> dict[str, Any]:
                 f"the run {error.run} in {spec.output} was started with other settings of {', '.join(differing)}: "
                 f"choose another output, or resume it with its original settings: xtoken runs resume {error.run}"
             ) from error
-        return existing if existing["state"] == RunState.COMPLETED else client.resume(error.run)
+        return existing if existing.state == RunState.COMPLETED else client.resume(error.run)
 
 
 def _run(
@@ -226,26 +236,25 @@ def _run(
     return result_of(last, interrupts.status or STOPPED)
 
 
-def result_of(status: dict[str, Any], stopped: int = STOPPED) -> RunResult:
+def result_of(status: RunStatus, stopped: int = STOPPED) -> RunResult:
     """Return how a run has ended, from its last status; one that is still active has not failed.
 
     Args:
         status: The status.
         stopped: Exit status for a run that was stopped.
     """
-    state = RunState(status["state"])
-    if not state.over:
-        return RunResult(state)
-    exit_code = {RunState.COMPLETED: 0, RunState.STOPPED: stopped}.get(state, status["exit_code"] or 1)
-    error = "" if state == RunState.STOPPED else status["error"]  # the last line of output says what was lost
-    return RunResult(state, error, exit_code)
+    if not status.state.over:
+        return RunResult(status.state)
+    codes = {RunState.COMPLETED: 0, RunState.STOPPED: stopped}
+    error = "" if status.state == RunState.STOPPED else status.error  # the last line of output says what was lost
+    return RunResult(status.state, error, codes.get(status.state, status.exit_code or 1))
 
 
-def follow(client: ControlClient, status: dict[str, Any], view: ProgressView, interrupts: Interrupts) -> dict[str, Any]:
+def follow(client: ControlClient, status: RunStatus, view: ProgressView, interrupts: Interrupts) -> RunStatus:
     """Show a run until it is over, and stop it on signals; return its last status."""
-    run_id, handled = status["id"], 0
+    run_id, handled = status.id, 0
     poll = _tolerant(lambda: client.show(run_id))
-    while not RunState(status["state"]).over:
+    while not status.state.over:
         view.show(status)
         interrupts.wait(POLL_S)
         if interrupts.count > handled:
@@ -256,12 +265,12 @@ def follow(client: ControlClient, status: dict[str, Any], view: ProgressView, in
     return status
 
 
-def follow_until_interrupted(client: ControlClient, status: dict[str, Any], view: ProgressView) -> dict[str, Any]:
+def follow_until_interrupted(client: ControlClient, status: RunStatus, view: ProgressView) -> RunStatus:
     """Show a run until it is over, or until Ctrl+C, which does not stop it; return its last status."""
-    run_id = status["id"]
+    run_id = status.id
     poll = _tolerant(lambda: client.show(run_id))
     try:
-        while not RunState(status["state"]).over:
+        while not status.state.over:
             view.show(status)
             time.sleep(POLL_S)
             status = poll() or status
@@ -270,21 +279,21 @@ def follow_until_interrupted(client: ControlClient, status: dict[str, Any], view
     return status
 
 
-def await_end(client: ControlClient, status: dict[str, Any]) -> dict[str, Any]:
+def await_end(client: ControlClient, status: RunStatus) -> RunStatus:
     """Wait until a run is over; return its last status."""
-    run_id = status["id"]
+    run_id = status.id
     poll = _tolerant(lambda: client.show(run_id))
-    while not RunState(status["state"]).over:
+    while not status.state.over:
         time.sleep(POLL_S)
         status = poll() or status
     return status
 
 
-def _tolerant(request: Callable[[], dict[str, Any]]) -> Callable[[], dict[str, Any] | None]:
+def _tolerant(request: Callable[[], RunStatus]) -> Callable[[], RunStatus | None]:
     """Return a function that makes the request, and returns None if it fails up to 10 times in a row."""
     failures = 0
 
-    def tolerant() -> dict[str, Any] | None:
+    def tolerant() -> RunStatus | None:
         nonlocal failures
         try:
             response = request()

@@ -6,9 +6,9 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from xtoken_services.common.run.status import RunState
 from xtoken_services.control.store import AttemptRow, GroupRow, Store, StoreError, now
 from xtoken_services.supervisor.events import Attempt, SupervisorEvents
-from xtoken_services.supervisor.run_record import RunState
 
 log = logging.getLogger("xtoken.control")
 

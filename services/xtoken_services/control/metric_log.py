@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from xtoken_core.regular_files import open_below
-from xtoken_services.common.run.best_evaluation import is_better
+from xtoken_services.common.run.status import is_better
 from xtoken_services.supervisor.json_files import MAX_LINE_BYTES, parse_line
 
 POLL_S = 0.5

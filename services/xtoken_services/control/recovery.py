@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from xtoken_core.errors import ConfigError
+from xtoken_services.common.run.status import RunState
 from xtoken_services.control.tables import AttemptRow, GroupRow
 from xtoken_services.supervisor.launchers.base import Handle, Launcher, read_status
 from xtoken_services.supervisor.os_process import mark_of
 from xtoken_services.supervisor.process_group import RecoveredGroup, describe_exit, last_log_line, status_path
 from xtoken_services.supervisor.process_spec import ProcessSpec
-from xtoken_services.supervisor.run_record import SUMMARY, RunResult, RunState
+from xtoken_services.supervisor.run_record import SUMMARY, RunResult
 
 RESUME = "resume the run to continue from its last checkpoint"
 

@@ -41,7 +41,8 @@ class Run(SupervisedRun):
         events = DatabaseEvents(store, row.id, row.launch)
         environment = roots.environment if roots is not None else {}
         spec = RunSpec.model_validate(row.spec)
-        super().__init__(spec, row.id, launchers, events=events, environment=environment)
+        status = row.status().model_copy(update={"checking": ""})
+        super().__init__(spec, status, launchers, events=events, environment=environment)
         self._row, self._store, self._recovered = row, store, recovered
         self._confined = roots is not None
 
@@ -58,7 +59,6 @@ class Run(SupervisedRun):
     def _recover(self) -> RunResult | None:
         """Supervise the processes that an earlier control plane started, or infer how the run ended."""
         output, row = self.spec.output, self._row
-        self._known = {"step": row.step, "steps": row.steps}
         attempts = self._store.attempts(self.id, launch=row.launch)
         if row.queue is None:
             return infer_ending(output, attempts, {})

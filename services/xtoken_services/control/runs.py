@@ -17,11 +17,12 @@ from pathlib import Path
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import ConfigError, XtokenError
 from xtoken_services.common.files.directory_lock import OccupiedError
+from xtoken_services.common.run.status import RunState
 from xtoken_services.control.run import Run
 from xtoken_services.control.store import RunRow, Store, TakenError, now
 from xtoken_services.control.validation import RefusedError, SpecValidator, check_launch
 from xtoken_services.supervisor.json_files import read_json
-from xtoken_services.supervisor.run_record import SPEC, SUMMARY, RunState, read_record
+from xtoken_services.supervisor.run_record import SPEC, SUMMARY, read_record
 from xtoken_services.supervisor.supervised_run import LauncherFactory, launcher_factory
 
 log = logging.getLogger("xtoken.control")
@@ -269,7 +270,7 @@ class Runs:
             row = self._ended(run_id, "removed")
             output = Path(row.output)
             if files and output.exists():
-                if output.is_symlink() or read_record(output).get("run", run_id) != run_id:
+                if output.is_symlink() or read_record(output).run not in (None, run_id):
                     raise ConflictError(f"{output} does not belong to the run {run_id}: delete it yourself")
                 if self.validator.roots is not None:
                     self.validator.roots.check(output, "output", write=True)

@@ -15,9 +15,9 @@ from sqlalchemy.orm import Session
 from sqlalchemy.pool import StaticPool
 
 from xtoken_core.errors import XtokenError
+from xtoken_services.common.run.status import RunState
 from xtoken_services.control.db_file import DatabaseFile, StoreError, create_private
 from xtoken_services.control.tables import AttemptRow, Base, GroupRow, NoteRow, RunRow
-from xtoken_services.supervisor.run_record import RunState
 
 FILE = ".control.sqlite3"
 VERSION = 1

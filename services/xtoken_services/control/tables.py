@@ -7,6 +7,8 @@ from typing import Any
 from sqlalchemy import JSON, ForeignKey, Index, MetaData, UniqueConstraint
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
+from xtoken_services.common.run.status import RunStatus, RunSummary
+
 NAMES = {
     "ix": "ix_%(table_name)s_%(column_0_name)s",
     "uq": "uq_%(table_name)s_%(column_0_name)s",
@@ -54,6 +56,11 @@ class RunRow(Base):
     queue: Mapped[dict[str, Any] | None]
     key: Mapped[str | None] = mapped_column(unique=True)
     digest: Mapped[str | None]
+
+    def status(self) -> RunStatus:
+        """Return the run as the database knows it."""
+        known = {name: getattr(self, name) for name in RunSummary.model_fields}
+        return RunStatus.model_validate(known | {"spec": self.spec})
 
 
 class AttemptRow(Base):

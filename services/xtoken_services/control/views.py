@@ -13,15 +13,14 @@ from typing import Any
 
 from xtoken_core.errors import InputError
 from xtoken_services.common.run.resume import CHECKPOINTS, RESOLVED, newest_checkpoint
+from xtoken_services.common.run.status import RunState, RunStatus, WorkerStatus
 from xtoken_services.control.metric_log import MetricLog
 from xtoken_services.control.runs import Runs
-from xtoken_services.control.store import AttemptRow, RunRow
+from xtoken_services.control.store import AttemptRow
 from xtoken_services.supervisor.json_files import read_json
-from xtoken_services.supervisor.run_record import SUMMARY, RunState
+from xtoken_services.supervisor.run_record import SUMMARY
 
 KEPT_VIEWS = 128
-HIDDEN = ("seq", "spec", "queue", "key", "digest")
-"""Columns that a summary leaves out."""
 
 
 class View:
@@ -55,25 +54,22 @@ class View:
             self._same_tokenizer = _same_tokenizer(read_json(self.output / RESOLVED) or {})
         return self._same_tokenizer
 
-    def status(self) -> dict[str, Any] | None:
-        """Return the fields of `GET /v1/runs/{id}`, or None if the run has been removed."""
+    def status(self) -> RunStatus | None:
+        """Return the status of the run, or None if it has been removed."""
         row, run = self._runs.store.run(self.run_id), self._runs.get(self.run_id)
         if row is None:
             return None
         self.refresh()
-        live = run.status() if run is not None else {}
-        if not live.get("workers"):
-            live["workers"] = workers_of(self._runs.store.attempts(self.run_id, launch=row.launch))
-        state = RunState(live.get("state", row.state))
-        return (
-            summary_of(row)
-            | {name: value for name, value in live.items() if value is not None}
-            | {
-                "spec": row.spec,
+        status = row.status() if run is None else run.status()
+        is_complete = status.state == RunState.COMPLETED
+        return status.model_copy(
+            update={
+                "ended": row.ended,
+                "workers": status.workers or workers_of(self._runs.store.attempts(self.run_id, launch=row.launch)),
                 "last": self.steps.last,
                 **self.results(),
                 "checkpoint": self._checkpoint(),
-                "summary": read_json(self.output / SUMMARY) if state == RunState.COMPLETED else None,
+                "summary": read_json(self.output / SUMMARY) if is_complete else None,
             }
         )
 
@@ -133,27 +129,22 @@ def _same_tokenizer(resolved: Mapping[str, Any]) -> tuple[bool, ...]:
         return ()
 
 
-def summary_of(row: RunRow) -> dict[str, Any]:
-    """Return the columns of a run that the API shows in lists."""
-    return {column.name: getattr(row, column.name) for column in RunRow.__table__.columns if column.name not in HIDDEN}
-
-
-def workers_of(attempts: list[AttemptRow]) -> list[dict[str, Any]]:
+def workers_of(attempts: list[AttemptRow]) -> list[WorkerStatus]:
     """Return the workers of a run without a supervisor, from the last attempt of each."""
     last = {attempt.worker: attempt for attempt in attempts}
     starts = {worker: sum(a.worker == worker for a in attempts) for worker in last}
     return [
-        {
-            "name": worker,
-            "kind": start.kind,
-            "state": "stopped",
-            "pid": None,
-            "incarnation": start.incarnation,
-            "restarts": starts[worker] - 1,
-            "exit_code": start.exit_code,
-            "phase": "",
-            "progress": 0,
-            "heartbeat_age_s": None,
-        }
+        WorkerStatus(
+            name=worker,
+            kind=start.kind,
+            state="stopped",
+            pid=None,
+            incarnation=start.incarnation,
+            restarts=starts[worker] - 1,
+            exit_code=start.exit_code,
+            phase="",
+            progress=0,
+            heartbeat_age_s=None,
+        )
         for worker, start in last.items()
     ]

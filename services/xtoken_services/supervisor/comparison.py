@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from xtoken_services.common.run.baseline import baseline_output
-from xtoken_services.common.run.best_evaluation import BITS, exported_evaluation, keeps_best
+from xtoken_services.common.run.status import BITS, exported_evaluation, finite
 from xtoken_services.common.run.verdict import Verdict, describe, judge
 from xtoken_services.supervisor.json_files import best_line, last_line, read_json
 from xtoken_services.supervisor.run_record import SPEC, SUMMARY
@@ -52,17 +52,15 @@ class Comparison:
 def compare_with_baseline(output: Path) -> Comparison | None:
     """Return the comparison of the run in `output` with its baseline; None without an evaluation of both."""
     rows = [_exported(directory) for directory in (output, baseline_output(output))]
-    results = [(float(row[BITS]), int(row["step"])) for row in rows if row.get(BITS) is not None]
+    results = [(row[BITS], int(row["step"])) for row in rows if BITS in row and "step" in row]
     if len(results) < len(rows):
         return None
     (distilled, distilled_step), (baseline, baseline_step) = results
     return Comparison(distilled, baseline, distilled_step, baseline_step)
 
 
-def _exported(output: Path) -> dict[str, Any]:
+def _exported(output: Path) -> dict[str, float]:
     """Return the evaluation of the weights that the run in a directory exports; empty without one."""
-    file, status = output / "eval.jsonl", {"spec": read_json(output / SPEC)}
-    status["evaluation"] = last_line(file)
-    if keeps_best(status):
-        status |= {"best_evaluation": best_line(file), "summary": read_json(output / SUMMARY)}
-    return exported_evaluation(status)
+    file = output / "eval.jsonl"
+    spec, summary = read_json(output / SPEC), read_json(output / SUMMARY)
+    return finite(exported_evaluation(spec, summary, last_line(file), best_line(file)))

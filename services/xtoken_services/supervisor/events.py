@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from xtoken_services.supervisor.run_record import RunState
+from xtoken_services.common.run.status import RunState
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from xtoken_core.regular_files import MIB, open_below, parse_object, read_below
-from xtoken_services.common.run.best_evaluation import is_better
+from xtoken_services.common.run.status import is_better
 
 TAIL_BYTES = 1 << 16
 MAX_LINE_BYTES = 32 * MIB

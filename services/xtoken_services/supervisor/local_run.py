@@ -16,38 +16,20 @@ from xtoken_core.errors import XtokenError
 from xtoken_services.common.files.directory_lock import OccupiedError
 from xtoken_services.common.run.custom_loss import check_custom_loss, check_importable
 from xtoken_services.common.run.resume import CHECKPOINTS, newest_checkpoint
+from xtoken_services.common.run.status import RunState, RunStatus
 from xtoken_services.supervisor.interrupts import POLL_S, Interrupts
 from xtoken_services.supervisor.json_files import best_line, first_line, last_line, read_json
 from xtoken_services.supervisor.launch_check import check_launch
 from xtoken_services.supervisor.launchers.forks import ForkServer, fork_server_of_run
 from xtoken_services.supervisor.progress import STOPPING, STOPPING_NOW, FailsafeView, ProgressView, open_view
 from xtoken_services.supervisor.run_directory import OutputBefore
-from xtoken_services.supervisor.run_record import SUMMARY, RunResult, RunState
+from xtoken_services.supervisor.run_record import SUMMARY, RunResult
 from xtoken_services.supervisor.supervised_run import LauncherFactory, SupervisedRun, launcher_factory
 
 log = logging.getLogger("xtoken.supervisor")
 
 QUIET_S = 1.0
 """Time for the check of a run's files before anything is displayed: most errors are reported within it."""
-SUMMARY_FIELDS = (
-    "id",
-    "name",
-    "output",
-    "created",
-    "began",
-    "ended",
-    "launch",
-    "state",
-    "error",
-    "exit_code",
-    "step",
-    "steps",
-    "text_read",
-    "checking",
-    "skipped",
-    "dead",
-    "queue",
-)
 
 
 def run_locally(
@@ -119,7 +101,7 @@ def run_to_end(
 
 
 class LocalRun(SupervisedRun):
-    """A run without a control plane: its status document is put together from its supervisor and its files.
+    """A run without a control plane: its status is put together from its supervisor and its files.
 
     Its workers are forked from a server that imports while the files are checked. A control plane's are not: they may
     outlive it.
@@ -139,15 +121,14 @@ class LocalRun(SupervisedRun):
         forks: ForkServer | None = None,
     ) -> None:
         factory = launchers or launcher_factory(tied=True, forks=lambda: self._forks)
-        super().__init__(spec, f"{spec.name}-{secrets.token_hex(4)}", factory, loss=loss)
+        status = RunStatus.starting(spec, f"{spec.name}-{secrets.token_hex(4)}")
+        super().__init__(spec, status, factory, loss=loss)
         self._wants_forks = launchers is None
         self._forks = forks if self._wants_forks and forks is not None and not forks.lost else None
         if forks is not None and self._forks is None:
             forks.close()
-        self._began = _now()
         self.before = OutputBefore.of(self.spec.output)
         self._best: tuple[tuple[int, int], dict[str, Any] | None] = (0, 0), None
-        self._spec_document = spec.model_dump(mode="json")
 
     def close(self) -> None:
         """End the server that its workers are forked from, once none of them is left."""
@@ -160,32 +141,22 @@ class LocalRun(SupervisedRun):
             self._forks = fork_server_of_run(self.spec)
         return super()._resolve()
 
-    def document(self) -> dict[str, Any]:
-        """Return the status with the fields of the control plane's `GET /v1/runs/{id}`."""
+    def shown(self) -> RunStatus:
+        """Return the status with what the run's files say."""
         output, status = self.spec.output, self.status()
-        known = {
-            "id": self.id,
-            "name": self.spec.name,
-            "output": str(output),
-            "created": self._began,
-            "began": self._began,
-            "ended": _now() if self.over.is_set() else None,
-            "launch": 1,
-            "state": RunState.STARTING,
-            "error": "",
-        } | {name: value for name, value in status.items() if value is not None}
         checkpoint = newest_checkpoint(output / CHECKPOINTS)
-        completed = known["state"] == RunState.COMPLETED
-        return {name: known.get(name) for name in SUMMARY_FIELDS} | {
-            "workers": known.get("workers", []),
-            "last": last_line(output / "steps.jsonl"),
-            "evaluation": last_line(output / "eval.jsonl"),
-            "first_evaluation": first_line(output / "eval.jsonl"),
-            "best_evaluation": self._best_evaluation(output / "eval.jsonl"),
-            "checkpoint": int(checkpoint.name.removeprefix("step-")) if checkpoint is not None else None,
-            "summary": read_json(output / SUMMARY) if completed else None,
-            "spec": self._spec_document,
-        }
+        completed = status.state == RunState.COMPLETED
+        return status.model_copy(
+            update={
+                "ended": _now() if self.over.is_set() else None,
+                "last": last_line(output / "steps.jsonl"),
+                "evaluation": last_line(output / "eval.jsonl"),
+                "first_evaluation": first_line(output / "eval.jsonl"),
+                "best_evaluation": self._best_evaluation(output / "eval.jsonl"),
+                "checkpoint": int(checkpoint.name.removeprefix("step-")) if checkpoint is not None else None,
+                "summary": read_json(output / SUMMARY) if completed else None,
+            }
+        )
 
     def _best_evaluation(self, file: Path) -> dict[str, Any] | None:
         """Return the best line of `eval.jsonl`, which is read again once it has changed."""
@@ -203,14 +174,14 @@ def follow(run: LocalRun, view: ProgressView, interrupts: Interrupts) -> None:
     """Show a run until it is over, and turn signals into requests to stop."""
     seen = 0
     while not run.over.is_set():
-        view.show(run.document())
+        view.show(run.shown())
         run.over.wait(POLL_S)
         if interrupts.count > seen:
             seen = interrupts.count
             view.stopping(now=seen > 1)
             run.stop(now=seen > 1)
     if run.refusal is None:
-        view.end(run.document())
+        view.end(run.shown())
 
 
 def _shut_down(run: SupervisedRun, interrupts: Interrupts) -> None:

@@ -9,10 +9,11 @@ from functools import partial
 from typing import Any
 
 from xtoken_core.data_plane.address import Address
+from xtoken_services.common.run.status import QueueStatus, WorkerStatus
 from xtoken_services.supervisor.launchers.base import Launcher
-from xtoken_services.supervisor.process_group import ProcessGroup
+from xtoken_services.supervisor.process_group import ManagedProcess, ProcessGroup
 from xtoken_services.supervisor.process_spec import ProcessSpec
-from xtoken_services.supervisor.queue_monitor import QueueMonitor
+from xtoken_services.supervisor.queue_monitor import QueueMonitor, find_session
 
 
 class NodeGroup:
@@ -88,7 +89,7 @@ class NodeGroups:
         return time.monotonic() - monitor.answered_at if monitor.connected else 0.0
 
     def totals(self) -> dict[str, Any]:
-        """Sum the contents of all queues, and the numbers of skipped and dead samples; sizes are bytes."""
+        """Sum the contents of all queues, and the numbers of skipped and dead samples, by the fields of `RunStatus`."""
         partitions = [group.monitor.partition for group in self]
         runs = [group.monitor.run for group in self]
         tasks: dict[str, Counter[str]] = {}
@@ -99,13 +100,32 @@ class NodeGroups:
             "step": self.step,
             "skipped": sum(run.get("skipped", 0) for run in runs),
             "dead": sum(partition.get("dead", 0) for partition in partitions),
-            "queue": {
-                "samples": sum(partition.get("samples", 0) for partition in partitions),
-                "bytes": sum(group.monitor.stats.get("bytes", 0) for group in self),
-                "memory_limit": sum(group.monitor.stats.get("memory_limit", 0) for group in self),
-                "tasks": {task: dict(counts) for task, counts in tasks.items()},
-            },
+            "queue": QueueStatus(
+                samples=sum(partition.get("samples", 0) for partition in partitions),
+                bytes=sum(group.monitor.stats.get("bytes", 0) for group in self),
+                memory_limit=sum(group.monitor.stats.get("memory_limit", 0) for group in self),
+                tasks={task: dict(counts) for task, counts in tasks.items()},
+            ),
         }
+
+    def worker_status(self, group: ProcessGroup, process: ManagedProcess) -> WorkerStatus:
+        """Return a process's status: what its group knows, and what it last reported to its queue."""
+        stats = self[process.spec.node].monitor.stats
+        session = find_session(stats, process.spec.name, group.incarnation) or {}
+        return WorkerStatus(
+            name=process.spec.name,
+            kind=group.kind,
+            state=group.state,
+            pid=process.pid,
+            incarnation=group.incarnation,
+            restarts=group.restarts,
+            exit_code=process.exit_code,
+            phase=session.get("phase", ""),
+            activity=session.get("activity", ""),
+            progress=session.get("progress", 0),
+            heartbeat_age_s=session.get("seen_age_s"),
+            where=self.machine(process.spec.node),
+        )
 
     def leases(self, spec: ProcessSpec) -> str:
         """Describe the leases of a kind of worker, for the message that ends the run."""

@@ -19,6 +19,7 @@ from xtoken_services.supervisor.environment import worker_environment
 from xtoken_services.supervisor.events import Attempt, SupervisorEvents
 from xtoken_services.supervisor.launchers.base import NODE_LOST_EXIT, STATUS_FILE, UNKNOWN_EXIT, Handle, Launcher
 from xtoken_services.supervisor.process_spec import STOP_ORDER, Kind, ProcessSpec
+from xtoken_services.supervisor.run_record import WorkerRecord
 
 JOIN_POLL_S = 0.02
 FIRST_DELAY_S = 0.5
@@ -229,6 +230,20 @@ class ProcessGroup:
     def report_failures(self) -> None:
         """Report the restart counters."""
         self._events.failures_counted(self.name, self.restarts, self.policy.failures, self.policy.highest_step)
+
+    def records(self) -> dict[str, WorkerRecord]:
+        """Return every process's last start, for `run.json`."""
+        return {
+            process.spec.name: WorkerRecord(
+                pid=process.pid,
+                identity=process.handle.identity if process.handle is not None and process.pid else None,
+                attempt=self.incarnation,
+                restarts=self.restarts,
+                exit_code=process.exit_code,
+                log=str(process.log) if process.log else None,
+            )
+            for process in self.processes
+        }
 
     def _report_exit(self, process: ManagedProcess) -> None:
         self._events.exited(process.spec.name, self.incarnation, process.exit_code)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -17,11 +18,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from xtoken_services.common.run.best_evaluation import BITS, exported_evaluation, is_finite, keeps_best
-from xtoken_services.common.run.run_warnings import change_since_start, warnings_of
+from xtoken_services.common.run.run_warnings import warnings_of
+from xtoken_services.common.run.status import BITS, RunState, RunStatus, WorkerStatus, finite
 from xtoken_services.common.run.verdict import describe
-from xtoken_services.supervisor.remaining import duration, remaining_s
-from xtoken_services.supervisor.run_record import RunState
 
 log = logging.getLogger("xtoken.supervisor")
 
@@ -41,7 +40,7 @@ STATE_STYLES = {"running": "green", "finished": "dim", "waiting": "yellow", "sto
 class ProgressView(Protocol):
     """A display of one run; statuses are those of `GET /v1/runs/{id}`."""
 
-    def show(self, status: dict[str, Any]) -> None:
+    def show(self, status: RunStatus) -> None:
         """Display the status of a run that is not over."""
         ...
 
@@ -49,7 +48,7 @@ class ProgressView(Protocol):
         """Display that the user has requested a graceful shutdown, or with `now` an immediate one."""
         ...
 
-    def end(self, status: dict[str, Any]) -> None:
+    def end(self, status: RunStatus) -> None:
         """Display how the run ended."""
         ...
 
@@ -80,7 +79,7 @@ class FailsafeView:
         self._view = view
         self._failed = False
 
-    def show(self, status: dict[str, Any]) -> None:
+    def show(self, status: RunStatus) -> None:
         """Display the status."""
         self._try(lambda: self._view.show(status))
 
@@ -88,7 +87,7 @@ class FailsafeView:
         """Display that the run is being stopped."""
         self._try(lambda: self._view.stopping(now=now))
 
-    def end(self, status: dict[str, Any]) -> None:
+    def end(self, status: RunStatus) -> None:
         """Display how the run ended."""
         self._try(lambda: self._view.end(status))
 
@@ -108,7 +107,7 @@ class LiveView:
         self._live = live
         self._note = ""
 
-    def show(self, status: dict[str, Any]) -> None:
+    def show(self, status: RunStatus) -> None:
         """Redraw it."""
         self._live.update(render_status(status, self._note))
 
@@ -116,7 +115,7 @@ class LiveView:
         """Add a line below it."""
         self._note = STOPPING_NOW if now else STOPPING
 
-    def end(self, status: dict[str, Any]) -> None:
+    def end(self, status: RunStatus) -> None:
         """Replace it by the summary."""
         self._live.update(Text(""))
         for line in [*_warning_lines(status), final_line(status)]:
@@ -130,13 +129,13 @@ class ChangeDetector:
         self._last: tuple[Any, ...] = ()
         self._last_at = 0.0
 
-    def changed(self, status: dict[str, Any]) -> bool:
+    def changed(self, status: RunStatus) -> bool:
         """Return whether the status is worth a line since the last one that was."""
-        state = (status["state"], [(w["name"], w["state"], w["restarts"]) for w in status["workers"]])
+        state = (status.state, [(w.name, w.state, w.restarts) for w in status.workers])
         progress = (
-            status["step"],
-            status.get("text_read"),
-            [*_unready(status), *(w["activity"] for w in _busy(status))],
+            status.step,
+            status.text_read,
+            [*_unready(status), *(w.activity for w in _busy(status))],
         )
         due = time.monotonic() - self._last_at >= LINE_EVERY_S and progress != self._last[2:]
         if state == self._last[:2] and not due:
@@ -151,7 +150,7 @@ class JsonView:
     def __init__(self) -> None:
         self._changes = ChangeDetector()
 
-    def show(self, status: dict[str, Any]) -> None:
+    def show(self, status: RunStatus) -> None:
         """Print the status if it has changed."""
         if self._changes.changed(status):
             self.end(status)
@@ -159,9 +158,9 @@ class JsonView:
     def stopping(self, *, now: bool) -> None:
         """Print nothing: the next status shows it."""
 
-    def end(self, status: dict[str, Any]) -> None:
+    def end(self, status: RunStatus) -> None:
         """Print the status."""
-        sys.stdout.write(json.dumps(status) + "\n")
+        sys.stdout.write(json.dumps(status.document()) + "\n")
         sys.stdout.flush()
 
 
@@ -173,7 +172,7 @@ class LineView:
         self._changes = ChangeDetector()
         self._warned: set[str] = set()
 
-    def show(self, status: dict[str, Any]) -> None:
+    def show(self, status: RunStatus) -> None:
         """Print a line if the status has changed, and every warning once."""
         if self._changes.changed(status):
             self._print(status_line(status))
@@ -183,12 +182,12 @@ class LineView:
         """Print that the run is being stopped."""
         self._print(STOPPING_NOW if now else STOPPING)
 
-    def end(self, status: dict[str, Any]) -> None:
+    def end(self, status: RunStatus) -> None:
         """Print how the run ended, after what only its end shows to be wrong."""
         self._warn(status)
         self._print(final_line(status))
 
-    def _warn(self, status: dict[str, Any]) -> None:
+    def _warn(self, status: RunStatus) -> None:
         warnings = warnings_of(status)
         for name in [name for name in warnings if name not in self._warned]:
             self._print(f"warning: {warnings[name]}")
@@ -198,107 +197,100 @@ class LineView:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def status_line(status: dict[str, Any]) -> str:
+def status_line(status: RunStatus) -> str:
     """Return a run's status in one line."""
-    parts = [f"{status['name']}: {status['state']}", _progress(status)]
+    parts = [f"{status.name}: {status.state}", _progress(status)]
     parts += [f"{name} {value}" for name, value in metrics_of(status)]
-    if status["queue"]:
-        parts.append(f"queue {status['queue']['samples']} samples")
+    if status.queue:
+        parts.append(f"queue {status.queue.samples} samples")
     if names := _unready(status):
         more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
         parts.append(f"waiting for {', '.join(names[:MOST_NAMES])}{more} to load")
-    parts += [f"{w['name']} {w['activity']}" for w in _busy(status)]
-    if left := remaining_s(status):
+    parts += [f"{w.name} {w.activity}" for w in _busy(status)]
+    if left := status.remaining_s():
         parts.append(f"about {duration(left)} left")
-    workers = [f"{w['name']} {w['state']}{_restarts(w)}" for w in status["workers"] if _is_notable(w)]
+    workers = [f"{w.name} {w.state}{_restarts(w)}" for w in status.workers if _is_notable(w)]
     return ", ".join(parts + workers)
 
 
-def _busy(status: dict[str, Any]) -> list[dict[str, Any]]:
+def _busy(status: RunStatus) -> list[WorkerStatus]:
     """Return the workers that do something other than steps for long, such as evaluating."""
-    active = [w for w in status["workers"] if w["state"] == "running" and w.get("activity")]
-    return [w for w in active if w["phase"] != LOADING or w["activity"].startswith("evaluating")]
+    active = [w for w in status.workers if w.state == "running" and w.activity]
+    return [w for w in active if w.phase != LOADING or w.activity.startswith("evaluating")]
 
 
-def _unready(status: dict[str, Any]) -> list[str]:
+def _unready(status: RunStatus) -> list[str]:
     """Return the workers that are loading; phases are seconds old, so later evidence of work overrules them."""
-    if status["state"] not in (RunState.STARTING, RunState.RUNNING) or status["step"] == status["steps"]:
+    if status.state not in (RunState.STARTING, RunState.RUNNING) or status.step == status.steps:
         return []
-    workers = [w for w in status["workers"] if w["kind"] != "queue" and w["state"] == "running"]
+    workers = [w for w in status.workers if w.kind != "queue" and w.state == "running"]
     workers = [w for w in workers if w not in _busy(status)]
     if any(
-        w["kind"] == "trainer" and w["phase"] == READY for w in status["workers"]
+        w.kind == "trainer" and w.phase == READY for w in status.workers
     ):  # all were ready once: one without a phase is exiting
-        return [w["name"] for w in workers if w["phase"] == LOADING and w["restarts"]]
-    if status["last"] and status["last"].get("step", 0) >= (status["step"] or 0):  # it has trained since the last poll
+        return [w.name for w in workers if w.phase == LOADING and w.restarts]
+    if status.last and status.metrics.get("step", 0) >= (status.step or 0):  # it has trained since the last poll
         return []
-    filled = bool(status["queue"] and status["queue"]["samples"])
-    return [_loading(w) for w in workers if w["phase"] != READY and not (filled and w["kind"] == "collator")]
+    filled = bool(status.queue and status.queue.samples)
+    return [_loading(w) for w in workers if w.phase != READY and not (filled and w.kind == "collator")]
 
 
-def _loading(worker: dict[str, Any]) -> str:
-    activity = worker.get("activity", "")
-    return f"{worker['name']} ({activity})" if activity and activity != LOADING_ACTIVITY else worker["name"]
+def _loading(worker: WorkerStatus) -> str:
+    says_what = worker.activity not in ("", LOADING_ACTIVITY)
+    return f"{worker.name} ({worker.activity})" if says_what else worker.name
 
 
-def _progress(status: dict[str, Any]) -> str:
+def _progress(status: RunStatus) -> str:
     """Return a run's steps, or before them what is being checked."""
-    if status["steps"] is None and not RunState(status["state"]).over:
-        if status.get("checking"):
-            return str(status["checking"])
-        read = status.get("text_read")
+    if status.steps is None and not status.state.over:
+        if status.checking:
+            return status.checking
+        read = status.text_read
         return "checking models, tokenizers and text" if read is None else f"{read:.0%} of the text read"
-    return f"step {status['step'] or 0}/{status['steps'] or '?'}"
+    return f"step {status.step or 0}/{status.steps or '?'}"
 
 
-def final_line(status: dict[str, Any]) -> str:
+def final_line(status: RunStatus) -> str:
     """Return how a run ended in one line."""
-    if not RunState(status["state"]).over:
-        return f"{status['name']} is still running: xtoken runs show {status['id']}"
-    where = f"{status['name']}: {status['state']} after step {status['step'] or 0} of {status['steps'] or '?'}"
-    if status["state"] == "stopped":
-        lost = f": {status['error']}" if status["error"] else ""
+    if not status.state.over:
+        return f"{status.name} is still running: xtoken runs show {status.id}"
+    where = f"{status.name}: {status.state} after step {status.step or 0} of {status.steps or '?'}"
+    if status.state == "stopped":
+        lost = f": {status.error}" if status.error else ""
         return f"{where}{lost}; {_resume_hint(status)}"
-    summary = status["summary"]
-    if status["state"] != "completed" or summary is None:
-        return f"{where}; logs are in {status['output']}/logs"
+    summary = status.summary
+    if status.state != "completed" or summary is None:
+        return f"{where}; logs are in {status.output}/logs"
     early = f" (ended early: {summary['stopped_early']})" if "stopped_early" in summary else ""
-    step = summary.get("steps", status["step"])
-    where = f"{status['name']}: {status['state']} after step {step} of {status['steps']}{early}"
+    step = summary.get("steps", status.step)
+    where = f"{status.name}: {status.state} after step {step} of {status.steps}{early}"
     counts = ", ".join(
         f"{summary[name]} {name}" for name in ("trained", "skipped", "dead", "truncated") if name in summary
     )
-    bits = exported_evaluation(status).get(BITS)
-    held_out = (
-        f"; {bits:.4f} bits per byte on held-out text{_which(status)}{_change(status)}" if is_finite(bits) else ""
-    )
-    return f"{where}: {counts} of {summary.get('positions')} samples{held_out}; model in {status['output']}/model"
+    held_out = _held_out(status)
+    return f"{where}: {counts} of {summary.get('positions')} samples{held_out}; model in {status.output}/model"
 
 
-def _which(status: dict[str, Any]) -> str:
-    """Return of which step the reported evaluation is, where that need not be the last one."""
-    if not keeps_best(status):
+def _held_out(status: RunStatus) -> str:
+    """Return the held-out result of the exported weights, and its change since step 0; empty without one."""
+    exported = finite(status.exported)
+    if BITS not in exported:
         return ""
-    step, best = exported_evaluation(status).get("step"), status.get("best_evaluation") or {}
-    return f" after step {step}" + (", the best" if step == best.get("step") else "")
+    which, step = "", exported.get("step")
+    if status.keeps_best:  # the step of the reported evaluation need not be the last one
+        which = f" after step {step}" + (", the best" if step == finite(status.best_evaluation).get("step") else "")
+    change = "" if status.change is None else f" (since step 0: {describe(status.change)})"
+    return f"; {exported[BITS]:.4f} bits per byte on held-out text{which}{change}"
 
 
-def _change(status: dict[str, Any]) -> str:
-    """Return the change of the held-out result since step 0, in brackets; empty before a second evaluation."""
-    change = change_since_start(status)
-    if change is None:
-        return ""
-    return f" (since step 0: {describe(change)})"
-
-
-def _resume_hint(status: dict[str, Any]) -> str:
+def _resume_hint(status: RunStatus) -> str:
     """Return where a stopped run resumes."""
-    step, checkpoint = status["step"] or 0, status["checkpoint"]
+    step, checkpoint = status.step or 0, status.checkpoint
     if checkpoint is None:
         lost = "what was trained is lost" if step else "nothing was trained"
-        return f"there is no checkpoint in {status['output']}, {lost}: a rerun starts from the beginning"
+        return f"there is no checkpoint in {status.output}, {lost}: a rerun starts from the beginning"
     lost = f" ({plural(step - checkpoint, 'step')} after it lost)" if step > checkpoint else ""
-    return f"rerun to resume from the checkpoint of step {checkpoint} in {status['output']}{lost}"
+    return f"rerun to resume from the checkpoint of step {checkpoint} in {status.output}{lost}"
 
 
 def plural(count: int, what: str) -> str:
@@ -306,46 +298,44 @@ def plural(count: int, what: str) -> str:
     return f"{count} {what}{'s' if count != 1 else ''}"
 
 
-def metrics_of(status: dict[str, Any]) -> list[tuple[str, str]]:
+def metrics_of(status: RunStatus) -> list[tuple[str, str]]:
     """Return names and values of the last step's losses and speed, of the last evaluation, and of one that is kept."""
-    last = status["last"] or {}
-    metrics = [(name, f"{value:.4f}") for name in LOSSES if is_finite(value := last.get(name))]
-    if is_finite(speed := last.get("tokens_per_second")):
-        metrics.append(("tokens/s", f"{speed:,.0f}"))
-    if is_finite(bits := (status["evaluation"] or {}).get(BITS)):
-        metrics.append(("bits per byte", f"{bits:.4f}"))
-    best = (status.get("best_evaluation") or {}) if keeps_best(status) else {}
-    if is_finite(bits := best.get(BITS)):
-        metrics.append(("best", f"{bits:.4f} of step {best['step']}"))
+    last, evaluation, best = status.metrics, finite(status.evaluation), finite(status.best_evaluation)
+    metrics = [(name, f"{last[name]:.4f}") for name in LOSSES if name in last]
+    if "tokens_per_second" in last:
+        metrics.append(("tokens/s", f"{last['tokens_per_second']:,.0f}"))
+    if BITS in evaluation:
+        metrics.append(("bits per byte", f"{evaluation[BITS]:.4f}"))
+    if status.keeps_best and BITS in best:
+        metrics.append(("best", f"{best[BITS]:.4f} of step {best['step']}"))
     return metrics
 
 
-def render_status(status: dict[str, Any], note: str) -> RenderableType:
+def render_status(status: RunStatus, note: str) -> RenderableType:
     """Return a display of a run's progress, metrics, queue and workers, with a note below."""
-    step, steps = status["step"] or 0, status["steps"] or 0
+    step, steps = status.step or 0, status.steps or 0
     head = Table.grid(padding=(0, 2))
-    completed = step if steps else status.get("text_read") or 0
+    completed = step if steps else status.text_read or 0
     bar = ProgressBar(total=steps or 1, completed=completed, width=BAR_WIDTH)
-    head.add_row(Text(status["name"], style="bold", overflow="fold"), status["state"], bar, _progress(status))
+    head.add_row(Text(status.name, style="bold", overflow="fold"), status.state, bar, _progress(status))
     parts = [head, _metrics(status), _workers(status)]
     notes = [*_warning_lines(status), note] if note else _warning_lines(status)
     return Group(*parts, *(Text(line, style="yellow") for line in notes))
 
 
-def _warning_lines(status: dict[str, Any]) -> list[str]:
+def _warning_lines(status: RunStatus) -> list[str]:
     return [f"warning: {line}" for line in warnings_of(status).values()]
 
 
-def _metrics(status: dict[str, Any]) -> RenderableType:
+def _metrics(status: RunStatus) -> RenderableType:
     """Return metrics in as many columns as fit the width."""
-    last = status["last"] or {}
-    others = [(k, f"{v:.4g}") for k, v in last.items() if _is_shown(k) and is_finite(v)]
+    others = [(name, f"{value:.4g}") for name, value in status.metrics.items() if _is_shown(name)]
     parts: list[RenderableType] = [
         Columns((_metric(*item) for item in metrics), padding=(0, 2)) for metrics in (metrics_of(status), others)
     ]
-    if status["queue"]:
-        held, limit = status["queue"]["bytes"] / 2**20, status["queue"]["memory_limit"] / 2**20
-        parts.append(_metric("queue", f"{status['queue']['samples']} samples, {held:.1f}/{limit:.0f} MiB"))
+    if status.queue:
+        held, limit = status.queue.bytes / 2**20, status.queue.memory_limit / 2**20
+        parts.append(_metric("queue", f"{status.queue.samples} samples, {held:.1f}/{limit:.0f} MiB"))
     return Group(*parts)
 
 
@@ -358,9 +348,9 @@ def _metric(name: str, value: str) -> Text:
     return Text.assemble((name, "dim"), f" {value}", overflow="fold")
 
 
-def _workers(status: dict[str, Any]) -> Table:
+def _workers(status: RunStatus) -> Table:
     """Return a table with a row per worker, without columns that are empty for all."""
-    rows = [_worker(worker) for worker in status["workers"]]
+    rows = [_worker(worker) for worker in status.workers]
     table = Table(box=None, padding=(0, 2, 0, 0), show_edge=False, header_style="dim")
     shown = [name for name in (rows[0] if rows else ()) if any(row[name] for row in rows)]
     for name in shown:
@@ -370,26 +360,39 @@ def _workers(status: dict[str, Any]) -> Table:
     return table
 
 
-def _worker(worker: dict[str, Any]) -> dict[str, Text]:
-    age = worker["heartbeat_age_s"]
+def _worker(worker: WorkerStatus) -> dict[str, Text]:
+    age = worker.heartbeat_age_s
     cells = {
-        "worker": worker["name"],
-        "state": worker["state"],
-        "pid": str(worker["pid"] or ""),
-        "phase": worker["phase"],
-        "activity": worker.get("activity", ""),
-        "work": str(worker["progress"] or ""),
+        "worker": worker.name,
+        "state": worker.state,
+        "pid": str(worker.pid or ""),
+        "phase": worker.phase,
+        "activity": worker.activity,
+        "work": str(worker.progress or ""),
         "heartbeat": "" if age is None else f"{age:.0f} s ago",
-        "restarts": str(worker["restarts"] or ""),
+        "restarts": str(worker.restarts or ""),
     }
-    style = STATE_STYLES.get(worker["state"], "")
+    style = STATE_STYLES.get(worker.state, "")
     return {name: Text(value, style=style if name == "state" else "") for name, value in cells.items()}
 
 
-def _is_notable(worker: dict[str, Any]) -> bool:
-    return bool(worker["state"] != "running" or worker["restarts"])
+def _is_notable(worker: WorkerStatus) -> bool:
+    return worker.state != "running" or worker.restarts > 0
 
 
-def _restarts(worker: dict[str, Any]) -> str:
-    count = worker["restarts"]
-    return f" ({plural(count, 'restart')})" if count else ""
+def _restarts(worker: WorkerStatus) -> str:
+    return f" ({plural(worker.restarts, 'restart')})" if worker.restarts else ""
+
+
+def duration(seconds: float) -> str:
+    """Format a duration by its two largest units.
+
+    >>> [duration(s) for s in (7.2, 200, 7500)]
+    ['7 s', '3 min 20 s', '2 h 5 min']
+    """
+    whole = math.ceil(seconds) if seconds < 60 else round(seconds)
+    minutes, rest = divmod(whole, 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"

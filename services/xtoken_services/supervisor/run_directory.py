@@ -147,19 +147,12 @@ class OutputBefore:
 def _check_left_processes(output: Path, run_id: str) -> None:
     """Refuse an output to which workers still write although their supervisor, and with it the lock, is gone."""
     record = read_record(output)
-    if record.get("run") in (None, run_id):
+    if record.run in (None, run_id):
         return
-    workers = record.get("workers")
-    documents = [worker.get("identity") for worker in _values(workers) if isinstance(worker, dict)]
-    identities = [Identity.from_document(document) for document in documents if isinstance(document, dict)]
+    identities = [Identity.from_document(worker.identity) for worker in record.workers.values() if worker.identity]
     running = [str(process.pid) for process in identities if process is not None and process.alive]
     if running:
         raise OccupiedError(
-            f"processes of the run {record['run']} still write to {output} ({', '.join(running)}): restart its control "
+            f"processes of the run {record.run} still write to {output} ({', '.join(running)}): restart its control "
             "plane, which takes them over, or choose another output"
         )
-
-
-def _values(workers: object) -> list[Any]:
-    """Return the values of a record's `workers`; none if another program has written something else there."""
-    return list(workers.values()) if isinstance(workers, dict) else []

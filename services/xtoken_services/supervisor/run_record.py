@@ -1,41 +1,25 @@
-"""State, result and record of a run; the record is `run.json` in its output directory, replaced atomically."""
+"""Result and record of a run; the record is `run.json` in its output directory, replaced atomically."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from xtoken_core.atomic import atomic_write
 from xtoken_core.config.spec import RunSpec
+from xtoken_core.config.validation_errors import describe
 from xtoken_core.errors import InputError
+from xtoken_services.common.run.status import RunState
 from xtoken_services.supervisor.json_files import read_json
 
 FILE, SPEC, SUMMARY, MODEL = "run.json", "spec.json", "summary.json", "model"
+LONGEST_REASON = 300
 VERSION = 1
 """Version of `run.json`; a file without one was written before versions existed and has the same fields."""
-
-
-class RunState(StrEnum):
-    """State of a run."""
-
-    STARTING = "starting"
-    RUNNING = "running"
-    STOPPING = "stopping"
-    COMPLETED = "completed"
-    FAILED = "failed"
-    STOPPED = "stopped"
-    INTERRUPTED = "interrupted"
-    """All its processes were gone when a control plane was restarted."""
-
-    @property
-    def over(self) -> bool:
-        """Return True if the state is final; only a resume changes a final state."""
-        return self not in (RunState.STARTING, RunState.RUNNING, RunState.STOPPING)
 
 
 @dataclass(frozen=True)
@@ -53,13 +37,42 @@ class RunResult:
     exit_code: int = 0
 
 
-def write_record(output: Path, document: dict[str, Any]) -> None:
-    """Replace a run's `run.json`.
+class WorkerRecord(BaseModel):
+    """A worker's last start, by which a later supervisor recognises its process."""
+
+    pid: int | None = None
+    identity: dict[str, Any] | None = None
+    attempt: int = 0
+    restarts: int = 0
+    exit_code: int | None = None
+    log: str | None = None
+
+
+class RunRecord(BaseModel):
+    """The content of `run.json`; a start that was refused has only state, error and exit code."""
+
+    version: int = VERSION
+    state: RunState | None = None
+    error: str = ""
+    exit_code: int | None = None
+    began: str = ""
+    run: str | None = None
+    supervisor: dict[str, Any] = {}
+    workers: dict[str, WorkerRecord] = {}
+
+    @classmethod
+    def of(cls, result: RunResult) -> RunRecord:
+        """Return the record of a run that has ended."""
+        return cls(state=result.state, error=result.error, exit_code=result.exit_code)
+
+
+def write_record(output: Path, record: RunRecord) -> None:
+    """Replace a run's `run.json` by the fields that are set.
 
     Raises:
         OSError: It cannot be written; the previous one is kept.
     """
-    write_json(output / FILE, {"version": VERSION} | document)
+    write_json(output / FILE, {"version": VERSION} | record.model_dump(mode="json", exclude_unset=True))
 
 
 def write_json(path: Path, document: dict[str, Any]) -> None:
@@ -71,20 +84,26 @@ def write_json(path: Path, document: dict[str, Any]) -> None:
     atomic_write(path, json.dumps(document, indent=2) + "\n")
 
 
-def read_record(output: Path) -> dict[str, Any]:
-    """Return a run's `run.json`; empty if there is none that can be read.
+def read_record(output: Path) -> RunRecord:
+    """Return a run's `run.json`; one without any field if there is none, or it is no JSON object.
 
     Raises:
-        InputError: A later version of xtoken has written it.
+        InputError: A later version of xtoken has written it, or a field has another type.
     """
-    record = read_json(output / FILE) or {}
-    version = record.get("version", 0)
+    document = read_json(output / FILE) or {}
+    version = document.get("version", 0)
     if not isinstance(version, int) or version > VERSION:
         raise InputError(
             f"{output / FILE} has version {version}, and this xtoken reads versions up to {VERSION}: update xtoken, or "
             "choose another output"
         )
-    return record
+    try:
+        return RunRecord.model_validate(document)
+    except ValidationError as error:
+        reason = describe(error, RunRecord)[:LONGEST_REASON]
+        raise InputError(
+            f"{output / FILE} is no record of a run ({reason}): remove it, or choose another output"
+        ) from error
 
 
 def is_finished(spec: RunSpec) -> bool:

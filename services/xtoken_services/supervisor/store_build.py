@@ -15,6 +15,7 @@ from xtoken_core.teacher_store.identity import identity_of
 from xtoken_core.teacher_store.shards import remove_damaged_indices, remove_unfinished
 from xtoken_core.teacher_store.store import TeacherStore
 from xtoken_services.common.run.resume import RESOLVED, check_output
+from xtoken_services.common.run.status import RunState
 from xtoken_services.common.stores.build_order import stored_first
 from xtoken_services.common.stores.store_build import build_spec
 from xtoken_services.common.stores.teacher_stores import check_stores, records_of, skip_condition
@@ -25,7 +26,7 @@ from xtoken_services.supervisor.local_run import LocalRun
 from xtoken_services.supervisor.process_group import RecoveredGroup
 from xtoken_services.supervisor.process_spec import ProcessSpec
 from xtoken_services.supervisor.run_directory import QueueDirectory
-from xtoken_services.supervisor.run_record import RunResult, RunState, has_ended_early, is_finished
+from xtoken_services.supervisor.run_record import RunResult, has_ended_early, is_finished
 from xtoken_services.supervisor.supervised_run import LauncherFactory, StoppedEarly
 
 log = logging.getLogger("xtoken.supervisor")
@@ -72,7 +73,7 @@ class StoreBuild(LocalRun):
     ) -> RunResult | None:
         if self._is_complete:
             self._events.message(COMPLETE)
-            self._known = {"step": resolved.steps, "steps": resolved.steps}
+            self._note(step=resolved.steps, steps=resolved.steps)
             self._clean_up(queues, launcher)
             return RunResult(RunState.COMPLETED)
         return super()._supervise(resolved, queues, launcher, recovered, step)
@@ -163,9 +164,10 @@ class RunWithStoreBuild(LocalRun):
         build.start()
         while not build.over.wait(POLL_S):
             status = build.status()
-            self._checking = f"completing the store {store}: step {status.get('step') or 0} of {status.get('steps')}"
+            self._note(checking=f"completing the store {store}: step {status.step or 0} of {status.steps}")
         build.close()
-        self._build, self._checking = None, ""
+        self._build = None
+        self._note(checking="")
         assert build.result is not None, "a build is never left"
         if build.refusal is not None:
             raise build.refusal

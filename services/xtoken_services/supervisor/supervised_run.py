@@ -16,6 +16,7 @@ from xtoken_core.errors import XtokenError
 from xtoken_core.transports import remove_stale_files
 from xtoken_services.common.files.input_files import check_input_files
 from xtoken_services.common.run.resume import check_output
+from xtoken_services.common.run.status import RunState, RunStatus
 from xtoken_services.supervisor.events import SupervisorEvents
 from xtoken_services.supervisor.launchers.base import Launcher
 from xtoken_services.supervisor.launchers.forks import ForkServer
@@ -27,8 +28,8 @@ from xtoken_services.supervisor.run_record import (
     FILE,
     SPEC,
     SUMMARY,
+    RunRecord,
     RunResult,
-    RunState,
     has_ended_early,
     is_finished,
     read_record,
@@ -89,7 +90,7 @@ class SupervisedRun:
 
     Args:
         spec: What to run; its paths are absolute.
-        run_id: Its name in the marks of its processes.
+        status: The run before this start; its id is in the marks of its processes.
         launchers: Creates its launcher.
         events: Observer of its supervisor.
         environment: Variables to add to the environment of every process.
@@ -99,14 +100,14 @@ class SupervisedRun:
     def __init__(
         self,
         spec: RunSpec,
-        run_id: str,
+        status: RunStatus,
         launchers: LauncherFactory,
         *,
         events: SupervisorEvents | None = None,
         environment: Mapping[str, str] | None = None,
         loss: str | None = None,
     ) -> None:
-        self.id, self.spec = run_id, spec
+        self.id, self.spec = status.id, spec
         self.started, self.over = threading.Event(), threading.Event()
         self.result: RunResult | None = None
         self.refusal: XtokenError | None = None
@@ -116,13 +117,11 @@ class SupervisedRun:
         self._divided_as: RunSpec | None = None
         self._supervisor: Supervisor | None = None
         self._stop_requested = self._detach_requested = False
-        self._text_read: float | None = None
-        self._checking = ""
-        self._known: dict[str, Any] = {}
+        self._status = status
         self._over_at = 0.0
         self._ended_at: int | None = None
         self._lock = threading.Lock()
-        self._thread = threading.Thread(target=self._work, name=f"run {run_id}", daemon=True)
+        self._thread = threading.Thread(target=self._work, name=f"run {self.id}", daemon=True)
 
     def start(self) -> None:
         """Start, in a thread of its own."""
@@ -162,21 +161,24 @@ class SupervisedRun:
         """Seconds since it was over; 0 while it is not."""
         return time.monotonic() - self._over_at if self.over.is_set() else 0.0
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> RunStatus:
         """Return the supervisor's last status, without a request to another process."""
-        status: dict[str, Any] = {"text_read": self._text_read, "checking": self._checking, **self._known}
-        if self._supervisor is not None:
-            status = dict(self._supervisor.status())
-        if self.result is not None:
-            result = self.result
+        status = self._status if self._supervisor is None else self._supervisor.status()
+        result = self.result
+        if result is not None:
+            end = {"state": result.state, "error": result.error, "exit_code": result.exit_code}
             taken = {} if self._ended_at is None else {"step": self._ended_at}
-            return status | taken | {"state": result.state, "error": result.error, "exit_code": result.exit_code}
+            return status.model_copy(update=end | taken)
         if self._stop_requested:
-            status["state"] = RunState.STOPPING
-        elif RunState(status.get("state", RunState.STARTING)).over:
+            return status.model_copy(update={"state": RunState.STOPPING})
+        if status.state.over:
             # The supervisor has ended the run, and this thread still removes its sockets and shared memory.
-            status |= {"state": RunState.RUNNING, "error": ""}
+            return status.model_copy(update={"state": RunState.RUNNING, "error": ""})
         return status
+
+    def _note(self, **known: Any) -> None:
+        """Replace fields of the status that is shown before there is a supervisor."""
+        self._status = self._status.model_copy(update=known)
 
     # In its own thread
 
@@ -204,7 +206,7 @@ class SupervisedRun:
             resolved, warnings = self._resolve()
         except XtokenError as error:
             if not (output / FILE).exists():  # the record of an earlier start says more than a refusal
-                write_record(output, {"state": RunState.FAILED, "error": str(error), "exit_code": error.exit_code})
+                write_record(output, RunRecord.of(RunResult(RunState.FAILED, str(error), error.exit_code)))
             raise
         step = check_output(resolved)  # before anything is written: another run's files stay as they are
         ended_early = has_ended_early(output, step)
@@ -232,17 +234,19 @@ class SupervisedRun:
         self._events.progressed(resolved.steps, resolved.steps)
         self._events.message(NOTHING_LEFT)
         log.warning("%s: %s", output, NOTHING_LEFT)
-        self._known = {"step": resolved.steps, "steps": resolved.steps}
+        self._note(step=resolved.steps, steps=resolved.steps)
         result = RunResult(RunState.COMPLETED)
-        end = {"state": result.state, "error": result.error, "exit_code": result.exit_code}
-        write_record(output, read_record(output) | end)
+        end = RunRecord.of(result).model_dump(exclude_unset=True)
+        write_record(output, read_record(output).model_copy(update=end))
         return result
 
     def _note_check(self, activity: str, done: float) -> None:
         from xtoken_services.common.run.resolve import READING  # not at the top: it imports the data readers
 
-        self._text_read = done if activity == READING else None
-        self._checking = "" if activity == READING else f"{activity}: {done:.0%}"
+        if activity == READING:
+            self._note(text_read=done, checking="")
+        else:
+            self._note(text_read=None, checking=f"{activity}: {done:.0%}")
         if self._stop_requested:  # reading a large text for the first time takes minutes
             raise StoppedEarly
 
@@ -261,14 +265,11 @@ class SupervisedRun:
         result: RunResult | None = RunResult(RunState.FAILED, SUPERVISOR_FAILED, 1)
         try:
             supervisor = Supervisor(
+                self._status.model_copy(update={"step": step, "steps": resolved.steps}),
                 self._process_specs(resolved, queues),
                 queues.addresses,
-                self.spec.output,
                 launcher,
                 limits,
-                run_id=self.id,
-                step=step,
-                steps=resolved.steps,
                 events=self._events,
                 recovered=recovered,
             )
@@ -304,7 +305,7 @@ class SupervisedRun:
             self.result = result
             if result is not None:
                 if self._ended_at is not None:
-                    self._events.progressed(self._ended_at, self.status().get("steps") or self._ended_at)
+                    self._events.progressed(self._ended_at, self.status().steps or self._ended_at)
                 self._events.ended(result.state, result.error, result.exit_code)
         outcome = f"{result.state} {result.error}".strip() if result else "left to continue without a supervisor"
         log.info("run %s: %s", self.id, outcome)

@@ -9,11 +9,10 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from pathlib import Path
-from typing import Any
 
 from xtoken_core.data_plane.address import Address
 from xtoken_core.errors import ConfigError, XtokenError
+from xtoken_services.common.run.status import RunState, RunStatus
 from xtoken_services.supervisor import os_process
 from xtoken_services.supervisor.events import SupervisorEvents
 from xtoken_services.supervisor.launchers.base import Launcher, NodeLostError
@@ -34,8 +33,7 @@ from xtoken_services.supervisor.process_group import (
 )
 from xtoken_services.supervisor.process_spec import STOP_ORDER, ProcessSpec
 from xtoken_services.supervisor.queue_monitor import loss_reason
-from xtoken_services.supervisor.run_record import RunResult, RunState, write_record
-from xtoken_services.supervisor.status import last_attempts, run_status
+from xtoken_services.supervisor.run_record import RunRecord, RunResult, write_record
 
 log = logging.getLogger("xtoken.supervisor")
 
@@ -78,35 +76,31 @@ class Supervisor:
     when all trainers have finished and every queue reports that all its positions are done.
 
     Args:
+        status: The run before its processes exist: its id is in their marks, its output has logs and `run.json`, its
+            `step` is what it resumes from, shown until a queue reports one.
         specs: The processes, a queue per node group among them.
         queues: Addresses of the queues, as planned.
-        output: Directory of the run, for logs and `run.json`.
         launcher: Starts the processes.
         limits: Restarts and timeouts.
-        run_id: Name of the run in the marks of its processes; the output directory if left out.
-        step: Step that the run resumes from; `status` shows it until a queue reports one.
-        steps: Optimiser steps of the whole run.
         events: Observer of what another supervisor would need to take over.
         recovered: State in which an earlier supervisor has left each process group, by its name; others start fresh.
     """
 
     def __init__(
         self,
+        status: RunStatus,
         specs: Sequence[ProcessSpec],
         queues: Sequence[Address],
-        output: Path,
         launcher: Launcher,
         limits: Limits,
         *,
-        run_id: str | None = None,
-        step: int = 0,
-        steps: int = 0,
         events: SupervisorEvents | None = None,
         recovered: Mapping[str, RecoveredGroup] | None = None,
     ) -> None:
-        self._logs = output / "logs"
+        self._status = status.model_copy(update={"text_read": None, "checking": None})
+        self._logs = status.output / "logs"
         self._logs.mkdir(parents=True, exist_ok=True)
-        self._run_id = run_id or str(output)
+        self._run_id = status.id
         self._events = events or SupervisorEvents()
         self._limits = limits
         names = dict.fromkeys(spec.group for spec in specs)
@@ -117,10 +111,8 @@ class Supervisor:
         ]
         self._queues = [group for group in self._groups if group.kind == "queue"]
         self._workers = [group for group in self._groups if group.kind != "queue"]
-        self._nodes = NodeGroups(self._queues, queues, launcher, step)
-        self._output = output
+        self._nodes = NodeGroups(self._queues, queues, launcher, status.step or 0)
         self._launcher = launcher
-        self._steps = steps
         self._polled_at = 0.0
         self._connect_tried_at: dict[int, float] = {}
         self._wake = threading.Event()
@@ -129,13 +121,13 @@ class Supervisor:
         self._detach_requested = False
         self._result: RunResult | None = None
         own = os_process.identify(os.getpid())
-        self._identity = {
-            "began": datetime.now(UTC).isoformat(timespec="seconds"),
-            "run": self._run_id,
-            "supervisor": own.to_document() if own else {},
-        }
-        self._recorded: dict[str, Any] = {}
-        self._status: dict[str, Any] = {}
+        self._record = RunRecord(
+            state=status.state,
+            began=datetime.now(UTC).isoformat(timespec="seconds"),
+            run=self._run_id,
+            supervisor=own.to_document() if own else {},
+        )
+        self._written: RunRecord | None = None
         self.ticked_at = time.monotonic()
         self._update_status()
 
@@ -152,7 +144,7 @@ class Supervisor:
         self._detach_requested = True
         self._wake.set()
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> RunStatus:
         """Return the run's status as last polled, without asking another process; ages are seconds."""
         return self._status
 
@@ -398,13 +390,16 @@ class Supervisor:
             OSError: It cannot be written.
         """
         state = self._state()
-        common = {"state": state, "error": self._result.error if self._result else ""}
-        self._status = common | run_status(self._groups, self._nodes, self._steps)
-        exit_code = self._result.exit_code if self._result else None
+        end = self._result or RunResult(state)
+        workers = [self._nodes.worker_status(group, process) for group in self._groups for process in group.processes]
+        common = {"state": state, "error": end.error}
+        self._status = self._status.model_copy(update=common | self._nodes.totals() | {"workers": workers})
         if self._result is None:  # the end is reported by the caller, once nothing of the run is left
             self._events.state_changed(state)
-            self._events.progressed(self._status["step"], self._steps)
-        record = common | {"exit_code": exit_code, **self._identity, "workers": last_attempts(self._groups)}
-        if record != self._recorded:
-            write_record(self._output, record)
-            self._recorded = record
+            self._events.progressed(self._nodes.step, self._status.steps or 0)
+        exit_code = end.exit_code if self._result else None
+        attempts = {name: record for group in self._groups for name, record in group.records().items()}
+        record = self._record.model_copy(update=common | {"exit_code": exit_code, "workers": attempts})
+        if record != self._written:  # it has no progress: it changes with starts and exits, not with every tick
+            write_record(self._status.output, record)
+            self._written = record

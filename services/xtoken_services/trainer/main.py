@@ -24,9 +24,9 @@ from xtoken_core.queue.run.names import TRAINER
 from xtoken_services.common.files.allowed_paths import check_allowed
 from xtoken_services.common.models.loading import head_width, pick_device
 from xtoken_services.common.processes.worker import QueueLink, Worker, worker_session
-from xtoken_services.common.run.best_evaluation import BITS, is_finite
 from xtoken_services.common.run.custom_loss import check_custom_loss
 from xtoken_services.common.run.memory_estimate import check_room, custom_loss_memory
+from xtoken_services.common.run.status import BITS, finite
 from xtoken_services.common.run.verdict import judge
 from xtoken_services.common.tokenizers.loading import pad_id, tokenizer_of
 from xtoken_services.trainer.checkpoint import Cursor
@@ -244,12 +244,12 @@ def held_out_summary(evaluations: Sequence[Mapping[str, Any]]) -> dict[str, Any]
     """
     if len(evaluations) < 2:
         return {}
-    first, last = (row.get(BITS) for row in (evaluations[0], evaluations[-1]))
-    change = last - first if is_finite(first) and is_finite(last) else None
+    first, last = (finite(row).get(BITS) for row in (evaluations[0], evaluations[-1]))
+    change = None if first is None or last is None else last - first
     return {
         "held_out": {
-            "bits_per_byte_at_start": first if is_finite(first) else None,
-            "bits_per_byte": last if is_finite(last) else None,
+            "bits_per_byte_at_start": first,
+            "bits_per_byte": last,
             "step": evaluations[-1]["step"],
             "since_start": None if change is None else judge(change),
         }

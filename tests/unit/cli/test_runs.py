@@ -13,11 +13,11 @@ import xtoken_services.cli.app as cli
 from tests.unit.control.stored_runs import make_runs, put, spec
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import XtokenError
+from xtoken_services.common.run.status import RunState
 from xtoken_services.control.auth import Auth
 from xtoken_services.control.client import ControlClient, RefusedError, run_at
 from xtoken_services.control.runs import Runs
 from xtoken_services.control.serve import HttpServer
-from xtoken_services.supervisor.run_record import RunState
 
 TOKEN = "a-token-of-some-length"
 Command = Callable[..., Result]

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from xtoken_services.common.files.allowed_paths import Roots
+from xtoken_services.common.run.status import RunState
 from xtoken_services.control.runs import Runs
 from xtoken_services.control.store import AttemptRow, RunRow, now
 from xtoken_services.control.validation import SpecValidator
-from xtoken_services.supervisor.run_record import RunState
 
 HERE = "http://127.0.0.1:8400"
 

@@ -13,10 +13,10 @@ import pytest
 from fastapi.testclient import TestClient
 
 from tests.unit.control.stored_runs import HERE, make_runs, put, spec
+from xtoken_services.common.run.status import RunState
 from xtoken_services.control.app import create_app
 from xtoken_services.control.http_limits import MAX_BODY_BYTES
 from xtoken_services.control.runs import Runs
-from xtoken_services.supervisor.run_record import RunState
 
 JSON = {"content-type": "application/json"}
 

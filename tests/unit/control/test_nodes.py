@@ -17,6 +17,7 @@ from xtoken_core.config.spec import RunSpec
 from xtoken_core.data_plane.address import Address
 from xtoken_core.data_plane.keys import allowed_keys, client_keys, server_keys
 from xtoken_core.errors import ConfigError, XtokenError
+from xtoken_services.common.run.status import RunState
 from xtoken_services.control.validation import RefusedError, SpecValidator, check_launch
 from xtoken_services.queue.main import of_group
 from xtoken_services.supervisor.launchers.base import NODE_LOST_EXIT, NodeLostError
@@ -25,7 +26,6 @@ from xtoken_services.supervisor.launchers.ray import RayLauncher, cpus_of, gpus_
 from xtoken_services.supervisor.process_group import describe_exit
 from xtoken_services.supervisor.process_spec import build_process_specs, threads_of_model_workers
 from xtoken_services.supervisor.run_directory import KEYS, QueueDirectory
-from xtoken_services.supervisor.run_record import RunState
 
 RAY = {"launcher": "ray", "device": "cpu"}
 

@@ -16,9 +16,9 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from tests.unit.control.stored_runs import make_runs, put
+from xtoken_services.common.run.status import RunState
 from xtoken_services.control.app import create_app
 from xtoken_services.control.auth import Auth
-from xtoken_services.supervisor.run_record import RunState
 
 CHECKS = (not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance)
 PLACE = Path(tempfile.mkdtemp(prefix="xtoken-test-"))

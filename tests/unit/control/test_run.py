@@ -64,4 +64,4 @@ def test_a_run_that_has_ended_early_has_taken_the_steps_of_its_summary(
     run.join()
     status, ended = run.status(), runs.store.run(row.id)
     assert ended is not None and ended.state == "completed", ended
-    assert (ended.step, ended.steps) == (status["step"], status["steps"]) == (2, 4)
+    assert (ended.step, ended.steps) == (status.step, status.steps) == (2, 4)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from xtoken_services.common.run.status import RunState
 from xtoken_services.control import db_file
 from xtoken_services.control.store import (
     FILE,
@@ -24,7 +25,6 @@ from xtoken_services.control.store import (
     TakenError,
     now,
 )  # fmt: skip
-from xtoken_services.supervisor.run_record import RunState
 
 
 def row(name: str, **columns: object) -> RunRow:

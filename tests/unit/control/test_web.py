@@ -18,12 +18,12 @@ from tests.unit.control.stored_runs import HERE, put, spec
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.config.text_only import CROSS_ENTROPY_ONLY
 from xtoken_core.losses.chunk_classes import CLASSES, GENERATED
+from xtoken_services.common.run.status import RunState
 from xtoken_services.control.app import create_app
 from xtoken_services.control.auth import COOKIE, Auth
 from xtoken_services.control.runs import Runs
 from xtoken_services.control.web.charts import charts_of
 from xtoken_services.control.web.compare_page import differing_settings
-from xtoken_services.supervisor.run_record import RunState
 
 TOKEN = "a-token-that-is-long-enough"
 

@@ -14,6 +14,7 @@ import psutil
 from xtoken_core.config.resolved import ResolvedModel, ResolvedRun
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.data_plane.address import Address
+from xtoken_services.common.run.status import RunStatus, WorkerStatus
 from xtoken_services.supervisor import supervised_run
 from xtoken_services.supervisor.launchers.local import LocalLauncher
 from xtoken_services.supervisor.process_spec import ProcessSpec
@@ -110,16 +111,18 @@ class ScriptedRun:
     ) -> Supervisor:  # fmt: skip
         limits = limits or Limits(max_restarts=2, load_timeout_s=20, grace_s=3, first_delay_s=0.05)
         supervisor = Supervisor(
+            self.status(steps, step),
             self.members(steps, ranks, rows=rows, **deeds),
             [self.address],
-            self.output,
             LocalLauncher(),
             limits,
-            step=step,
-            steps=steps,
         )
         self.run_supervisor(supervisor)
         return supervisor
+
+    def status(self, steps: int, step: int = 0) -> RunStatus:
+        """The run before it is started."""
+        return RunStatus.starting(resolved_run(self.output, steps).spec, str(self.output), step=step, steps=steps)
 
     def run_supervisor(self, supervisor: Supervisor) -> None:
         self.supervisor = supervisor
@@ -149,13 +152,13 @@ class ScriptedRun:
     def until_step(self, step: int) -> None:
         """Wait until this many steps are trained and every worker has done what it does at its start."""
 
-        def ready(worker: dict[str, Any]) -> bool:
-            return worker["kind"] == "queue" or any(self.state.glob(f"{worker['name']}.*.ready"))
+        def ready(worker: WorkerStatus) -> bool:
+            return worker.kind == "queue" or any(self.state.glob(f"{worker.name}.*.ready"))
 
-        self.until(lambda s: s["step"] >= step and all(map(ready, s["workers"])))
+        self.until(lambda s: s.step >= step and all(map(ready, s.workers)))
 
     def pid(self, name: str) -> int | None:
-        return next(w["pid"] for w in self.supervisor.status()["workers"] if w["name"] == name)
+        return next(w.pid for w in self.supervisor.status().workers if w.name == name)
 
     def steps_done(self) -> list[int]:
         return [int(line) for line in (self.state / "steps").read_text().split()]

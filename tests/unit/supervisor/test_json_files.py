@@ -6,10 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+from pydantic_core import PydanticSerializationError
 
 from xtoken_core.errors import InputError
+from xtoken_services.common.run.status import RunState
 from xtoken_services.supervisor.json_files import last_line, read_json
-from xtoken_services.supervisor.run_record import read_record, write_record
+from xtoken_services.supervisor.run_record import RunRecord, read_record, write_record
 
 
 def test_last_complete_line_without_ids(tmp_path: Path) -> None:
@@ -41,17 +43,29 @@ def test_nothing_to_read(tmp_path: Path, text: str | None) -> None:
 
 
 def test_record_is_replaced_atomically(tmp_path: Path) -> None:
-    assert read_record(tmp_path) == {}
-    write_record(tmp_path, {"state": "running"})
-    with pytest.raises(TypeError):
-        write_record(tmp_path, {"state": object()})
-    assert read_record(tmp_path) == {"version": 1, "state": "running"}
+    assert read_record(tmp_path) == RunRecord()
+    write_record(tmp_path, RunRecord(state=RunState.RUNNING))
+    with pytest.raises(PydanticSerializationError):
+        write_record(tmp_path, RunRecord(supervisor={"pid": object()}))
+    assert json.loads((tmp_path / "run.json").read_text()) == {"version": 1, "state": "running"}
     assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
 
 
 def test_record_without_a_version_is_read(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text('{"state": "completed", "run": "tiny"}')
-    assert read_record(tmp_path) == {"state": "completed", "run": "tiny"}
+    record = read_record(tmp_path)
+    assert (record.state, record.run) == (RunState.COMPLETED, "tiny")
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [{"state": "asleep"}, {"run": 7}, {"workers": [1]}, {"workers": {"queue": 3}}, {"exit_code": "none"}],
+    ids=str,
+)
+def test_record_with_other_types_is_refused(tmp_path: Path, odd: dict[str, object]) -> None:
+    (tmp_path / "run.json").write_text(json.dumps(odd))
+    with pytest.raises(InputError, match=rf"{tmp_path}/run\.json is no record of a run \({next(iter(odd))}"):
+        read_record(tmp_path)
 
 
 @pytest.mark.parametrize("version", [2, "1.5"])

@@ -18,10 +18,10 @@ from tests.unit.supervisor.test_progress import Broken
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import ConfigError, XtokenError
 from xtoken_services.common.files.directory_lock import sole_owner
+from xtoken_services.common.run.status import RunState
 from xtoken_services.supervisor import local_run, supervised_run
 from xtoken_services.supervisor.local_run import run_locally
 from xtoken_services.supervisor.progress import ProgressView
-from xtoken_services.supervisor.run_record import RunState
 
 Scripted = Callable[..., RunSpec]
 
@@ -139,7 +139,7 @@ def test_refused_start_empties_a_directory_that_was_there_before(
 def test_status_has_the_fields_of_the_control_plane(
     scripted_spec: Scripted, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from xtoken_services.control.api.models import RunStatus, WorkerStatus
+    from xtoken_services.common.run.status import RunStatus, WorkerStatus
 
     assert run_locally(scripted_spec(4), as_json=True).exit_code == 0
     for line in capsys.readouterr().out.splitlines():

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from xtoken_services.common.run.status import RunStatus
 from xtoken_services.supervisor.progress import (
     FailsafeView,
     ProgressView,
@@ -18,20 +19,23 @@ from xtoken_services.supervisor.progress import (
     status_line,
 )
 
+WORKER = {
+    "name": "trainer-0", "kind": "trainer", "state": "running", "pid": 41, "phase": "run", "progress": 3,
+    "heartbeat_age_s": 1.2, "restarts": 0, "incarnation": 1, "exit_code": None,
+}  # fmt: skip
 
-def status(**changes: Any) -> dict[str, Any]:
-    worker = {
-        "name": "trainer-0", "kind": "trainer", "state": "running", "pid": 41, "phase": "run", "progress": 3,
-        "heartbeat_age_s": 1.2, "restarts": 0,
-    }  # fmt: skip
-    return {
+
+def status(**changes: Any) -> RunStatus:
+    """A run under way, with changes."""
+    return RunStatus.model_validate({
+        "id": "tiny-1", "created": "2026-01-01T00:00:00+00:00",
         "name": "tiny", "state": "running", "output": "/runs/tiny", "step": 3, "steps": 12, "error": "",
         "last": {"step": 2, "loss": 4.5, "ce_loss": 5.25, "kl_loss": 3.75, "grad_norm": 1.5,
                  "tokens_per_second": 4511.0},
         "evaluation": {"step": 0, "bits_per_byte": 2.5}, "checkpoint": 3, "summary": None,
-        "queue": {"samples": 24, "bytes": 3 << 20, "memory_limit": 1 << 30, "tasks": {}}, "workers": [worker],
+        "queue": {"samples": 24, "bytes": 3 << 20, "memory_limit": 1 << 30, "tasks": {}}, "workers": [WORKER],
         **changes,
-    }  # fmt: skip
+    })  # fmt: skip
 
 
 def test_a_line_of_progress() -> None:
@@ -42,7 +46,7 @@ def test_a_line_of_progress() -> None:
 
 
 def test_workers_in_trouble_are_named() -> None:
-    worker = status()["workers"][0] | {"state": "waiting", "restarts": 2, "pid": None, "heartbeat_age_s": None}
+    worker = WORKER | {"state": "waiting", "restarts": 2, "pid": None, "heartbeat_age_s": None}
     assert status_line(status(workers=[worker])).endswith(", trainer-0 waiting (2 restarts)")
 
 
@@ -55,10 +59,7 @@ def test_before_anything_is_known() -> None:
 def workers(**phases: str) -> list[dict[str, Any]]:
     """Running workers by their names and phases, `_` for `-`."""
     named = {name.replace("_", "-"): phase for name, phase in phases.items()}
-    return [
-        status()["workers"][0] | {"name": name, "kind": name.partition("-")[0], "phase": phase}
-        for name, phase in named.items()
-    ]
+    return [WORKER | {"name": name, "kind": name.partition("-")[0], "phase": phase} for name, phase in named.items()]
 
 
 def test_at_the_start_a_line_says_what_is_waited_for() -> None:
@@ -162,13 +163,13 @@ def test_final_line_names_what_a_stop_has_lost() -> None:
 class Broken(ProgressView):
     """A view that cannot display anything."""
 
-    def show(self, status: dict[str, Any]) -> None:
+    def show(self, status: RunStatus) -> None:
         raise TypeError("no number")
 
     def stopping(self, *, now: bool) -> None:
         raise BrokenPipeError("closed pipe")
 
-    def end(self, status: dict[str, Any]) -> None:
+    def end(self, status: RunStatus) -> None:
         raise SystemExit(1)
 
 

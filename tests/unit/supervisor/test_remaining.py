@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.unit.supervisor.test_progress import WORKER
+from tests.unit.supervisor.test_progress import status as status_of
+from xtoken_services.common.run.status import RunStatus
 from xtoken_services.supervisor.progress import status_line
-from xtoken_services.supervisor.remaining import evaluations_left, remaining_s
 
-WORKER = {"name": "trainer-0", "kind": "trainer", "state": "running", "phase": "load", "restarts": 0, "activity": ""}
+LOADING = WORKER | {"phase": "load", "activity": ""}
 
 
-def status(**changes: Any) -> dict[str, Any]:
-    return {
-        "name": "tiny", "state": "running", "output": "/runs/tiny", "step": 0, "steps": 10, "last": None,
-        "evaluation": None, "queue": None, "workers": [WORKER], "spec": {"eval": {"every": 4}}, **changes,
-    }  # fmt: skip
+def status(**changes: Any) -> RunStatus:
+    start = {"step": 0, "steps": 10, "last": None, "evaluation": None, "queue": None, "spec": {"eval": {"every": 4}}}
+    return status_of(**start | {"workers": [LOADING]} | changes)
 
 
 def test_an_evaluation_is_counted_and_shown() -> None:
-    evaluating = WORKER | {"activity": "evaluating: 40%"}
+    evaluating = LOADING | {"activity": "evaluating: 40%"}
     line = status_line(status(workers=[evaluating]))
     assert "trainer-0 evaluating: 40%" in line and "to load" not in line
-    loading = status_line(status(workers=[WORKER | {"activity": "loading the student"}]))
+    loading = status_line(status(workers=[LOADING | {"activity": "loading the student"}]))
     assert "waiting for trainer-0 (loading the student) to load" in loading
     assert (
         status_line(status(steps=None, state="starting", checking="building tables", workers=[]))
@@ -30,11 +30,11 @@ def test_an_evaluation_is_counted_and_shown() -> None:
 
 
 def test_remaining_time_has_steps_and_evaluations() -> None:
-    assert remaining_s(status()) is None
+    assert status().remaining_s() is None
     evaluated = {"step": 4, "seconds": 30.0}
-    assert remaining_s(status(step=5, last={"seconds": 2.0}, evaluation=evaluated)) == 5 * 2.0 + 2 * 30.0
-    assert evaluations_left(status(evaluation=evaluated), 4, 10) == 2
-    assert evaluations_left(status(), 0, 10) == 4
-    assert evaluations_left(status(evaluation={"step": 10}), 10, 10) == 0
+    assert status(step=5, last={"seconds": 2.0}, evaluation=evaluated).remaining_s() == 5 * 2.0 + 2 * 30.0
+    assert status(step=4, evaluation=evaluated).evaluations_left == 2
+    assert status().evaluations_left == 4
+    assert status(step=10, evaluation={"step": 10}).evaluations_left == 0
     recent = [{"seconds": 1.0}, {"seconds": 3.0}]
-    assert remaining_s(status(step=8, spec={}), recent) == 4.0
+    assert status(step=8, spec={}).remaining_s(recent) == 4.0

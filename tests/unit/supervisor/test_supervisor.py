@@ -15,9 +15,9 @@ import pytest
 
 from tests.unit.supervisor.scripted_run import ScriptedRun, alive
 from xtoken_core.data_plane.address import Address, create_token
+from xtoken_services.common.run.status import RunState
 from xtoken_services.supervisor.launchers.local import LocalLauncher
 from xtoken_services.supervisor.process_group import RecoveredGroup
-from xtoken_services.supervisor.run_record import RunState
 from xtoken_services.supervisor.supervisor import Limits, Supervisor
 
 HELD_UNTIL_RESTARTED = "step5:await a file that never comes"
@@ -43,13 +43,13 @@ def test_run_completes(scripted: ScriptedRun) -> None:
         ("queue", "collator-0", "teacher-0-0", "trainer-0"), (None, 1)
     )
     status = scripted.supervisor.status()
-    assert (status["step"], status["steps"], status["skipped"]) == (6, 6, 24)
+    assert (status.step, status.steps, status.skipped) == (6, 6, 24)
 
 
 def test_resumed_run_shows_the_step_of_its_checkpoint(scripted: ScriptedRun) -> None:
     supervisor = scripted.start(steps=6, step=3, trainer_0=["start:kill"])
-    steps = [supervisor.status()["step"]]
-    scripted.until(lambda status: steps.append(status["step"]) or status["workers"][-1]["restarts"] == 1)
+    steps = [supervisor.status().step]
+    scripted.until(lambda status: steps.append(status.step) or status.workers[-1].restarts == 1)
     assert set(steps) == {3}, "its trainer has said nothing yet"
     assert scripted.wait().state == RunState.COMPLETED
     assert scripted.steps_done() == list(range(6)), "the trainer has gone back to the beginning"
@@ -160,7 +160,7 @@ def test_graceful_shutdown(scripted: ScriptedRun) -> None:
     supervisor.stop()
     ending = scripted.wait()
     assert (ending.state, ending.exit_code) == (RunState.STOPPED, 130)
-    assert all(worker["pid"] is None for worker in supervisor.status()["workers"])
+    assert all(worker.pid is None for worker in supervisor.status().workers)
     assert record(scripted)["state"] == "stopped"
 
 
@@ -210,7 +210,7 @@ def test_trainer_that_uses_up_the_grace_is_named(scripted: ScriptedRun, caplog: 
     lost = "trainer-0 did not exit within 2 s (workers.stop_timeout_s): progress since the last checkpoint is lost"
     assert (ending.state, ending.exit_code, ending.error) == (RunState.STOPPED, 130, lost)
     assert (record(scripted)["state"], record(scripted)["error"]) == ("stopped", lost)
-    assert supervisor.status()["error"] == lost
+    assert supervisor.status().error == lost
     assert lost in caplog.messages
     assert not (scripted.state / "teacher-0-0.left").exists(), "there is one grace in all"
 
@@ -266,7 +266,7 @@ def test_failure_before_stop_now_is_named(scripted: ScriptedRun) -> None:
 def test_worker_waiting_for_a_restart_has_not_failed_during_shutdown(scripted: ScriptedRun) -> None:
     limits = Limits(max_restarts=2, load_timeout_s=20, grace_s=3, first_delay_s=600)
     supervisor = scripted.start(steps=1000, collator_0=["work:exit 7"], limits=limits)
-    scripted.until(lambda s: any(w["state"] == "waiting" and w["exit_code"] == 7 for w in s["workers"]))
+    scripted.until(lambda s: any(w.state == "waiting" and w.exit_code == 7 for w in s.workers))
     supervisor.stop()
     assert scripted.wait().error == "", "its failure was told when it failed"
 
@@ -308,7 +308,7 @@ def test_a_queue_that_never_answers_ends_the_run(scripted: ScriptedRun) -> None:
     silent = replace(queue, command=(sys.executable, "-c", "import time; time.sleep(600)"))
     limits = Limits(max_restarts=0, load_timeout_s=1, grace_s=1)
     scripted.run_supervisor(
-        Supervisor([silent, *workers], [scripted.address], scripted.output, LocalLauncher(), limits, step=0, steps=3)
+        Supervisor(scripted.status(3), [silent, *workers], [scripted.address], LocalLauncher(), limits)
     )
     ending = scripted.wait()
     assert (ending.state, ending.error[:31]) == (RunState.FAILED, "queue did not answer within 1 s")
@@ -319,7 +319,12 @@ def test_recovered_group_continues_its_incarnation(scripted: ScriptedRun, waitin
     """The next start of a recovered group has the next number, or its log would be another start's."""
     recovered = {"collator-0": RecoveredGroup(incarnation=4, handles={}, waiting=waiting, restarts=2)}
     supervisor = Supervisor(
-        scripted.members(steps=2), [scripted.address], scripted.output, LocalLauncher(), Limits(), recovered=recovered
+        scripted.status(2),
+        scripted.members(steps=2),
+        [scripted.address],
+        LocalLauncher(),
+        Limits(),
+        recovered=recovered,
     )
     worker = record(scripted)["workers"]["collator-0"]
     assert (worker["attempt"], worker["restarts"]) == (4, 2)

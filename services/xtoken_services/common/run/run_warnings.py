@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from xtoken_services.common.run.best_evaluation import BITS, exported_evaluation, is_finite, keeps_best
+from xtoken_services.common.run.status import BITS, RunStatus, finite, table
 from xtoken_services.common.run.verdict import Verdict, judge
 
 MOST_UNREACHABLE = 0.1
@@ -14,31 +14,14 @@ UNREACHABLE = "unreachable_mass"
 PAST_BEST = "best"
 
 
-def warnings_of(status: Mapping[str, Any]) -> dict[str, str]:
-    """Return the warnings of a run, one line each, by the metric that they are about.
-
-    Args:
-        status: The fields of `GET /v1/runs/{id}`.
-    """
-    last = status.get("last") or {}
-    return unreachable_warnings(last) | _without_effect(status) | _worse(status) | _past_best(status)
-
-
-def change_since_start(status: Mapping[str, Any]) -> float | None:
-    """Return the change of the held-out text's bits per byte since step 0; None before a second evaluation.
-
-    With `eval.keep_best` it is that of the best evaluation, whose weights are exported.
-    """
-    first, last = status.get("first_evaluation") or {}, exported_evaluation(status)
-    before, after = first.get(BITS), last.get(BITS)
-    if first.get("step") != 0 or last.get("step") in (0, None):
-        return None
-    return after - before if is_finite(before) and is_finite(after) else None
+def warnings_of(status: RunStatus) -> dict[str, str]:
+    """Return the warnings of a run, one line each, by the metric that they are about."""
+    return unreachable_warnings(status.metrics) | _without_effect(status) | _worse(status) | _past_best(status)
 
 
 def unreachable_warnings(last: Mapping[str, Any]) -> dict[str, str]:
     """Return a warning for every teacher of which too much mass has no gradient, from a step's metrics."""
-    masses = {name: value for name, value in last.items() if name.startswith(UNREACHABLE) and is_finite(value)}
+    masses = {name: value for name, value in finite(last).items() if name.startswith(UNREACHABLE)}
     lines = {}
     for name, mass in masses.items():
         if mass > MOST_UNREACHABLE:
@@ -50,14 +33,14 @@ def unreachable_warnings(last: Mapping[str, Any]) -> dict[str, str]:
     return lines
 
 
-def _without_effect(status: Mapping[str, Any]) -> dict[str, str]:
-    last = status.get("last") or {}
-    fraction = last.get("kl_fraction")
-    loss, scale = (status.get("spec") or {}).get("loss") or {}, last.get("kl_loss_scale")
-    is_lowered = loss.get("kl_loss_weight_end") is not None and is_finite(scale)
-    if scale == 0 or (is_lowered and scale < max(loss.get("kl_loss_weight", 1.0), loss["kl_loss_weight_end"]) / 2):
+def _without_effect(status: RunStatus) -> dict[str, str]:
+    fraction, scale = status.metrics.get("kl_fraction"), status.metrics.get("kl_loss_scale")
+    loss = table(status.spec, "loss")
+    end = loss.get("kl_loss_weight_end")
+    is_lowered = end is not None and scale is not None
+    if scale == 0 or (is_lowered and scale < max(loss.get("kl_loss_weight", 1.0), end) / 2):
         return {}  # close to cross-entropy alone, as was asked for
-    if not is_finite(fraction) or fraction >= LEAST_FRACTION:
+    if fraction is None or fraction >= LEAST_FRACTION:
         return {}
     text = (
         f"the divergence from the teacher is {fraction:.1%} of the loss (kl_fraction), which is close to cross-entropy "
@@ -66,11 +49,10 @@ def _without_effect(status: Mapping[str, Any]) -> dict[str, str]:
     return {"kl_fraction": text}
 
 
-def _worse(status: Mapping[str, Any]) -> dict[str, str]:
-    change = change_since_start(status)
-    if change is None or judge(change) is not Verdict.WORSE:
+def _worse(status: RunStatus) -> dict[str, str]:
+    if status.change is None or judge(status.change) is not Verdict.WORSE:
         return {}
-    last, first = exported_evaluation(status), status["first_evaluation"]
+    last, first = finite(status.exported), finite(status.first_evaluation)
     text = (
         f"held-out text is worse than at step 0: {last[BITS]:.4f} bits per byte after {last['step']} steps, "
         f"{first[BITS]:.4f} before"
@@ -78,16 +60,16 @@ def _worse(status: Mapping[str, Any]) -> dict[str, str]:
     return {BITS: text}
 
 
-def _past_best(status: Mapping[str, Any]) -> dict[str, str]:
+def _past_best(status: RunStatus) -> dict[str, str]:
     """Return a warning if a completed run exports weights that are worse than earlier ones were."""
-    best, last = (status.get("summary") or {}).get("best") or {}, status.get("evaluation") or {}
-    before, after = best.get(BITS), last.get(BITS)
-    if keeps_best(status) or not (is_finite(before) and is_finite(after)):
+    best, last = finite(table(status.summary, "best")), finite(status.evaluation)
+    if status.keeps_best or not {BITS, "step"} <= best.keys() & last.keys():
         return {}
-    if judge(after - before) is not Verdict.WORSE:
+    if judge(last[BITS] - best[BITS]) is not Verdict.WORSE:
         return {}
     text = (
-        f"the exported student is past its best step: {after:.4f} bits per byte on held-out text after {last['step']} "
-        f"steps, {before:.4f} after {best['step']}; eval.keep_best = true exports that one, eval.patience ends a run"
+        f"the exported student is past its best step: {last[BITS]:.4f} bits per byte on held-out text after "
+        f"{last['step']} steps, {best[BITS]:.4f} after {best['step']}; eval.keep_best = true exports that one, "
+        "eval.patience ends a run"
     )
     return {PAST_BEST: text}

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from fastapi import Depends, HTTPException, Path, Request
 
+from xtoken_services.common.run.status import RunStatus
 from xtoken_services.control.auth import Auth
 from xtoken_services.control.problems import Problem
 from xtoken_services.control.runs import Runs
@@ -32,7 +33,7 @@ class AppContext:
             raise HTTPException(404, f"there is no run {run_id!r}")
         return view
 
-    def status(self, run_id: str) -> dict[str, Any]:
+    def status(self, run_id: str) -> RunStatus:
         """Return the status of a run.
 
         Raises:

@@ -2,109 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, RootModel
+from pydantic import ConfigDict, Field, GetJsonSchemaHandler, RootModel
 from pydantic_core import CoreSchema
 
 from xtoken_core.config.spec import RunSpec
-from xtoken_services.supervisor.run_record import RunState
+from xtoken_services.common.run.status import Document, RunSummary
 
 
-class ApiModel(BaseModel):
-    """Base of the response models, whose fields are described by the strings after them."""
-
-    model_config = ConfigDict(use_attribute_docstrings=True)
-
-
-class WorkerStatus(ApiModel):
-    """A worker process of a run."""
-
-    name: str
-    kind: str
-    """`queue`, `collator`, `rollout`, `teacher` or `trainer`."""
-    state: str
-    """`waiting`, `running`, `finished` or `stopped`."""
-    pid: int | None
-    incarnation: int
-    """Number of its last attempt, which names its log file."""
-    restarts: int
-    exit_code: int | None
-    phase: str
-    """Phase that it reports: `load` or `run`."""
-    activity: str = ""
-    """Work that takes long, such as `evaluating: 40%`; empty while it takes steps."""
-    progress: int
-    """Units of work finished by the current attempt."""
-    heartbeat_age_s: float | None
-    """Age of its last heartbeat at the supervisor's last check."""
-    where: str = ""
-    """Machine that it runs on, if not the control plane's."""
-
-
-class QueueStatus(ApiModel):
-    """Contents of a run's queue."""
-
-    samples: int
-    bytes: int
-    memory_limit: int
-    tasks: dict[str, dict[str, int]]
-    """Number of samples by task and state."""
-
-
-class RunSummary(ApiModel):
-    """Summary of a run."""
-
-    id: str
-    name: str
-    output: Path
-    created: str
-    """UTC, as all times."""
-    began: str | None = None
-    """Time of the last start or resume."""
-    ended: str | None = None
-    launch: int = 1
-    """Number of its current launch: 1, and one more with every resume."""
-    state: RunState
-    error: str = ""
-    exit_code: int | None = None
-    step: int | None = None
-    """Optimiser steps taken."""
-    steps: int | None = None
-    """Optimiser steps of the complete run."""
-
-
-class RunStatus(RunSummary):
-    """Status of a run."""
-
-    text_read: float | None = None
-    """Fraction (0 to 1) of the text that has been read, while the run's files are validated."""
-    checking: str | None = None
-    """What is built or read for long before any process is started."""
-    skipped: int | None = None
-    """Positions without a sample."""
-    dead: int | None = None
-    """Positions abandoned after repeated failures."""
-    queue: QueueStatus | None = None
-    workers: list[WorkerStatus] = []
-    last: dict[str, Any] | None = None
-    """Metrics of the last step."""
-    evaluation: dict[str, Any] | None = None
-    """Metrics of the last evaluation."""
-    first_evaluation: dict[str, Any] | None = None
-    """Metrics of the first evaluation, before any step."""
-    best_evaluation: dict[str, Any] | None = None
-    """Metrics of the evaluation with the fewest bits per byte, without that before any step."""
-    checkpoint: int | None = None
-    """Step of the newest checkpoint."""
-    summary: dict[str, Any] | None = None
-    """Number of positions by outcome, once the run is complete."""
-    spec: dict[str, Any] = {}
-    """Specification, with absolute paths."""
-
-
-class RunPage(ApiModel):
+class RunPage(Document):
     """Page of runs, newest first."""
 
     runs: list[RunSummary]
@@ -128,12 +35,12 @@ class AnyRunSpec(RootModel[dict[str, Any]]):
         return {"anyOf": [handler(RunSpec.__pydantic_core_schema__), short], "title": "AnyRunSpec"}
 
 
-class DryRun(ApiModel):
+class DryRun(Document):
     """Result of a dry run, which validates a run without starting it."""
 
     spec: RunSpec
     """Specification, with absolute paths."""
-    defaults: list[str] = []
+    defaults: list[str] = []  # noqa: RUF012 - pydantic copies it
     """Defaults that were filled in, with their reasons."""
     records: int
     positions: int
@@ -144,7 +51,7 @@ class DryRun(ApiModel):
     processes: list[str]
 
 
-class RunMetrics(ApiModel):
+class RunMetrics(Document):
     """Metrics of a run: one object per step, and one per evaluation."""
 
     model_config = ConfigDict(
@@ -169,7 +76,7 @@ class RunMetrics(ApiModel):
     eval_total: int
 
 
-class Artifact(ApiModel):
+class Artifact(Document):
     """File of a run."""
 
     path: str
@@ -178,7 +85,7 @@ class Artifact(ApiModel):
     modified: str
 
 
-class Artifacts(ApiModel):
+class Artifacts(Document):
     """Files of a run, ordered by path."""
 
     artifacts: list[Artifact]
@@ -186,7 +93,7 @@ class Artifacts(ApiModel):
     """True if the list is incomplete."""
 
 
-class LogFile(ApiModel):
+class LogFile(Document):
     """Log of one attempt of a worker."""
 
     worker: str
@@ -194,7 +101,7 @@ class LogFile(ApiModel):
     bytes: int
 
 
-class Note(ApiModel):
+class Note(Document):
     """Event in the history of a run."""
 
     id: int
@@ -203,13 +110,13 @@ class Note(ApiModel):
     message: str
 
 
-class Live(ApiModel):
+class Live(Document):
     """Liveness."""
 
     live: bool = Field(default=True)
 
 
-class Ready(ApiModel):
+class Ready(Document):
     """Readiness."""
 
     ready: bool

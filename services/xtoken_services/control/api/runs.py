@@ -18,14 +18,14 @@ from xtoken_core.config.spec import RunSpec
 from xtoken_core.data_plane.address import Address
 from xtoken_services.common.files.input_files import check_input_files
 from xtoken_services.common.run.resolve import largest_row
+from xtoken_services.common.run.status import RunState, RunStatus
 from xtoken_services.control.api.dependencies import AppContext, Context, RunId, problems_of
 from xtoken_services.control.api.examples import RUNS
-from xtoken_services.control.api.models import AnyRunSpec, DryRun, RunPage, RunStatus
+from xtoken_services.control.api.models import AnyRunSpec, DryRun, RunPage
 from xtoken_services.control.api.short_specs import complete, read_document, start_short
 from xtoken_services.control.isolated.inspection import inspect_run
 from xtoken_services.control.run import Run
 from xtoken_services.supervisor.process_spec import build_process_specs
-from xtoken_services.supervisor.run_record import RunState
 
 VALIDATION_WAIT_S = 3.0
 """Seconds to wait for the validation of a run's files before responding."""
@@ -82,7 +82,7 @@ def start_run(
     else:
         discard_if_invalid(context, run)
     response.headers["Location"] = f"/v1/runs/{row.id}"
-    return RunStatus.model_validate(context.status(row.id))
+    return context.status(row.id)
 
 
 @router.get("", responses=problems_of(422))
@@ -102,7 +102,7 @@ def list_runs(
 @router.get("/{run_id}", responses=problems_of(404, 422))
 def show_run(run_id: RunId, context: Context) -> RunStatus:
     """Return the status of a run."""
-    return RunStatus.model_validate(context.status(run_id))
+    return context.status(run_id)
 
 
 @router.post("/{run_id}/stop", status_code=202, responses=problems_of(404, 422))
@@ -110,7 +110,7 @@ def stop_run(run_id: RunId, context: Context, now: bool = False) -> RunStatus:
     """Stop a run gracefully, after a checkpoint; with `now` immediately. Responds before the run is over."""
     context.view(run_id)
     context.runs.stop(run_id, now=now)
-    return RunStatus.model_validate(context.status(run_id))
+    return context.status(run_id)
 
 
 @router.post("/{run_id}/resume", status_code=202, responses=problems_of(404, 409, 422, 503))
@@ -119,7 +119,7 @@ def resume_run(run_id: RunId, context: Context) -> RunStatus:
     context.view(run_id)
     run = context.runs.resume(run_id)
     run.started.wait(VALIDATION_WAIT_S)
-    return RunStatus.model_validate(context.status(run_id))
+    return context.status(run_id)
 
 
 @router.delete("/{run_id}", status_code=204, responses=problems_of(404, 409, 422))

@@ -12,9 +12,9 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import GaugeMetricFamily, Metric
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from xtoken_services.common.run.status import RunState, RunStatus
 from xtoken_services.control.runs import Runs
 from xtoken_services.control.views import Views
-from xtoken_services.supervisor.run_record import RunState
 
 BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 PREFIX = "xtoken_"
@@ -100,7 +100,7 @@ class _Collector:
         active = [run.id for run in self._runs.in_memory() if not run.over.is_set()]
         yield from _of_runs({run_id: status for run_id in active if (status := self._status(run_id)) is not None})
 
-    def _status(self, run_id: str) -> dict[str, object] | None:
+    def _status(self, run_id: str) -> RunStatus | None:
         view = self._views.of(run_id)
         return view.status() if view is not None else None
 
@@ -111,6 +111,10 @@ RUN_GAUGES = {
     "run_skipped_positions": ("skipped", "Positions without a row."),
     "run_dead_positions": ("dead", "Positions abandoned after repeated failures."),
 }
+LINE_GAUGES = (
+    ("run_metric", "last", "Metric of the last optimiser step."),
+    ("run_evaluation", "evaluation", "Metric of the last evaluation."),
+)
 WORKER_GAUGES = {
     "worker_restarts": ("restarts", "Restarts."),
     "worker_heartbeat_age_seconds": ("heartbeat_age_s", "Age of the last heartbeat."),
@@ -118,28 +122,26 @@ WORKER_GAUGES = {
 }
 
 
-def _of_runs(statuses: dict[str, dict[str, object]]) -> Iterator[Metric]:
+def _of_runs(statuses: dict[str, RunStatus]) -> Iterator[Metric]:
     for name, (key, help_text) in RUN_GAUGES.items():
-        yield _family(name, help_text, ["run"], (([r], s.get(key)) for r, s in statuses.items()))
-    queues = {r: s["queue"] for r, s in statuses.items() if isinstance(s.get("queue"), dict)}
+        yield _family(name, help_text, ["run"], (([r], getattr(s, key)) for r, s in statuses.items()))
+    queues = {r: s.queue for r, s in statuses.items() if s.queue is not None}
     for key, help_text in (("samples", "Samples held."), ("bytes", "Bytes held."), ("memory_limit", "Bytes at most.")):
-        yield _family(f"run_queue_{key}", help_text, ["run"], (([r], q[key]) for r, q in queues.items()))  # type: ignore[index]
-    last = {r: s["last"] for r, s in statuses.items() if isinstance(s.get("last"), dict)}
-    values = (([r, str(k)], v) for r, line in last.items() for k, v in line.items() if k != "step")  # type: ignore[attr-defined]
-    yield _family("run_metric", "Metric of the last optimiser step.", ["run", "metric"], values)
-    evaluated = {r: s["evaluation"] for r, s in statuses.items() if isinstance(s.get("evaluation"), dict)}
-    values = (([r, str(k)], v) for r, line in evaluated.items() for k, v in line.items() if k != "step")  # type: ignore[attr-defined]
-    yield _family("run_evaluation", "Metric of the last evaluation.", ["run", "metric"], values)
+        yield _family(f"run_queue_{key}", help_text, ["run"], (([r], getattr(q, key)) for r, q in queues.items()))
+    for name, key, help_text in LINE_GAUGES:
+        lines = {r: getattr(s, key) or {} for r, s in statuses.items()}
+        values = (([r, k], v) for r, line in lines.items() for k, v in line.items() if k != "step")
+        yield _family(name, help_text, ["run", "metric"], values)
     yield from _of_workers(statuses)
 
 
-def _of_workers(statuses: dict[str, dict[str, object]]) -> Iterator[Metric]:
-    workers = [(r, w) for r, s in statuses.items() for w in s.get("workers", ())]  # type: ignore[attr-defined]
+def _of_workers(statuses: dict[str, RunStatus]) -> Iterator[Metric]:
+    workers = [(r, w) for r, s in statuses.items() for w in s.workers]
     labels = ["run", "worker", "kind"]
-    up = (([r, w["name"], w["kind"]], int(w["state"] == "running")) for r, w in workers)
+    up = (([r, w.name, w.kind], int(w.state == "running")) for r, w in workers)
     yield _family("worker_up", "1 if the process is running.", labels, up)
     for name, (key, help_text) in WORKER_GAUGES.items():
-        yield _family(name, help_text, labels, (([r, w["name"], w["kind"]], w.get(key)) for r, w in workers))
+        yield _family(name, help_text, labels, (([r, w.name, w.kind], getattr(w, key)) for r, w in workers))
 
 
 def _family(name: str, help_text: str, labels: list[str], rows: Iterable[tuple[list[str], object]]) -> Metric:

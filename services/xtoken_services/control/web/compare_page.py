@@ -11,18 +11,16 @@ from fastapi import APIRouter, HTTPException, Query, Request, Response
 from xtoken_core.config.spec import RunSpec
 from xtoken_services.common.run.baseline import baseline_output
 from xtoken_services.common.run.verdict import Verdict, describe, judge
-from xtoken_services.control.api.dependencies import AppContext, Context
+from xtoken_services.control.api.dependencies import Context
 from xtoken_services.control.web.charts import COMPARED
 from xtoken_services.control.web.render import PageRoute, page
-from xtoken_services.control.web.run_view import RunView, run_views
+from xtoken_services.control.web.run_view import RunView, run_view
 
 MAX_RUNS = 6
 MAX_CHOICES = 50
 OWN = ("name", "output")
 """Settings in which any two runs differ."""
 MAX_TEXT = 200
-STATUS = ("id", "name", "output", "created", "state", "error", "step", "steps", "launch", "began", "ended", "last")
-"""Fields of a run's status that its row of the table shows."""
 
 router = APIRouter(route_class=PageRoute)
 
@@ -35,7 +33,7 @@ def compare(request: Request, context: Context, run: RunIds = []) -> Response:  
     ids = list(dict.fromkeys(run))
     if len(ids) > MAX_RUNS:
         raise HTTPException(400, f"At most {MAX_RUNS} runs can be compared: leave some out.")
-    chosen = run_views(context, [_row(context, run_id) for run_id in ids])
+    chosen = [run_view(context, context.status(run_id)) for run_id in ids]
     others = [row for row in context.runs.store.page(MAX_CHOICES) if row["id"] not in ids]
     verdict, finding = _finding(chosen)
     part = "compare_results.html" if "hx-request" in request.headers else "compare.html"
@@ -52,11 +50,6 @@ def compare(request: Request, context: Context, run: RunIds = []) -> Response:  
         finding=finding,
         tasks=list(dict.fromkeys(name for view in chosen for name, *_ in view.tasks)),
     )
-
-
-def _row(context: AppContext, run_id: str) -> dict[str, Any]:
-    status = context.status(run_id)
-    return {name: status.get(name) for name in STATUS}
 
 
 def _labels(runs: list[RunView]) -> dict[str, str]:

@@ -45,7 +45,7 @@ def download_model(run_id: RunId, context: Context) -> Response:
 @router.get("/runs/{run_id}/download/run-file")
 def download_run_file(run_id: RunId, context: Context) -> Response:
     """Return the run's settings, without defaults, as a run file."""
-    spec = RunSpec.model_validate(context.status(run_id)["spec"])
+    spec = RunSpec.model_validate(context.status(run_id).spec)
     text = to_toml(without_defaults(spec))
     return Response(text, media_type="application/toml", headers=_as_file(f"{run_id}.toml"))
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from fastapi import Request
 
+from xtoken_services.common.run.status import RunStatus
 from xtoken_services.control.api.dependencies import AppContext
 from xtoken_services.control.web.gpus import Gpus
-from xtoken_services.supervisor.run_record import RunState
 
 INTERVAL_S = 2.0
 MAX_SAMPLES = 3600
@@ -64,20 +64,20 @@ class Gauges:
                         self._thread = None
                         return
                     for run_id in self._watched:
-                        queue = self._status(run_id).get("queue") or {}
-                        depth = {"queue_samples": queue["samples"]} if queue else {}
+                        status = self._status(run_id)
+                        depth = {"queue_samples": status.queue.samples} if status is not None and status.queue else {}
                         self._samples[run_id].append({"time": round(time.time(), 1), **depth, **machine})
                 time.sleep(INTERVAL_S)
         finally:
             gpus.close()
 
     def _is_active(self, run_id: str) -> bool:
-        state = self._status(run_id).get("state")
-        return state is not None and not RunState(state).over
+        status = self._status(run_id)
+        return status is not None and not status.state.over
 
-    def _status(self, run_id: str) -> dict[str, Any]:
+    def _status(self, run_id: str) -> RunStatus | None:
         view = self._context.views.of(run_id)
-        return (view.status() if view is not None else None) or {}
+        return view.status() if view is not None else None
 
 
 def gauges_of(request: Request) -> Gauges:

@@ -67,7 +67,7 @@ def show_form(
     """Show the beginning of a run file, or one with the settings of another run but no output."""
     if not like:
         return _render(request, context, START)
-    document = without_defaults(RunSpec.model_validate(context.status(like)["spec"]))
+    document = without_defaults(RunSpec.model_validate(context.status(like).spec))
     return _render(request, context, to_toml({name: part for name, part in document.items() if name != "output"}))
 
 

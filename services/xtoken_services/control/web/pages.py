@@ -11,6 +11,7 @@ from fastapi.responses import JSONResponse, RedirectResponse
 from xtoken_core.config.spec import RunSpec
 from xtoken_services.common.run.baseline import baseline_of, baseline_output
 from xtoken_services.common.run.run_text import resolved_text, to_toml, without_defaults
+from xtoken_services.common.run.status import RunState
 from xtoken_services.control.api.dependencies import AppContext, Context, RunId
 from xtoken_services.control.api.files import MAX_FILES
 from xtoken_services.control.api.runs import MAX_CURSOR, VALIDATION_WAIT_S, discard_if_invalid
@@ -21,7 +22,7 @@ from xtoken_services.control.web.completions import LEVELS, read_samples
 from xtoken_services.control.web.gauges import gauges_of
 from xtoken_services.control.web.render import PageRoute, page
 from xtoken_services.control.web.run_view import RunView, run_views
-from xtoken_services.supervisor.run_record import SUMMARY, RunState
+from xtoken_services.supervisor.run_record import SUMMARY
 
 PAGE_SIZE = 50
 LOG_LINES = 400
@@ -187,7 +188,7 @@ def start_baseline(run_id: RunId, context: Context) -> Response:
 
     One that `xtoken run --baseline` has finished is listed, and nothing is trained.
     """
-    spec = baseline_of(RunSpec.model_validate(context.status(run_id)["spec"]))
+    spec = baseline_of(RunSpec.model_validate(context.status(run_id).spec))
     if (spec.output / SUMMARY).is_file():
         return RedirectResponse(f"/compare?run={run_id}&run={context.runs.add_finished(spec.output).id}", 303)
     run, row = context.runs.start(spec)

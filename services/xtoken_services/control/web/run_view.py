@@ -7,15 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from xtoken_services.common.run.baseline import why_no_baseline
-from xtoken_services.common.run.best_evaluation import exported_evaluation, keeps_best
-from xtoken_services.common.run.run_warnings import change_since_start, warnings_of
+from xtoken_services.common.run.run_warnings import warnings_of
+from xtoken_services.common.run.status import BITS, RunState, RunStatus, finite
 from xtoken_services.common.run.verdict import Verdict, judge
 from xtoken_services.control.api.dependencies import AppContext
 from xtoken_services.control.web.formatting import number, percent, seconds_since
 from xtoken_services.control.web.loss_terms import divergence_name, loss_in_words
 from xtoken_services.supervisor.comparison import Comparison, compare_with_baseline
-from xtoken_services.supervisor.remaining import remaining_s
-from xtoken_services.supervisor.run_record import RunState
 
 TASK = "task_accuracy_"
 MOST_SAMPLES = 16
@@ -35,57 +33,47 @@ class RunView:
     """View model of a run.
 
     Args:
-        status: Its status, or its summary in a list. Results are of the last evaluation, or of the best one if the run
-            exports its weights.
+        status: Its status. Results are of the last evaluation, or of the best one if the run exports its weights.
         steps: Metrics of its last steps.
         same_tokenizer: True for each teacher with the student's tokenizer; empty if that is not known.
     """
 
     def __init__(
         self,
-        status: Mapping[str, Any],
+        status: RunStatus,
         steps: Sequence[Mapping[str, Any]] = (),
         same_tokenizer: Sequence[bool] = (),
     ) -> None:
         self._status, self._steps = status, steps
-        self.id: str = status["id"]
-        self.name: str = status["name"]
-        self.output = str(status["output"])
-        self.state = RunState(status["state"])
-        self.tone = TONES[self.state]
-        self.active = not self.state.over
-        self.error: str = status.get("error") or ""
-        self.launch: int = status.get("launch") or 1
-        self.began: str | None = status.get("began") or status["created"]
-        self.ended: str | None = status.get("ended")
-        self.step: int | None = status.get("step")
-        self.steps: int | None = status.get("steps")
-        self.text_read: float | None = status.get("text_read")
-        self.workers: list[dict[str, Any]] = status.get("workers") or []
-        self.spec: dict[str, Any] = status.get("spec") or {}
-        self.summary: dict[str, Any] | None = status.get("summary")
-        self.evaluation = exported_evaluation(status)
-        self.keeps_best = keeps_best(status)
+        self.id, self.name, self.output = status.id, status.name, str(status.output)
+        self.state, self.tone = status.state, TONES[status.state]
+        self.active = not status.state.over
+        self.error, self.launch = status.error, status.launch
+        self.began, self.ended = status.began or status.created, status.ended
+        self.step, self.steps, self.text_read = status.step, status.steps, status.text_read
+        self.workers, self.spec = status.workers, status.spec
+        self.evaluation, self.keeps_best = status.exported, status.keeps_best
         self.same_tokenizer = same_tokenizer
 
     @property
     def seconds(self) -> float | None:
         """Duration in seconds since its last start, up to its end; None for a run that was made elsewhere."""
-        if self.began is None or self.began == self.ended:
+        if self.began == self.ended:
             return None
         return seconds_since(self.began) - (seconds_since(self.ended) if self.ended else 0.0)
 
     @property
     def left_s(self) -> float | None:
         """Estimated remaining seconds, evaluations included; None if unknown."""
-        return remaining_s(self._status, self._steps) if self._steps else None
+        return self._status.remaining_s(self._steps) if self._steps else None
 
     @property
     def activities(self) -> list[str]:
         """Work of its workers that takes long, such as evaluating."""
-        busy = [w for w in self.workers if w.get("activity") and w["state"] == "running"] if self.active else []
-        checking = [str(self._status["checking"])] if self.active and self._status.get("checking") else []
-        return checking + [f"{w['name']}: {w['activity']}" for w in busy]
+        if not self.active:
+            return []
+        checking = [self._status.checking] if self._status.checking else []
+        return checking + [f"{w.name}: {w.activity}" for w in self.workers if w.activity and w.state == "running"]
 
     @property
     def activity(self) -> tuple[str, float | None] | None:
@@ -140,13 +128,12 @@ class RunView:
     @property
     def bits(self) -> float | None:
         """Bits per byte of the held-out text."""
-        bits = self.evaluation.get("bits_per_byte")
-        return bits if isinstance(bits, (int, float)) else None
+        return finite(self.evaluation).get(BITS)
 
     @property
     def change(self) -> float | None:
         """Change of the bits per byte since step 0; negative is better."""
-        return change_since_start(self._status)
+        return self._status.change
 
     @property
     def verdict(self) -> Verdict | None:
@@ -156,7 +143,7 @@ class RunView:
     @property
     def tokens_per_second(self) -> float | None:
         """Throughput of the last step."""
-        return (self._status.get("last") or {}).get("tokens_per_second")
+        return self._status.metrics.get("tokens_per_second")
 
     @property
     def evaluation_step(self) -> int | None:
@@ -166,14 +153,13 @@ class RunView:
     @property
     def tasks(self) -> list[tuple[str, float, float | None]]:
         """Tasks with the accuracy and its change since step 0."""
-        first, last = self._status.get("first_evaluation") or {}, self.evaluation
-        tasks = []
-        for key, value in last.items():
-            if key.startswith(TASK) and isinstance(value, (int, float)):
-                before = first.get(key) if first.get("step") == 0 and last.get("step") else None
-                change = value - before if isinstance(before, (int, float)) else None
-                tasks.append((key.removeprefix(TASK), value, change))
-        return tasks
+        first, last = finite(self._status.first_evaluation), finite(self.evaluation)
+        before = first if first.get("step") == 0 and last.get("step") else {}
+        return [
+            (name.removeprefix(TASK), value, value - before[name] if name in before else None)
+            for name, value in last.items()
+            if name.startswith(TASK)
+        ]
 
     @property
     def samples(self) -> list[tuple[str, str]]:
@@ -205,7 +191,7 @@ class RunView:
     @property
     def tiles(self) -> list[tuple[str, str, str]]:
         """Latest metrics as title, value and unit or description, the most important first."""
-        last, evaluation = self._status.get("last") or {}, self.evaluation
+        last, evaluation = self._status.metrics, finite(self.evaluation)
         tiles = [
             ("Held-out accuracy", percent(evaluation.get("next_token_accuracy")), "next token"),
             ("Loss", number(last.get("loss")), self._parts(last)),
@@ -215,7 +201,7 @@ class RunView:
         ]
         return [tile for tile in tiles if tile[1] != "–"]
 
-    def _waiting(self, last: Mapping[str, Any]) -> tuple[str, str]:
+    def _waiting(self, last: Mapping[str, float]) -> tuple[str, str]:
         """Return the longest of the trainer's waits in the last step as a fraction of it, and for what."""
         waits = {
             "completions" if self.spec.get("rollout") else "text": last.get("data_wait"),
@@ -225,7 +211,7 @@ class RunView:
         longest = max(known, key=lambda name: known[name], default="")
         return percent(known.get(longest)), f"of the last step, for {longest}"
 
-    def _parts(self, last: Mapping[str, Any]) -> str:
+    def _parts(self, last: Mapping[str, float]) -> str:
         fraction = last.get("kl_fraction")
         if fraction is None or not self.has_teacher:
             return "nats"
@@ -244,6 +230,12 @@ def _model_name(model: Any) -> str:
     return path.name or str(path)
 
 
+def run_view(context: AppContext, status: RunStatus) -> RunView:
+    """Return the view model of a run, without its curves."""
+    view = context.views.of(status.id)
+    return RunView(status, (), view.same_tokenizer if view is not None else ())
+
+
 def run_views(context: AppContext, rows: Sequence[dict[str, Any]]) -> list[RunView]:
     """Return the view models of summaries, with each run's settings and held-out result."""
     specs = context.runs.store.specs([row["id"] for row in rows])
@@ -251,5 +243,5 @@ def run_views(context: AppContext, rows: Sequence[dict[str, Any]]) -> list[RunVi
     for row in rows:
         view = context.views.of(row["id"])
         more = {"spec": specs.get(row["id"], {}), **view.results()} if view is not None else {}
-        views.append(RunView({**row, **more}, (), view.same_tokenizer if view is not None else ()))
+        views.append(run_view(context, RunStatus.model_validate({**row, **more})))
     return views

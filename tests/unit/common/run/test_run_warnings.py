@@ -7,7 +7,9 @@ from typing import Any
 
 from rich.console import Console
 
+from tests.unit.supervisor.test_progress import status as status_of
 from xtoken_services.common.run.run_warnings import warnings_of
+from xtoken_services.common.run.status import RunStatus
 from xtoken_services.supervisor.progress import LineView, final_line, metrics_of
 
 EVALUATIONS = {
@@ -16,12 +18,16 @@ EVALUATIONS = {
 }
 
 
-def status(**changes: Any) -> dict[str, Any]:
-    last = {"step": 99, "unreachable_mass_t0": 0.44, "kl_fraction": 0.02, "kl_loss_scale": 1.0}
-    return {
-        "name": "tiny", "state": "completed", "output": "/runs/tiny", "step": 100, "steps": 100, "error": "",
-        "last": last, "queue": None, "workers": [], "summary": {"trained": 8, "positions": 8}, **EVALUATIONS, **changes,
-    }  # fmt: skip
+LAST = {"step": 99, "unreachable_mass_t0": 0.44, "kl_fraction": 0.02, "kl_loss_scale": 1.0}
+
+
+def status(**changes: Any) -> RunStatus:
+    over = {"state": "completed", "step": 100, "steps": 100, "last": LAST, "queue": None, "workers": []}
+    return status_of(**over | {"summary": {"trained": 8, "positions": 8}} | EVALUATIONS | changes)
+
+
+def changed(run: RunStatus, **changes: Any) -> RunStatus:
+    return run.model_copy(update=changes)
 
 
 def test_each_kind_of_harm_is_named() -> None:
@@ -43,9 +49,9 @@ def test_harmless_metrics_are_not() -> None:
     faint = status(last={"kl_fraction": 0.01, "kl_loss_scale": 0.1}, evaluation=better)
     assert warnings_of(faint).keys() == {"kl_fraction"}
     fading = {"spec": {"loss": {"kl_loss_weight": 1.0, "kl_loss_weight_end": 0.0}}}
-    assert warnings_of(faint | fading) == {}, "the weight has been lowered to a tenth"
+    assert warnings_of(changed(faint, **fading)) == {}, "the weight has been lowered to a tenth"
     begun = status(last={"kl_fraction": 0.01, "kl_loss_scale": 0.9}, evaluation=better)
-    assert warnings_of(begun | fading).keys() == {"kl_fraction"}
+    assert warnings_of(changed(begun, **fading)).keys() == {"kl_fraction"}
 
 
 def test_a_run_that_keeps_its_best_student_is_judged_by_that() -> None:
@@ -55,10 +61,10 @@ def test_a_run_that_keeps_its_best_student_is_judged_by_that() -> None:
     line = final_line(kept)
     assert "2.1000 bits per byte on held-out text after step 40, the best (since step 0: better by 0.2290)" in line
     assert ("best", "2.1000 of step 40") in metrics_of(kept)
-    none_yet = kept | {"best_evaluation": None, "evaluation": EVALUATIONS["first_evaluation"]}
+    none_yet = changed(kept, best_evaluation=None, evaluation=EVALUATIONS["first_evaluation"])
     assert "2.3290 bits per byte on held-out text after step 0; model in" in final_line(none_yet)
-    last = kept["summary"] | {"held_out": {"step": 100}}  # the checkpoint of step 40 was missing
-    assert "2.3800 bits per byte on held-out text after step 100" in final_line(kept | {"summary": last})
+    last = {"trained": 8, "positions": 8} | {"held_out": {"step": 100}}  # the checkpoint of step 40 was missing
+    assert "2.3800 bits per byte on held-out text after step 100" in final_line(changed(kept, summary=last))
 
 
 def test_the_console_prints_a_warning_once_and_the_end_the_change() -> None:
@@ -67,7 +73,7 @@ def test_the_console_prints_a_warning_once_and_the_end_the_change() -> None:
     for _ in range(3):
         view.show(status(state="running"))
     assert file.getvalue().count("worse than at step 0") == 1
-    later = status()["last"] | {"unreachable_mass_t1": 0.3}
+    later = LAST | {"unreachable_mass_t1": 0.3}
     for _ in range(2):
         view.show(status(state="running", last=later))
     assert file.getvalue().count("30% of the probability of teacher 1") == 1, "a warning that comes after others"
@@ -86,7 +92,7 @@ def test_an_exported_student_past_its_best_step_is_told_at_the_end() -> None:
     view = LineView(Console(file=file, width=400))
     view.end(over)
     assert line in file.getvalue().splitlines()[0]
-    kept = over | {"spec": {"eval": {"keep_best": True}}}
-    as_good = over | {"summary": {"best": best | {"bits_per_byte": 2.295}}}
-    for harmless in (kept, as_good, over | {"summary": {"trained": 8}}, over | {"summary": None}):
+    kept = changed(over, spec={"eval": {"keep_best": True}})
+    as_good = changed(over, summary={"best": best | {"bits_per_byte": 2.295}})
+    for harmless in (kept, as_good, changed(over, summary={"trained": 8}), changed(over, summary=None)):
         assert "best" not in warnings_of(harmless)

@@ -1,0 +1,250 @@
+"""Status of a run: one document for console, pages, `GET /v1/runs/{id}` and callbacks. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from xtoken_core.config.spec import RunSpec
+
+BITS = "bits_per_byte"
+RECENT_STEPS = 20
+"""Steps whose mean duration is extrapolated."""
+
+
+class RunState(StrEnum):
+    """State of a run."""
+
+    STARTING = "starting"
+    RUNNING = "running"
+    STOPPING = "stopping"
+    COMPLETED = "completed"
+    FAILED = "failed"
+    STOPPED = "stopped"
+    INTERRUPTED = "interrupted"
+    """All its processes were gone when a control plane was restarted."""
+
+    @property
+    def over(self) -> bool:
+        """Return True if the state is final; only a resume changes a final state."""
+        return self not in (RunState.STARTING, RunState.RUNNING, RunState.STOPPING)
+
+
+class Document(BaseModel):
+    """Base of models whose fields are described by the strings after them."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+
+class WorkerStatus(Document):
+    """A worker process of a run."""
+
+    name: str
+    kind: str
+    """`queue`, `collator`, `rollout`, `teacher` or `trainer`."""
+    state: str
+    """`waiting`, `running`, `finished` or `stopped`."""
+    pid: int | None
+    incarnation: int
+    """Number of its last attempt, which names its log file."""
+    restarts: int
+    exit_code: int | None
+    phase: str
+    """Phase that it reports: `load` or `run`."""
+    activity: str = ""
+    """Work that takes long, such as `evaluating: 40%`; empty while it takes steps."""
+    progress: int
+    """Units of work finished by the current attempt."""
+    heartbeat_age_s: float | None
+    """Age of its last heartbeat at the supervisor's last check."""
+    where: str = ""
+    """Machine that it runs on, if not the control plane's."""
+
+
+class QueueStatus(Document):
+    """Contents of a run's queue."""
+
+    samples: int
+    bytes: int
+    memory_limit: int
+    tasks: dict[str, dict[str, int]]
+    """Number of samples by task and state."""
+
+
+class RunSummary(Document):
+    """Summary of a run."""
+
+    id: str
+    name: str
+    output: Path
+    created: str
+    """UTC, as all times."""
+    began: str | None = None
+    """Time of the last start or resume."""
+    ended: str | None = None
+    launch: int = 1
+    """Number of its current launch: 1, and one more with every resume."""
+    state: RunState
+    error: str = ""
+    exit_code: int | None = None
+    step: int | None = None
+    """Optimiser steps taken."""
+    steps: int | None = None
+    """Optimiser steps of the complete run."""
+
+
+class RunStatus(RunSummary):
+    """Status of a run."""
+
+    text_read: float | None = None
+    """Fraction (0 to 1) of the text that has been read, while the run's files are validated."""
+    checking: str | None = None
+    """What is built or read for long before any process is started."""
+    skipped: int | None = None
+    """Positions without a sample."""
+    dead: int | None = None
+    """Positions abandoned after repeated failures."""
+    queue: QueueStatus | None = None
+    workers: list[WorkerStatus] = []
+    last: dict[str, Any] | None = None
+    """Metrics of the last step."""
+    evaluation: dict[str, Any] | None = None
+    """Metrics of the last evaluation."""
+    first_evaluation: dict[str, Any] | None = None
+    """Metrics of the first evaluation, before any step."""
+    best_evaluation: dict[str, Any] | None = None
+    """Metrics of the evaluation with the fewest bits per byte, without that before any step."""
+    checkpoint: int | None = None
+    """Step of the newest checkpoint."""
+    summary: dict[str, Any] | None = None
+    """Number of positions by outcome, once the run is complete."""
+    spec: dict[str, Any] = {}
+    """Specification, with absolute paths."""
+
+    @classmethod
+    def starting(cls, spec: RunSpec, run_id: str, *, step: int | None = None, steps: int | None = None) -> RunStatus:
+        """Return the status of a run that is created now, before any of its processes exists."""
+        now = datetime.now(UTC).isoformat(timespec="milliseconds")
+        return cls(
+            id=run_id,
+            name=spec.name,
+            output=spec.output,
+            created=now,
+            began=now,
+            state=RunState.STARTING,
+            step=step,
+            steps=steps,
+            checking="",
+            spec=spec.model_dump(mode="json"),
+        )
+
+    def document(self) -> dict[str, Any]:
+        """Return the fields as JSON values."""
+        return self.model_dump(mode="json")
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Finite metrics of the last step."""
+        return finite(self.last)
+
+    @property
+    def keeps_best(self) -> bool:
+        """True if the run exports the weights of its best evaluation."""
+        return keeps_best(self.spec)
+
+    @property
+    def exported(self) -> dict[str, Any]:
+        """The evaluation of the weights that the run exports, see `exported_evaluation`."""
+        return exported_evaluation(self.spec, self.summary, self.evaluation, self.best_evaluation)
+
+    @property
+    def change(self) -> float | None:
+        """Change of the exported weights' bits per byte since step 0; None before a second evaluation."""
+        first, last = finite(self.first_evaluation), finite(self.exported)
+        if first.get("step") != 0 or not last.get("step") or BITS not in first or BITS not in last:
+            return None
+        return last[BITS] - first[BITS]
+
+    def remaining_s(self, steps: Sequence[Mapping[str, Any]] = ()) -> float | None:
+        """Return the seconds until the last step and evaluation; None if unknown.
+
+        Args:
+            steps: Metrics of the last steps; left out, the last one's duration counts.
+        """
+        lines = [finite(line) for line in steps[-RECENT_STEPS:]] or [self.metrics]
+        durations = [line["seconds"] for line in lines if line.get("seconds")]
+        if self.state != RunState.RUNNING or not durations or self.step is None or self.steps is None:
+            return None
+        left = (self.steps - self.step) * sum(durations) / len(durations)
+        return left + self.evaluations_left * finite(self.evaluation).get("seconds", 0.0)
+
+    @property
+    def evaluations_left(self) -> int:
+        """Number of evaluations that are still to come, the one under way included."""
+        every = table(self.spec, "eval").get("every")
+        if not every or self.step is None or self.steps is None:
+            return 0
+        done = finite(self.evaluation).get("step", -1)
+        due = {*range(0, self.steps, every), self.steps}
+        return sum(at > done and at >= self.step for at in due)
+
+
+def table(document: Mapping[str, Any] | None, name: str) -> dict[str, Any]:
+    """Return a table of a document; empty if there is none."""
+    value = None if document is None else document.get(name)
+    return value if isinstance(value, dict) else {}
+
+
+def finite(line: Mapping[str, Any] | None) -> dict[str, float]:
+    """Return the finite numbers of a line of metrics, in which one that is not finite is null."""
+    return {name: value for name, value in line.items() if _is_finite(value)} if line else {}
+
+
+def keeps_best(spec: Mapping[str, Any] | None) -> bool:
+    """Return whether a run with these settings exports the weights of its best evaluation."""
+    return bool(table(spec, "eval").get("keep_best"))
+
+
+def exported_evaluation(
+    spec: Mapping[str, Any] | None,
+    summary: Mapping[str, Any] | None,
+    last: dict[str, Any] | None,
+    best: dict[str, Any] | None,
+) -> dict[str, Any]:
+    """Return the evaluation of the weights that a run exports: the last, or with `eval.keep_best` the best so far.
+
+    Args:
+        spec: Its settings.
+        summary: The content of `summary.json`.
+        last: The last line of `eval.jsonl`.
+        best: Its line with the fewest bits per byte.
+
+    Returns:
+        A line of `eval.jsonl`; empty without one.
+    """
+    last = last or {}
+    # A run whose best checkpoint was lost has exported its last weights, and its summary says so.
+    exports_last = table(summary, "held_out").get("step") == last.get("step")
+    return last if not best or not keeps_best(spec) or exports_last else best
+
+
+def is_better(evaluation: Mapping[str, Any], best: Mapping[str, Any] | None) -> bool:
+    """Return whether an evaluation has fewer bits per byte than the best one before it; None: there is none yet.
+
+    The untrained student of step 0 does not take part: the first steps may cost something that later ones regain.
+    """
+    bits = finite(evaluation).get(BITS)
+    return evaluation.get("step") != 0 and bits is not None and (best is None or bits < best[BITS])
+
+
+def _is_finite(value: Any) -> bool:
+    try:
+        return isinstance(value, (int, float)) and math.isfinite(value)
+    except OverflowError:  # an integer that no float holds
+        return False
