@@ -12,7 +12,6 @@ from xtoken_core.errors import ConfigError, XtokenError
 from xtoken_services.common.run.defaults import fill_run_defaults, load_run
 from xtoken_services.common.run.status import RunState, RunStatus
 from xtoken_services.supervisor.local_run import run_locally
-from xtoken_services.supervisor.run_kinds import run_kind
 from xtoken_services.supervisor.run_record import MODEL, SUMMARY
 
 Callback = Callable[[dict[str, Any]], None]
@@ -94,7 +93,7 @@ def distill(
     else:
         spec, _ = fill_run_defaults(document, Path.cwd(), source="distill()", settings=settings)
     view = CallbackView(callback) if callback else None
-    result = run_locally(spec, show=show, loss=loss, view=view, kind=run_kind(spec))
+    result = run_locally(spec, show=show, loss=loss, view=view)
     if result.state != RunState.COMPLETED:
         raise XtokenError(result.error or f"the run was stopped; call distill again to resume it: {spec.output}")
     summary = json.loads((spec.output / SUMMARY).read_text("utf-8"))

@@ -22,8 +22,8 @@ from ray.cluster_utils import Cluster
 
 from tests.support.tiny_run import make_assets, steps_of, tiny_spec
 from xtoken_core.config.spec import RunSpec
-from xtoken_services.control.run import Run
 from xtoken_services.control.runs import Runs
+from xtoken_services.supervisor.run import Run
 
 CPUS = 8
 STORE_BYTES = 80 << 20

@@ -36,8 +36,8 @@ from xtoken_services.common.text.run_order import record_of
 from xtoken_services.control.validation import SpecValidator
 from xtoken_services.supervisor.launch_check import RefusedError
 from xtoken_services.supervisor.local_run import run_locally, run_to_end
-from xtoken_services.supervisor.run_kinds import run_kind
-from xtoken_services.supervisor.store_build import StoreBuild
+from xtoken_services.supervisor.run import Run
+from xtoken_services.supervisor.store_build import resolve_build, store_build
 from xtoken_services.teacher.model import TeacherModel
 from xtoken_services.trainer.store_writer import StoreWriterLoop, first_step
 
@@ -46,7 +46,7 @@ Start = Callable[[RunSpec], Crew]
 
 def build(spec: RunSpec, store: Path) -> TeacherStore:
     """Build the store of a run's only teacher."""
-    result = run_to_end(StoreBuild(build_spec(spec, None, str(store)), str(store), run=spec), show=False)
+    result = run_to_end(store_build(build_spec(spec, None, str(store)), str(store), run=spec), show=False)
     assert result.state == RunState.COMPLETED, result.error
     return TeacherStore.open(str(store))
 
@@ -139,11 +139,9 @@ def test_a_build_reads_only_what_its_store_lacks(assets: TinyAssets, tmp_path: P
     for record in set(range(24)) - {3, 4, 17, 21}:
         shard.add(record, 1, "d", b"frame")
     shard.flush()
-    build = StoreBuild(building, address, run=spec)
-    resolved, _ = build._resolve()
+    resolved, _ = resolve_build(store_build(building, address, run=spec), store=address, run=spec)
     assert (resolved.positions, first_step(TeacherStore.open(address), resolved)) == (20, 2)
     assert {record_of(resolved, position) for position in range(16, 20)} == {3, 4, 17, 21}
-    build.close()
 
 
 CONTENTS = pytest.mark.parametrize("content", [{"content": "hidden"}, {"content": "topk", "topk": 1000}])
@@ -231,7 +229,7 @@ def test_a_run_computes_what_its_store_lacks(assets: TinyAssets, tmp_path: Path)
     drop_records(store.files, store.entries[7].shard.removesuffix(FRAMES) + INDEX, {7, 8, 9})
     damage(tmp_path / "store", store.entries[5])
     stored = of_store(spec, tmp_path / "store", tmp_path / "stored", store_missing="compute")
-    result = run_locally(stored, show=False, kind=run_kind(stored))
+    result = run_locally(stored, show=False)
     assert result.state == RunState.COMPLETED, result.error
     steps = steps_of(stored.output)
     assert sorted(i for line in steps for i in line["ids"]) == list(range(24))
@@ -242,7 +240,7 @@ def test_a_run_computes_what_its_store_lacks(assets: TinyAssets, tmp_path: Path)
     assert sum(len(line["ids"]) for line in computed) == 4, "records that are stored are not computed again"
     again = TeacherStore.open(str(tmp_path / "store"))
     (tmp_path / "store").rename(tmp_path / "elsewhere")
-    result = run_locally(stored, show=False, kind=run_kind(stored))
+    result = run_locally(stored, show=False)
     assert result.state == RunState.COMPLETED and not (tmp_path / "store").exists(), "a complete run needs no store"
     (tmp_path / "elsewhere").rename(tmp_path / "store")
     assert again.missing(range(24), "", older=False) == []
@@ -278,7 +276,7 @@ def test_two_writers_complete_a_store_after_kills_and_a_forced_end(assets: TinyA
     teacher = {"model": assets.teacher, "context_length": 96, "projection": assets.projection, "content": "topk"}
     spec = tiny_spec(assets, tmp_path, records=160, teacher=[teacher], workers={"ranks": 2})
     rng, address = random.Random(4), str(tmp_path / "store")
-    run = StoreBuild(build_spec(spec, None, address), address, run=spec)
+    run = store_build(build_spec(spec, None, address), address, run=spec)
     run.start()
     try:
         for name in ("trainer-1", "teacher-0-0"):
@@ -292,7 +290,6 @@ def test_two_writers_complete_a_store_after_kills_and_a_forced_end(assets: TinyA
     finally:
         run.stop(now=True)
         assert run.over.wait(120.0)
-        run.close()
     after_kills = TeacherStore.open(address)
     assert after_kills.damaged(sorted(after_kills.entries)) == {}
     built = build(spec, tmp_path / "store")
@@ -309,12 +306,12 @@ def test_two_writers_complete_a_store_after_kills_and_a_forced_end(assets: TinyA
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
-def restarts(run: StoreBuild, name: str) -> int:
+def restarts(run: Run, name: str) -> int:
     """How often a worker was restarted."""
     return next((w.restarts for w in run.status().workers if w.name == name), 0)
 
 
-def wait(run: StoreBuild, condition: Callable[[], bool]) -> None:
+def wait(run: Run, condition: Callable[[], bool]) -> None:
     """Until the condition holds; fails if the build ends before."""
     deadline = time.monotonic() + DEADLINE_S
     while not condition():

@@ -121,9 +121,8 @@ class Executor:
 
             with early_fork_server(spec) as forks:
                 from xtoken_services.supervisor.local_run import run_locally
-                from xtoken_services.supervisor.run_kinds import run_kind
 
-                result = run_locally(spec, as_json=self.as_json, loss=loss, forks=forks, kind=run_kind(spec))
+                result = run_locally(spec, as_json=self.as_json, loss=loss, forks=forks)
         if result.error:
             typer.echo(f"error: {result.error}", err=True)
         if result.exit_code:

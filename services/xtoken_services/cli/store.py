@@ -80,10 +80,10 @@ def build(
         typer.echo(f"default: {note}")
     from xtoken_services.supervisor.launch_check import check_launch
     from xtoken_services.supervisor.local_run import run_to_end
-    from xtoken_services.supervisor.store_build import StoreBuild
+    from xtoken_services.supervisor.store_build import store_build
 
     check_launch(spec)
-    result = run_to_end(StoreBuild(spec, target, run=run, verify=verify), as_json=as_json)
+    result = run_to_end(store_build(spec, target, run=run, verify=verify), as_json=as_json)
     if result.error:
         typer.echo(f"error: {result.error}", err=True)
     if result.exit_code:

@@ -18,12 +18,12 @@ from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import ConfigError, XtokenError
 from xtoken_services.common.files.directory_lock import OccupiedError
 from xtoken_services.common.run.status import RunState
-from xtoken_services.control.run import Run
+from xtoken_services.control.run import run_of
 from xtoken_services.control.store import RunRow, Store, TakenError, now
 from xtoken_services.control.validation import RefusedError, SpecValidator, check_launch
 from xtoken_services.supervisor.json_files import read_json
+from xtoken_services.supervisor.run import LauncherFactory, Run, launcher_factory
 from xtoken_services.supervisor.run_record import SPEC, SUMMARY, read_record
-from xtoken_services.supervisor.supervised_run import LauncherFactory, launcher_factory
 
 log = logging.getLogger("xtoken.control")
 
@@ -343,7 +343,7 @@ class Runs:
     # Internals
 
     def _launch(self, row: RunRow, *, recovered: bool = False) -> Run:
-        run = Run(row, self.store, self.validator.roots, self._launchers, recovered=recovered)
+        run = run_of(row, self.store, self.validator.roots, self._launchers, recovered=recovered)
         self._here[run.id] = run
         run.start()
         return run

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import secrets
 from contextlib import nullcontext
-from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import XtokenError
 from xtoken_services.common.files.directory_lock import OccupiedError
@@ -20,11 +18,11 @@ from xtoken_services.common.run.status import RunState, RunStatus
 from xtoken_services.supervisor.interrupts import POLL_S, Interrupts
 from xtoken_services.supervisor.json_files import best_line, first_line, last_line, read_json
 from xtoken_services.supervisor.launch_check import check_launch
-from xtoken_services.supervisor.launchers.forks import ForkServer, fork_server_of_run
+from xtoken_services.supervisor.launchers.forks import ForkServer
 from xtoken_services.supervisor.progress import STOPPING, STOPPING_NOW, FailsafeView, ProgressView, open_view
+from xtoken_services.supervisor.run import Prepared, Run, new_run, prepare_here
 from xtoken_services.supervisor.run_directory import OutputBefore
 from xtoken_services.supervisor.run_record import SUMMARY, RunResult
-from xtoken_services.supervisor.supervised_run import LauncherFactory, SupervisedRun, launcher_factory
 
 log = logging.getLogger("xtoken.supervisor")
 
@@ -37,11 +35,9 @@ def run_locally(
     *,
     show: bool = True,
     as_json: bool = False,
-    launchers: LauncherFactory | None = None,
     loss: str | None = None,
     view: ProgressView | None = None,
     forks: ForkServer | None = None,
-    kind: type[LocalRun] | None = None,
 ) -> RunResult:
     """Run to the end.
 
@@ -52,11 +48,9 @@ def run_locally(
         spec: What to run; its paths are absolute.
         show: Whether to print progress and the summary.
         as_json: Whether to print statuses instead, one object a line.
-        launchers: Creates the run's launcher; one that its settings name if left out.
         loss: `module:Class` of a custom loss.
         view: Shows the run's progress; None: the console, as `show` and `as_json` say.
-        forks: Server to fork the workers from, which is closed at the end; None: started if one can be used.
-        kind: Class of the run, if not `LocalRun`.
+        forks: Server to fork the workers from, which the caller closes; None: one is started if it can be used.
 
     Returns:
         How it ended; `exit_code` is 128 + N if signal N stopped it.
@@ -73,13 +67,12 @@ def run_locally(
     except XtokenError:
         before.discard()
         raise
-    return run_to_end((kind or LocalRun)(spec, launchers, loss, forks), show=show, as_json=as_json, view=view)
+    return run_to_end(new_run(spec, partial(_prepare, forks=forks, loss=loss)), show=show, as_json=as_json, view=view)
 
 
-def run_to_end(
-    run: LocalRun, *, show: bool = True, as_json: bool = False, view: ProgressView | None = None
-) -> RunResult:
+def run_to_end(run: Run, *, show: bool = True, as_json: bool = False, view: ProgressView | None = None) -> RunResult:
     """Start a run and show its progress until it is over; arguments, result and errors as of `run_locally`."""
+    before = OutputBefore.of(run.spec.output)
     with Interrupts() as interrupts:
         run.start()
         try:
@@ -88,73 +81,50 @@ def run_to_end(
                 follow(run, FailsafeView(shown), interrupts)
         finally:
             _shut_down(run, interrupts)
-            run.close()
     result = run.result
     assert result is not None, "a local run is never left"
     if run.refusal is not None:
         if not isinstance(run.refusal, OccupiedError):
-            run.before.discard()
+            before.discard()
         raise run.refusal
     if result.state == RunState.STOPPED:  # what the stop has lost is in the view's last line
         return dataclasses.replace(result, error="", exit_code=interrupts.status or result.exit_code)
     return result
 
 
-class LocalRun(SupervisedRun):
-    """A run without a control plane: its status is put together from its supervisor and its files.
+def _prepare(run: Run, *, forks: ForkServer | None, loss: str | None) -> Prepared:
+    """Prepare a run; one of which a teacher computes what its store lacks begins with the builds of its stores."""
+    if not any(teacher.store is not None and teacher.store_missing == "compute" for teacher in run.spec.teacher):
+        return prepare_here(run, forks=forks, loss=loss)
+    from xtoken_services.supervisor.store_build import prepare_after_builds  # numpy, which other runs start without
 
-    Its workers are forked from a server that imports while the files are checked. A control plane's are not: they may
-    outlive it.
+    return prepare_after_builds(run, forks=forks, loss=loss)
+
+
+class RunFiles:
+    """Reader of the files that a run writes.
 
     Args:
-        spec: What to run.
-        launchers: Creates the run's launcher.
-        loss: `module:Class` of a custom loss.
-        forks: A server that has been started already.
+        output: Directory of the run.
     """
 
-    def __init__(
-        self,
-        spec: RunSpec,
-        launchers: LauncherFactory | None,
-        loss: str | None = None,
-        forks: ForkServer | None = None,
-    ) -> None:
-        factory = launchers or launcher_factory(tied=True, forks=lambda: self._forks)
-        status = RunStatus.starting(spec, f"{spec.name}-{secrets.token_hex(4)}")
-        super().__init__(spec, status, factory, loss=loss)
-        self._wants_forks = launchers is None
-        self._forks = forks if self._wants_forks and forks is not None and not forks.lost else None
-        if forks is not None and self._forks is None:
-            forks.close()
-        self.before = OutputBefore.of(self.spec.output)
+    def __init__(self, output: Path) -> None:
+        self._output = output
         self._best: tuple[tuple[int, int], dict[str, Any] | None] = (0, 0), None
 
-    def close(self) -> None:
-        """End the server that its workers are forked from, once none of them is left."""
-        if self._forks is not None:
-            self._forks.close()
-
-    def _resolve(self) -> tuple[ResolvedRun, list[str]]:
-        """Return the run with what its files say, and warnings; start the fork server if its files are there."""
-        if self._wants_forks and self._forks is None:
-            self._forks = fork_server_of_run(self.spec)
-        return super()._resolve()
-
-    def shown(self) -> RunStatus:
-        """Return the status with what the run's files say."""
-        output, status = self.spec.output, self.status()
-        checkpoint = newest_checkpoint(output / CHECKPOINTS)
+    def add_to(self, status: RunStatus) -> RunStatus:
+        """Return a run's status with its curves' ends, its newest checkpoint and its summary."""
+        evaluations = self._output / "eval.jsonl"
+        checkpoint = newest_checkpoint(self._output / CHECKPOINTS)
         completed = status.state == RunState.COMPLETED
         return status.model_copy(
             update={
-                "ended": _now() if self.over.is_set() else None,
-                "last": last_line(output / "steps.jsonl"),
-                "evaluation": last_line(output / "eval.jsonl"),
-                "first_evaluation": first_line(output / "eval.jsonl"),
-                "best_evaluation": self._best_evaluation(output / "eval.jsonl"),
+                "last": last_line(self._output / "steps.jsonl"),
+                "evaluation": last_line(evaluations),
+                "first_evaluation": first_line(evaluations),
+                "best_evaluation": self._best_evaluation(evaluations),
                 "checkpoint": int(checkpoint.name.removeprefix("step-")) if checkpoint is not None else None,
-                "summary": read_json(output / SUMMARY) if completed else None,
+                "summary": read_json(self._output / SUMMARY) if completed else None,
             }
         )
 
@@ -170,21 +140,21 @@ class LocalRun(SupervisedRun):
         return self._best[1]
 
 
-def follow(run: LocalRun, view: ProgressView, interrupts: Interrupts) -> None:
+def follow(run: Run, view: ProgressView, interrupts: Interrupts) -> None:
     """Show a run until it is over, and turn signals into requests to stop."""
-    seen = 0
+    files, seen = RunFiles(run.spec.output), 0
     while not run.over.is_set():
-        view.show(run.shown())
+        view.show(files.add_to(run.status()))
         run.over.wait(POLL_S)
         if interrupts.count > seen:
             seen = interrupts.count
             view.stopping(now=seen > 1)
             run.stop(now=seen > 1)
     if run.refusal is None:
-        view.end(run.shown())
+        view.end(files.add_to(run.status()))
 
 
-def _shut_down(run: SupervisedRun, interrupts: Interrupts) -> None:
+def _shut_down(run: Run, interrupts: Interrupts) -> None:
     """Wait until the run is over; one that is not, because following it has failed, is stopped gracefully."""
     seen = interrupts.count
     if not run.over.is_set():
@@ -193,7 +163,3 @@ def _shut_down(run: SupervisedRun, interrupts: Interrupts) -> None:
     while not run.over.wait(POLL_S):
         if interrupts.count > seen:
             run.stop(now=True)
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="milliseconds")

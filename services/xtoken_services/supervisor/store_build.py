@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping
+from functools import partial
 
 from xtoken_core.config.resolved import ResolvedRun, parse_resolved_run
 from xtoken_core.config.spec import RunSpec
@@ -20,22 +20,26 @@ from xtoken_services.common.stores.build_order import stored_first
 from xtoken_services.common.stores.store_build import build_spec
 from xtoken_services.common.stores.teacher_stores import check_stores, records_of, skip_condition
 from xtoken_services.supervisor.interrupts import POLL_S
-from xtoken_services.supervisor.launchers.base import Launcher
 from xtoken_services.supervisor.launchers.forks import ForkServer
-from xtoken_services.supervisor.local_run import LocalRun
-from xtoken_services.supervisor.process_group import RecoveredGroup
 from xtoken_services.supervisor.process_spec import ProcessSpec
-from xtoken_services.supervisor.run_directory import QueueDirectory
+from xtoken_services.supervisor.run import (
+    Ended,
+    Prepared,
+    Run,
+    already_finished,
+    new_run,
+    prepare_here,
+    resolve_here,
+)
 from xtoken_services.supervisor.run_record import RunResult, has_ended_early, is_finished
-from xtoken_services.supervisor.supervised_run import LauncherFactory, StoppedEarly
 
 log = logging.getLogger("xtoken.supervisor")
 
 COMPLETE = "every record of the text is in the store: nothing is left to do"
 
 
-class StoreBuild(LocalRun):
-    """One start of a build, which resumes where an earlier one has stopped.
+def store_build(spec: RunSpec, store: str, *, run: RunSpec, verify: bool = False) -> Run:
+    """Return one start of a build, which resumes where an earlier one has stopped.
 
     Args:
         spec: From `build_spec`.
@@ -43,132 +47,110 @@ class StoreBuild(LocalRun):
         run: The run that the store is for: its long documents are divided to fit all of its teachers.
         verify: Read every record that the run needs, and compute those again that are damaged.
     """
-
-    def __init__(self, spec: RunSpec, store: str, *, run: RunSpec, verify: bool = False) -> None:
-        super().__init__(spec, None)
-        self._divided_as = run
-        self.store, self._verify, self._is_complete = store, verify, False
-
-    def _resolve(self) -> tuple[ResolvedRun, list[str]]:
-        """Return the build of what the store lacks, and warnings; create the store if there is none."""
-        resolved, warnings = super()._resolve()
-        # The lock on the build's directory keeps out any other build of this store.
-        for name in remove_damaged_indices(open_files(self.store)) if self._verify else ():
-            log.warning("the index %s of the store %s is damaged: its records are computed again", name, self.store)
-        opened = TeacherStore.create(self.store, identity_of(resolved, 0))
-        for name in remove_unfinished(opened.files):
-            log.warning("removed %s, which a killed build has left behind", name)
-        self._drop_damaged(opened, resolved)
-        missing = opened.missing(records_of(resolved), skip_condition(resolved, 0), older=False)
-        self._is_complete = not missing
-        return stored_first(resolved, missing), warnings
-
-    def _supervise(
-        self,
-        resolved: ResolvedRun,
-        queues: QueueDirectory,
-        launcher: Launcher,
-        recovered: Mapping[str, RecoveredGroup],
-        step: int,
-    ) -> RunResult | None:
-        if self._is_complete:
-            self._events.message(COMPLETE)
-            self._note(step=resolved.steps, steps=resolved.steps)
-            self._clean_up(queues, launcher)
-            return RunResult(RunState.COMPLETED)
-        return super()._supervise(resolved, queues, launcher, recovered, step)
-
-    def _drop_damaged(self, opened: TeacherStore, resolved: ResolvedRun) -> None:
-        """Remove damaged records of what the run reads, if they are to be computed again."""
-        for record in opened.drop_damaged(records_of(resolved)) if self._verify else ():
-            log.warning("record %d of the text is damaged in the store %s: it is computed again", record, self.store)
-
-    def _process_specs(self, resolved: ResolvedRun, queues: QueueDirectory) -> tuple[ProcessSpec, ...]:
-        return tuple(self._writer(spec) for spec in super()._process_specs(resolved, queues))
-
-    def _writer(self, spec: ProcessSpec) -> ProcessSpec:
-        """Return a trainer's process as a writer's; any other as it is."""
-        if spec.kind != "trainer":
-            return spec
-        at = spec.command.index(spec.kind)
-        command = (*spec.command[:at], "store", "write", *spec.command[at + 1 :], "--out", self.store)
-        return dataclasses.replace(spec, command=command)
+    return new_run(spec, partial(_prepare_build, store=store, run=run, verify=verify))
 
 
-class RunWithStoreBuild(LocalRun):
-    """Local run that first builds the missing store records (`store_missing = "compute"`).
+def _prepare_build(build: Run, *, store: str, run: RunSpec, verify: bool) -> Prepared:
+    prepared = prepare_here(build, partial(resolve_build, store=store, run=run, verify=verify))
+    return dataclasses.replace(prepared, specs=tuple(_writer(spec, store) for spec in prepared.specs))
+
+
+def resolve_build(build: Run, *, store: str, run: RunSpec, verify: bool = False) -> tuple[ResolvedRun, list[str]]:
+    """Return the build of what a store lacks, and warnings; create the store if there is none.
 
     Args:
-        spec: As for `LocalRun`.
-        launchers: Likewise.
-        loss: Likewise.
-        forks: Likewise.
+        build: The build.
+        store: As of `store_build`, as are `run` and `verify`.
+        run: See there.
+        verify: See there.
+
+    Raises:
+        Ended: The store is complete.
     """
+    resolved, warnings = resolve_here(build, run)
+    # The lock on the build's directory keeps out any other build of this store.
+    for name in remove_damaged_indices(open_files(store)) if verify else ():
+        log.warning("the index %s of the store %s is damaged: its records are computed again", name, store)
+    opened = TeacherStore.create(store, identity_of(resolved, 0))
+    for name in remove_unfinished(opened.files):
+        log.warning("removed %s, which a killed build has left behind", name)
+    for record in opened.drop_damaged(records_of(resolved)) if verify else ():
+        log.warning("record %d of the text is damaged in the store %s: it is computed again", record, store)
+    missing = opened.missing(records_of(resolved), skip_condition(resolved, 0), older=False)
+    if not missing:
+        build.events.message(COMPLETE)
+        build.note(step=resolved.steps, steps=resolved.steps)
+        raise Ended(RunResult(RunState.COMPLETED))
+    return stored_first(resolved, missing), warnings
 
-    def __init__(
-        self,
-        spec: RunSpec,
-        launchers: LauncherFactory | None,
-        loss: str | None = None,
-        forks: ForkServer | None = None,
-    ) -> None:
-        super().__init__(spec, launchers, loss, forks)
-        self._build: StoreBuild | None = None
 
-    def stop(self, *, now: bool = False) -> None:
-        """See `SupervisedRun.stop`; the build of a store that it begins with is stopped as well."""
-        super().stop(now=now)
-        if self._build is not None:
-            self._build.stop(now=now)
+def _writer(spec: ProcessSpec, store: str) -> ProcessSpec:
+    """Return a trainer's process as a writer's; any other as it is."""
+    if spec.kind != "trainer":
+        return spec
+    at = spec.command.index(spec.kind)
+    command = (*spec.command[:at], "store", "write", *spec.command[at + 1 :], "--out", store)
+    return dataclasses.replace(spec, command=command)
 
-    def _run(self) -> RunResult | None:
-        """Complete the stores of teachers that compute what these lack, then run; do nothing for a complete run."""
-        complete = self._complete()
-        if complete is not None:
-            return self._already_finished(complete)
-        for number, teacher in enumerate(self.spec.teacher):
-            if teacher.store is not None and teacher.store_missing == "compute":
-                ended = self._complete_store(number, teacher.store)
-                if ended.state == RunState.STOPPED:
-                    raise StoppedEarly
-                if ended.state != RunState.COMPLETED:
-                    return dataclasses.replace(ended, error=f"completing the store {teacher.store}: {ended.error}")
-        return super()._run()
 
-    def _resolve(self) -> tuple[ResolvedRun, list[str]]:
-        """Return the run as its files say, its stores complete now."""
-        resolved, warnings = super()._resolve()
-        check_stores(resolved, completed=True)
-        return resolved, warnings
+def prepare_after_builds(run: Run, *, forks: ForkServer | None = None, loss: str | None = None) -> Prepared:
+    """Complete the stores of teachers that compute what these lack (`store_missing = "compute"`), then prepare the run.
 
-    def _complete(self) -> ResolvedRun | None:
-        """Return the run as its last start has resolved it, if that has trained every step and written the model."""
-        output = self.spec.output
-        if not is_finished(self.spec):
-            return None
-        try:
-            source = output / RESOLVED
-            resolved = parse_resolved_run(read_below(output, RESOLVED, JSON_LIMIT), source=str(source))
-        except (OSError, XtokenError):
-            return None
-        step = check_output(resolved)
-        return resolved if step >= resolved.steps or has_ended_early(output, step) else None
+    Args:
+        run: The run; nothing is done for a complete one.
+        forks: As of `prepare_here`, as are `loss` and the errors.
+        loss: See there.
+    """
+    complete = _complete(run.spec)
+    if complete is not None:
+        raise already_finished(run, complete.steps)
+    for number, teacher in enumerate(run.spec.teacher):
+        if teacher.store is not None and teacher.store_missing == "compute":
+            _complete_store(run, number, teacher.store)
+    return prepare_here(run, _resolve_with_stores, forks=forks, loss=loss)
 
-    def _complete_store(self, number: int, store: str) -> RunResult:
-        """Build what a store lacks, or has damaged, for this run; return how that ended."""
-        build = StoreBuild(build_spec(self.spec, number, store), store, run=self.spec, verify=True)
-        with self._lock:
-            if self._stop_requested:
-                raise StoppedEarly
-            self._build = build
-        build.start()
-        while not build.over.wait(POLL_S):
-            status = build.status()
-            self._note(checking=f"completing the store {store}: step {status.step or 0} of {status.steps}")
-        build.close()
-        self._build = None
-        self._note(checking="")
-        assert build.result is not None, "a build is never left"
-        if build.refusal is not None:
-            raise build.refusal
-        return build.result
+
+def _resolve_with_stores(run: Run) -> tuple[ResolvedRun, list[str]]:
+    """Return the run as its files say, its stores complete now."""
+    resolved, warnings = resolve_here(run)
+    check_stores(resolved, completed=True)
+    return resolved, warnings
+
+
+def _complete(spec: RunSpec) -> ResolvedRun | None:
+    """Return a run as its last start has resolved it, if that has trained every step and written the model."""
+    output = spec.output
+    if not is_finished(spec):
+        return None
+    try:
+        source = output / RESOLVED
+        resolved = parse_resolved_run(read_below(output, RESOLVED, JSON_LIMIT), source=str(source))
+    except (OSError, XtokenError):
+        return None
+    step = check_output(resolved)
+    return resolved if step >= resolved.steps or has_ended_early(output, step) else None
+
+
+def _complete_store(run: Run, number: int, store: str) -> None:
+    """Build what a store lacks, or has damaged, for a run.
+
+    Raises:
+        Ended: The build was stopped with the run, or has failed.
+    """
+    run.check_stop()
+    build = store_build(build_spec(run.spec, number, store), store, run=run.spec, verify=True)
+    build.start()
+    while not build.over.wait(POLL_S):
+        if run.stop_requested:
+            build.stop(now=run.stops_now)
+        status = build.status()
+        run.note(checking=f"completing the store {store}: step {status.step or 0} of {status.steps}")
+    run.note(checking="")
+    if build.refusal is not None:
+        raise build.refusal
+    ended = build.result
+    assert ended is not None, "a build is never left"
+    if ended.state == RunState.STOPPED:
+        raise Ended(RunResult(RunState.STOPPED, "", 130))
+    if ended.state != RunState.COMPLETED:
+        raise Ended(dataclasses.replace(ended, error=f"completing the store {store}: {ended.error}"))

@@ -178,6 +178,7 @@ class Supervisor:
         return self._end(result)
 
     def _tick(self) -> None:
+        # Queues come first: trainers of one that has died wait for a restart before their exits are read as failures.
         for node in self._nodes:
             self._watch_queue(node)
         self._connect()
@@ -188,6 +189,7 @@ class Supervisor:
                     self._fail(group, failed, self._exit_reason(failed))
         if time.monotonic() - self._polled_at >= POLL_S:
             self._poll_queues()
+        # Starts come last, as all that is above may have made a group due.
         for group in self._workers:
             due = group.state == GroupState.WAITING and group.due <= time.monotonic()
             if due and self._nodes.connected(group.nodes):
@@ -199,6 +201,7 @@ class Supervisor:
         trainers = [group for group in self._workers if group.kind == "trainer"]
         if any(group.state != GroupState.FINISHED for group in trainers):
             return False
+        # Asked anew: the last poll may be older than what the trainers have acknowledged before they exited.
         return len(self._nodes.poll()) == len(self._queues) and self._nodes.ended()
 
     # Queues
@@ -206,7 +209,7 @@ class Supervisor:
     def _watch_queue(self, node: NodeGroup) -> None:
         queue = node.queue
         if queue.state == GroupState.RUNNING and not queue.processes[0].alive:
-            node.monitor.disconnect()
+            node.monitor.disconnect()  # no worker starts before the next queue answers
             self._fail(queue, queue.processes[0], self._exit_reason(queue.processes[0]))
             self._restart_trainers()
         if queue.state == GroupState.WAITING and queue.due <= time.monotonic():
@@ -248,14 +251,15 @@ class Supervisor:
         for node in self._nodes:
             if node.node not in answered and self._nodes.silent_for(node) > QUEUE_SILENCE_S:
                 log.error("%s has not answered for %g s: killing it", node.queue.name, QUEUE_SILENCE_S)
-                node.queue.processes[0].kill()
+                node.queue.processes[0].kill()  # the next tick finds it dead, and restarts it
         self._check_given_up()
+        # Read on every poll, because a worker that fails gracefully has returned its leases before its exit is seen.
         tasks = {p.spec.task for group in self._workers for p in group.processes if p.spec.task}
         for number in answered:
             self._nodes[number].monitor.record_leases(tasks)
         for group in self._workers:
             if not group.nodes <= answered:
-                continue
+                continue  # old statistics say nothing about a session
             if group.state == GroupState.RUNNING:
                 self._check_sessions(group)
             elif group.state == GroupState.FINISHED and not self._nodes.ended(group.nodes):
@@ -265,7 +269,7 @@ class Supervisor:
     def _check_sessions(self, group: ProcessGroup) -> None:
         for process in group.processes:
             if not process.alive:
-                continue
+                continue  # its exit is the reason, which the next tick reads
             overdue = time.monotonic() - group.started_at > self._limits.load_timeout_s
             stats = self._nodes[process.spec.node].monitor.stats
             why = loss_reason(stats, process.spec.name, group.incarnation, overdue=overdue)
@@ -330,10 +334,10 @@ class Supervisor:
 
     def _start(self, group: ProcessGroup) -> None:
         if not all(self._launcher.ready(node, group.kind) for node in group.nodes):
-            return
+            return  # it stays due: the next tick asks again
         try:
             group.start(self._launcher, self._logs)
-        except NodeLostError as error:
+        except NodeLostError as error:  # no failure of the group: its count of restarts stays
             log.warning("%s: %s", group.name, error)
             stop_groups([group], lambda: RESTART_GRACE_S)
             group.restart_at(time.monotonic() + POLL_S)
@@ -360,10 +364,10 @@ class Supervisor:
                 log.warning("%s", result.error)
         else:
             stop_groups(sorted(self._workers, key=lambda group: STOP_ORDER.index(group.kind)), self._grace)
-        self._nodes.poll()
+        self._nodes.poll()  # the last status counts what the workers have acknowledged while they stopped
         self._nodes.close()
         stop_groups(self._queues, lambda: QUEUE_GRACE_S)
-        self._launcher.kill_marked(f"{self._run_id}/")
+        self._launcher.kill_marked(f"{self._run_id}/")  # children that have left their worker's process group
         for group in self._groups:
             group.state = GroupState.FINISHED if result.state == RunState.COMPLETED else GroupState.STOPPED
         self._result = result

@@ -15,7 +15,7 @@ from xtoken_core.config.resolved import ResolvedModel, ResolvedRun
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.data_plane.address import Address
 from xtoken_services.common.run.status import RunStatus, WorkerStatus
-from xtoken_services.supervisor import supervised_run
+from xtoken_services.supervisor import run as run_module
 from xtoken_services.supervisor.launchers.local import LocalLauncher
 from xtoken_services.supervisor.process_spec import ProcessSpec
 from xtoken_services.supervisor.run_record import RunResult
@@ -82,11 +82,11 @@ def use_scripted_workers(
     def specs(resolved: ResolvedRun, _file: Path, addresses: Sequence[Address], _loss: str | None) -> list[ProcessSpec]:
         return scripted_members(resolved.spec.output, state, addresses[0], steps, **deeds)
 
-    def resolve(spec: RunSpec, _progress: Any, _divided_as: Any) -> tuple[ResolvedRun, list[str]]:
-        return resolved_run(spec.output, steps).model_copy(update={"spec": spec}), []
+    def resolve(run: run_module.Run) -> tuple[ResolvedRun, list[str]]:
+        return resolved_run(run.spec.output, steps).model_copy(update={"spec": run.spec}), []
 
-    replace(supervised_run, "resolve", resolve)
-    replace(supervised_run, "build_process_specs", specs)
+    replace(run_module, "resolve_here", resolve)
+    replace(run_module, "build_process_specs", specs)
 
 
 class ScriptedRun:

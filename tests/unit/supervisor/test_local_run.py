@@ -19,7 +19,8 @@ from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import ConfigError, XtokenError
 from xtoken_services.common.files.directory_lock import sole_owner
 from xtoken_services.common.run.status import RunState
-from xtoken_services.supervisor import local_run, supervised_run
+from xtoken_services.supervisor import local_run
+from xtoken_services.supervisor import run as run_module
 from xtoken_services.supervisor.local_run import run_locally
 from xtoken_services.supervisor.progress import ProgressView
 
@@ -90,7 +91,7 @@ def test_refused_start_keeps_an_earlier_record(
         raise ConfigError("student.model: there is no such directory")
 
     spec = scripted_spec(2)
-    monkeypatch.setattr(supervised_run, "resolve", refuse)
+    monkeypatch.setattr(run_module, "resolve_here", refuse)
     if earlier is not None:
         spec.output.mkdir()
         (spec.output / "run.json").write_text(json.dumps(earlier))
@@ -125,7 +126,7 @@ def test_refused_start_empties_a_directory_that_was_there_before(
         raise ConfigError("no such setting")
 
     spec = scripted_spec(2)
-    monkeypatch.setattr(supervised_run, "resolve", refuse)
+    monkeypatch.setattr(run_module, "resolve_here", refuse)
     for there in (None, spec.output, spec.output / "cache" / "index"):
         if there is not None:
             there.mkdir(parents=True)

@@ -24,8 +24,8 @@ from xtoken_services.control.api.examples import RUNS
 from xtoken_services.control.api.models import AnyRunSpec, DryRun, RunPage
 from xtoken_services.control.api.short_specs import complete, read_document, start_short
 from xtoken_services.control.isolated.inspection import inspect_run
-from xtoken_services.control.run import Run
 from xtoken_services.supervisor.process_spec import build_process_specs
+from xtoken_services.supervisor.run import Run
 
 VALIDATION_WAIT_S = 3.0
 """Seconds to wait for the validation of a run's files before responding."""

@@ -20,10 +20,10 @@ from xtoken_services.common.files.input_files import check_input_files
 from xtoken_services.common.run.defaults import FILLED, RunDefaults, expanded, fill_model_defaults
 from xtoken_services.common.run.machine import Machine
 from xtoken_services.control.isolated.completion import complete_document
-from xtoken_services.control.run import Run
 from xtoken_services.control.runs import Runs
 from xtoken_services.control.store import RunRow
 from xtoken_services.control.validation import RefusedError
+from xtoken_services.supervisor.run import Run
 
 MAX_COMPLETIONS = 2
 WAIT_S = 10.0
