@@ -155,10 +155,10 @@ def stop(
     """Shut a run down gracefully: it writes a checkpoint first."""
     status = client.stop(_resolve_id(client, run), now=now)
     if wait:
-        from xtoken_services.control.client import await_end
+        from xtoken_services.control.client import statuses
 
         with spinner(f"{status.id} is stopping", quiet=as_json):
-            status = await_end(client, status)
+            *_, status = statuses(client, status)
     _print(status.document(), f"{status.id}: {status.state}", as_json)
 
 

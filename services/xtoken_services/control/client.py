@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -252,57 +252,44 @@ def result_of(status: RunStatus, stopped: int = STOPPED) -> RunResult:
 
 def follow(client: ControlClient, status: RunStatus, view: ProgressView, interrupts: Interrupts) -> RunStatus:
     """Show a run until it is over, and stop it on signals; return its last status."""
-    run_id, handled = status.id, 0
-    poll = _tolerant(lambda: client.show(run_id))
-    while not status.state.over:
-        view.show(status)
-        interrupts.wait(POLL_S)
+    handled, last = 0, status
+    for last in statuses(client, status):
+        if last.state.over:
+            break
         if interrupts.count > handled:
             handled = interrupts.count
             view.stopping(now=handled > 1)
-            client.stop(run_id, now=handled > 1)
-        status = poll() or status
-    return status
+            client.stop(last.id, now=handled > 1)
+        view.show(last)
+    return last
 
 
 def follow_until_interrupted(client: ControlClient, status: RunStatus, view: ProgressView) -> RunStatus:
     """Show a run until it is over, or until Ctrl+C, which does not stop it; return its last status."""
-    run_id = status.id
-    poll = _tolerant(lambda: client.show(run_id))
-    try:
-        while not status.state.over:
-            view.show(status)
-            time.sleep(POLL_S)
-            status = poll() or status
-    except KeyboardInterrupt:
-        pass
-    return status
+    last = status
+    with suppress(KeyboardInterrupt):
+        for last in statuses(client, status):
+            if not last.state.over:
+                view.show(last)
+    return last
 
 
-def await_end(client: ControlClient, status: RunStatus) -> RunStatus:
-    """Wait until a run is over; return its last status."""
-    run_id = status.id
-    poll = _tolerant(lambda: client.show(run_id))
+def statuses(client: ControlClient, status: RunStatus) -> Iterator[RunStatus]:
+    """Yield a run's statuses until it is over, its first and its last one too.
+
+    While the control plane does not respond, the status stays as it is.
+
+    Raises:
+        UnreachableError: It has not responded for too long.
+    """
+    failures = 0
+    yield status
     while not status.state.over:
         time.sleep(POLL_S)
-        status = poll() or status
-    return status
-
-
-def _tolerant(request: Callable[[], RunStatus]) -> Callable[[], RunStatus | None]:
-    """Return a function that makes the request, and returns None if it fails up to 10 times in a row."""
-    failures = 0
-
-    def tolerant() -> RunStatus | None:
-        nonlocal failures
         try:
-            response = request()
+            status, failures = client.show(status.id), 0
         except UnreachableError:
             failures += 1
             if failures > MAX_FAILED_POLLS:
                 raise
-            return None
-        failures = 0
-        return response
-
-    return tolerant
+        yield status
