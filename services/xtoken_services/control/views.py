@@ -11,14 +11,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from xtoken_core.errors import InputError
-from xtoken_services.common.run.resume import CHECKPOINTS, RESOLVED, newest_checkpoint
+from xtoken_services.common.run.resume import RESOLVED
 from xtoken_services.common.run.status import RunState, RunStatus, WorkerStatus
 from xtoken_services.control.metric_log import MetricLog
 from xtoken_services.control.runs import Runs
 from xtoken_services.control.store import AttemptRow
 from xtoken_services.supervisor.json_files import read_json
-from xtoken_services.supervisor.run_record import SUMMARY
+from xtoken_services.supervisor.run_files import with_files
 
 KEPT_VIEWS = 128
 
@@ -42,11 +41,6 @@ class View:
         self.steps.refresh()
         self.eval.refresh()
 
-    def results(self) -> dict[str, Any]:
-        """Return the first, the last and the best evaluation, named as in `status`; reads no other file."""
-        self.eval.refresh()
-        return {"evaluation": self.eval.last, "first_evaluation": self.eval.first, "best_evaluation": self.eval.best}
-
     @property
     def same_tokenizer(self) -> tuple[bool, ...]:
         """Per teacher, True if it has the student's tokenizer; empty before the run's files are validated."""
@@ -61,17 +55,9 @@ class View:
             return None
         self.refresh()
         status = row.status() if run is None else run.status()
-        is_complete = status.state == RunState.COMPLETED
-        return status.model_copy(
-            update={
-                "ended": row.ended,
-                "workers": status.workers or workers_of(self._runs.store.attempts(self.run_id, launch=row.launch)),
-                "last": self.steps.last,
-                **self.results(),
-                "checkpoint": self._checkpoint(),
-                "summary": read_json(self.output / SUMMARY) if is_complete else None,
-            }
-        )
+        workers = status.workers or workers_of(self._runs.store.attempts(self.run_id, launch=row.launch))
+        status = status.model_copy(update={"ended": row.ended, "workers": workers})
+        return with_files(status, self.steps.last, self.eval)
 
     def is_over(self) -> bool:
         """Return True if the run is over or has been removed; unlike `status`, it reads no file."""
@@ -80,13 +66,6 @@ class View:
             return run.over.is_set()
         row = self._runs.store.run(self.run_id)
         return row is None or RunState(row.state).over
-
-    def _checkpoint(self) -> int | None:
-        try:
-            newest = newest_checkpoint(self.output / CHECKPOINTS)
-        except InputError:
-            return None
-        return int(newest.name.removeprefix("step-")) if newest is not None else None
 
 
 class Views:

@@ -9,7 +9,8 @@ from typing import Any
 from xtoken_services.common.run.baseline import baseline_output
 from xtoken_services.common.run.status import BITS, exported_evaluation, finite
 from xtoken_services.common.run.verdict import Verdict, describe, judge
-from xtoken_services.supervisor.json_files import best_line, last_line, read_json
+from xtoken_services.supervisor.json_files import read_json
+from xtoken_services.supervisor.run_files import Curve
 from xtoken_services.supervisor.run_record import SPEC, SUMMARY
 
 
@@ -61,6 +62,6 @@ def compare_with_baseline(output: Path) -> Comparison | None:
 
 def _exported(output: Path) -> dict[str, float]:
     """Return the evaluation of the weights that the run in a directory exports; empty without one."""
-    file = output / "eval.jsonl"
-    spec, summary = read_json(output / SPEC), read_json(output / SUMMARY)
-    return finite(exported_evaluation(spec, summary, last_line(file), best_line(file)))
+    curve = Curve(output / "eval.jsonl")
+    curve.refresh()
+    return finite(exported_evaluation(read_json(output / SPEC), read_json(output / SUMMARY), curve.last, curve.best))

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from xtoken_core.regular_files import MIB, open_below, parse_object, read_below
-from xtoken_services.common.run.status import is_better
 
 TAIL_BYTES = 1 << 16
 MAX_LINE_BYTES = 32 * MIB
@@ -39,33 +38,6 @@ def last_line(path: Path) -> dict[str, Any] | None:
                 wanted *= 4
     except OSError:
         return None
-
-
-def first_line(path: Path) -> dict[str, Any] | None:
-    """Return the first line of a JSON lines file as `last_line` returns the last."""
-    try:
-        with os.fdopen(open_below(path.parent, path.name), "rb") as file:
-            line = file.readline(MAX_LINE_BYTES)
-            return parse_line(line) if line.endswith(b"\n") else None
-    except OSError:
-        return None
-
-
-def best_line(path: Path) -> dict[str, Any] | None:
-    """Return the line of an `eval.jsonl` with the fewest bits per byte after step 0, as `last_line` returns the last.
-
-    Only the first `MAX_FILE_BYTES` of the file are read.
-    """
-    best = None
-    try:
-        with os.fdopen(open_below(path.parent, path.name), "rb") as file:
-            complete = file.read(MAX_FILE_BYTES).split(b"\n")[:-1]
-    except OSError:
-        return None
-    for line in map(parse_line, complete):
-        if line is not None and is_better(line, best):
-            best = line
-    return best
 
 
 def parse_line(raw: bytes) -> dict[str, Any] | None:

@@ -6,23 +6,21 @@ import dataclasses
 import logging
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import XtokenError
 from xtoken_services.common.files.directory_lock import OccupiedError
 from xtoken_services.common.run.custom_loss import check_custom_loss, check_importable
-from xtoken_services.common.run.resume import CHECKPOINTS, newest_checkpoint
-from xtoken_services.common.run.status import RunState, RunStatus
+from xtoken_services.common.run.status import RunState
 from xtoken_services.supervisor.interrupts import POLL_S, Interrupts
-from xtoken_services.supervisor.json_files import best_line, first_line, last_line, read_json
+from xtoken_services.supervisor.json_files import last_line
 from xtoken_services.supervisor.launch_check import check_launch
 from xtoken_services.supervisor.launchers.forks import ForkServer
 from xtoken_services.supervisor.progress import STOPPING, STOPPING_NOW, FailsafeView, ProgressView, open_view
 from xtoken_services.supervisor.run import Prepared, Run, new_run, prepare_here
 from xtoken_services.supervisor.run_directory import OutputBefore
-from xtoken_services.supervisor.run_record import SUMMARY, RunResult
+from xtoken_services.supervisor.run_files import Curve, with_files
+from xtoken_services.supervisor.run_record import RunResult
 
 log = logging.getLogger("xtoken.supervisor")
 
@@ -101,57 +99,18 @@ def _prepare(run: Run, *, forks: ForkServer | None, loss: str | None) -> Prepare
     return prepare_after_builds(run, forks=forks, loss=loss)
 
 
-class RunFiles:
-    """Reader of the files that a run writes.
-
-    Args:
-        output: Directory of the run.
-    """
-
-    def __init__(self, output: Path) -> None:
-        self._output = output
-        self._best: tuple[tuple[int, int], dict[str, Any] | None] = (0, 0), None
-
-    def add_to(self, status: RunStatus) -> RunStatus:
-        """Return a run's status with its curves' ends, its newest checkpoint and its summary."""
-        evaluations = self._output / "eval.jsonl"
-        checkpoint = newest_checkpoint(self._output / CHECKPOINTS)
-        completed = status.state == RunState.COMPLETED
-        return status.model_copy(
-            update={
-                "last": last_line(self._output / "steps.jsonl"),
-                "evaluation": last_line(evaluations),
-                "first_evaluation": first_line(evaluations),
-                "best_evaluation": self._best_evaluation(evaluations),
-                "checkpoint": int(checkpoint.name.removeprefix("step-")) if checkpoint is not None else None,
-                "summary": read_json(self._output / SUMMARY) if completed else None,
-            }
-        )
-
-    def _best_evaluation(self, file: Path) -> dict[str, Any] | None:
-        """Return the best line of `eval.jsonl`, which is read again once it has changed."""
-        try:
-            state = file.stat()
-        except OSError:
-            return None
-        read = state.st_size, state.st_mtime_ns
-        if self._best[0] != read:
-            self._best = read, best_line(file)
-        return self._best[1]
-
-
 def follow(run: Run, view: ProgressView, interrupts: Interrupts) -> None:
     """Show a run until it is over, and turn signals into requests to stop."""
-    files, seen = RunFiles(run.spec.output), 0
+    steps, evaluations, seen = run.spec.output / "steps.jsonl", Curve(run.spec.output / "eval.jsonl"), 0
     while not run.over.is_set():
-        view.show(files.add_to(run.status()))
+        view.show(with_files(run.status(), last_line(steps), evaluations))
         run.over.wait(POLL_S)
         if interrupts.count > seen:
             seen = interrupts.count
             view.stopping(now=seen > 1)
             run.stop(now=seen > 1)
     if run.refusal is None:
-        view.end(files.add_to(run.status()))
+        view.end(with_files(run.status(), last_line(steps), evaluations))
 
 
 def _shut_down(run: Run, interrupts: Interrupts) -> None:

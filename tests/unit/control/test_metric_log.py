@@ -11,7 +11,7 @@ import pytest
 
 from xtoken_services.control import metric_log
 from xtoken_services.control.metric_log import MetricLog
-from xtoken_services.supervisor.json_files import best_line
+from xtoken_services.supervisor import run_files
 
 
 @pytest.fixture(autouse=True)
@@ -43,10 +43,10 @@ def test_the_best_evaluation_is_followed(tmp_path: Path) -> None:
     write(file, [{"step": n, "bits_per_byte": value} for n, value in enumerate(bits)])
     curve = MetricLog(file)
     curve.refresh()
-    assert curve.best == best_line(file) == {"step": 2, "bits_per_byte": 2.0}
+    assert curve.best == {"step": 2, "bits_per_byte": 2.0}
     write(file, [{"step": 0, "bits_per_byte": 1.0}])  # a run that is started again
     curve.refresh()
-    assert curve.best is None and best_line(file) is None
+    assert curve.best is None
 
 
 def test_growth_and_incomplete_lines(tmp_path: Path) -> None:
@@ -90,8 +90,8 @@ def test_non_finite_values(tmp_path: Path) -> None:
 
 
 def test_file_that_no_trainer_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metric_log, "MAX_LINE_BYTES", 1000)
-    monkeypatch.setattr(metric_log, "CHUNK_BYTES", 256)
+    monkeypatch.setattr(run_files, "MAX_LINE_BYTES", 1000)
+    monkeypatch.setattr(run_files, "CHUNK_BYTES", 256)
     hostile = ["[" * 900, '{"step": 1e400}', '{"step": true}', '{"step": -1}', '{"step": 99999999999999999999}',
                '{"step": 2, "text": "\\ud800"}', '{"step": 3, "n": 1' + "0" * 400 + "}", "x" * 5000]  # fmt: skip
     file = tmp_path / "steps.jsonl"
@@ -109,7 +109,7 @@ def test_file_that_no_trainer_writes(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_huge_line_is_passed_over_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metric_log, "MAX_PASSED_BYTES", 1 << 25)
+    monkeypatch.setattr(run_files, "MAX_PASSED_BYTES", 1 << 25)
     file = tmp_path / "steps.jsonl"
     write(file, [{"step": 0}])
     with file.open("ab") as out:

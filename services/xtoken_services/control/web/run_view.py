@@ -242,6 +242,6 @@ def run_views(context: AppContext, rows: Sequence[dict[str, Any]]) -> list[RunVi
     views = []
     for row in rows:
         view = context.views.of(row["id"])
-        more = {"spec": specs.get(row["id"], {}), **view.results()} if view is not None else {}
+        more = {"spec": specs.get(row["id"], {}), **view.eval.evaluations()} if view is not None else {}
         views.append(run_view(context, RunStatus.model_validate({**row, **more})))
     return views
