@@ -16,8 +16,9 @@ from xtoken_core.data_plane.address import IPC_PATH_BYTES, Address, create_token
 from xtoken_core.data_plane.keys import CLIENTS, create_client_keys, create_queue_keys
 from xtoken_core.errors import XtokenError
 from xtoken_services.common.files.directory_lock import OccupiedError, sole_owner
+from xtoken_services.supervisor.json_files import read_json
 from xtoken_services.supervisor.os_process import Identity
-from xtoken_services.supervisor.run_record import SPEC, read_record
+from xtoken_services.supervisor.run_record import FILE, SPEC, read_record
 
 SOCKET = "queue"
 KEYS = "keys"
@@ -146,8 +147,11 @@ class OutputBefore:
 
 def _check_left_processes(output: Path, run_id: str) -> None:
     """Refuse an output to which workers still write although their supervisor, and with it the lock, is gone."""
+    # A run may always find its own processes again, whatever they have written into its record.
+    if (read_json(output / FILE) or {}).get("run") == run_id:
+        return
     record = read_record(output)
-    if record.run in (None, run_id):
+    if record.run is None:
         return
     identities = [Identity.from_document(worker.identity) for worker in record.workers.values() if worker.identity]
     running = [str(process.pid) for process in identities if process is not None and process.alive]

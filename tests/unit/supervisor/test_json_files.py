@@ -11,6 +11,7 @@ from pydantic_core import PydanticSerializationError
 from xtoken_core.errors import InputError
 from xtoken_services.common.run.status import RunState
 from xtoken_services.supervisor.json_files import last_line, read_json
+from xtoken_services.supervisor.run_directory import sole_writer
 from xtoken_services.supervisor.run_record import RunRecord, read_record, write_record
 
 
@@ -66,6 +67,17 @@ def test_record_with_other_types_is_refused(tmp_path: Path, odd: dict[str, objec
     (tmp_path / "run.json").write_text(json.dumps(odd))
     with pytest.raises(InputError, match=rf"{tmp_path}/run\.json is no record of a run \({next(iter(odd))}"):
         read_record(tmp_path)
+
+
+def test_a_start_reads_the_record_of_another_run_only(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text('{"run": "tiny-1", "workers": [1]}')
+    with sole_writer(tmp_path, "tiny-1"):
+        pass
+    with (
+        pytest.raises(InputError, match="workers: input should be a valid dictionary"),
+        sole_writer(tmp_path, "tiny-2"),
+    ):
+        pass
 
 
 @pytest.mark.parametrize("version", [2, "1.5"])
