@@ -119,6 +119,12 @@ def test_form_writes_into_the_text(open_page: Open) -> None:
     page.get_by_label("Name").press("Tab")
     document = tomllib.loads(text_of(page))
     assert (document["name"], document["loss"], document["eval"]) == ("n", {}, {})
+    page.get_by_label("Run file").fill(
+        'student.model = "s"\nteacher.model = "t"\n[data]\npath = "d"\n[eval.tasks]\npath = "p"'
+    )
+    fill(page, {"student.context_length": "48", "data.epochs": "2", "eval.every": "3"})
+    assert text_of(page).startswith('student.model = "s"\nstudent.context_length = 48\nteacher')
+    assert tomllib.loads(text_of(page))["eval"] == {"tasks": {"path": "p"}, "every": 3}
     page.get_by_label("Run file").fill(document["name"])
     page.reload()
     expect(page.get_by_label("Name")).to_have_value("run")

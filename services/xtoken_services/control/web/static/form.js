@@ -53,7 +53,7 @@
         const name = place(key[1], table);
         const from = start + key[0].length;
         const short = !table && SHORT[name] && /["']/.test(toml[from]);
-        found.set(short ? `${name}.${SHORT[name]}` : name, { line: first, start, next: at, from, to, short });
+        found.set(short ? `${name}.${SHORT[name]}` : name, { line: first, start, next: at, from, to, short, dotted: !table && name.includes(".") });
         found.get(table).next = at;
       }
     }
@@ -118,6 +118,7 @@
     const short = found.get(`${table}.${SHORT[table]}`);
     const header = table === "teacher.0" ? "[[teacher]]" : `[${table}]`;
     const added = `${key} = ${value}\n`;
+    const dotted = [...found].find(([name, statement]) => name.startsWith(`${table}.`) && statement.dotted)?.[1];
     if (own) {
       if (field.value) editor.setRangeText(value, own.from, own.to);
       else editor.setRangeText("", own.start, own.next);
@@ -128,6 +129,8 @@
     } else if (field.value && found.has(table)) {
       const at = found.get(table).next;
       editor.setRangeText((at && editor.value[at - 1] !== "\n" ? "\n" : "") + added, at, at);
+    } else if (field.value && dotted) { // TOML forbids a header for a table of dotted keys
+      editor.setRangeText(`${table.replace(".0", "")}.${added}`, dotted.next, dotted.next);
     } else if (field.value) {
       append(`${header}\n${added}`);
     }
