@@ -53,10 +53,8 @@ class WorkersSpec(ConfigModel):
     """Micro-batches that a teacher may be ahead of its student."""
     max_restarts: Annotated[int, Field(ge=0)] = 3
     """Restarts of a worker without progress in between before the run fails."""
-    load_timeout_s: Positive = 600.0
-    """Seconds without progress after which a loading worker counts as hung."""
-    step_timeout_s: Positive = 600.0
-    """Seconds without progress after which a running worker counts as hung."""
+    hang_timeout_s: Positive = 600.0
+    """Seconds without progress after which a worker counts as hung, while it loads as between its steps."""
     stop_timeout_s: Positive = 120.0
     """Seconds that workers have for a graceful shutdown, in which the trainer writes a checkpoint."""
 

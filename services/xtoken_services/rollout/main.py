@@ -136,7 +136,7 @@ class RolloutLoop:
             QueueError: `lease_revoked` if they are of another rewind than the block.
             InputError: There are none for as long as a worker may load: a trainer that has ended is back by then.
         """
-        began, limit, warned = time.monotonic(), self.run.spec.workers.load_timeout_s, False
+        began, limit, warned = time.monotonic(), self.run.spec.workers.hang_timeout_s, False
         while True:
             try:
                 version = read_version(self._file)

@@ -247,7 +247,7 @@ class Run:
     def _supervise(self, prepared: Prepared) -> RunResult | None:
         workers = self.spec.workers
         limits = Limits(
-            max_restarts=workers.max_restarts, load_timeout_s=workers.load_timeout_s, grace_s=workers.stop_timeout_s
+            max_restarts=workers.max_restarts, hang_timeout_s=workers.hang_timeout_s, grace_s=workers.stop_timeout_s
         )
         result: RunResult | None = RunResult(RunState.FAILED, SUPERVISOR_FAILED, 1)
         try:

@@ -63,7 +63,7 @@ class Limits:
     """Limits of a supervisor; times are seconds."""
 
     max_restarts: int = 3
-    load_timeout_s: float = 600.0
+    hang_timeout_s: float = 600.0
     grace_s: float = GRACE_S
     first_delay_s: float = FIRST_DELAY_S
 
@@ -226,9 +226,9 @@ class Supervisor:
         for node in waiting:
             self._connect_tried_at[node.node] = time.monotonic()
             if not node.monitor.connect():
-                if time.monotonic() - node.queue.started_at > self._limits.load_timeout_s:
+                if time.monotonic() - node.queue.started_at > self._limits.hang_timeout_s:
                     node.queue.processes[0].kill()
-                    why = f"did not answer within {self._limits.load_timeout_s:g} s"
+                    why = f"did not answer within {self._limits.hang_timeout_s:g} s"
                     self._fail(node.queue, node.queue.processes[0], why)
                 return
             log.info("%s answers", node.queue.name)
@@ -270,7 +270,7 @@ class Supervisor:
         for process in group.processes:
             if not process.alive:
                 continue  # its exit is the reason, which the next tick reads
-            overdue = time.monotonic() - group.started_at > self._limits.load_timeout_s
+            overdue = time.monotonic() - group.started_at > self._limits.hang_timeout_s
             stats = self._nodes[process.spec.node].monitor.stats
             why = loss_reason(stats, process.spec.name, group.incarnation, overdue=overdue)
             if why:

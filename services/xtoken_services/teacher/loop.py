@@ -147,7 +147,7 @@ class TeacherLoop:
         """Create a ring for one trainer session and fill it until that session ends."""
         spec = self.run.spec
         ring = create_ring(self.transport, self.shape, run=spec.name, session=trainer.trainer, device=self.model.device)
-        limit = spec.workers.step_timeout_s
+        limit = spec.workers.hang_timeout_s
         completions = EventCallbacks(self.model.device, f"completions of {self.name}", limit_s=limit)
         try:
             with self._head_in(ring):

@@ -38,7 +38,7 @@ class TeacherRings:
         self.worker, self.device = worker, device
         self._numbers = worker.run.spec.living_teachers
         self._teachers = range(len(self._numbers))
-        self._releases = EventCallbacks(device, "releaser", limit_s=worker.run.spec.workers.step_timeout_s)
+        self._releases = EventCallbacks(device, "releaser", limit_s=worker.run.spec.workers.hang_timeout_s)
 
     def poll(self) -> None:
         """Open rings that teachers have announced; close those that were replaced, or whose teacher has ended.

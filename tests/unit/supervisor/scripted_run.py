@@ -109,7 +109,7 @@ class ScriptedRun:
         self, steps: int, ranks: int = 1, *, step: int = 0, limits: Limits | None = None, rows: bool = False,
         **deeds: list[str],
     ) -> Supervisor:  # fmt: skip
-        limits = limits or Limits(max_restarts=2, load_timeout_s=20, grace_s=3, first_delay_s=0.05)
+        limits = limits or Limits(max_restarts=2, hang_timeout_s=20, grace_s=3, first_delay_s=0.05)
         supervisor = Supervisor(
             self.status(steps, step),
             self.members(steps, ranks, rows=rows, **deeds),

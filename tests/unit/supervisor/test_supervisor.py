@@ -123,7 +123,7 @@ def test_frozen_worker_is_restarted(scripted: ScriptedRun) -> None:
 
 
 def test_worker_without_a_session_is_restarted(scripted: ScriptedRun) -> None:
-    limits = Limits(max_restarts=1, load_timeout_s=3, grace_s=1, first_delay_s=0.05)
+    limits = Limits(max_restarts=1, hang_timeout_s=3, grace_s=1, first_delay_s=0.05)
     scripted.start(steps=4, collator_0=["start:freeze"], limits=limits)
     assert scripted.wait().state == RunState.COMPLETED
     assert attempts(scripted, "collator-0") == 2
@@ -264,7 +264,7 @@ def test_failure_before_stop_now_is_named(scripted: ScriptedRun) -> None:
 
 
 def test_worker_waiting_for_a_restart_has_not_failed_during_shutdown(scripted: ScriptedRun) -> None:
-    limits = Limits(max_restarts=2, load_timeout_s=20, grace_s=3, first_delay_s=600)
+    limits = Limits(max_restarts=2, hang_timeout_s=20, grace_s=3, first_delay_s=600)
     supervisor = scripted.start(steps=1000, collator_0=["work:exit 7"], limits=limits)
     scripted.until(lambda s: any(w.state == "waiting" and w.exit_code == 7 for w in s.workers))
     supervisor.stop()
@@ -306,7 +306,7 @@ def test_address_in_use_ends_the_run(scripted: ScriptedRun) -> None:
 def test_a_queue_that_never_answers_ends_the_run(scripted: ScriptedRun) -> None:
     queue, *workers = scripted.members(steps=3)
     silent = replace(queue, command=(sys.executable, "-c", "import time; time.sleep(600)"))
-    limits = Limits(max_restarts=0, load_timeout_s=1, grace_s=1)
+    limits = Limits(max_restarts=0, hang_timeout_s=1, grace_s=1)
     scripted.run_supervisor(
         Supervisor(scripted.status(3), [silent, *workers], [scripted.address], LocalLauncher(), limits)
     )

@@ -53,17 +53,15 @@ class Worker:
         self.stopping = threading.Event()
         self._stale: StaleSessionError | None = None
         self._phase = "load"
-        self._limit = self.run.spec.workers.load_timeout_s
+        self._limit = self.run.spec.workers.hang_timeout_s
         self._units = 0
         self._activity = "loading"
         self._alive_at = time.monotonic()
         self._done = threading.Event()
 
     def phase(self, name: str) -> None:
-        """Start a phase: `load`, then `run`; each has its own limit for going without progress."""
-        workers = self.run.spec.workers
-        self._phase, self._limit = name, workers.load_timeout_s if name == "load" else workers.step_timeout_s
-        self._activity = ""
+        """Start a phase: `load`, then `run`."""
+        self._phase, self._activity = name, ""
         self.beat()
 
     def activity(self, text: str, fraction: float | None = None) -> None:

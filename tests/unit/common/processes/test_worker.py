@@ -54,7 +54,7 @@ def test_a_worker_reports_its_progress_and_says_goodbye(queue: tuple[str, Engine
 
 def test_heartbeats_stop_when_the_main_loop_hangs(queue: tuple[str, Engine], tmp_path: Path) -> None:
     url, engine = queue
-    open_run(engine, resolved_run(tmp_path, step_timeout_s=0.1))
+    open_run(engine, resolved_run(tmp_path, hang_timeout_s=0.1))
     with worker_session(QueueLink(url), role="collator", name="c") as worker:
         worker.phase("run")
         session = next(s for s in engine.sessions.live.values() if s.name == "c")
