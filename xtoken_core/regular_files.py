@@ -136,11 +136,11 @@ def read_open(descriptor: int, limit: int, shown: Path) -> bytes:
 
 
 def access_of_others(status: os.stat_result, rights: int = 0o077) -> str:
-    """Return what makes a file another user's too: its owner, or its mode; the empty string if nothing does.
+    """Describe the access of others to a file, by its owner or its mode; an empty text if they have none.
 
     Args:
         status: Of the open file.
-        rights: Bits of the mode that nobody else may have.
+        rights: Bits of the mode that others may not have.
     """
     mode = stat.S_IMODE(status.st_mode)
     if status.st_uid != os.geteuid():

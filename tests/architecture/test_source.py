@@ -181,8 +181,8 @@ def test_one_place_names_the_interpreter() -> None:
     """A Python process without -P runs files of the working directory that are named as modules."""
     places = {name_of(p): list(findings_of_interpreters(tree_of(p))) for p in source_files(*HOUSE)}
     assert {name: found for name, found in places.items() if found} == {
-        "services/xtoken_services/common/processes/child_process.py": ["sys.executable"]
-    }, "take PYTHON or ask_child from there"
+        "services/xtoken_services/common/processes/supervised.py": ["sys.executable"]
+    }, "take PYTHON from there, or ask_child beside it"
 
 
 @pytest.mark.parametrize(

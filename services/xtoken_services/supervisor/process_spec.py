@@ -13,7 +13,7 @@ from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.data_plane.address import Address
 from xtoken_core.queue.run.names import TRAIN, teacher_task
-from xtoken_services.common.processes.child_process import PYTHON
+from xtoken_services.common.processes.supervised import PYTHON
 from xtoken_services.supervisor.environment import PASSIVE_THREADS, THREADS
 
 Kind = Literal["queue", "collator", "rollout", "teacher", "trainer"]

@@ -27,7 +27,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.packing import PackedRow
-from xtoken_services.common.processes.child_process import PYTHON
+from xtoken_services.common.processes.supervised import PYTHON
 
 log = logging.getLogger("xtoken.teacher")
 

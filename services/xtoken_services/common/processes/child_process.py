@@ -22,10 +22,8 @@ from xtoken_core.errors import ConfigError, InputError, XtokenError
 from xtoken_core.regular_files import MIB
 from xtoken_services.common.files.allowed_paths import URLS, VARIABLE, OutsideError
 from xtoken_services.common.processes.logs import QUIET
-from xtoken_services.common.processes.supervised import MARK
+from xtoken_services.common.processes.supervised import MARK, PYTHON
 
-PYTHON = (sys.executable, "-P", "-m")
-"""Begin of the command line of every Python process: -P keeps the working directory from being searched for modules."""
 MEMORY_LIMIT = 4096 * MIB
 """Largest data segment of a child: heap and private mappings, without mapped files."""
 MAX_OUTPUT = 64 * MIB

@@ -1,11 +1,14 @@
-"""The mark of a process that a supervisor started."""
+"""The mark of a process that a supervisor started, and how every Python process is started."""
 
 from __future__ import annotations
 
 import os
+import sys
 
 from setproctitle import setproctitle
 
+PYTHON = (sys.executable, "-P", "-m")
+"""Begin of the command line of a Python process: -P keeps the working directory from being searched for modules."""
 MARK = "XTOKEN_ATTEMPT"
 """Environment variable of every supervised process and its children: the worker and its attempt."""
 

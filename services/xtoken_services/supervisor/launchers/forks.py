@@ -15,8 +15,7 @@ from typing import Any
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import XtokenError
 from xtoken_services.common.files.input_files import check_input_files
-from xtoken_services.common.processes.child_process import PYTHON
-from xtoken_services.common.processes.supervised import MARK
+from xtoken_services.common.processes.supervised import MARK, PYTHON
 from xtoken_services.supervisor.environment import PASSIVE_THREADS, THREADS, worker_environment
 from xtoken_services.supervisor.fork_server import MARK_ROOM, MESSAGE_LIMIT
 from xtoken_services.supervisor.launchers.base import STATUS_FILE

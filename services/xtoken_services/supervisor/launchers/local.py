@@ -14,8 +14,7 @@ from typing import IO, Any
 
 from xtoken_core.data_plane.address import Address
 from xtoken_core.regular_files import append_regular
-from xtoken_services.common.processes.child_process import PYTHON
-from xtoken_services.common.processes.supervised import MARK
+from xtoken_services.common.processes.supervised import MARK, PYTHON
 from xtoken_services.supervisor import os_process
 from xtoken_services.supervisor.launchers.base import STATUS_FILE, read_status
 from xtoken_services.supervisor.launchers.forks import ForkServer

@@ -22,8 +22,7 @@ from typing import Any
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.data_plane.address import Address
 from xtoken_core.errors import XtokenError
-from xtoken_services.common.processes.child_process import PYTHON
-from xtoken_services.common.processes.supervised import MARK
+from xtoken_services.common.processes.supervised import MARK, PYTHON
 from xtoken_services.supervisor.launchers.base import (
     NODE_LOST_EXIT,
     STATUS_FILE,
