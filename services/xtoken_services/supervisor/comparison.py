@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from xtoken_services.common.run.baseline import baseline_output
-from xtoken_services.common.run.status import BITS, exported_evaluation, finite
+from xtoken_services.common.run.metric_lines import BITS, finite
+from xtoken_services.common.run.status import exported_evaluation
 from xtoken_services.common.run.verdict import Verdict, describe, judge
 from xtoken_services.supervisor.json_files import read_json
 from xtoken_services.supervisor.run_files import Curve

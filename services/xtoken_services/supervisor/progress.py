@@ -18,8 +18,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from xtoken_services.common.run.metric_lines import BITS, finite
 from xtoken_services.common.run.run_warnings import warnings_of
-from xtoken_services.common.run.status import BITS, RunState, RunStatus, WorkerStatus, finite
+from xtoken_services.common.run.status import RunState, RunStatus, WorkerStatus
 from xtoken_services.common.run.verdict import describe
 
 log = logging.getLogger("xtoken.supervisor")

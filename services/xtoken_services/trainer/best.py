@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from xtoken_core.config.resolved import ResolvedRun
-from xtoken_services.common.run.status import BITS, is_better
+from xtoken_services.common.run.metric_lines import BITS, is_better
 from xtoken_services.trainer.checkpoint import Checkpoints, Cursor
 from xtoken_services.trainer.distributed import RankGroup
 from xtoken_services.trainer.export import lines_before_step

@@ -26,7 +26,7 @@ from xtoken_services.common.models.loading import head_width, pick_device
 from xtoken_services.common.processes.worker import QueueLink, Worker, worker_session
 from xtoken_services.common.run.custom_loss import check_custom_loss
 from xtoken_services.common.run.memory_estimate import check_room, custom_loss_memory
-from xtoken_services.common.run.status import BITS, finite
+from xtoken_services.common.run.metric_lines import BITS, finite
 from xtoken_services.common.run.verdict import judge
 from xtoken_services.common.tokenizers.loading import pad_id, tokenizer_of
 from xtoken_services.trainer.checkpoint import Cursor

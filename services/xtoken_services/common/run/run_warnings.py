@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from xtoken_services.common.run.status import BITS, RunStatus, finite, table
+from xtoken_services.common.run.metric_lines import BITS, finite, table
 from xtoken_services.common.run.verdict import Verdict, judge
+
+if TYPE_CHECKING:  # the trainer, which uses one of these, needs no status
+    from xtoken_services.common.run.status import RunStatus
 
 MOST_UNREACHABLE = 0.1
 LEAST_FRACTION = 0.05

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -12,8 +11,8 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from xtoken_core.config.spec import RunSpec
+from xtoken_services.common.run.metric_lines import BITS, finite, table
 
-BITS = "bits_per_byte"
 RECENT_STEPS = 20
 """Steps whose mean duration is extrapolated."""
 
@@ -195,17 +194,6 @@ class RunStatus(RunSummary):
         return sum(at > done and at >= self.step for at in due)
 
 
-def table(document: Mapping[str, Any] | None, name: str) -> dict[str, Any]:
-    """Return a table of a document; empty if there is none."""
-    value = None if document is None else document.get(name)
-    return value if isinstance(value, dict) else {}
-
-
-def finite(line: Mapping[str, Any] | None) -> dict[str, float]:
-    """Return the finite numbers of a line of metrics, in which one that is not finite is null."""
-    return {name: value for name, value in line.items() if _is_finite(value)} if line else {}
-
-
 def keeps_best(spec: Mapping[str, Any] | None) -> bool:
     """Return whether a run with these settings exports the weights of its best evaluation."""
     return bool(table(spec, "eval").get("keep_best"))
@@ -232,19 +220,3 @@ def exported_evaluation(
     # A run whose best checkpoint was lost has exported its last weights, and its summary says so.
     exports_last = table(summary, "held_out").get("step") == last.get("step")
     return last if not best or not keeps_best(spec) or exports_last else best
-
-
-def is_better(evaluation: Mapping[str, Any], best: Mapping[str, Any] | None) -> bool:
-    """Return whether an evaluation has fewer bits per byte than the best one before it; None: there is none yet.
-
-    The untrained student of step 0 does not take part: the first steps may cost something that later ones regain.
-    """
-    bits = finite(evaluation).get(BITS)
-    return evaluation.get("step") != 0 and bits is not None and (best is None or bits < best[BITS])
-
-
-def _is_finite(value: Any) -> bool:
-    try:
-        return isinstance(value, (int, float)) and math.isfinite(value)
-    except OverflowError:  # an integer that no float holds
-        return False

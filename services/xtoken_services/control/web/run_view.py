@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from xtoken_services.common.run.baseline import why_no_baseline
+from xtoken_services.common.run.metric_lines import BITS, finite
 from xtoken_services.common.run.run_warnings import warnings_of
-from xtoken_services.common.run.status import BITS, RunState, RunStatus, finite
+from xtoken_services.common.run.status import RunState, RunStatus
 from xtoken_services.common.run.verdict import Verdict, judge
 from xtoken_services.control.api.dependencies import AppContext
 from xtoken_services.control.web.formatting import number, percent, seconds_since
