@@ -1,4 +1,4 @@
-"""What a run's trainer writes, read while it grows: curves as JSON lines, checkpoints, the summary."""
+"""Readers of what a run's trainer writes, while it grows: curves as JSON lines, checkpoints, the summary."""
 
 from __future__ import annotations
 
