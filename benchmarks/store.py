@@ -23,13 +23,13 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from xtoken_core.data_plane.buffers import array_of
 from xtoken_core.teacher_store.codec import pack
 from xtoken_core.teacher_store.identity import StoreIdentity
 from xtoken_core.teacher_store.shards import ShardWriter
 from xtoken_core.teacher_store.store import TeacherStore, empty_values, parts_of
 from xtoken_core.transports.ring import TOPK_SCALARS, TopKSettings
 from xtoken_services.teacher.model import TeacherModel
-from xtoken_services.trainer.stored_teachers import array_of
 
 RESULTS = Path(__file__).parent / "results" / "store.json"
 LENGTH = 256

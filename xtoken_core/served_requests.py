@@ -1,9 +1,9 @@
-"""Counts of the requests to a teacher's servers, which go from its worker to the trainer beside each signal."""
+"""Counts of the requests to a teacher's servers or store, from its worker to the trainer beside each signal."""
 
 from __future__ import annotations
 
 import struct
-from collections.abc import MutableMapping
+from collections.abc import Iterable, MutableMapping
 from dataclasses import dataclass
 
 from xtoken_core.schema import TEACHER_REQUESTS, field_name
@@ -17,9 +17,9 @@ class RequestCounts:
     """Counts over some micro-batches.
 
     Attributes:
-        requests: Requests that were answered.
+        requests: Requests that were answered, or records that were read.
         retries: Requests that were repeated.
-        received: Bytes of the answers.
+        received: Bytes of the answers, or compressed ones of the records.
         waited_s: Seconds that the teacher's worker has waited for them.
     """
 
@@ -48,8 +48,13 @@ class RequestCounts:
         values = memoryview(first + bytes((rows - 1) * _ROW.size))
         return Column("dense", TEACHER_REQUESTS.dtype, rows, (4,), values)
 
-    def metrics(self) -> dict[str, float | int]:
-        """Return the columns of `steps.jsonl`."""
+    def of_store(self) -> dict[str, float | int]:
+        """Return the columns of `steps.jsonl` for stored teachers."""
+        waited = round(self.waited_s, 6)
+        return {"store_hits": self.requests, "store_bytes": self.received, "store_wait_seconds": waited}
+
+    def of_servers(self) -> dict[str, float | int]:
+        """Return the columns of `steps.jsonl` for served teachers."""
         return {
             "served_requests": self.requests,
             "served_retries": self.retries,
@@ -63,15 +68,15 @@ def requests_field(teacher: int) -> str:
     return field_name(TEACHER_REQUESTS, teacher)
 
 
-def take_requests(columns: MutableMapping[str, Column], teachers: int) -> RequestCounts:
-    """Remove the counts from a claim's columns, and return their sum over all teachers.
+def take_requests(columns: MutableMapping[str, Column], teachers: Iterable[int]) -> RequestCounts:
+    """Remove the counts from a claim's columns, and return their sum over some teachers.
 
     Args:
         columns: The claim's.
-        teachers: Number of living teachers.
+        teachers: Their numbers.
     """
     total = RequestCounts()
-    for teacher in range(teachers):
+    for teacher in teachers:
         column = columns.pop(requests_field(teacher), None)
         if column is not None and column.item_shape == (4,) and column.dtype == TEACHER_REQUESTS.dtype:
             for requests, retries, received, waited in _ROW.iter_unpack(column.values):

@@ -105,7 +105,7 @@ def _obstacle(run: RunSpec, *, only_prompts: bool) -> str:
     """Return why a run cannot train on completions; empty if it can."""
     if not run.teacher:
         return "completions are compared with a teacher, and this run has none: name a [teacher]"
-    if len(run.living_teachers) < len(run.teacher):
+    if any(teacher.store is not None for teacher in run.teacher):
         return "stored output is of given text: unset teacher.store"
     if run.loss.importance_cap is not None and run.rollout is not None and run.rollout.url:
         return "log-probabilities for loss.importance_cap are not requested from servers: unset it or rollout.url"

@@ -115,8 +115,8 @@ class TeacherSpec(ModelSpec, ServedSpec):
     """`topk`: of a position's largest tokens send only as many as have this fraction of its probability, at most
     `topk`."""
     store: str | None = None
-    """Directory, or `fsspec` address such as `s3://bucket/name`, of its stored output (`xtoken store build`), which is
-    read instead of running it. `content` must be what the store holds; left out, it is `hidden`."""
+    """Directory, or `fsspec` address such as `s3://bucket/name`, of its stored output (`xtoken store build`), which its
+    process reads instead of running it. `content` must be what the store holds; left out, it is `hidden`."""
     store_missing: Literal["fail", "skip", "compute"] = "fail"
     """A record that the store does not have, or that is damaged: `fail` ends the run, `skip` skips the sample and
     counts it, `compute` runs the teacher over such records before the run starts, and adds them to the store. A control
@@ -160,6 +160,11 @@ class TeacherSpec(ModelSpec, ServedSpec):
         if self.gpus > 1 and self.store is not None:
             raise ValueError("gpus belongs to a teacher that runs, and this one is read from a store: unset gpus")
         return self
+
+    @property
+    def loads_model(self) -> bool:
+        """True if its process computes: no server does, and no store has its output."""
+        return not self.url and self.store is None
 
     @property
     def quantized(self) -> Literal["", "fp8", "nf4"]:
@@ -289,26 +294,23 @@ class RunSpec(ConfigModel):
         """True if the held-out text is a part of `data.path`, on which the run is not trained."""
         return self.eval is not None and self.eval.path == ()
 
-    @property
-    def living_teachers(self) -> tuple[int, ...]:
-        """Numbers of the teachers that have processes: those without a store. The queue counts only these, from 0."""
-        return tuple(number for number, teacher in enumerate(self.teacher) if teacher.store is None)
-
-    @property
-    def computed_teachers(self) -> tuple[int, ...]:
-        """Numbers of the living teachers whose models the run loads: those that no server computes."""
-        return tuple(number for number in self.living_teachers if not self.teacher[number].url)
+    def fills_on_host(self, teacher: int) -> bool:
+        """Return whether a teacher's ring is in memory of the host even on a GPU run: a store is read there."""
+        return self.teacher[teacher].store is not None and self.workers.transport != "cuda_ipc"
 
     @property
     def teacher_processes(self) -> int:
-        """Processes of all teachers of a node group: one per GPU of each, for every rank."""
-        return self.workers.ranks * sum(self.teacher[number].gpus for number in self.living_teachers)
+        """Processes of a node group's teachers that take a part of the cores: one per GPU of each, for every rank.
+
+        Readers of stores wait for the trainer most of the time, and take no part.
+        """
+        return self.workers.ranks * sum(teacher.gpus for teacher in self.teacher if teacher.store is None)
 
     @property
     def gpus_needed(self) -> int:
         """GPUs of a node group: one per rank, and those over which teachers are divided."""
         ranks = self.workers.ranks
-        divided = (t for t in map(self.teacher.__getitem__, self.living_teachers) if t.gpus > 1)
+        divided = (teacher for teacher in self.teacher if teacher.gpus > 1)
         return max([ranks, *(teacher.gpu_index(ranks - 1, teacher.gpus - 1) + 1 for teacher in divided)])
 
     @property

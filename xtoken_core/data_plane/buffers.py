@@ -1,10 +1,11 @@
-"""Tensors over foreign memory: a received frame or a mapped file."""
+"""Tensors over foreign memory, such as a received frame or a mapped file, and arrays over tensors."""
 
 from __future__ import annotations
 
 import mmap
 import warnings
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,3 +27,8 @@ def tensor_over(buffer: memoryview | mmap.mmap, dtype: torch.dtype, *, count: in
     if count == 0 or memoryview(buffer).nbytes == offset:
         return torch.empty(0, dtype=dtype)
     return torch.frombuffer(buffer, dtype=dtype, count=count, offset=offset)
+
+
+def array_of(tensor: Tensor) -> np.ndarray:
+    """Return a tensor's memory as an array; half precision as the bits, which numpy may not know."""
+    return tensor.numpy() if tensor.dtype == torch.float32 else tensor.view(torch.int16).numpy().view(np.uint16)

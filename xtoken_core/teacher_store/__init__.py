@@ -1,1 +1,1 @@
-"""A teacher's output on disk: written once by a build, read by later runs instead of a living teacher. No torch."""
+"""A teacher's output on disk: written once by a build, read by later runs instead of running the teacher. No torch."""

@@ -91,7 +91,7 @@ def open_run(engine: Engine, resolved: ResolvedRun) -> None:
         samples_per_step=spec.train.samples_per_step,
         block_size=spec.block_size,
         span=resolved.span,
-        teachers=len(spec.living_teachers),
+        teachers=len(spec.teacher),
         ranks=spec.workers.ranks,
         slots=spec.ring_slots,
         max_dead=spec.queue.max_dead,

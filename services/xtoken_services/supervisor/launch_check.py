@@ -41,7 +41,7 @@ def check_launch(spec: RunSpec) -> None:
             if not _installed(package):
                 raise RefusedError(field, f"needs {package}: install it by pip install 'xtoken[{extra}]'", joint=" ")
     gpus = count_gpus() if workers.launcher == "local" and workers.device != "cpu" else 0
-    divided = next((number for number in spec.living_teachers if spec.teacher[number].gpus > 1), None)
+    divided = next((number for number, teacher in enumerate(spec.teacher) if teacher.gpus > 1), None)
     if divided is not None and gpus and spec.gpus_needed > gpus:
         raise RefusedError(
             f"teacher.{divided}.gpus",

@@ -81,7 +81,7 @@ class _NodeProcesses:
 
     def specs(self, resolved_file: Path) -> Iterator[ProcessSpec]:
         """Yield the processes, the queue first."""
-        workers, teachers = self.run.spec.workers, self.run.spec.living_teachers
+        workers, teachers = self.run.spec.workers, self.run.spec.teacher
         heavy = {THREADS: str(threads_of_model_workers(self.run.spec)), **PASSIVE_THREADS}
         light = {THREADS: "1", "RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
         serve = ["--bind", self.queue.url, *self.credentials, "--run", str(resolved_file)]
@@ -92,9 +92,10 @@ class _NodeProcesses:
             yield self._worker("collator", f"collator-{index}", (), light)
         for index in range(self.run.spec.rollout.workers if self.run.spec.rollout else 0):
             yield self._worker("rollout", f"rollout-{index}", ("--rank", str(index)), heavy)
-        for (number, teacher), rank in product(enumerate(teachers), range(workers.ranks)):
-            role = ("--teacher", str(teacher), "--rank", str(rank))
-            yield self._worker("teacher", f"teacher-{teacher}-{rank}", role, heavy, task=teacher_task(number))
+        for number, rank in product(range(len(teachers)), range(workers.ranks)):
+            role = ("--teacher", str(number), "--rank", str(rank))
+            env = heavy if teachers[number].store is None else light
+            yield self._worker("teacher", f"teacher-{number}-{rank}", role, env, task=teacher_task(number))
         for rank in range(workers.ranks):
             world = {"RANK": str(self.node * workers.ranks + rank), "WORLD_SIZE": str(self.run.world)}
             env = heavy | world | {"LOCAL_RANK": str(rank)} if self.run.world > 1 else heavy

@@ -29,6 +29,7 @@ from xtoken_services.common.processes.event_callbacks import EventCallbacks
 from xtoken_services.common.processes.worker import WAIT_S, Worker
 from xtoken_services.teacher.model import TeacherModel
 from xtoken_services.teacher.served import ServedTeacher
+from xtoken_services.teacher.stored import StoredTeacher
 
 log = logging.getLogger("xtoken.teacher")
 
@@ -52,6 +53,12 @@ class ClaimedTokens:
     def of_samples(self) -> list[torch.Tensor]:
         """Return each sample's token ids, with the padding of a row of its own."""
         return list(self.ids) if self.row is None else [self.ids[0, part] for part in self.row.slices()]
+
+    def parts(self) -> list[tuple[int, slice]]:
+        """Return row and tokens of each sample."""
+        if self.row is not None:
+            return [(0, part) for part in self.row.slices()]
+        return [(row, slice(0, length)) for row, length in enumerate(self.lengths)]
 
 
 class RefusedSamplesError(XtokenError):
@@ -96,7 +103,7 @@ class TeacherLoop:
     def __init__(
         self,
         worker: Worker,
-        model: TeacherModel | ServedTeacher,
+        model: TeacherModel | ServedTeacher | StoredTeacher,
         transport: str,
         *,
         teacher: int,
@@ -107,7 +114,7 @@ class TeacherLoop:
         self.model, self.transport = model, transport
         self.teacher, self.rank, self.pad_id = teacher, rank, pad_id
         spec = self.run.spec
-        self.number, self.name = spec.living_teachers.index(teacher), spec.teacher_name(teacher)
+        self.name = spec.teacher_name(teacher)
         shared = self.run.same_tokenizer[teacher]
         self.ids_field = schema.INPUT_IDS.name if shared else schema.field_name(schema.TEACHER_INPUT_IDS, teacher)
         self.shape = ring_shape(self.run, teacher)
@@ -151,7 +158,7 @@ class TeacherLoop:
         completions = EventCallbacks(self.model.device, f"completions of {self.name}", limit_s=limit)
         try:
             with self._head_in(ring):
-                number = self.queue.announce_ring(self.number, self.rank, trainer.trainer, ring.handle.to_bytes())
+                number = self.queue.announce_ring(self.teacher, self.rank, trainer.trainer, ring.handle.to_bytes())
                 while not self.queue.await_opened(number, wait_s=WAIT_S):
                     self.worker.alive()
                 ring.unlink()
@@ -164,8 +171,9 @@ class TeacherLoop:
 
     def _head_in(self, ring: SignalRing) -> AbstractContextManager[None]:
         """Copy the head into a ring of hidden states that the trainer maps; without a map it loads its own copy."""
-        if not self.shape.hidden or self.transport == QUEUE or isinstance(self.model, ServedTeacher):
+        if not self.shape.hidden or self.transport == QUEUE:
             return nullcontext()
+        assert not isinstance(self.model, ServedTeacher), "a server gives largest logits"
         return self.model.head_in(ring.head_view())
 
     def _log_memory(self) -> None:
@@ -287,7 +295,7 @@ class TeacherLoop:
         def complete() -> None:
             ring.write_generation(slot, claimed.generation)
             lengths = layout.lengths if layout is not None else None
-            columns = ring.columns(slot, rows, width, self.number, lengths=lengths)
+            columns = ring.columns(slot, rows, width, self.teacher, lengths=lengths)
             self.queue.complete(claimed.lease, columns | others)
 
         pair.completions.after(complete)
@@ -360,14 +368,41 @@ class ServedLoop(TeacherLoop):
             raise RefusedSamplesError(list(refused), f"{self.name}: {next(iter(refused.values()))}")
         rows, width = claim.ids.shape
         view = ring.slot_view(claimed.slot, rows, width)
-        parts = [(row, slice(0, length)) for row, length in enumerate(claim.lengths)]
-        if claim.row is not None:
-            parts = [(0, part) for part in claim.row.slices()]
-        view.copy_(self.served.rows(scores, parts, view.shape))
+        view.copy_(self.served.rows(scores, claim.parts(), view.shape))
 
     def _other_columns(self, claimed: Claimed) -> dict[str, Column]:
         """Return the requests since the micro-batch before, those of the check at the start with the first."""
-        return {requests_field(self.number): self.served.new_requests().column(len(claimed.ids))}
+        return {requests_field(self.teacher): self.served.new_requests().column(len(claimed.ids))}
 
     def _log_memory(self) -> None:
         self.served.log_use()
+
+
+class StoredLoop(TeacherLoop):
+    """Serves a teacher whose output is read from a store.
+
+    Args:
+        worker: As for `TeacherLoop`.
+        model: The teacher.
+        transport: As for `TeacherLoop`; `teacher` and `rank` as well.
+    """
+
+    def __init__(self, worker: Worker, model: StoredTeacher, transport: str, *, teacher: int, rank: int) -> None:
+        super().__init__(worker, model, transport, teacher=teacher, rank=rank, pad_id=0)  # no model reads the padding
+        self.stored = model
+
+    def _write(self, ring: SignalRing, claim: ClaimedTokens) -> None:
+        claimed, (rows, width) = claim.claimed, claim.ids.shape
+        samples = [
+            ids[: 0 if sample in claimed.dead else length]
+            for sample, ids, length in zip(claimed.ids, claim.of_samples(), claim.lengths, strict=True)
+        ]
+        view = ring.slot_view(claimed.slot, rows, width)
+        on_host = view if view.device.type == "cpu" else torch.empty(view.shape, dtype=view.dtype)
+        self.stored.read_into(on_host, claimed.ids, samples, claim.parts())
+        if on_host is not view:
+            view.copy_(on_host)
+
+    def _other_columns(self, claimed: Claimed) -> dict[str, Column]:
+        """Return the records read since the micro-batch before."""
+        return {requests_field(self.teacher): self.stored.new_reads().column(len(claimed.ids))}

@@ -18,10 +18,11 @@ from xtoken_services.common.http_engine.factory import open_engine
 from xtoken_services.common.processes.worker import QueueLink, Worker, worker_session
 from xtoken_services.common.run.memory_estimate import check_room
 from xtoken_services.common.tokenizers.loading import load_tokenizer, pad_id
-from xtoken_services.teacher.loop import ServedLoop, TeacherLoop
+from xtoken_services.teacher.loop import ServedLoop, StoredLoop, TeacherLoop
 from xtoken_services.teacher.prepare import devices_of, prepared_model
 from xtoken_services.teacher.served import ServedTeacher
 from xtoken_services.teacher.shards import send_tokens, started_shards
+from xtoken_services.teacher.stored import StoredTeacher
 
 log = logging.getLogger("xtoken.teacher")
 
@@ -42,13 +43,14 @@ def work(link: QueueLink, *, teacher: int, rank: int, name: str | None) -> None:
                 f"and {spec.workers.ranks} ranks"
             )
         settings = spec.teacher[teacher]
-        if settings.store is not None:
-            raise ConfigError(f"--teacher {teacher}: its output is read from a store (teacher.{teacher}.store)")
         for leftover in remove_stale_files():
             log.warning("removed %s, left behind by a process that is gone", leftover)
         devices = devices_of(spec, teacher, rank)
         device, divided = devices[0], len(devices) > 1
         transport = pick_transport(spec.workers.transport, device)
+        if settings.store is not None:
+            serve_store(worker, teacher, rank, device, transport)
+            return
         tokenizer = load_tokenizer(settings.tokenizer_dir, spec.teacher_name(teacher))
         if settings.url:
             serve_url(worker, teacher, rank, device, transport, tokenizer)
@@ -91,5 +93,21 @@ def serve_url(worker: Worker, teacher: int, rank: int, device: torch.device, tra
         worker.phase("run")
         log.info("%s is served at %s", what, ", ".join(settings.url))
         ServedLoop(worker, model, transport, teacher=teacher, rank=rank, pad_id=pad_id(tokenizer)).serve()
+    finally:
+        model.close()
+
+
+def serve_store(worker: Worker, teacher: int, rank: int, device: torch.device, transport: str) -> None:
+    """Serve a teacher whose output is in a store.
+
+    Raises:
+        StoreError: The store lacks what a micro-batch needs, or was built from something else.
+    """
+    worker.activity("opening the store")
+    model = StoredTeacher(worker.run, teacher, device)
+    try:
+        worker.phase("run")
+        log.info("%s is read from the store %s", worker.run.spec.teacher_name(teacher), model.store.files.name)
+        StoredLoop(worker, model, transport, teacher=teacher, rank=rank).serve()
     finally:
         model.close()

@@ -37,6 +37,8 @@ def devices_of(spec: RunSpec, teacher: int, rank: int) -> list[torch.device]:
         ConfigError: It is divided over more GPUs than there are.
     """
     settings = spec.teacher[teacher]
+    if spec.fills_on_host(teacher):
+        return [torch.device("cpu")]
     if settings.gpus == 1:
         return [device_of(spec, teacher, rank)]
     if not takes_gpu(spec.workers.device):

@@ -155,7 +155,7 @@ def all_cores(run: ResolvedRun, device: torch.device) -> Iterator[None]:
         device: Device of the student.
     """
     own, cores = torch.get_num_threads(), len(os.sched_getaffinity(0))
-    by_default = own == max(1, cores // (1 + len(run.spec.living_teachers)))
+    by_default = own == max(1, cores // (1 + run.spec.teacher_processes))
     if device.type != "cpu" or run.world > 1 or run.spec.rollout is not None or not by_default:
         yield
         return

@@ -157,7 +157,6 @@ class TrainerLoop:
         self.publisher.check(step)
         waits = {"data_wait": time.monotonic() - began, "teacher_wait": -self.runner.waited_s}
         self.worker.phase("run")
-        self.runner.stored.follow(step, self.rewinds)
         metrics = self.runner.run_step(step, self.rewinds)
         waits["teacher_wait"] += self.runner.waited_s
         stopped = self.runner.stopped
@@ -267,8 +266,7 @@ class TrainerLoop:
             "tokens_per_second": round(step.tokens / seconds, 3),
             "padding": round(step.padding, 6),
             **{name: round(wait / seconds, 6) for name, wait in waits.items()},
-            **self.runner.stored.metrics(outcome.skipped),
-            **self.runner.request_metrics(),
+            **self.runner.request_metrics(outcome.skipped),
             "memory_peak_bytes": peak_memory(self.student.device),
             "skipped": list(outcome.skipped),
             "dead": list(outcome.dead),

@@ -39,7 +39,6 @@ from xtoken_services.trainer.loop import TrainerLoop
 from xtoken_services.trainer.push import push_model
 from xtoken_services.trainer.rings import TeacherRings
 from xtoken_services.trainer.step import StepRunner
-from xtoken_services.trainer.stored_teachers import StoredTeachers
 from xtoken_services.trainer.student import load_student
 
 log = logging.getLogger("xtoken.trainer")
@@ -129,12 +128,9 @@ def train(worker: Worker, group: RankGroup, rank: int, custom_loss: str | None =
     check_room(run, device, custom_loss_memory(run, loss.losses, run.student.vocab_size))
     worker.activity("")
     rings = TeacherRings(worker, device)
-    stored = StoredTeachers(worker, device, rank=rank)
     try:
         samples = CompletionSamples(run, writes=group.is_leader)
-        runner = StepRunner(
-            worker, student, loss, rings, stored, group, rank=rank, pad_id=pad_id(tokenizer), samples=samples
-        )
+        runner = StepRunner(worker, student, loss, rings, group, rank=rank, pad_id=pad_id(tokenizer), samples=samples)
         evaluator = Evaluator(worker, tokenizer, loss, rings.poll) if run.spec.eval is not None else None
         loop = TrainerLoop(worker, student, runner, group, evaluator)
         exported = loop.train()
@@ -142,7 +138,6 @@ def train(worker: Worker, group: RankGroup, rank: int, custom_loss: str | None =
         finish(worker, loop, exported, tokenizer, writes=group.is_leader)
         group.barrier()
     finally:
-        stored.close()
         rings.close()
 
 

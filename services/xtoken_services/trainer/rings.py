@@ -25,9 +25,7 @@ log = logging.getLogger("xtoken.trainer")
 
 
 class TeacherRings:
-    """The open rings of all living teachers, at most one each, in the process's `RINGS`.
-
-    The queue numbers these teachers from 0, whatever others of the run are read from a store.
+    """The open rings of all teachers, at most one each, in the process's `RINGS`.
 
     Args:
         worker: The session.
@@ -36,8 +34,7 @@ class TeacherRings:
 
     def __init__(self, worker: Worker, device: torch.device) -> None:
         self.worker, self.device = worker, device
-        self._numbers = worker.run.spec.living_teachers
-        self._teachers = range(len(self._numbers))
+        self._teachers = range(len(worker.run.spec.teacher))
         self._releases = EventCallbacks(device, "releaser", limit_s=worker.run.spec.workers.hang_timeout_s)
 
     def poll(self) -> None:
@@ -89,7 +86,7 @@ class TeacherRings:
         signal = SignalSlot(RINGS.get(ref.ring), ref.slot, ref.generation, 0, rows, width)
         if signal.ring.shape.topk:
             rows_of_slot = signal.topk().to(self.device, non_blocking=True)
-            return read_topk(rows_of_slot, topk_settings(self.worker.run, self._numbers[ref.teacher]))
+            return read_topk(rows_of_slot, topk_settings(self.worker.run, ref.teacher))
         if not signal.ring.shape.hidden:
             return signal.logits().to(self.device, non_blocking=True)
         states = signal.hidden(self.device)
@@ -142,8 +139,7 @@ class TeacherRings:
 
     def _open(self, teacher: int, number: int, handle: bytes) -> None:
         run = self.worker.run
-        number_in_run = self._numbers[teacher]
-        shape, spec = ring_shape(run, number_in_run), run.spec.teacher[number_in_run]
+        shape, spec = ring_shape(run, teacher), run.spec.teacher[teacher]
 
         def head() -> Tensor:
             dtype: torch.dtype = getattr(torch, shape.dtype)
@@ -153,7 +149,7 @@ class TeacherRings:
         open_ring(transport, number, handle, shape, teacher=teacher, device=self.device, head=head)
 
     def _name(self, teacher: int) -> str:
-        name = self.worker.run.spec.teacher_name(self._numbers[teacher])
+        name = self.worker.run.spec.teacher_name(teacher)
         return "the teacher" if name == "teacher" else name
 
     def _check_replaced(self, teacher: int, number: int, error: Exception) -> None:

@@ -18,6 +18,7 @@ from xtoken_core.losses.objective import Selection
 from xtoken_core.packing import PackedRow
 from xtoken_core.plan import MicroBatch
 from xtoken_core.served_requests import RequestCounts, take_requests
+from xtoken_core.teacher_store.store import is_miss
 from xtoken_core.transports.signal import RINGS
 from xtoken_core.wire import Column
 from xtoken_core.wire.messages import Claimed, SlotRef
@@ -28,7 +29,6 @@ from xtoken_services.common.processes.worker import WAIT_S, StopRequested, Worke
 from xtoken_services.trainer.completion_samples import CompletionSamples
 from xtoken_services.trainer.distributed import RankGroup
 from xtoken_services.trainer.rings import TeacherRings
-from xtoken_services.trainer.stored_teachers import StoredTeachers
 from xtoken_services.trainer.student import Student
 from xtoken_services.trainer.timing import DeviceTimer
 
@@ -41,15 +41,13 @@ class ClaimedBatch:
         batch: The micro-batch as planned.
         data: Its columns, padded or packed.
         row: The layout of the student's packed row; None: each row is a sample.
-        slots: The slot of each living teacher, in their order.
-        stored: By number of the teacher, what was read of a store.
+        slots: The slot of each teacher, in their order.
     """
 
     batch: MicroBatch
     data: dict[str, Any]
     row: PackedRow | None
     slots: Sequence[SlotRef]
-    stored: Mapping[int, Tensor]
 
 
 @dataclass(frozen=True)
@@ -72,8 +70,7 @@ class StepRunner:
         worker: The session.
         student: The student.
         loss: The run's loss.
-        rings: The living teachers' rings.
-        stored: The teachers that are read from stores.
+        rings: The teachers' rings.
         group: All ranks.
         rank: Number of this rank in its node group.
         pad_id: Token id for the student's padding.
@@ -91,7 +88,6 @@ class StepRunner:
         student: Student,
         loss: CrossTokenizerDistillationLoss,
         rings: TeacherRings,
-        stored: StoredTeachers,
         group: RankGroup,
         *,
         rank: int,
@@ -101,14 +97,16 @@ class StepRunner:
         self.samples = samples
         self.worker, self.queue, self.run = worker, worker.queue, worker.run
         self.student, self.loss, self.rings, self.group = student, loss, rings, group
-        self.stored, self.living = stored, self.run.spec.living_teachers
         self.rank, self.pad_id = rank, pad_id
         self.world_rank = self.run.group * self.run.spec.workers.ranks + rank
         spec = self.run.spec
         reads = {"rollouts": spec.rollout is not None, "log_probs": spec.loss.importance_cap is not None}
         self.fields = list(schema.run_fields(self.run.same_tokenizer, **reads))
         self.waited_s = 0.0
-        self._requests = RequestCounts()
+        teachers = list(enumerate(spec.teacher))
+        self._stored = [number for number, teacher in teachers if teacher.store is not None]
+        self._served = [number for number, teacher in teachers if teacher.store is None and teacher.url]
+        self._reads = self._requests = RequestCounts()
         self.stopped = False
         self.timer = DeviceTimer(student.device)
 
@@ -141,12 +139,19 @@ class StepRunner:
         self.rings.drain()
         return metrics
 
-    def request_metrics(self) -> dict[str, float | int]:
-        """Return the counts of requests to this rank's served teachers since the last call; nothing without any."""
-        if not any(self.run.spec.teacher[teacher].url for teacher in self.living):
-            return {}
-        counts, self._requests = self._requests, RequestCounts()
-        return counts.metrics()
+    def request_metrics(self, skipped: Mapping[int, str]) -> dict[str, float | int]:
+        """Return the counts of this rank's served and stored teachers since the last call; nothing without any.
+
+        Args:
+            skipped: Positions of the step that have no row, with the reason.
+        """
+        metrics: dict[str, float | int] = {}
+        if self._stored:
+            metrics = self._reads.of_store() | {"store_misses": sum(map(is_miss, skipped.values()))}
+        if self._served:
+            metrics |= self._requests.of_servers()
+        self._reads = self._requests = RequestCounts()
+        return metrics
 
     def _receive(self, step: StepPlan, rewinds: int) -> Iterator[ClaimedBatch | None]:
         """Yield each micro-batch of this rank, claimed lazily; None for one with nothing to train on."""
@@ -157,10 +162,10 @@ class StepRunner:
         began = time.monotonic()
         try:
             claimed, columns = self._claim(batch, rewinds)
-            self._requests = self._requests.plus(take_requests(columns, len(self.living)))
-            if len(claimed.slots) < len(self.living) or set(claimed.dead).issuperset(batch.ids):
+            self._requests = self._requests.plus(take_requests(columns, self._served))
+            self._reads = self._reads.plus(take_requests(columns, self._stored))
+            if len(claimed.slots) < len(self.run.spec.teacher) or set(claimed.dead).issuperset(batch.ids):
                 return None  # every sample is dead
-            stored = self.stored.take(batch, columns, claimed.dead)
         except StopRequested:
             if self.run.world == 1:
                 raise
@@ -170,7 +175,7 @@ class StepRunner:
             self.waited_s += time.monotonic() - began
         slots = sorted(claimed.slots, key=lambda ref: ref.teacher)
         self.rings.receive(slots, columns)
-        return ClaimedBatch(batch, *self._tensors(batch, claimed, columns), slots, stored)
+        return ClaimedBatch(batch, *self._tensors(batch, claimed, columns), slots)
 
     def _if_open(self, micro_batch: ClaimedBatch | None) -> ClaimedBatch | None:
         """Return the micro-batch if all its rings are still open after later claims; None otherwise.
@@ -203,11 +208,7 @@ class StepRunner:
     def _teacher_logits(self, micro_batch: ClaimedBatch) -> list[Logits]:
         """Return each teacher's logits `[B, T_t, V_t]`, or their factors."""
         batch = micro_batch.batch
-        logits = {teacher: self.stored.logits(teacher, values) for teacher, values in micro_batch.stored.items()}
-        for ref in micro_batch.slots:
-            teacher = self.living[ref.teacher]
-            logits[teacher] = self.rings.logits(ref, batch.rows, batch.widths[1 + teacher])
-        return [logits[teacher] for teacher in sorted(logits)]
+        return [self.rings.logits(ref, batch.rows, batch.widths[1 + ref.teacher]) for ref in micro_batch.slots]
 
     def _backward(
         self, step: StepPlan, micro_batch: ClaimedBatch, index: int, choices: TeacherChoices | None

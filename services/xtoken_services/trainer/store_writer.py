@@ -19,6 +19,7 @@ import torch
 
 from xtoken_core import schema
 from xtoken_core.config.resolved import ResolvedRun
+from xtoken_core.data_plane.buffers import array_of
 from xtoken_core.dataset import Record
 from xtoken_core.plan import MicroBatch
 from xtoken_core.queue.run.names import TRAINER
@@ -39,7 +40,6 @@ from xtoken_services.trainer.distributed import RankGroup
 from xtoken_services.trainer.jsonl import JsonLines
 from xtoken_services.trainer.node_reduce import StepOutcome, step_outcome
 from xtoken_services.trainer.rings import TeacherRings
-from xtoken_services.trainer.stored_teachers import array_of
 
 log = logging.getLogger("xtoken.store")
 
@@ -249,7 +249,7 @@ class StoreWriterLoop:
     def _rows(self, batch: MicroBatch) -> Iterator[Row]:
         """Yield the records of a micro-batch that the store lacks; its slot is released before."""
         claimed, columns = self._claim(batch)
-        self.requests = self.requests.plus(take_requests(columns, 1))
+        self.requests = self.requests.plus(take_requests(columns, [0]))
         if not claimed.slots or set(claimed.dead).issuperset(batch.ids):
             return
         (slot,) = claimed.slots
@@ -299,7 +299,7 @@ class StoreWriterLoop:
                 "time": round(time.time(), 6),
                 "seconds": round(seconds, 6),
                 "tokens_per_second": round(tokens / seconds, 3),
-                **(self.requests.metrics() if self.run.spec.teacher[0].url else {}),
+                **(self.requests.of_servers() if self.run.spec.teacher[0].url else {}),
                 "skipped": list(outcome.skipped),
                 "dead": list(outcome.dead),
             }

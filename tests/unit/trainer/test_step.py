@@ -29,13 +29,12 @@ def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StepRunner:
     loss: Any = SimpleNamespace(select=lambda *_: Selection(torch.tensor(1), torch.tensor(3.0)))
     device: Any = SimpleNamespace(device=torch.device("cpu"))
     rings: Any = None
-    stored: Any = None
-    made = StepRunner(worker, device, loss, rings, stored, RankGroup(0, 1), rank=0, pad_id=0)
+    made = StepRunner(worker, device, loss, rings, RankGroup(0, 1), rank=0, pad_id=0)
     monkeypatch.setattr(made, "_teacher_logits", lambda _: [])
     return made
 
 
-CLAIMED = ClaimedBatch(MicroBatch((0, 1), (8, 8, 8)), {}, None, [], {})
+CLAIMED = ClaimedBatch(MicroBatch((0, 1), (8, 8, 8)), {}, None, [])
 
 
 def test_the_teachers_of_a_step_are_chosen_and_their_chunks_added_up(runner: StepRunner) -> None:
@@ -56,7 +55,7 @@ def gradient(run: ResolvedRun, case: Case, step: int) -> torch.Tensor:
     loss = CrossTokenizerDistillationLoss(run.spec.loss, student_vocab_size=V_S, teachers=case.teachers)
     worker: Any = SimpleNamespace(queue=None, run=run)
     absent: Any = None
-    runner = StepRunner(worker, student, loss, absent, absent, RankGroup(0, 1), rank=0, pad_id=0)
+    runner = StepRunner(worker, student, loss, absent, RankGroup(0, 1), rank=0, pad_id=0)
     runner._teacher_logits = lambda _: list(case.teacher_logits)  # type: ignore[method-assign]
     plan: Any = SimpleNamespace(step=step, ce_tokens=20, kd_chunks=(12,))
     metrics = runner._backward(plan, replace(CLAIMED, data=case.batch), 0, None)

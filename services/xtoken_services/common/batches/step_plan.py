@@ -183,6 +183,8 @@ def ring_shape(run: ResolvedRun, teacher: int) -> RingShape:
     spec, model = run.spec, run.teachers[teacher]
     content = spec.content_of(teacher)
     hidden = model.hidden_size if content == "hidden" else 0
+    # Maxima are not stored: a trainer computes those of a stored teacher from its head.
+    maxima = hidden and selects_columns(run, teacher) and spec.teacher[teacher].store is None
     # Rows are at least a multiple wide, so no micro-batch has more of them.
     rows = 1 if run.packed else min(spec.train.samples_per_step, spec.train.micro_batch_tokens // PAD_MULTIPLE)
     return RingShape(
@@ -193,7 +195,7 @@ def ring_shape(run: ResolvedRun, teacher: int) -> RingShape:
         dtype=TOPK_DTYPE if content == "topk" else spec.teacher[teacher].dtype,
         hidden=hidden,
         topk=min(spec.teacher[teacher].topk, model.vocab_size) if content == "topk" else 0,
-        max_rows=rows if hidden and selects_columns(run, teacher) else 0,
+        max_rows=rows if maxima else 0,
         packed=run.packed,
     )
 

@@ -111,15 +111,14 @@ def memory_uses(run: ResolvedRun, gpu: int, gpus: int, *, rings: bool, evaluates
                     f"{spec.teacher_name(number)}'s weights beside the student{of_rank} while the held-out text is read"
                 )
                 yield MemoryUse(what, weight_bytes(teacher.model, teacher.dtype))
-        for number in spec.living_teachers:
-            teacher = spec.teacher[number]
+        for number, teacher in enumerate(spec.teacher):
             parts = [part for part in range(teacher.gpus) if teacher.gpu_index(rank, part) % gpus == gpu]
             if not parts:
                 continue
-            if not teacher.url:
+            if teacher.loads_model:
                 weights = teacher_bytes(teacher) * len(parts) // teacher.gpus
                 yield MemoryUse(f"{spec.teacher_name(number)}'s weights{of_rank}", weights)
-            if rings and 0 in parts:
+            if rings and 0 in parts and not spec.fills_on_host(number):
                 shape = ring_shape(run, number)
                 yield MemoryUse(f"its signal's {shape.slots} slots", shape.memory_bytes)
     yield from _rollout_uses(spec, gpu, gpus)

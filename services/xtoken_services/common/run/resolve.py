@@ -78,10 +78,11 @@ def resolve_run(spec: RunSpec, progress: Progress | None = None, *, divided_as: 
             check_projection_pair(teacher.projection, spec.student.tokenizer_dir, teacher.tokenizer_dir)
             _check_projection_form(number, teacher.projection, spec.loss.mode_of(number))
     check_teachers(spec, student, teachers)
-    for number in spec.computed_teachers:
-        name, teacher = spec.teacher_name(number), spec.teacher[number]
-        config = read_model_config(name, teacher.model)
-        check_divided(name, teacher.model, config, teacher.gpus, quantized=teacher.quantized)
+    for number, teacher in enumerate(spec.teacher):
+        if teacher.loads_model:
+            name = spec.teacher_name(number)
+            config = read_model_config(name, teacher.model)
+            check_divided(name, teacher.model, config, teacher.gpus, quantized=teacher.quantized)
     obstacle = _obstacle_to_packing(spec)
     _writable(spec.output)
     same_tokenizer = same_tokenizer_of(spec, student, teachers)
@@ -184,7 +185,7 @@ def _obstacle_to_packing(spec: RunSpec) -> str:
     if spec.train.packing == "off":
         return ""
     sides: list[tuple[str, ModelSpec]] = [("student", spec.student)]
-    sides += [(spec.teacher_name(number), spec.teacher[number]) for number in spec.computed_teachers]
+    sides += [(spec.teacher_name(number), each) for number, each in enumerate(spec.teacher) if each.loads_model]
     for what, model in sides:
         reason = why_not_packed(read_model_config(what, model.model), model.context_length)
         if reason is None:
@@ -317,7 +318,7 @@ def _check_memory(resolved: ResolvedRun) -> None:
     spec = resolved.spec
     rows, signals = resolved.span // spec.workers.nodes * largest_row(spec), 0
     if spec.workers.transport == "queue":
-        shapes = [ring_shape(resolved, number) for number in spec.living_teachers]
+        shapes = [ring_shape(resolved, number) for number in range(len(spec.teacher))]
         signals = spec.workers.ranks * sum(shape.slots * shape.slot_bytes for shape in shapes)
     if rows + signals > spec.queue.memory_limit:
         slots = f"workers.slots = {spec.workers.slots}"
