@@ -29,9 +29,10 @@ from xtoken_core.teacher_store.store import TeacherStore, empty_values
 from xtoken_core.tokenizing import TextTokenizer
 from xtoken_services.common.run.resolve import resolve_run
 from xtoken_services.common.run.status import RunState
-from xtoken_services.common.stores.store_build import build_spec
-from xtoken_services.common.stores.teacher_stores import check_stores, skip_condition
+from xtoken_services.common.stores.store_build import build_spec, divided_as
+from xtoken_services.common.stores.teacher_stores import check_stores, missing_steps, skip_condition
 from xtoken_services.common.text import training_text
+from xtoken_services.common.text.collation import open_data
 from xtoken_services.common.text.run_order import record_of
 from xtoken_services.control.validation import SpecValidator
 from xtoken_services.supervisor.launch_check import RefusedError
@@ -39,27 +40,34 @@ from xtoken_services.supervisor.local_run import run_locally, run_to_end
 from xtoken_services.supervisor.run import Run
 from xtoken_services.supervisor.store_build import resolve_build, store_build
 from xtoken_services.teacher.model import TeacherModel
-from xtoken_services.trainer.store_writer import StoreWriterLoop, first_step
+from xtoken_services.teacher.store_writer import StoreWriter
 
 Start = Callable[[RunSpec], Crew]
 
 
 def build(spec: RunSpec, store: Path) -> TeacherStore:
-    """Build the store of a run's only teacher."""
-    result = run_to_end(store_build(build_spec(spec, None, str(store)), str(store), run=spec), show=False)
+    """Build the store of a run's first teacher."""
+    result = run_to_end(store_build(build_spec(spec, 0, str(store)), str(store), run=spec), show=False)
     assert result.state == RunState.COMPLETED, result.error
     return TeacherStore.open(str(store))
 
 
 def of_store(spec: RunSpec, store: Path, output: Path, **settings: Any) -> RunSpec:
-    """The same run, its teacher read from a store."""
+    """The same run, its first teacher read from a store."""
     teacher = spec.teacher[0].model_copy(update={"store": str(store), **settings})
-    return RunSpec.model_validate(spec.model_copy(update={"teacher": (teacher,), "output": output}).model_dump())
+    return RunSpec.model_validate(
+        spec.model_copy(update={"teacher": (teacher, *spec.teacher[1:]), "output": output}).model_dump()
+    )
 
 
 def losses(spec: RunSpec, start: Start, positions: int) -> torch.Tensor:
     """The losses of a run that ended well, having trained each position once."""
-    ending = start(spec).join()
+    return losses_of(start(spec), positions)
+
+
+def losses_of(crew: Crew, positions: int) -> torch.Tensor:
+    """The losses of a run that was started, once it has ended well."""
+    spec, ending = crew.spec, crew.join()
     assert ending.state == RunState.COMPLETED, ending.error
     steps = steps_of(spec.output)
     assert [i for line in steps for i in line["ids"]] == list(range(positions))
@@ -70,7 +78,7 @@ def reads_its_store(spec: RunSpec) -> bool:
     """Whether the teacher's process of each rank has read the store and loaded no model."""
     logs = [path.read_text() for path in (spec.output / "logs").glob("teacher-*.log")]
     assert len(logs) == spec.workers.ranks
-    return all("is read from the store" in log and "loaded from" not in log for log in logs)
+    return all("teacher loaded from the store" in log for log in logs)
 
 
 def damage(store: Path, entry: Entry) -> None:
@@ -94,9 +102,10 @@ def test_a_build_divides_long_documents_as_its_run_does(
     changes = {"loss": {"mode": "alm", "vocab_topk": None}, "data": {"long": "split"}}
     spec = tiny_spec(assets, tmp_path, records=100, teacher=teachers, eval={}, **changes)
     run = resolve_run(spec)
-    built = resolve_run(build_spec(spec, 0, str(tmp_path / "store")), divided_as=spec)
+    built = divided_as(resolve_run(build_spec(spec, 0, str(tmp_path / "store"))), spec)
     assert run.piece_bytes == built.piece_bytes == 32
     assert identity_of(built, 0) == identity_of(run, 0)
+    assert (built.records, built.positions) == (run.records, run.positions)
     TeacherStore.create(str(tmp_path / "store"), identity_of(built, 0))
     first = spec.teacher[0].model_copy(update={"store": str(tmp_path / "store"), "store_missing": "compute"})
     stored = resolve_run(spec.model_copy(update={"teacher": (first, spec.teacher[1])}))
@@ -129,12 +138,12 @@ def test_a_conversation_that_a_template_refuses_is_skipped_for_this_template_onl
     assert skip_condition(run(templates["a"]), 0) == conditions[0]
     store = TeacherStore.create(str(tmp_path / "store"), identity_of(one, 0))
     shard = ShardWriter(store.files, 1 << 20)
-    writer: Any = SimpleNamespace(worker=SimpleNamespace(run=one), condition=conditions[0], shard=shard)
-    StoreWriterLoop._skip(writer, {0: "refused", 1: "empty"})
+    writer: Any = SimpleNamespace(run=one, index=open_data(one), shard=shard)
+    StoreWriter._skip(writer, {0: "refused", 1: "empty"})
     shard.flush()
     store.refresh()
-    assert (first_step(store, one), first_step(store, other)) == (one.steps, 0)
-    assert store.missing(range(2), conditions[1], older=False) == [0]
+    assert (missing_steps(one, store), store.missing(range(2), conditions[1])) == ([[]], [0])
+    assert [[record_of(other, p) for p in step] for step in missing_steps(other, store)[0]] == [[0]]
 
 
 def test_a_build_reads_only_what_its_store_lacks(assets: TinyAssets, tmp_path: Path) -> None:
@@ -147,8 +156,8 @@ def test_a_build_reads_only_what_its_store_lacks(assets: TinyAssets, tmp_path: P
         shard.add(record, 1, "d", b"frame")
     shard.flush()
     resolved, _ = resolve_build(store_build(building, address, run=spec), store=address, run=spec)
-    assert (resolved.positions, first_step(TeacherStore.open(address), resolved)) == (20, 2)
-    assert {record_of(resolved, position) for position in range(16, 20)} == {3, 4, 17, 21}
+    (step,) = missing_steps(resolved, TeacherStore.open(address))[0]
+    assert {record_of(resolved, position) for position in step} == {3, 4, 17, 21}
 
 
 CONTENTS = pytest.mark.parametrize("content", [{"content": "hidden"}, {"content": "topk", "topk": 1000}])
@@ -182,6 +191,24 @@ def test_a_run_from_a_store_equals_one_whose_teacher_computes(
 ) -> None:
     computed, stored = computed_and_stored(assets, tmp_path, start, content, train={"packing": packing})
     torch.testing.assert_close(stored, computed, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["auto", "queue"])
+def test_a_stored_teacher_is_killed_beside_one_that_computes(
+    assets: TinyAssets, tmp_path: Path, start: Start, transport: str
+) -> None:
+    second = {"model": assets.other_teacher, "context_length": 96, "projection": assets.other_projection}
+    teachers = [assets.first_teacher(content="hidden"), second | {"content": "topk"}]
+    changes = {"loss": {"vocab_topk": None}, "data": {"epochs": 2}, "workers": {"transport": transport}}
+    spec = tiny_spec(assets, tmp_path, records=48, teacher=teachers, **changes)
+    computed = losses(spec, start, 96)
+    build(spec, tmp_path / "store")
+    crew = start(of_store(spec, tmp_path / "store", tmp_path / "stored"))
+    crew.wait_for_steps(2)
+    crew.kill("teacher-0-0")
+    torch.testing.assert_close(losses_of(crew, 96), computed, rtol=1e-5, atol=1e-6)
+    assert len(list((tmp_path / "stored" / "logs").glob("teacher-0-0.*.log"))) > 1
 
 
 @pytest.mark.gpu
@@ -232,7 +259,7 @@ def test_a_run_computes_what_its_store_lacks(assets: TinyAssets, tmp_path: Path)
     teacher = {"model": assets.teacher, "context_length": 96, "projection": assets.projection, "content": "topk"}
     spec = tiny_spec(assets, tmp_path, records=24, teacher=[teacher], loss={"vocab_topk": None})
     store = build(spec, tmp_path / "store")
-    whole = {record: bytes(store.frame(record)) for record in range(24)}
+    whole, before = {n: bytes(store.frame(n)) for n in range(24)}, len(steps_of(tmp_path / "store" / "build"))
     drop_records(store.files, store.entries[7].shard.removesuffix(FRAMES) + INDEX, {7, 8, 9})
     damage(tmp_path / "store", store.entries[5])
     stored = of_store(spec, tmp_path / "store", tmp_path / "stored", store_missing="compute")
@@ -241,16 +268,14 @@ def test_a_run_computes_what_its_store_lacks(assets: TinyAssets, tmp_path: Path)
     steps = steps_of(stored.output)
     assert sorted(i for line in steps for i in line["ids"]) == list(range(24))
     assert (sum(line["store_hits"] for line in steps), sum(line["store_misses"] for line in steps)) == (24, 0)
-    computed = [
-        line for line in steps_of(tmp_path / "store" / "build") if line["step"] >= 20 // spec.train.samples_per_step
-    ]
+    computed = steps_of(tmp_path / "store" / "build")[before:]
     assert sum(len(line["ids"]) for line in computed) == 4, "records that are stored are not computed again"
     again = TeacherStore.open(str(tmp_path / "store"))
     (tmp_path / "store").rename(tmp_path / "elsewhere")
     result = run_locally(stored, show=False)
     assert result.state == RunState.COMPLETED and not (tmp_path / "store").exists(), "a complete run needs no store"
     (tmp_path / "elsewhere").rename(tmp_path / "store")
-    assert again.missing(range(24), "", older=False) == []
+    assert again.missing(range(24), "") == []
     for record in set(range(24)) - {5, 7, 8, 9}:
         assert bytes(again.frame(record)) == whole[record]
     assert reads_its_store(stored)
@@ -286,7 +311,7 @@ def test_two_writers_complete_a_store_after_kills_and_a_forced_end(assets: TinyA
     run = store_build(build_spec(spec, None, address), address, run=spec)
     run.start()
     try:
-        for name in ("trainer-1", "teacher-0-0"):
+        for name in ("writer-1", "writer-0"):
             steps_before = len(steps_of(run.spec.output))
             wait(run, lambda steps=steps_before: len(steps_of(run.spec.output)) > steps)
             time.sleep(rng.uniform(0.0, 0.3))

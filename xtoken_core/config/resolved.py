@@ -45,8 +45,6 @@ class ResolvedRun(ConfigModel):
         pair_files: Per teacher the file that its loss reads about the two tokenizers, a projection or chain tables;
             None: it reads none. Empty: the projections that the settings name.
         projection_fingerprints: Those of the files above, "" without one.
-        order: In a build of a store, `(at, first)`: from position `at` on, the positions of the text's own order from
-            `first` on; empty: that order itself.
         piece_bytes: Bytes of text of a record at most, where long documents are divided; otherwise 0.
         packed: The samples of a micro-batch lie in one row, on every side.
         packing_obstacle: Why they do not, although they may; empty otherwise.
@@ -62,7 +60,6 @@ class ResolvedRun(ConfigModel):
     records: int
     positions: int
     mixture: tuple[tuple[int, int], ...] = ()
-    order: tuple[tuple[int, int], ...] = ()
     piece_bytes: int = 0
     packed: bool = False
     packing_obstacle: str = ""

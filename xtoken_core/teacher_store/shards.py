@@ -26,8 +26,18 @@ PREFIX = "shard-"
 
 ALWAYS = "always"
 """Condition of a record that has no row in any run: its line cannot be used."""
-UNKNOWN = ""
-"""Condition of records that were skipped by a version that did not store it."""
+
+
+class Skip(NamedTuple):
+    """A record of the text that has no row.
+
+    Attributes:
+        reason: Why.
+        condition: Digest of the templates and settings under which it has none, or `ALWAYS`.
+    """
+
+    reason: str
+    condition: str
 
 
 class ShardIndex(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
@@ -40,8 +50,7 @@ class ShardIndex(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True)
         checksums: Its CRC-32.
         tokens: Tokens of the record.
         digests: Of the record's token ids.
-        skipped: Records of the text that have no row, with the reason.
-        conditions: Of these, the condition under which they have none (`Skip`).
+        skipped: Records of the text that have no row.
     """
 
     records: list[int] = []
@@ -50,20 +59,7 @@ class ShardIndex(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True)
     checksums: list[int] = []
     tokens: list[int] = []
     digests: list[str] = []
-    skipped: dict[str, str] = {}
-    conditions: dict[str, str] = {}
-
-
-class Skip(NamedTuple):
-    """A record of the text that has no row.
-
-    Attributes:
-        reason: Why.
-        condition: Digest of the templates and settings under which it has none; `ALWAYS`; or `UNKNOWN`.
-    """
-
-    reason: str
-    condition: str
+    skipped: dict[str, Skip] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +126,7 @@ class ShardWriter:
 
     def skip(self, record: int, skip: Skip) -> None:
         """Add a record of the text that has no row."""
-        self._index.skipped[str(record)], self._index.conditions[str(record)] = skip
+        self._index.skipped[str(record)] = skip
 
     @property
     def is_full(self) -> bool:
@@ -175,8 +171,7 @@ def read_index(files: StoreFiles, name: str) -> tuple[dict[int, Entry], dict[int
         shard = name.removesuffix(INDEX) + FRAMES
         rows = zip(index.records, *columns, strict=True)
         entries = {record: Entry(shard, *rest) for record, *rest in rows}
-        conditions = index.conditions
-        return entries, {int(n): Skip(why, conditions.get(n, UNKNOWN)) for n, why in index.skipped.items()}
+        return entries, {int(n): skip for n, skip in index.skipped.items()}
     except (ValueError, msgspec.MsgspecError) as error:
         raise DamagedIndexError(
             f"the index {files.name}/{name} is damaged ({error}): xtoken store build --verify removes it, and computes "
@@ -204,10 +199,7 @@ def drop_records(files: StoreFiles, name: str, records: Set[int]) -> None:
     """
     entries, skipped = read_index(files, name)
     kept = [(record, entry) for record, entry in entries.items() if record not in records]
-    index = ShardIndex(
-        skipped={str(record): skip.reason for record, skip in skipped.items()},
-        conditions={str(record): skip.condition for record, skip in skipped.items()},
-    )
+    index = ShardIndex(skipped={str(record): skip for record, skip in skipped.items()})
     for record, entry in kept:
         index.records.append(record)
         for column in ("offset", "size", "checksum", "digest"):

@@ -19,7 +19,6 @@ from xtoken_core.teacher_store.shards import (
     INDEX,
     MANIFEST,
     PREFIX,
-    UNKNOWN,
     Entry,
     drop_records,
     manifest_bytes,
@@ -182,20 +181,18 @@ class TeacherStore:
                 "restore what the store was built from, or build another one with xtoken store build"
             )
 
-    def missing(self, records: Iterable[int], condition: str, *, older: bool) -> list[int]:
+    def missing(self, records: Iterable[int], condition: str) -> list[int]:
         """Return the records that the store has neither stored nor skipped.
 
         Args:
             records: Those that a run reads.
             condition: The run's (`Skip`).
-            older: Records that an earlier version has skipped, under an unknown condition, are not missing.
         """
-        return [n for n in records if n not in self.entries and not self.is_skipped(n, condition, older=older)]
+        return [n for n in records if n not in self.entries and not self.is_skipped(n, condition)]
 
-    def is_skipped(self, record: int, condition: str, *, older: bool) -> bool:
+    def is_skipped(self, record: int, condition: str) -> bool:
         """Return True for a record that was skipped and has no row in a run either; arguments as of `missing`."""
-        known = self._conditions.get(record, set())
-        return bool(known & {condition, ALWAYS}) or (older and UNKNOWN in known)
+        return not self._conditions.get(record, set()).isdisjoint({condition, ALWAYS})
 
     def damaged(self, records: Sequence[int]) -> dict[int, str]:
         """Return the records that cannot be read, each with its error."""

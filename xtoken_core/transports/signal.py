@@ -287,15 +287,6 @@ class SignalSlot:
             raise SignalError("the ring does not hold the largest logits of every position")
         return self._rows()
 
-    def values(self) -> Float[Tensor, "B T_t C"]:
-        """Return the slot's rows as they are, whatever they hold.
-
-        Raises:
-            SignalError: If the slot was filled in another shape.
-            StaleSignalError: If the slot does not hold this generation.
-        """
-        return self._rows()
-
     def hidden(self, device: torch.device | None = None) -> HiddenSignal:
         """Return hidden states and column maxima as views of the slot, and the head on `device`.
 

@@ -9,16 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from xtoken_services.cli.options import (
-    IncarnationOption,
     JsonOption,
-    KeysOption,
-    NameOption,
-    PatienceOption,
-    QueueOption,
-    QueueTokenOption,
     RankOption,
     SetOption,
-    queue_link,
     set_up_logging,
 )
 
@@ -121,21 +114,15 @@ def check(directory: StoreArgument, as_json: JsonOption = False) -> None:
 
 @store_app.command(hidden=True)
 def write(
-    queue: QueueOption,
+    run_file: Annotated[Path, typer.Argument(metavar="RESOLVED.json", help="The build, resolved.")],
     out: Annotated[str, typer.Option("--out", metavar="DIR", help="The store.")],
     rank: RankOption = 0,
-    name: NameOption = None,
-    incarnation: IncarnationOption = None,
-    token_file: QueueTokenOption = None,
-    keys: KeysOption = None,
-    patience: PatienceOption = 30.0,
 ) -> None:
-    """Write a teacher's output to a store: a worker that `xtoken store build` starts."""
+    """Write one rank's part of a store: a process that `xtoken store build` starts."""
     set_up_logging()
-    link = queue_link(queue, token_file, keys, incarnation, patience)
-    from xtoken_services.trainer.store_writer import work
+    from xtoken_services.teacher.store_writer import work
 
-    work(link, rank=rank, name=name, store=out)
+    work(run_file, out, rank=rank)
 
 
 def _plan_of(spec: RunSpec, target: str, run: RunSpec) -> dict[str, Any]:
@@ -145,16 +132,17 @@ def _plan_of(spec: RunSpec, target: str, run: RunSpec) -> dict[str, Any]:
     from xtoken_core.teacher_store.shards import MANIFEST
     from xtoken_core.teacher_store.store import TeacherStore, numpy_dtype
     from xtoken_services.common.run.resolve import resolve_run
+    from xtoken_services.common.stores.store_build import divided_as
     from xtoken_services.common.stores.teacher_stores import records_of, skip_condition
 
-    resolved = resolve_run(spec, divided_as=run)
+    resolved = divided_as(resolve_run(spec), run)
     identity = identity_of(resolved, 0)
     wanted = list(records_of(resolved))
     missing = len(wanted)
     if MANIFEST in open_files(target).names():
         opened = TeacherStore.open(target)
         opened.identity.check(identity, target)
-        missing = len(opened.missing(wanted, skip_condition(resolved, 0), older=False))
+        missing = len(opened.missing(wanted, skip_condition(resolved, 0)))
     return {
         "store": target,
         "content": identity.content,

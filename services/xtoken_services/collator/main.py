@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from xtoken_core.collate import CrossTokenizerCollator
 from xtoken_core.config.resolved import ResolvedRun
-from xtoken_core.dataset import BadRecord, TextIndex
+from xtoken_core.dataset import TextIndex
 from xtoken_core.queue.run.names import COLLATOR
 from xtoken_core.teacher_store.identity import StoreError
 from xtoken_core.teacher_store.store import MissingRecordError, TeacherStore
@@ -15,7 +15,8 @@ from xtoken_core.wire.messages import Block
 from xtoken_services.common.processes.worker import QueueLink, Worker, worker_session
 from xtoken_services.common.stores.teacher_stores import open_store, skip_condition
 from xtoken_services.common.text.collation import (
-    MAX_REASON,
+    BadRecordError,
+    collate_positions,
     end_run,
     make_collator,
     open_data,
@@ -37,7 +38,7 @@ def work(link: QueueLink, *, name: str | None) -> None:
     """
     with worker_session(link, role=COLLATOR, name=name or "collator-0") as worker:
         worker.activity("loading tokenizers")
-        loop = CollatorLoop(worker, make_collator(worker), open_data(worker))
+        loop = CollatorLoop(worker, make_collator(worker.run), open_data(worker.run))
         worker.phase("run")
         loop.serve()
 
@@ -66,30 +67,13 @@ class CollatorLoop:
         serve_blocks(self.worker, self._collate)
 
     def _collate(self, block: Block) -> None:
-        run = self.run
         positions = range(block.first, block.first + block.count)
-        numbers = [record_of(run, position) for position in positions]
-        readable, tombstones, without_store = [], {}, {}
-        missing = self._missing(numbers)
-        for position, record in zip(positions, self.index.read(numbers), strict=True):
-            if isinstance(record, BadRecord):
-                tombstones[position] = f"{record.location}: {record.reason}"[:MAX_REASON]
-            elif reason := missing.get(record.number):
-                without_store[position] = f"{self.index.location(record.number)}: {reason}"[:MAX_REASON]
-            else:
-                readable.append((position, record))
-        rows = self.collator.rows([record.value for _, record in readable], self.counts)
-        for index, reason in rows.refused.items():
-            position, record = readable[index]
-            tombstones[position] = f"{self.index.location(record.number)}: {reason}"[:MAX_REASON]
-        for position, reason in (tombstones | without_store).items():
-            log.warning("position %d is skipped: %s", position, reason)
-        if tombstones and run.spec.data.on_bad_record == "fail":
-            position, reason = next(iter(tombstones.items()))
-            end_run(self.worker, f"bad record at position {position}: {reason} (data.on_bad_record = fail)")
-        self.queue.put_block(
-            block.lease, [readable[index][0] for index in rows.records], rows.columns, tombstones | without_store
-        )
+        absent = self._missing([record_of(self.run, position) for position in positions])
+        try:
+            rows = collate_positions(self.run, self.collator, self.index, self.counts, positions, absent)
+        except BadRecordError as error:
+            end_run(self.worker, str(error))
+        self.queue.put_block(block.lease, *rows)
         self.worker.alive(1)
 
     def _missing(self, records: Sequence[int]) -> dict[int, str]:
@@ -101,7 +85,7 @@ class CollatorLoop:
         missing: dict[int, str] = {}
         for store, condition in self.stores:
             # A record that the build has skipped, under this run's condition, is refused by what refused it there.
-            wanted = [n for n in records if not store.is_skipped(n, condition, older=False)]
+            wanted = [n for n in records if not store.is_skipped(n, condition)]
             for record, frame in store.frames(wanted).items():
                 if isinstance(frame, MissingRecordError):
                     missing.setdefault(record, str(frame))

@@ -13,7 +13,7 @@ from typing import Any
 from rich.table import Table
 
 from xtoken_core.errors import InputError
-from xtoken_services.trainer.jsonl import replace_file
+from xtoken_services.common.files.jsonl import replace_file
 
 Line = dict[str, Any]
 _COLOURS = ("#8a8f98", "#d98324", "#2a6fdb")

@@ -18,8 +18,8 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTraine
 
 from xtoken_core.dataset import DataIndex, Record, record_at
 from xtoken_core.evaluation import evaluate
+from xtoken_services.common.files.jsonl import JsonLines
 from xtoken_services.demo.specs import EVAL_BYTES
-from xtoken_services.trainer.jsonl import JsonLines
 
 Progress = Callable[[dict[str, Any]], None]
 

@@ -52,10 +52,10 @@ def work(link: QueueLink, *, rank: int, name: str | None) -> None:
         if device.type == "cpu":
             torch.use_deterministic_algorithms(True)
         worker.activity("loading tokenizers")
-        collator = make_collator(worker)
+        collator = make_collator(run)
         worker.activity("loading the student")
         sampler = make_sampler(run, collator.student, device)
-        loop = RolloutLoop(worker, sampler, collator, open_data(worker))
+        loop = RolloutLoop(worker, sampler, collator, open_data(run))
         worker.phase("run")
         loop.serve()
 

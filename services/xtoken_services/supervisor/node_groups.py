@@ -14,6 +14,7 @@ from xtoken_services.supervisor.launchers.base import Launcher
 from xtoken_services.supervisor.process_group import ManagedProcess, ProcessGroup
 from xtoken_services.supervisor.process_spec import ProcessSpec
 from xtoken_services.supervisor.queue_monitor import QueueMonitor, find_session
+from xtoken_services.supervisor.writer_progress import WriterProgress
 
 
 class NodeGroup:
@@ -37,19 +38,25 @@ class NodeGroups:
         planned: The queues' addresses, in the same order.
         launcher: Fills in what of an address only the machine decides.
         step: The step that the run resumes from.
+        writers: What processes without a queue have done; None: queues know it.
 
     Attributes:
         step: The first step that is not done on every node, as last polled.
     """
 
     def __init__(
-        self, queues: Sequence[ProcessGroup], planned: Sequence[Address], launcher: Launcher, step: int = 0
+        self,
+        queues: Sequence[ProcessGroup],
+        planned: Sequence[Address],
+        launcher: Launcher,
+        step: int = 0,
+        writers: WriterProgress | None = None,
     ) -> None:
-        self._launcher = launcher
+        self._launcher, self._writers = launcher, writers
         self.step = step
         self._nodes = [
             NodeGroup(node, queue, QueueMonitor(partial(launcher.queue_address, node, address)))
-            for node, (queue, address) in enumerate(zip(queues, planned, strict=True))
+            for node, (queue, address) in enumerate(zip(queues, planned, strict=writers is None))
         ]
 
     def __iter__(self) -> Iterator[NodeGroup]:
@@ -71,7 +78,7 @@ class NodeGroups:
         answered = {group.node for group in self if group.monitor.poll()}
         # A restarted queue counts from step 0 until a trainer has rewound it to its checkpoint.
         steps = [group.monitor.run["step"] for group in self if group.monitor.run.get("rewinds")]
-        self.step = min(steps, default=self.step)
+        self.step = self._writers.steps_done() if self._writers is not None else min(steps, default=self.step)
         return answered
 
     @property
@@ -105,12 +112,14 @@ class NodeGroups:
                 bytes=sum(group.monitor.stats.get("bytes", 0) for group in self),
                 memory_limit=sum(group.monitor.stats.get("memory_limit", 0) for group in self),
                 tasks={task: dict(counts) for task, counts in tasks.items()},
-            ),
+            )
+            if self._nodes
+            else None,
         }
 
     def worker_status(self, group: ProcessGroup, process: ManagedProcess) -> WorkerStatus:
         """Return a process's status: what its group knows, and what it last reported to its queue."""
-        stats = self[process.spec.node].monitor.stats
+        stats = self._nodes[process.spec.node].monitor.stats if self._nodes else {}
         session = find_session(stats, process.spec.name, group.incarnation) or {}
         return WorkerStatus(
             name=process.spec.name,
@@ -120,7 +129,7 @@ class NodeGroups:
             incarnation=group.incarnation,
             restarts=group.restarts,
             exit_code=process.exit_code,
-            phase=session.get("phase", ""),
+            phase=session.get("phase", "") if self._writers is None else self._writers.phase(process.spec.name),
             activity=session.get("activity", ""),
             progress=session.get("progress", 0),
             heartbeat_age_s=session.get("seen_age_s"),
@@ -129,6 +138,8 @@ class NodeGroups:
 
     def leases(self, spec: ProcessSpec) -> str:
         """Describe the leases of a kind of worker, for the message that ends the run."""
+        if not self._nodes:
+            return ""
         monitor = self[spec.node].monitor
         if spec.kind == "collator":
             blocks = monitor.run.get("blocks_leased", 0)

@@ -16,8 +16,8 @@ from xtoken_core.queue.run.names import TRAIN, teacher_task
 from xtoken_services.common.processes.supervised import PYTHON
 from xtoken_services.supervisor.environment import PASSIVE_THREADS, THREADS
 
-Kind = Literal["queue", "collator", "rollout", "teacher", "trainer"]
-STOP_ORDER: tuple[Kind, ...] = ("trainer", "teacher", "rollout", "collator", "queue")
+Kind = Literal["queue", "collator", "rollout", "teacher", "trainer", "writer"]
+STOP_ORDER: tuple[Kind, ...] = ("trainer", "writer", "teacher", "rollout", "collator", "queue")
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class ProcessSpec:
         kind: Kind of worker.
         name: Name of its session and of its logs.
         group: Name of its process group, whose processes are restarted together under one incarnation number.
-        command: Its command line; `--incarnation N` is added, except for the queue.
+        command: Its command line; `--incarnation N` is added for those with a session on a queue.
         env: Variables that are added to the supervisor's own environment.
         task: The queue's task whose samples it leases, if it leases any.
         node: Number of its node group.
@@ -44,7 +44,7 @@ class ProcessSpec:
 
     def command_line(self, incarnation: int) -> list[str]:
         """Return the command line of one start."""
-        number = [] if self.kind == "queue" else ["--incarnation", str(incarnation)]
+        number = [] if self.kind in ("queue", "writer") else ["--incarnation", str(incarnation)]
         return [*self.command, *number]
 
 
@@ -82,7 +82,7 @@ class _NodeProcesses:
     def specs(self, resolved_file: Path) -> Iterator[ProcessSpec]:
         """Yield the processes, the queue first."""
         workers, teachers = self.run.spec.workers, self.run.spec.teacher
-        heavy = {THREADS: str(threads_of_model_workers(self.run.spec)), **PASSIVE_THREADS}
+        heavy = heavy_environment(self.run.spec)
         light = {THREADS: "1", "RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
         serve = ["--bind", self.queue.url, *self.credentials, "--run", str(resolved_file)]
         serve += ["--group", str(self.node)] if self.node else []
@@ -119,13 +119,34 @@ class _NodeProcesses:
         group: str = "",
         task: str = "",
     ) -> ProcessSpec:
-        command = (
-            *PYTHON,
-            "xtoken_services.cli",
-            kind,
-            *arguments,
-        )
+        command = cli_command(kind, *arguments)
         return ProcessSpec(kind, self.prefix + name, group or self.prefix + name, command, env, task, self.node)
+
+
+def writer_specs(run: ResolvedRun, resolved_file: Path, store: str) -> tuple[ProcessSpec, ...]:
+    """Return the processes of a store's build: a writer per rank, and no queue.
+
+    Args:
+        run: The build.
+        resolved_file: File from which they read it.
+        store: Directory or address of the store.
+    """
+    env, names = heavy_environment(run.spec), [f"writer-{rank}" for rank in range(run.spec.workers.ranks)]
+    commands = [
+        cli_command("store", "write", str(resolved_file), "--out", store, "--rank", str(rank))
+        for rank in range(run.spec.workers.ranks)
+    ]
+    return tuple(ProcessSpec("writer", name, name, each, env) for name, each in zip(names, commands, strict=True))
+
+
+def cli_command(*arguments: str) -> tuple[str, ...]:
+    """Return the command line of one of this program's commands."""
+    return (*PYTHON, "xtoken_services.cli", *arguments)
+
+
+def heavy_environment(spec: RunSpec) -> dict[str, str]:
+    """Return the variables of a process that computes with a model."""
+    return {THREADS: str(threads_of_model_workers(spec)), **PASSIVE_THREADS}
 
 
 def threads_of_model_workers(spec: RunSpec) -> int:

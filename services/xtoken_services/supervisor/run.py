@@ -42,6 +42,7 @@ from xtoken_services.supervisor.run_record import (
     write_record,
 )
 from xtoken_services.supervisor.supervisor import SUPERVISOR_FAILED, Limits, Supervisor
+from xtoken_services.supervisor.writer_progress import WriterProgress
 
 log = logging.getLogger("xtoken.supervisor")
 
@@ -75,6 +76,7 @@ class Prepared:
         step: Step that it resumes from.
         steps: Optimiser steps of the whole run.
         recovered: State in which an earlier supervisor has left its process groups.
+        writers: As of `NodeGroups`.
     """
 
     specs: tuple[ProcessSpec, ...]
@@ -83,6 +85,7 @@ class Prepared:
     step: int
     steps: int
     recovered: Mapping[str, RecoveredGroup] = field(default_factory=dict)
+    writers: WriterProgress | None = None
 
     def clean_up(self, run_id: str) -> None:
         """End what still carries the run's mark, and remove its sockets and shared memory."""
@@ -259,6 +262,7 @@ class Run:
                 limits,
                 events=self.events,
                 recovered=prepared.recovered,
+                writers=prepared.writers,
             )
             with self._lock:  # a request that came before there was a supervisor
                 self._supervisor = supervisor
@@ -316,13 +320,13 @@ Resolve = Callable[[Run], tuple[ResolvedRun, list[str]]]
 """Returns a run with what its files say, and warnings about its settings."""
 
 
-def resolve_here(run: Run, divided_as: RunSpec | None = None) -> tuple[ResolvedRun, list[str]]:
+def resolve_here(run: Run) -> tuple[ResolvedRun, list[str]]:
     """Resolve a run in this process; see `resolve_run`."""
     check_input_files(run.spec)
     # Missing files are reported above, before these imports: they take longer than starting Python.
     from xtoken_services.common.run.resolve import file_warnings, resolve_run
 
-    resolved = resolve_run(run.spec, run.note_check, divided_as=divided_as)
+    resolved = resolve_run(run.spec, run.note_check)
     return resolved, list(file_warnings(resolved))
 
 

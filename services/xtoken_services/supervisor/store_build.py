@@ -1,4 +1,4 @@
-"""The build of a store: the processes of a run, with writers in the trainers' stead; and runs that begin with one."""
+"""The build of a store, and runs that begin with one."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ from xtoken_core.teacher_store.shards import remove_damaged_indices, remove_unfi
 from xtoken_core.teacher_store.store import TeacherStore
 from xtoken_services.common.run.resume import RESOLVED, check_output
 from xtoken_services.common.run.status import RunState
-from xtoken_services.common.stores.build_order import stored_first
-from xtoken_services.common.stores.store_build import build_spec
-from xtoken_services.common.stores.teacher_stores import check_stores, records_of, skip_condition
+from xtoken_services.common.stores.store_build import build_spec, divided_as
+from xtoken_services.common.stores.teacher_stores import check_stores, missing_steps, records_of
 from xtoken_services.supervisor.interrupts import POLL_S
 from xtoken_services.supervisor.launchers.forks import ForkServer
-from xtoken_services.supervisor.process_spec import ProcessSpec
+from xtoken_services.supervisor.process_spec import writer_specs
 from xtoken_services.supervisor.run import (
     Ended,
     Prepared,
@@ -32,6 +31,7 @@ from xtoken_services.supervisor.run import (
     resolve_here,
 )
 from xtoken_services.supervisor.run_record import RunResult, has_ended_early, is_finished
+from xtoken_services.supervisor.writer_progress import WriterProgress
 
 log = logging.getLogger("xtoken.supervisor")
 
@@ -39,7 +39,7 @@ COMPLETE = "every record of the text is in the store: nothing is left to do"
 
 
 def store_build(spec: RunSpec, store: str, *, run: RunSpec, verify: bool = False) -> Run:
-    """Return one start of a build, which resumes where an earlier one has stopped.
+    """Return one start of a build, which computes what its store lacks: a writer per rank, each with its share.
 
     Args:
         spec: From `build_spec`.
@@ -51,12 +51,22 @@ def store_build(spec: RunSpec, store: str, *, run: RunSpec, verify: bool = False
 
 
 def _prepare_build(build: Run, *, store: str, run: RunSpec, verify: bool) -> Prepared:
-    prepared = prepare_here(build, partial(resolve_build, store=store, run=run, verify=verify))
-    return dataclasses.replace(prepared, specs=tuple(_writer(spec, store) for spec in prepared.specs))
+    found: list[ResolvedRun] = []
+
+    def resolve(build: Run) -> tuple[ResolvedRun, list[str]]:
+        resolved, warnings = resolve_build(build, store=store, run=run, verify=verify)
+        found.append(resolved)
+        return resolved, warnings
+
+    prepared = prepare_here(build, resolve)
+    steps = missing_steps(found[0], TeacherStore.open(store))
+    writers = WriterProgress(build.spec.output, {rank: len(own) for rank, own in enumerate(steps)})
+    specs = writer_specs(found[0], build.spec.output / RESOLVED, store)
+    return dataclasses.replace(prepared, specs=specs, steps=writers.steps, writers=writers)
 
 
 def resolve_build(build: Run, *, store: str, run: RunSpec, verify: bool = False) -> tuple[ResolvedRun, list[str]]:
-    """Return the build of what a store lacks, and warnings; create the store if there is none.
+    """Return a build with what its files say, and warnings; create the store if there is none.
 
     Args:
         build: The build.
@@ -67,7 +77,10 @@ def resolve_build(build: Run, *, store: str, run: RunSpec, verify: bool = False)
     Raises:
         Ended: The store is complete.
     """
-    resolved, warnings = resolve_here(build, run)
+    from xtoken_services.common.run.resolve import reading
+
+    resolved, warnings = resolve_here(build)
+    resolved = divided_as(resolved, run, reading(build.note_check))
     # The lock on the build's directory keeps out any other build of this store.
     for name in remove_damaged_indices(open_files(store)) if verify else ():
         log.warning("the index %s of the store %s is damaged: its records are computed again", name, store)
@@ -76,21 +89,11 @@ def resolve_build(build: Run, *, store: str, run: RunSpec, verify: bool = False)
         log.warning("removed %s, which a killed build has left behind", name)
     for record in opened.drop_damaged(records_of(resolved)) if verify else ():
         log.warning("record %d of the text is damaged in the store %s: it is computed again", record, store)
-    missing = opened.missing(records_of(resolved), skip_condition(resolved, 0), older=False)
-    if not missing:
+    if not any(missing_steps(resolved, opened)):
         build.events.message(COMPLETE)
         build.note(step=resolved.steps, steps=resolved.steps)
         raise Ended(RunResult(RunState.COMPLETED))
-    return stored_first(resolved, missing), warnings
-
-
-def _writer(spec: ProcessSpec, store: str) -> ProcessSpec:
-    """Return a trainer's process as a writer's; any other as it is."""
-    if spec.kind != "trainer":
-        return spec
-    at = spec.command.index(spec.kind)
-    command = (*spec.command[:at], "store", "write", *spec.command[at + 1 :], "--out", store)
-    return dataclasses.replace(spec, command=command)
+    return resolved, warnings
 
 
 def prepare_after_builds(run: Run, *, forks: ForkServer | None = None, loss: str | None = None) -> Prepared:

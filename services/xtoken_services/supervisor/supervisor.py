@@ -34,6 +34,7 @@ from xtoken_services.supervisor.process_group import (
 from xtoken_services.supervisor.process_spec import STOP_ORDER, ProcessSpec
 from xtoken_services.supervisor.queue_monitor import loss_reason
 from xtoken_services.supervisor.run_record import RunRecord, RunResult, write_record
+from xtoken_services.supervisor.writer_progress import WriterProgress
 
 log = logging.getLogger("xtoken.supervisor")
 
@@ -73,7 +74,7 @@ class Supervisor:
 
     Queues are started first, and a worker once the queue of its node answers. A worker that exits with 0 has finished,
     with the status of a ConfigError or InputError it ends the run, with any other it is restarted. The run is complete
-    when all trainers have finished and every queue reports that all its positions are done.
+    when all trainers, or writers of a store, have finished and every queue reports that all its positions are done.
 
     Args:
         status: The run before its processes exist: its id is in their marks, its output has logs and `run.json`, its
@@ -84,6 +85,7 @@ class Supervisor:
         limits: Restarts and timeouts.
         events: Observer of what another supervisor would need to take over.
         recovered: State in which an earlier supervisor has left each process group, by its name; others start fresh.
+        writers: As of `NodeGroups`.
     """
 
     def __init__(
@@ -96,6 +98,7 @@ class Supervisor:
         *,
         events: SupervisorEvents | None = None,
         recovered: Mapping[str, RecoveredGroup] | None = None,
+        writers: WriterProgress | None = None,
     ) -> None:
         self._status = status.model_copy(update={"text_read": None, "checking": None})
         self._logs = status.output / "logs"
@@ -111,7 +114,7 @@ class Supervisor:
         ]
         self._queues = [group for group in self._groups if group.kind == "queue"]
         self._workers = [group for group in self._groups if group.kind != "queue"]
-        self._nodes = NodeGroups(self._queues, queues, launcher, status.step or 0)
+        self._nodes = NodeGroups(self._queues, queues, launcher, status.step or 0, writers)
         self._launcher = launcher
         self._polled_at = 0.0
         self._connect_tried_at: dict[int, float] = {}
@@ -198,8 +201,8 @@ class Supervisor:
         self.ticked_at = time.monotonic()
 
     def _complete(self) -> bool:
-        trainers = [group for group in self._workers if group.kind == "trainer"]
-        if any(group.state != GroupState.FINISHED for group in trainers):
+        last = [group for group in self._workers if group.kind in ("trainer", "writer")]
+        if any(group.state != GroupState.FINISHED for group in last):
             return False
         # Asked anew: the last poll may be older than what the trainers have acknowledged before they exited.
         return len(self._nodes.poll()) == len(self._queues) and self._nodes.ended()

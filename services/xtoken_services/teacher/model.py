@@ -13,12 +13,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from xtoken_core.config.workers import Content
 from xtoken_core.losses.masks import predicted_ids
 from xtoken_core.packing import PackedRow
 from xtoken_core.topk_logits import largest_logits, write_topk
 from xtoken_core.transports.ring import TopKSettings
 from xtoken_services.common.models.logits_check import logits_are_heads
 from xtoken_services.common.models.packed_attention import packed_inputs
+from xtoken_services.teacher.base import Teacher, TeacherBatch
 from xtoken_services.teacher.quantized import local_part
 
 log = logging.getLogger("xtoken.teacher")
@@ -31,23 +33,34 @@ WIDTH_MULTIPLE = 64
 """Rows of logits of which the largest are taken are as wide as this allows, so that they are aligned."""
 
 
-class TeacherModel:
+class TeacherModel(Teacher):
     """A causal language model in evaluation mode, with its body and head called separately.
 
     Args:
         model: The model, on its device.
         compiled: Compile its layers.
         longest: Maximum of tokens per sample, for packed rows.
+        content: What it writes into slots.
+        topk: What it writes of each position, if these are its largest logits.
 
     Attributes:
-        plain_head: Its logits are hidden states times head, without bias, cap or scale.
         before_forward: Called with the tokens on the host and the layout of a packed row before every forward pass.
     """
 
-    def __init__(self, model: PreTrainedModel, *, compiled: bool = False, longest: int = 0) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        compiled: bool = False,
+        longest: int = 0,
+        content: Content = "logits",
+        topk: TopKSettings | None = None,
+    ) -> None:
         self.model: PreTrainedModel = model.eval()  # type: ignore[no-untyped-call]
         self.compiled, self.longest = compiled, longest
-        self._device: torch.device = model.device
+        self.content, self.topk = content, topk
+        self.device = model.device
+        self.head_width = self.head.shape[0]
         self.plain_head = head_is_plain(model)
         self._body: Any = model.base_model
         if compiled:
@@ -55,11 +68,6 @@ class TeacherModel:
         self._chunk: Tensor | None = None
         self._warned = False
         self.before_forward: Callable[[Tensor, PackedRow | None], None] | None = None
-
-    @property
-    def device(self) -> torch.device:
-        """Device it computes on."""
-        return self._device
 
     @property
     def nbytes(self) -> int:
@@ -71,11 +79,6 @@ class TeacherModel:
         """The head's weight."""
         weight: Tensor = self.model.get_output_embeddings().weight  # type: ignore[no-untyped-call]
         return weight.detach()
-
-    @property
-    def head_width(self) -> int:
-        """Rows of the head."""
-        return self.head.shape[0]
 
     @contextmanager
     def head_in(self, memory: Float[Tensor, "V_m H"]) -> Iterator[None]:
@@ -100,6 +103,14 @@ class TeacherModel:
             yield
         finally:
             weight.data = memory.to("cpu", copy=True)
+
+    def _fill(self, batch: TeacherBatch, view: Tensor, maxima: Tensor | None) -> None:
+        if self.topk is not None:
+            self.write_topk(batch.ids, view, self.topk, batch.row)
+        elif self.content == "hidden":
+            self.write_hidden(batch.ids, view, maxima, batch.row)
+        else:
+            self.write_logits(batch.ids, view, batch.row)
 
     @torch.inference_mode()
     def write_logits(

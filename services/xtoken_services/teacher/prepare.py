@@ -12,7 +12,7 @@ from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.config.spec import RunSpec, TeacherSpec
 from xtoken_core.errors import ConfigError
 from xtoken_core.transports.cuda_ipc import TRANSPORT as CUDA_IPC
-from xtoken_services.common.batches.step_plan import ring_shape
+from xtoken_services.common.batches.step_plan import ring_shape, topk_settings
 from xtoken_services.common.models.loading import load_model, nth_gpu, pick_device, takes_gpu
 from xtoken_services.common.run.memory_estimate import check_room, check_teacher, teacher_bytes, weight_bytes
 from xtoken_services.teacher.fp8 import Fp8Linear, check_fp8
@@ -79,7 +79,9 @@ def prepared_model(run: ResolvedRun, teacher: int, device: torch.device, transpo
     model = load_model(spec, what, device, packed=run.packed, gpus=spec.gpus, on_host=on_host)
     if quantize is not None and on_host is None:
         quantize(model)
-    return TeacherModel(model, compiled=spec.compile, longest=spec.context_length)
+    content = run.spec.content_of(teacher)
+    topk = topk_settings(run, teacher) if content == "topk" else None
+    return TeacherModel(model, compiled=spec.compile, longest=spec.context_length, content=content, topk=topk)
 
 
 def _quantize(

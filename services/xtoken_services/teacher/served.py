@@ -20,6 +20,7 @@ from xtoken_services.common.http_engine.engine import Engine
 from xtoken_services.common.http_engine.errors import SampleRefusedError
 from xtoken_services.common.http_engine.results import results_of
 from xtoken_services.common.http_engine.scores import PromptScores
+from xtoken_services.teacher.base import RefusedSamplesError, Teacher, TeacherBatch
 
 log = logging.getLogger("xtoken.teacher")
 
@@ -29,7 +30,7 @@ THREADS = 256
 """Most requests that a worker waits for."""
 
 
-class ServedTeacher:
+class ServedTeacher(Teacher):
     """A model behind one or several servers.
 
     Args:
@@ -40,7 +41,6 @@ class ServedTeacher:
     """
 
     plain_head = False
-    nbytes = 0
 
     def __init__(self, engine: Engine, device: torch.device, settings: TopKSettings, head_width: int) -> None:
         self.engine, self.device, self.settings, self.head_width = engine, device, settings, head_width
@@ -48,10 +48,34 @@ class ServedTeacher:
         self._threads = ThreadPoolExecutor(min(len(pool.replicas) * pool.limit, THREADS), thread_name_prefix="engine")
         self._waited_s = 0.0
         self._reported = RequestCounts()
+        self._scores: dict[tuple[int, ...], PromptScores | SampleRefusedError] = {}
 
     def check(self, text: TextTokenizer, *, longest: int, own_suffices: bool) -> None:
         """Compare the servers with the model's tokenizer; see `check_servers`."""
         check_servers(self.engine, text, k=self.settings.k, longest=longest, own_suffices=own_suffices)
+
+    def _fill(self, batch: TeacherBatch, view: Tensor, maxima: Tensor | None) -> None:
+        """Write the servers' answers. They are kept until the next micro-batch: one that is refused comes again."""
+        samples = [tuple(ids.tolist()) for ids in batch.of_living()]
+        wanted = [ids for ids in dict.fromkeys(samples) if ids not in self._scores]
+        known = {ids: self._scores[ids] for ids in samples if ids in self._scores}
+
+        def waiting(answered: int) -> None:
+            self.report(f"waiting for servers: {answered} of {len(wanted)} samples answered")
+
+        self._scores = known | dict(zip(wanted, self.score(wanted, waiting), strict=True))
+        self.report("")
+        scores: list[PromptScores] = []
+        refused: dict[int, SampleRefusedError] = {}
+        for position, ids in zip(batch.positions, samples, strict=True):
+            made = self._scores[ids]
+            if isinstance(made, SampleRefusedError):
+                refused[position] = made
+            else:
+                scores.append(made)
+        if refused:
+            raise RefusedSamplesError(list(refused), f"{self.name}: {next(iter(refused.values()))}")
+        view.copy_(self.rows(scores, batch.parts(), view.shape))
 
     def score(
         self, samples: Sequence[Sequence[int]], alive: Callable[[int], None]
@@ -99,13 +123,10 @@ class ServedTeacher:
         since, self._reported = total.less(self._reported), total
         return since
 
-    def log_use(self) -> None:
-        """Log the number of requests, and the bytes of their answers."""
+    def close(self) -> None:
+        """Log the number of requests, and end the connections and threads."""
         pool = self.engine.pool
         log.info("%d requests were answered, %d bytes, %d repeated", pool.requests, pool.received, pool.retries)
-
-    def close(self) -> None:
-        """End the connections and threads."""
         self.engine.pool.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -22,12 +22,13 @@ from xtoken_core.teacher_store.store import TeacherStore
 from xtoken_core.transports.head import load_head
 from xtoken_services.common.stores.teacher_stores import open_store
 from xtoken_services.common.text.run_order import record_of
+from xtoken_services.teacher.base import Teacher, TeacherBatch
 
 THREADS = 4
 """Records that are decompressed at a time, beside the trainer's own work."""
 
 
-class StoredTeacher:
+class StoredTeacher(Teacher):
     """The output of a model in a store.
 
     Args:
@@ -38,9 +39,6 @@ class StoredTeacher:
     Raises:
         StoreError: There is no store, or it was built from something else.
     """
-
-    plain_head = True
-    nbytes = 0
 
     def __init__(self, run: ResolvedRun, teacher: int, device: torch.device) -> None:
         self.run, self.device = run, device
@@ -57,20 +55,14 @@ class StoredTeacher:
         memory.copy_(load_head(self._spec.model, width=self.head_width, hidden=self._files.hidden_size, dtype=dtype))
         yield
 
-    def read_into(
-        self,
-        values: Float[Tensor, "rows width C"],
-        positions: Sequence[int],
-        samples: Sequence[Tensor],
-        parts: Sequence[tuple[int, slice]],
-    ) -> None:
-        """Fill a slot with the records of a micro-batch.
+    def _fill(self, batch: TeacherBatch, view: Tensor, maxima: Tensor | None) -> None:
+        on_host = view if view.device.type == "cpu" else torch.empty(view.shape, dtype=view.dtype)
+        self._read_into(on_host, batch)
+        if on_host is not view:
+            view.copy_(on_host)
 
-        Args:
-            values: A slot's memory, on the host.
-            positions: Those of its samples.
-            samples: Token ids of each; none of a dead one, whose record need not be there.
-            parts: Row and tokens of each in the slot.
+    def _read_into(self, values: Float[Tensor, "B T_t C"], batch: TeacherBatch) -> None:
+        """Fill a slot's memory on the host with the records of a micro-batch; a dead sample's need not be there.
 
         Raises:
             StoreError: A record is missing, damaged, or was made from other tokens.
@@ -79,7 +71,7 @@ class StoredTeacher:
         array = array_of(values)
         gaps = np.ones(array.shape[:2], dtype=bool)
         wanted = []
-        for position, ids, (row, part) in zip(positions, samples, parts, strict=True):
+        for position, ids, (row, part) in zip(batch.positions, batch.of_living(), batch.parts(), strict=True):
             if len(ids):
                 gaps[row, part] = False
                 wanted.append((record_of(self.run, position), ids, array[row, part]))
@@ -97,8 +89,8 @@ class StoredTeacher:
         read = sum(self.store.entries[record].size for record, _, _ in wanted)
         self._counts = self._counts.plus(RequestCounts(len(wanted), 0, read, time.monotonic() - began))
 
-    def new_reads(self) -> RequestCounts:
-        """Return the counts since the last call."""
+    def new_requests(self) -> RequestCounts:
+        """Return the records read since the last call."""
         counts, self._counts = self._counts, RequestCounts()
         return counts
 

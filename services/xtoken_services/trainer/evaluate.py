@@ -16,12 +16,12 @@ from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.dataset.index import DataIndex
 from xtoken_core.evaluation import EvalResult, evaluate
 from xtoken_core.losses import CrossTokenizerDistillationLoss
+from xtoken_services.common.files.jsonl import JsonLines
 from xtoken_services.common.processes.worker import Worker
 from xtoken_services.common.text.training_text import open_held_out, open_index
 from xtoken_services.trainer.eval_loss import EvalLoss
 from xtoken_services.trainer.eval_samples import EvalSamples
 from xtoken_services.trainer.eval_tasks import EvalTasks
-from xtoken_services.trainer.jsonl import JsonLines
 from xtoken_services.trainer.loggers import eval_line
 from xtoken_services.trainer.student import Student
 

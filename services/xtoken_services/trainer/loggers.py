@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.errors import ConfigError
-from xtoken_services.trainer.jsonl import replace_file
+from xtoken_services.common.files.jsonl import replace_file
 
 log = logging.getLogger("xtoken.trainer")
 

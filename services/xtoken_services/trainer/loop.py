@@ -14,6 +14,7 @@ from torch import Tensor
 from xtoken_core.errors import ConfigError
 from xtoken_core.losses import combine_metrics
 from xtoken_services.common.batches.step_plan import StepPlan, plan_fields, plan_step
+from xtoken_services.common.files.jsonl import JsonLines, replace_file
 from xtoken_services.common.processes.worker import WAIT_S, StopRequested, Worker
 from xtoken_services.common.run.resume import CHECKPOINTS, RESOLVED
 from xtoken_services.common.run.run_warnings import unreachable_warnings
@@ -21,7 +22,6 @@ from xtoken_services.trainer.best import BestFollower
 from xtoken_services.trainer.checkpoint import Checkpoints, Cursor
 from xtoken_services.trainer.distributed import RankGroup
 from xtoken_services.trainer.evaluate import Evaluator
-from xtoken_services.trainer.jsonl import JsonLines, replace_file
 from xtoken_services.trainer.loggers import MetricLogger, make_loggers
 from xtoken_services.trainer.metrics import flops_per_token, kl_fraction, peak_flops, peak_memory, to_floats
 from xtoken_services.trainer.node_reduce import StepOutcome, own_positions, reduce_plan, step_outcome

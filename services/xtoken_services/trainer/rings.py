@@ -94,17 +94,6 @@ class TeacherRings:
         hidden = states.hidden.to(self.device, non_blocking=True)
         return HeadProjection(hidden, states.head, column_maxima=maxima)
 
-    def values(self, ref: SlotRef, rows: int, width: int) -> Tensor:
-        """Return a copy on the host of what a slot holds, `[B, T_t, C]`.
-
-        Args:
-            ref: The slot.
-            rows: Samples of the micro-batch; 1 if they are packed.
-            width: Padded tokens per row, T_t.
-        """
-        values = SignalSlot(RINGS.get(ref.ring), ref.slot, ref.generation, 0, rows, width).values()
-        return values.to("cpu", copy=True).contiguous()
-
     def release(self, slots: Sequence[SlotRef]) -> None:
         """Check and release slots once the backward that read them has completed on the device.
 

@@ -23,6 +23,7 @@ from xtoken_core.teacher_store.store import MissingRecordError, TeacherStore, pa
 from xtoken_core.topk_logits import largest_logits, read_topk, write_topk
 from xtoken_services.common.batches.step_plan import ring_shape, topk_settings
 from xtoken_services.common.text.run_order import record_of
+from xtoken_services.teacher.base import RefusedSamplesError, TeacherBatch
 from xtoken_services.teacher.stored import StoredTeacher
 
 LENGTHS = (5, 8, 3)
@@ -86,8 +87,20 @@ def write_store(run: ResolvedRun, teacher: int, ids: list[torch.Tensor], values:
 
 
 CPU = torch.device("cpu")
-PADDED = [(row, slice(0, length)) for row, length in enumerate(LENGTHS)]
-PACKED = [(0, part) for part in PackedRow(LENGTHS, 20).slices()]
+PACKED = PackedRow(LENGTHS, 20)
+
+
+def batch_of(
+    ids: list[torch.Tensor],
+    positions: tuple[int, ...] = (0, 1, 2),
+    dead: tuple[int, ...] = (),
+    row: PackedRow | None = None,
+) -> TeacherBatch:
+    """A micro-batch of these samples; those in a row lie one after the other."""
+    width = WIDTH if row is None else row.width
+    samples = ids if row is None else [torch.cat(ids)]
+    padded = torch.stack([torch.nn.functional.pad(own, (0, width - len(own))) for own in samples])
+    return TeacherBatch(positions, padded, row, LENGTHS, dead)
 
 
 def test_the_head_and_the_padded_hidden_states_are_those_of_the_model(stored: Stored) -> None:
@@ -95,14 +108,14 @@ def test_the_head_and_the_padded_hidden_states_are_those_of_the_model(stored: St
     head, slot = torch.empty(WIDER, HIDDEN), torch.full((3, WIDTH, HIDDEN), torch.nan)
     with teacher.head_in(head):
         assert head.equal(stored.head)
-    teacher.read_into(slot, (0, 1, 2), stored.ids, PADDED)
+    teacher.write(batch_of(stored.ids), slot)
     last = stored.hidden[-1][-1]
     for row, (length, hidden) in enumerate(zip(LENGTHS, stored.hidden, strict=True)):
         assert slot[row, :length].equal(hidden)
         assert slot[row, length:].equal(last.expand(WIDTH - length, -1)), "padding repeats a token"
     nbytes = sum(entry.size for entry in teacher.store.entries.values())
-    assert replace(teacher.new_reads(), waited_s=0.0) == RequestCounts(3, 0, nbytes)
-    assert teacher.new_reads() == RequestCounts()
+    assert replace(teacher.new_requests(), waited_s=0.0) == RequestCounts(3, 0, nbytes)
+    assert teacher.new_requests() == RequestCounts()
     assert ring_shape(stored.run, 0).max_rows == 0, "maxima are not stored"
     teacher.close()
 
@@ -110,9 +123,9 @@ def test_the_head_and_the_padded_hidden_states_are_those_of_the_model(stored: St
 def test_largest_logits_of_a_packed_row_are_those_of_the_model(stored: Stored) -> None:
     teacher = StoredTeacher(stored.run, 1, CPU)
     slot = torch.full((1, 20, ring_shape(stored.run, 1).width), torch.nan)
-    teacher.read_into(slot, (0, 1, 2), stored.ids, PACKED)
+    teacher.write(batch_of(stored.ids, row=PACKED), slot)
     found = read_topk(slot, topk_settings(stored.run, 1))
-    for (_, part), logits in zip(PACKED, stored.logits, strict=True):
+    for part, logits in zip(PACKED.slices(), stored.logits, strict=True):
         largest = logits.topk(TOPK)
         assert found.values[0, part].equal(largest.values)
         assert found.ids[0, part].equal(largest.indices)
@@ -123,13 +136,25 @@ def test_largest_logits_of_a_packed_row_are_those_of_the_model(stored: Stored) -
 def test_a_dead_sample_needs_no_record_and_any_other_its_own(stored: Stored) -> None:
     teacher = StoredTeacher(stored.run, 0, CPU)
     slot = torch.full((3, WIDTH, HIDDEN), torch.nan)
-    teacher.read_into(slot, (0, 7, 2), [stored.ids[0], stored.ids[1][:0], stored.ids[2]], PADDED)
+    teacher.write(batch_of(stored.ids, (0, 7, 2), dead=(7,)), slot)
     assert slot[0, : LENGTHS[0]].equal(stored.hidden[0])
     assert bool(slot.isfinite().all())
     missing = record_of(stored.run, 7)
     with pytest.raises(MissingRecordError, match=f"record {missing} of the text is not in the store"):
-        teacher.read_into(slot, (0, 7, 2), stored.ids, PADDED)
+        teacher.write(batch_of(stored.ids, (0, 7, 2)), slot)
     other = [stored.ids[0], stored.ids[1] + 1, stored.ids[2]]
     with pytest.raises(MissingRecordError, match=f"record {record_of(stored.run, 1)} of the text has other tokens"):
-        teacher.read_into(slot, (0, 1, 2), other, PADDED)
+        teacher.write(batch_of(other), slot)
+    teacher.close()
+
+
+def test_samples_with_tokens_that_the_teacher_does_not_have_are_refused_by_name(stored: Stored) -> None:
+    teacher = StoredTeacher(stored.run, 0, CPU)
+    ids = [stored.ids[0], stored.ids[1].clone(), stored.ids[2]]
+    ids[1][2] = WIDER
+    with pytest.raises(
+        RefusedSamplesError, match=f"token ids beyond the head of .* \\({teacher.head_width} rows\\)"
+    ) as caught:
+        teacher.write(batch_of(ids), torch.empty(3, WIDTH, HIDDEN))
+    assert caught.value.samples == [1]
     teacher.close()

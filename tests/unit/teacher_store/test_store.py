@@ -23,7 +23,6 @@ from xtoken_core.teacher_store.shards import (
     ALWAYS,
     FRAMES,
     INDEX,
-    UNKNOWN,
     ShardWriter,
     Skip,
     drop_records,
@@ -69,9 +68,9 @@ def read(store: TeacherStore, record: int) -> Array:
     return out
 
 
-def missing(store: TeacherStore, records: Iterable[int], condition: str = "mine", *, older: bool = False) -> list[int]:
+def missing(store: TeacherStore, records: Iterable[int], condition: str = "mine") -> list[int]:
     """The records that a build would compute."""
-    return store.missing(records, condition, older=older)
+    return store.missing(records, condition)
 
 
 @pytest.fixture(params=["directory", "memory"])
@@ -106,14 +105,13 @@ def test_a_skipped_record_is_missing_under_another_condition(address: str) -> No
     store = write_store(address, range(2))
     writer = ShardWriter(store.files, 1 << 20)
     add(writer, 9)
-    for record, condition in ((2, "mine"), (3, "other"), (4, ALWAYS), (5, UNKNOWN)):
+    for record, condition in ((2, "mine"), (3, "other"), (4, ALWAYS)):
         writer.skip(record, Skip("refused", condition))
     writer.flush()
     opened = TeacherStore.open(address)
     drop_records(opened.files, opened.entries[9].shard.replace(FRAMES, INDEX), {9})
     for each in (opened, TeacherStore.open(address)):
         assert missing(each, range(6)) == [3, 5]
-        assert missing(each, range(6), older=True) == [3]
         assert missing(each, range(6), "other") == [2, 5]
     writer.skip(3, Skip("refused", "mine"))
     writer.flush()

@@ -12,12 +12,12 @@ from tests.support.runs import resolved_run
 from xtoken_core.config.eval import EvalSpec
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.errors import ConfigError, InputError
+from xtoken_services.common.files.jsonl import JsonLines
 from xtoken_services.common.run.resume import CHECKPOINTS, best_step, newest_checkpoint
 from xtoken_services.trainer.best import BestEvaluation, BestFollower, best_evaluation
 from xtoken_services.trainer.checkpoint import Checkpoints, Cursor
 from xtoken_services.trainer.distributed import RankGroup
 from xtoken_services.trainer.export_checkpoint import step_of_best
-from xtoken_services.trainer.jsonl import JsonLines
 from xtoken_services.trainer.main import held_out_summary
 
 

@@ -15,7 +15,7 @@ import pytest
 from tests.support.runs import resolved_run
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.errors import ConfigError
-from xtoken_services.trainer.jsonl import JsonLines
+from xtoken_services.common.files.jsonl import JsonLines
 from xtoken_services.trainer.loggers import (
     ConsoleLogger,
     TensorBoardLogger,

@@ -13,8 +13,8 @@ import torch
 from tests.support.runs import resolved_run
 from xtoken_core.config.spec import TrainSpec
 from xtoken_core.errors import ConfigError, InputError, OutputError
+from xtoken_services.common.files.jsonl import JsonLines, replace_file
 from xtoken_services.trainer.checkpoint import Checkpoints, Cursor
-from xtoken_services.trainer.jsonl import JsonLines, replace_file
 from xtoken_services.trainer.optimizer import decay_groups, learning_rate
 from xtoken_services.trainer.step import seed_of
 

@@ -32,7 +32,6 @@ from xtoken_services.common.run.teacher_checks import check_teachers, same_token
 from xtoken_services.common.stores.teacher_stores import check_stores
 from xtoken_services.common.tables.pair_files import cache_of, check_special_tokens, kind_of, pair_file
 from xtoken_services.common.text.training_text import (
-    measure_pieces,
     mixture_of,
     open_held_out,
     open_index,
@@ -57,14 +56,13 @@ Progress = Callable[[str, float], None]
 READING = "reading the text"
 
 
-def resolve_run(spec: RunSpec, progress: Progress | None = None, *, divided_as: RunSpec | None = None) -> ResolvedRun:
+def resolve_run(spec: RunSpec, progress: Progress | None = None) -> ResolvedRun:
     """Check every file of a run, index its data and count its positions.
 
     Args:
         spec: The run.
         progress: Called several times a second while the training text is indexed for the first time, or a file about
             two tokenizers is built. It may raise to stop.
-        divided_as: Run of the same text whose division of long documents this one has; None: its own.
 
     Raises:
         InputError: A file is missing, unreadable or does not fit the others.
@@ -86,7 +84,7 @@ def resolve_run(spec: RunSpec, progress: Progress | None = None, *, divided_as: 
     obstacle = _obstacle_to_packing(spec)
     _writable(spec.output)
     same_tokenizer = same_tokenizer_of(spec, student, teachers)
-    index, piece_bytes = _training_text(spec, same_tokenizer, divided_as, progress)
+    index, piece_bytes = _training_text(spec, same_tokenizer, progress)
     records = len(index)
     if spec.eval is not None:
         open_held_out(spec)
@@ -118,27 +116,17 @@ def resolve_run(spec: RunSpec, progress: Progress | None = None, *, divided_as: 
     return resolved
 
 
-def _training_text(
-    spec: RunSpec, same_tokenizer: Sequence[bool], divided_as: RunSpec | None, progress: Progress | None
-) -> tuple[TextIndex, int]:
+def _training_text(spec: RunSpec, same_tokenizer: Sequence[bool], progress: Progress | None) -> tuple[TextIndex, int]:
     """Return the records of a run, and the bytes of a piece at most; arguments as of `resolve_run`.
 
     Raises:
         InputError: There are no records, or a tokenizer cannot take them.
     """
-    limit = None if divided_as is None else _piece_bytes(spec, divided_as, progress)
-    index, piece_bytes = resolve_text(spec, same_tokenizer, _reading(progress), limit)
+    index, piece_bytes = resolve_text(spec, same_tokenizer, reading(progress))
     if len(index) == 0:
         raise InputError(f"the training data is empty: {', '.join(map(str, spec.data.paths))}")
     _check_messages(spec, index, same_tokenizer)
     return index, piece_bytes
-
-
-def _piece_bytes(spec: RunSpec, run: RunSpec, progress: Progress | None) -> int:
-    """Return the bytes of another run's pieces at most; the index of the text is kept in this run's cache."""
-    student = tokenizer_fingerprint(run.student.tokenizer_dir)
-    same = [each.projection is None and tokenizer_fingerprint(each.tokenizer_dir) == student for each in run.teacher]
-    return measure_pieces(run.model_copy(update={"output": spec.output}), same, _reading(progress))
 
 
 def _check_tasks(evaluation: EvalSpec) -> None:
@@ -265,7 +253,7 @@ def _unread_loss_settings(run: ResolvedRun) -> Iterator[str]:
             yield f"loss.{name} is not read by {' and '.join(compared)}"
 
 
-def _reading(progress: Progress | None) -> Callable[[int, int], None] | None:
+def reading(progress: Progress | None) -> Callable[[int, int], None] | None:
     """Return the callback to which an index reports bytes read and bytes in all; None: none."""
     return None if progress is None else lambda done, total: progress(READING, done / max(total, 1))
 

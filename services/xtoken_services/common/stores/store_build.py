@@ -1,13 +1,17 @@
-"""Settings of the build of a store: a run's own, with one teacher and what else a build does not need left out."""
+"""A store's build: a run's settings and text, with one teacher and what else a build does not need left out."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import ConfigError
+from xtoken_core.projection.fingerprint import tokenizer_fingerprint
 from xtoken_core.teacher_store.files import is_address
+from xtoken_services.common.text.training_text import measure_pieces, open_text
 
 SUFFIX = "-store"
 BUILD = "build"
@@ -61,6 +65,25 @@ def build_spec(spec: RunSpec, teacher: int | None, out: str) -> RunSpec:
         spec.output.with_name(spec.output.name + SUFFIX) if is_address(out) else Path(out).absolute() / BUILD
     )
     return RunSpec.model_validate(document)
+
+
+def divided_as(build: ResolvedRun, run: RunSpec, progress: Callable[[int, int], None] | None = None) -> ResolvedRun:
+    """Return a build whose long documents are divided to fit all teachers of its run, not only the one that it has.
+
+    Args:
+        build: The build as its own settings say.
+        run: The run that the store is for.
+        progress: As of `DataIndex.build`.
+    """
+    if run.data.long != "split" or len(run.teacher) == 1:
+        return build
+    student = tokenizer_fingerprint(run.student.tokenizer_dir)
+    same = [each.projection is None and tokenizer_fingerprint(each.tokenizer_dir) == student for each in run.teacher]
+    limit = measure_pieces(run.model_copy(update={"output": build.spec.output}), same, progress)
+    index, steps = open_text(build.spec, limit, progress), build.spec.train.max_steps
+    most = len(index) if steps is None else min(len(index), steps * build.spec.train.samples_per_step)
+    text = {"data_fingerprint": index.fingerprint, "records": len(index), "positions": most}
+    return build.model_copy(update={"piece_bytes": limit, "bos_in_pieces": limit > 0, **text})
 
 
 def teacher_number(spec: RunSpec, teacher: int | None) -> int:

@@ -51,7 +51,7 @@ def check_stores(run: ResolvedRun, *, completed: bool = False) -> None:
         if spec.store is None or (spec.store_missing == "compute" and not completed):
             continue
         opened = open_store(run, teacher)
-        missing = opened.missing(records_of(run), skip_condition(run, teacher), older=True)
+        missing = opened.missing(records_of(run), skip_condition(run, teacher))
         if missing and spec.store_missing != "skip":
             raise StoreError(
                 f"{len(missing)} records of the text are not in the store {spec.store}, record {missing[0]} first: "
@@ -86,3 +86,21 @@ def records_of(run: ResolvedRun) -> Iterable[int]:
     if run.positions >= run.epoch:
         return range(run.records)
     return dict.fromkeys(record_of(run, position) for position in range(run.positions))
+
+
+def missing_steps(run: ResolvedRun, store: TeacherStore) -> list[list[list[int]]]:
+    """Return the positions that a build computes: per rank its steps, in the order of the run.
+
+    Ranks take turns by the steps of the whole text, so that each one's share is the same whenever it is started.
+
+    Args:
+        run: The build.
+        store: Its store.
+    """
+    missing = set(store.missing(records_of(run), skip_condition(run, 0)))
+    size, ranks = run.spec.train.samples_per_step, run.spec.workers.ranks
+    by_rank: list[list[int]] = [[] for _ in range(ranks)]
+    for position in range(run.positions):
+        if record_of(run, position) in missing:
+            by_rank[position // size % ranks].append(position)
+    return [[own[at : at + size] for at in range(0, len(own), size)] for own in by_rank]

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from xtoken_core import schema
-from xtoken_core.collate import Counts
+from xtoken_core.collate import Counts, CrossTokenizerCollator
 from xtoken_core.collate_generated import CompletionCollator, marks_of_text
 from xtoken_core.config.resolved import ResolvedRun
-from xtoken_core.dataset import TextIndex
+from xtoken_core.dataset import BadRecord, TextIndex
 from xtoken_core.errors import ConfigError, InputError
 from xtoken_core.losses.masks import loss_counts
 from xtoken_core.queue.run.names import SUPERVISOR
-from xtoken_core.wire import QueueError
+from xtoken_core.wire import Column, QueueError
 from xtoken_core.wire.messages import Block
 from xtoken_services.common.processes.worker import WAIT_S, Worker
+from xtoken_services.common.text.run_order import record_of
 from xtoken_services.common.text.training_text import open_text
 from xtoken_services.common.tokenizers.loading import aligners_of, tokenizer_of
 
@@ -54,15 +56,14 @@ def serve_blocks(worker: Worker, fill: Callable[[Block], None]) -> None:
             log.info("%s", error)
 
 
-def make_collator(worker: Worker) -> CompletionCollator:
+def make_collator(run: ResolvedRun) -> CompletionCollator:
     """Return the run's collator: every tokenizer of it, and an aligner per teacher with its own."""
-    spec = worker.run.spec
+    spec = run.spec
     student = tokenizer_of(spec.student, "student")
     teachers = [
         None if same else tokenizer_of(teacher, spec.teacher_name(number))
-        for number, (teacher, same) in enumerate(zip(spec.teacher, worker.run.same_tokenizer, strict=True))
+        for number, (teacher, same) in enumerate(zip(spec.teacher, run.same_tokenizer, strict=True))
     ]
-    worker.alive()
     return CompletionCollator(
         student_tokenizer=student,
         teacher_tokenizer=teachers,
@@ -74,17 +75,65 @@ def make_collator(worker: Worker) -> CompletionCollator:
     )
 
 
-def open_data(worker: Worker) -> TextIndex:
+def open_data(run: ResolvedRun) -> TextIndex:
     """Open the training-data index; its fingerprint must match the run's.
 
     Raises:
         ConfigError: It has changed.
     """
-    run = worker.run
     index = open_text(run.spec, run.piece_bytes)
     if index.fingerprint != run.data_fingerprint:
         raise ConfigError("the training data has changed since the run was opened: restore it, or start a new run")
     return index
+
+
+class BadRecordError(InputError):
+    """A record cannot be used, and the run ends for that."""
+
+
+def collate_positions(
+    run: ResolvedRun,
+    collator: CrossTokenizerCollator,
+    index: TextIndex,
+    counts: Counts,
+    positions: Sequence[int],
+    absent: Mapping[int, str] = MappingProxyType({}),
+) -> tuple[list[int], dict[str, Column], dict[int, str]]:
+    """Read and collate the records of some positions.
+
+    Args:
+        run: The run.
+        collator: Its collator.
+        index: Its text.
+        counts: From `row_counts`.
+        positions: Which.
+        absent: By number of the record, why it is skipped whatever it is.
+
+    Returns:
+        The positions that have a row, the columns of these, and of the others the reason why they have none.
+
+    Raises:
+        BadRecordError: One cannot be used, and `on_bad_record` is "fail".
+    """
+    readable, tombstones, skipped = [], {}, {}
+    numbers = [record_of(run, position) for position in positions]
+    for position, record in zip(positions, index.read(numbers), strict=True):
+        if isinstance(record, BadRecord):
+            tombstones[position] = f"{record.location}: {record.reason}"[:MAX_REASON]
+        elif reason := absent.get(record.number):
+            skipped[position] = f"{index.location(record.number)}: {reason}"[:MAX_REASON]
+        else:
+            readable.append((position, record))
+    rows = collator.rows([record.value for _, record in readable], counts)
+    for at, reason in rows.refused.items():
+        position, record = readable[at]
+        tombstones[position] = f"{index.location(record.number)}: {reason}"[:MAX_REASON]
+    for position, reason in (tombstones | skipped).items():
+        log.warning("position %d is skipped: %s", position, reason)
+    if tombstones and run.spec.data.on_bad_record == "fail":
+        position, reason = next(iter(tombstones.items()))
+        raise BadRecordError(f"bad record at position {position}: {reason} (data.on_bad_record = fail)")
+    return [readable[at][0] for at in rows.records], rows.columns, tombstones | skipped
 
 
 def row_counts(run: ResolvedRun) -> Counts:

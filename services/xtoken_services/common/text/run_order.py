@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.dataset.order import mixed_record_at, record_at
 
@@ -11,9 +9,6 @@ from xtoken_core.dataset.order import mixed_record_at, record_at
 def record_of(run: ResolvedRun, position: int) -> int:
     """Return the number of the record at a position of a run."""
     seed, shuffle = run.spec.seed, run.spec.data.shuffle
-    if run.order:
-        at, first = run.order[bisect_right(run.order, position, key=lambda span: span[0]) - 1]
-        position = first + position - at
     if not run.mixture:
         return record_at(position, records=run.records, seed=seed, shuffle=shuffle)
     if run.spec.prompts_per_step:

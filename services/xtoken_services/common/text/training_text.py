@@ -44,7 +44,6 @@ def resolve_text(
     spec: RunSpec,
     same_tokenizer: Sequence[bool],
     progress: Callable[[int, int], None] | None = None,
-    limit: int | None = None,
 ) -> tuple[TextIndex, int]:
     """Return the records of a run, and the bytes of a piece at most; 0 where documents are not divided.
 
@@ -52,13 +51,11 @@ def resolve_text(
         spec: The run's settings.
         same_tokenizer: Per teacher, True if it has the student's tokenizer.
         progress: As of `DataIndex.build`; called with documents while they are divided. It may raise to stop.
-        limit: Bytes of a piece at most, if they are known; None: they are measured.
 
     Raises:
         InputError: The text or a tokenizer cannot be read.
     """
-    if limit is None:
-        limit = measure_pieces(spec, same_tokenizer, progress)
+    limit = measure_pieces(spec, same_tokenizer, progress)
     return open_text(spec, limit, progress), limit
 
 

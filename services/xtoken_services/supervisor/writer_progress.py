@@ -1,0 +1,46 @@
+"""What the writers of a store have done, by the lines that they add to `steps.jsonl`: a build has no queue."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+LINES = "steps.jsonl"
+
+
+class WriterProgress:
+    """Steps of one start of a build.
+
+    Args:
+        output: Directory of the build.
+        left: Steps that each rank has to do.
+
+    Attributes:
+        steps: Steps of all ranks.
+    """
+
+    def __init__(self, output: Path, left: Mapping[int, int]) -> None:
+        self._path, self._left = output / LINES, dict(left)
+        self.steps = sum(left.values())
+        self._writing: set[str] = set()
+        self._read = 0
+        with suppress(FileNotFoundError):  # lines of earlier starts are passed over
+            self._read = self._path.stat().st_size
+
+    def steps_done(self) -> int:
+        """Read what was added, and return the steps that are done: a line says how many are left to its rank."""
+        with suppress(FileNotFoundError), self._path.open("rb") as file:
+            file.seek(self._read)
+            for line in itertools.takewhile(lambda line: line.endswith(b"\n"), file):
+                self._read += len(line)
+                row = json.loads(line)
+                self._left[row["rank"]] = row["left"]
+                self._writing.add(f"writer-{row['rank']}")
+        return self.steps - sum(self._left.values())
+
+    def phase(self, name: str) -> str:
+        """Return the phase of a writer: `load` until its first line."""
+        return "run" if name in self._writing else "load"
