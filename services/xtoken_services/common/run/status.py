@@ -46,7 +46,7 @@ class WorkerStatus(Document):
 
     name: str
     kind: str
-    """`queue`, `collator`, `rollout`, `teacher` or `trainer`."""
+    """`queue`, `collator`, `rollout`, `teacher`, `trainer`, or `writer` of a store."""
     state: str
     """`waiting`, `running`, `finished` or `stopped`."""
     pid: int | None
