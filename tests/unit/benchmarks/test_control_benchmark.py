@@ -15,16 +15,6 @@ def test_a_missed_bound_is_stated() -> None:
     assert (bound.value_text, bound.must_text, bound.verdict) == ("0.0495", "at most 0.03", "fails")
 
 
-def test_a_part_that_was_not_measured_is_stated() -> None:
-    result = pages.result("control")
-    del result["windows"]
-    result.pop("crowd", None)
-    not_run = [bound.what for bound in control_bounds(result) if bound.verdict == "not run"]
-    assert len(not_run) == 4 and "windows" in not_run[-1] and all("500 readers" in what for what in not_run[:-1])
-    (part,) = (part for part in pages.PARTS if part.name == "control")
-    assert "came and went" not in part.text(r=result)
-
-
 def test_a_window_is_held_against_its_neighbours() -> None:
     """The machine slows down all the time; readers cost a tenth."""
     spans = [(6.0 + 12 * number, 12.0 + 12 * number) for number in range(20)]

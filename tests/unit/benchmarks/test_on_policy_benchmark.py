@@ -1,13 +1,8 @@
 """Figures of the on-policy benchmark: rates behind the warm-up, ratios of both sides."""
 
-from argparse import Namespace
-from pathlib import Path
-
 import pytest
 
-from benchmarks.end_to_end import mps
-from benchmarks.on_policy import __main__ as both
-from benchmarks.on_policy import ours, report, trl_gold
+from benchmarks.on_policy import ours, report
 
 
 def step(number: int, *, seconds: float = 0.5, wait: float = 0.2) -> dict[str, float]:
@@ -58,57 +53,3 @@ def test_bounds_are_those_of_the_least_ratio() -> None:
         ],
     }
     assert [bound.verdict for bound in report.bounds(sides)] == ["holds", "fails"]
-
-
-@pytest.mark.parametrize(("count", "warm_up", "seconds"), [(2, 1, 8.0), (3, 2, 2.0), (4, 2, 2.0)])
-def test_a_slow_run_of_trl_has_figures_from_its_second_step(count: int, warm_up: int, seconds: float) -> None:
-    times = [0.0, 8.0, 10.0, 12.0][:count]
-    steps = [{"time": time, "generation": seconds / 4, "forward": 0.1, "backward": 0.2} for time in times]
-    counts = [{"completion_tokens": 100, "finished": 0.5} for _ in times]
-    row = trl_gold.result(steps, counts, Namespace(batch=4, new_tokens=25))
-    assert (row["warm_up"], row["steps"]) == (warm_up, count - warm_up)
-    assert row["seconds_per_step"] == pytest.approx(seconds)
-    assert row["tokens_per_second"] == pytest.approx(100 / seconds)
-    assert row["generated_tokens_per_second"] == pytest.approx(400 / seconds)
-    sides = {"ours": [{"batch": 4, "tokens_per_second": 9.0}], "trl": [row]}
-    assert report.variables(sides)["rows"][1][0] == ("TRL" if count > 2 else "TRL, its second step alone")
-
-
-def test_a_run_of_trl_that_ended_early_says_why() -> None:
-    log = "{'loss': 1.0}\nTraceback\n  File\ntorch.AcceleratorError: CUDA error: assert\nSearch\n"
-    assert both.why_ended(log) == "torch.AcceleratorError: CUDA error: assert"
-    assert both.why_ended("{'loss': 1.0}\n") == "out of time"
-    row = {"batch": 4, "tokens_per_second": 1.0, "generated_tokens_per_second": 2.0, "ended": "out of time"}
-    sides = {"ours": [{"batch": 4, "tokens_per_second": 9.0}], "trl": [row]}
-    assert report.variables(sides)["ended"] == [row]
-
-
-def test_a_run_of_trl_with_one_step_has_no_figures() -> None:
-    row = trl_gold.result(
-        [{"time": 3.0}], [{"completion_tokens": 9, "finished": 1.0}], Namespace(batch=4, new_tokens=9)
-    )
-    assert row["steps"] == 0 and "tokens_per_second" not in row
-
-
-def test_parts_that_the_bounds_are_about_are_measured_first() -> None:
-    options = Namespace(equal=16, ours=[64, 256], trl=[64, 128], parts=list(both.PARTS))
-    plan = both.planned(options)
-    assert plan[:6] == [("ours", 64), ("trl", 16), ("ours", 16), ("trl", 64), ("trl", 128), ("ours", 256)]
-    assert {part for part, _ in plan} == set(both.PARTS)
-    options.parts = ["trl"]
-    assert both.planned(options) == [("trl", 16), ("trl", 64), ("trl", 128)]
-
-
-def test_nothing_begins_without_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    options = Namespace(equal=16, ours=[64], trl=[64], parts=list(both.PARTS), part_seconds=60.0)
-    monkeypatch.setattr(both, "_stage", lambda part, size, options, seconds: [{"part": part, "seconds": seconds}])
-    seconds = iter([200.0, 200.0, 29.0, 50.0, 50.0, 29.0, 14.0, 16.0])
-    made = [(part, rows[0]["seconds"]) for part, rows in both.stages(options, lambda: next(seconds, 0.0))]
-    assert made == [("ours", 60.0), ("ours", 50.0)]
-
-
-def test_an_mps_daemon_is_found_by_its_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
-    assert not mps.serves_this_process()
-    (tmp_path / "control").touch()
-    assert mps.serves_this_process()

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import tempfile
 
 import pytest
 
 from benchmarks import pages
-from benchmarks.queue import compare, load, workload
+from benchmarks.queue import compare, load
 from benchmarks.queue.bounds import queue_bounds
 from xtoken_core.data_plane.address import Address
 
@@ -18,32 +17,6 @@ def test_a_slower_queue_fails_its_bounds() -> None:
     result["ours"]["ipc_1"]["put"] = 0.5 * result["plain"]["ipc_1"]["put"]
     failed = {bound.what for bound in queue_bounds(result) if not bound.holds}
     assert "put, ipc, 1 in flight, relative to raw pyzmq" in failed
-
-
-def test_a_batch_is_the_workload() -> None:
-    columns = workload.batch()
-    assert set(columns) == set(workload.FIELDS)
-    for name in workload.JAGGED:
-        offsets = columns[name].offsets
-        assert offsets is not None
-        lengths = [stop - start for start, stop in itertools.pairwise(offsets)]
-        assert len(lengths) == workload.BATCH
-        assert workload.SHORTEST <= min(lengths) <= max(lengths) <= workload.LONGEST
-    assert len(workload.buffers_of(columns)) == 9
-
-
-def test_all_batches_are_moved_once_whatever_is_in_flight() -> None:
-    moved: list[int] = []
-    assert workload.rate(moved.append, in_flight=3, batches=20) > 0
-    assert sorted(moved) == list(range(20))
-
-
-def test_a_failure_in_flight_ends_the_measurement() -> None:
-    def fail(number: int) -> None:
-        raise ValueError(number)
-
-    with pytest.raises(ValueError, match="0"):
-        workload.rate(fail, in_flight=1, batches=3)
 
 
 def test_ratios_of_a_result_grow_with_speed() -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.worker_kills import picture
 from benchmarks.worker_kills.__main__ import LIMIT, Outcome
 from benchmarks.worker_kills.whole_run import RUNS, holds, verdict
 
@@ -44,10 +42,3 @@ def test_a_resumed_run_is_held_to_its_noise_and_its_ids(offset: float, ids: list
     order = [0, 1, 2]
     found = verdict(dict(zip(RUNS, (lines(0.0, order), lines(1e-6, order), lines(offset, ids)), strict=True)))
     assert holds({**found, "kills": [GOOD], "memory_not_returned": 0}) is good
-
-
-def test_the_picture_is_drawn(tmp_path: Path) -> None:
-    losses = {name: [4.0, 3.5, 3.2] for name in RUNS}
-    picture.draw({"losses": losses, "kills": [GOOD]}, tmp_path / "p.svg")
-    drawn = (tmp_path / "p.svg").read_text(encoding="utf-8")
-    assert drawn.count("<svg") == 1

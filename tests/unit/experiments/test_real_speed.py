@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import tomllib
 from pathlib import Path
 
 import pytest
 
-from experiments.real import page, speed, stages
-from experiments.real.methods import CONDITIONS, GEMMA3, METHODS, SMOLLM2, projection_file
-from experiments.real.models import MissingSourceError
+from experiments.real import speed
+from experiments.real.methods import GEMMA3, METHODS, SMOLLM2
 from tests.support.tiny_run import documents, make_model, write_jsonl
 from xtoken_services.demo.vocabularies import train_student_tokenizer, train_teacher_tokenizer
 
@@ -46,43 +44,6 @@ def test_every_part_of_a_step_is_measured(state: Path, tmp_path: Path, monkeypat
     assert rows["ce"]["teacher_ms"] < rows["chain_fading"]["teacher_ms"]
 
 
-def test_a_method_whose_text_is_missing_is_named_and_the_rest_is_measured(
-    state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "speed.json"
-    options = ["--device", "cpu", "--documents", "2", "--repeats", "1", "--state", str(state), "--out", str(out)]
-    monkeypatch.setattr("sys.argv", ["speed", *options, "--methods", "samples", "ce"])
-    assert speed.main() == 1
-    assert "samples: there is no" in capsys.readouterr().err
-    assert [row["method"] for row in json.loads(out.read_text(encoding="utf-8"))["rows"]] == ["ce"]
-
-
-def test_the_model_that_the_continued_teacher_continues_stands_in_for_it(state: Path) -> None:
-    assert not (state / "models" / METHODS["same"].teacher).exists()
-    row = speed.measure(state, "same", device="cpu", documents=2, repeats=1)
-    assert row["teacher_ms"] > 0
-    document = tomllib.loads((state / "speed-same.toml").read_text(encoding="utf-8"))
-    assert [table["model"] for table in document["teacher"]] == [f"models/{CONDITIONS['de-500k'].student}"]
-
-
-def test_a_projection_of_another_version_is_built_again(state: Path) -> None:
-    condition = CONDITIONS["de-500k"]
-    file = state / projection_file(condition)
-    stages._build_projection(state, condition)
-    content = file.read_bytes()
-    written = file.stat().st_mtime_ns
-    stages._build_projection(state, condition)
-    assert file.stat().st_mtime_ns == written
-    file.write_bytes(content.replace(b"xtoken-projection-3", b"xtoken-projection-2"))
-    stages._build_projection(state, condition)
-    assert file.read_bytes() == content
-
-
-def test_models_that_are_missing_are_named(tmp_path: Path) -> None:
-    with pytest.raises(MissingSourceError, match="run the stage `models` first"):
-        speed.measure(tmp_path, "ce", device="cpu", documents=1, repeats=1)
-
-
 def test_rows_are_ordered_by_the_time_of_the_loss_and_compared_with_cross_entropy() -> None:
     rows = [
         {"method": name, "tokens_per_second": rate, "loss_ms": loss}
@@ -92,19 +53,3 @@ def test_rows_are_ordered_by_the_time_of_the_loss_and_compared_with_cross_entrop
     assert [(row["title"], row["ratio"]) for row in found] == [
         (METHODS[name].title, ratio) for name, ratio in (("ce", 1.0), ("chain", 2.0), ("uld", 4.0))
     ]
-
-
-def test_the_spread_of_one_computation_is_that_of_rows_with_equally_many_micro_batches() -> None:
-    rows = [{"micro_batches": number, "forward_ms": time} for number, time in ((2, 1.0), (3, 5.0), (3, 4.0), (3, 7.0))]
-    assert speed.forward_spread({"rows": rows}) == (3, 4.0, 7.0)
-
-
-def test_the_page_shows_what_was_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    known = json.loads(page.RESULT.read_text(encoding="utf-8"))
-    row = {"method": "chain", "weight": "even", "tokens": 900, "micro_batches": 3, "teacher_ms": 7.0}
-    row |= {"forward_ms": 1.0, "loss_ms": 2.5, "backward_ms": 3.0, "tokens_per_second": 123456.0, "peak_bytes": 2 << 30}
-    file = tmp_path / "speed.json"
-    machine = {"gpus": ["A GPU"], "cpus": 4, "python": "3", "torch": "2", "transformers": "5"}
-    file.write_text(json.dumps({"machine": machine, "condition": "de-500k", "repeats": 7, "rows": [row]}))
-    monkeypatch.setattr(speed, "RESULT", file)
-    assert "| chain, one weight to the end | 2.5 |  | 2.00 |" in page.page(known)
