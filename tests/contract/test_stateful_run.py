@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -14,8 +14,6 @@ from hypothesis.stateful import run_state_machine_as_test
 from tests.contract.driving import TICK_S, Driven, DrivenMemory, driven_server
 from tests.contract.run_machine import LIMIT, RunMachine
 from tests.contract.test_stateful import PROFILE
-from xtoken_core.queue.run.blocks import Blocks
-from xtoken_core.queue.run.slots import SlotTable
 from xtoken_core.queue.samples import Samples
 from xtoken_core.wire import QueueError
 from xtoken_services.queue import server
@@ -47,33 +45,7 @@ def test_queues_run_as_the_model(short_tmp: Path, monkeypatch: Patch, examples: 
     run_state_machine_as_test(lambda: machine(short_tmp), settings=settings(PROFILE, max_examples=examples))
 
 
-def rewind_keeps_leases(patch: Patch) -> None:
-    patch.setattr(Samples, "reset", lambda self: None)
-
-
-def blocks_outlive_their_collator(patch: Patch) -> None:
-    patch.setattr(Blocks, "end_session", lambda self, session: None)
-
-
-def a_lost_signal_needs_no_redo(patch: Patch) -> None:
-    patch.setattr(SlotTable, "withdrawn", lambda self, session: False)
-
-
-MISTAKES: list[Callable[[Patch], None]] = [
-    rewind_keeps_leases,
-    blocks_outlive_their_collator,
-    a_lost_signal_needs_no_redo,
-]
-
-
-@pytest.mark.parametrize(
-    "mistake",
-    [
-        pytest.param(mistake, id=mistake.__name__.replace("_", "-"), marks=[pytest.mark.slow] if number else [])
-        for number, mistake in enumerate(MISTAKES)
-    ],
-)
-def test_mutation_of_a_run_is_detected(mistake: Callable[[Patch], None], monkeypatch: Patch) -> None:
-    mistake(monkeypatch)
+def test_a_rewind_that_keeps_leases_is_detected(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(Samples, "reset", lambda self: None)
     with pytest.raises((AssertionError, KeyError, QueueError)):
         run_state_machine_as_test(lambda: machine(None), settings=settings(PROFILE, max_examples=400))

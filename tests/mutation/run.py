@@ -1,17 +1,15 @@
 """Run each package's tests on mutants of it and write which are noticed.
 
-    python -m tests.mutation.run [--packages plan wire] [--jobs N] [--seconds S] [--count 100] [--seed 1] [--out FILE]
-    python -m tests.mutation.run --since COMMIT [--without PATTERN ...] [--jobs N] [--seconds S] [...]
+    python -m tests.mutation.run [--packages plan wire] [--jobs N] [--count 100] [--seed 1] [--out FILE]
+    python -m tests.mutation.run --since COMMIT [--without PATTERN ...] [--jobs N] [...]
 
 A mutant that cannot be told from the original, changes cost only or is read by GPU code alone is listed in
-`equivalent.toml` with the reason and not counted. The result file names every survivor. It is written as the work
-proceeds, and a later call resumes from it: a package that is complete is run again only if its source has changed, or,
-on the mutants that were not noticed, if its tests have. With `--seconds` the call ends after that time; its exit status
-is 3 if there is more to do. A mutant is noticed by a test that fails with it, fails with it again and passes without
-it.
+`equivalent.toml` with the reason and not counted. The result file names every survivor. It is written as each package
+ends; a package is run again only if its source has changed, or, on the mutants that were not noticed, if its tests
+have. A mutant is noticed by a test that fails with it, fails with it again and passes without it.
 
 With `--since` the mutants are drawn from all product lines that have changed since a commit, and each is run on the
-unit, contract and operator tests that concern its file: that call a function of it, or import its module or package.
+unit, contract and operator tests that concern its file: that call its function, or import its module or package.
 """
 
 from __future__ import annotations
@@ -32,20 +30,16 @@ import time
 import tomllib
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ProcessPoolExecutor
 from fnmatch import fnmatch
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from tests.mutation.forked import ForkedRuns
+from tests.mutation.forks import run_in_fork
 from tests.mutation.mutants import Mutant, draw
-from tests.mutation.plugins import AbsentPackages, Limits
-from tests.mutation.pool import CURRENT, Pool, Slots, fork
-from tests.mutation.progress import NOTICED, SURVIVED, UNNOTICED, Event, Events, Progress, fold
-from tests.mutation.selection import CallRecorder, Calls, Only, candidates, concerning, file_of, function_around
-from tests.mutation.trials import Trials
+from tests.mutation.selection import Calls, Chosen, Recorder, concerning, function_around, ordered
 from xtoken_core.atomic import atomic_write
 
 ROOT = Path(__file__).parents[2]
@@ -58,11 +52,6 @@ PRELOADED = (
     "torch", "transformers", "zmq",
 )  # fmt: skip
 """Imported once; each mutant's tests start in a fork of this process."""
-
-NO_TESTS_COLLECTED = 5
-"""Exit status of pytest."""
-
-WRITTEN_EVERY_S = 3.0
 
 
 class Package(NamedTuple):
@@ -164,8 +153,8 @@ def workspace(root: Path, folder: Path) -> Path:
     return folder
 
 
-def run_tests(folder: Path, tests: Sequence[str], plugins: Sequence[object], *options: str) -> int:
-    """Run tests of a copied tree with pytest plugins, in a process that runs nothing else."""
+def run_tests(folder: Path, tests: Sequence[str], plugin: object, *options: str) -> int:
+    """Run tests of a copied tree with a pytest plugin, in a process that runs nothing else."""
     os.chdir(folder)
     sys.path[:0] = [str(folder), str(folder / "services")]
     sys.dont_write_bytecode = True
@@ -190,202 +179,128 @@ def run_tests(folder: Path, tests: Sequence[str], plugins: Sequence[object], *op
     settings.load_profile("mutants")
     quiet = ["-q", "--tb=no", "--assert=plain", "-p", "no:cacheprovider", "-p", "no:xdist", "--hypothesis-seed=0"]
     quiet += [f"--ignore={STARTS_THREADS}"]
-    return int(pytest.main([*quiet, *options, *tests], plugins=list(plugins)))
+    status = pytest.main([*quiet, *options, *tests], plugins=[plugin])
+    return 0 if status == pytest.ExitCode.NO_TESTS_COLLECTED else int(status)
 
 
-@dataclass(frozen=True)
-class Work:
-    """A package's mutants and what is known of them.
+class Work(NamedTuple):
+    """A package's mutants, on a copy of the tree.
 
     Attributes:
-        name: The package.
-        root: Root of the tree.
-        package: Its paths and tests.
-        drawn: What identifies the mutants: seed, number, hash of the source.
-        mutants: The mutants.
-        events: What was done and is done.
+        tree: The copy; every process that changes it makes one of its own.
+        package: Paths and tests.
+        calls: What the tests that pass without a mutant call.
     """
 
-    name: str
-    root: Path
+    tree: Path
     package: Package
-    drawn: dict[str, Any]
-    mutants: list[Mutant]
-    events: Events
+    calls: Calls
 
-    def waiting(self, progress: Progress) -> list[int]:
-        """Return the numbers of the mutants whose outcome is not final."""
-        return [n for n in range(len(self.mutants)) if progress.outcomes.get(n, UNNOTICED) == UNNOTICED]
+    def trial(self, mutant: Mutant) -> tuple[bool, list[str]]:
+        """Return whether a mutant is noticed, and the tests whose failures did not count."""
+        source = (self.tree / mutant.path).read_text(encoding="utf-8")
+        function = function_around(mutant.path, source, mutant.line)
+        callers = ordered(self.calls, [node for node, test in self.calls.items() if function in test.functions])
+        unsteady: list[str] = []
+        with tempfile.TemporaryDirectory(dir=self.tree.parent) as folder:
+            tree = Path(shutil.copytree(self.tree, Path(folder) / "tree"))
+            # Without the mutant the file is written in the same form, so that the form alone is not noticed.
+            sources = (ast.unparse(ast.parse(source)), mutant.source)
 
-    def run(self, slots: Slots, deadline: float, scratch: Path) -> int:
-        """Run the package's tests on its mutants until the deadline."""
-        tree = workspace(self.root, scratch / "tree")
-        pool = Pool(slots, deadline, scratch)
-        child = fork(lambda: self._exchange(tree, pool))
-        os.waitpid(child, 0)
-        progress = fold(self.events.read())
-        if progress.collected is None:
-            print(f"{self.name}: its tests cannot be collected: run pytest {' '.join(self.package.tests)}", flush=True)
-            return 1
-        if time.monotonic() >= deadline:
-            return 0
-        nodes = {}
-        for number in self.waiting(progress):
-            mutant = self.mutants[number]
-            source = (self.root / mutant.path).read_text(encoding="utf-8")
-            function = function_around(mutant.path, source, mutant.line)
-            calls = progress.calls
-            if self.package.lines is not None:
-                calls = concerning(calls, tree, mutant.path)
-            nodes[number] = candidates(calls, function, progress.collected)
-            if not nodes[number]:
-                self.events.add(number=number, outcome=SURVIVED)
-                del nodes[number]
-        trials = Trials(pool, progress.calls, self.events, partial(self._run_mutant, tree, progress.calls), start_s=60)
-        for number, noticed in trials.run(nodes):
-            self.events.add(number=number, outcome=NOTICED if noticed else SURVIVED)
-        return 0
+            def run(nodes: Sequence[str], mutated: bool) -> str:
+                (tree / mutant.path).write_text(sources[mutated], encoding="utf-8")
+                return self._failing(tree, nodes)
 
-    def _exchange(self, tree: Path, pool: Pool) -> int:
-        silent = os.open(os.devnull, os.O_RDWR)
-        os.dup2(silent, 1)
-        os.dup2(silent, 2)
-        progress = fold(self.events.read())
-        recorder, absent = CallRecorder(tree, {mutant.path for mutant in self.mutants}), AbsentPackages()
-        mutants = {number: self.mutants[number] for number in self.waiting(progress)}
-        forked = ForkedRuns(tree, mutants, self.events, pool, recorder, absent)
-        return run_tests(tree, self.package.tests, [recorder, absent, forked])
+            # Then all that may call it unseen: in processes that they start, in fixtures of other tests, on import.
+            others = concerning(self.calls, self.tree, mutant.path) if self.package.lines else self.calls
+            for nodes in (callers, ordered(self.calls, [node for node in others if node not in callers])):
+                while nodes and (failed := run(nodes, mutated=True)):
+                    if run([failed], mutated=True) and not run([failed], mutated=False):
+                        return True, unsteady
+                    unsteady.append(failed)
+                    nodes = nodes[nodes.index(failed) + 1 :]
+        return False, unsteady
 
-    def _run_mutant(
-        self, tree: Path, calls: Calls, number: int, nodes: Sequence[str], mutated: bool, folder: Path
-    ) -> int:
-        own = folder / "tree"
-        shutil.copytree(tree, own)
-        file = own / self.mutants[number].path
-        # Without the mutant the file is written in the same form, so that the form alone is not noticed.
-        original = ast.unparse(ast.parse(file.read_text(encoding="utf-8")))
-        file.write_text(self.mutants[number].source if mutated else original, encoding="utf-8")
-        plugins = [Only(nodes), Limits(calls, folder / CURRENT), AbsentPackages()]
-        status = run_tests(own, sorted({file_of(node) for node in nodes}), plugins, "-x")
-        return 0 if status == NO_TESTS_COLLECTED else status
-
-    def report(self, reasons: Mapping[str, str]) -> dict[str, Any]:
-        """Return the entry of the result file.
-
-        Args:
-            reasons: By change, why a mutant is equivalent to the original.
-        """
-        events = self.events.read()
-        progress = fold(events)
-        waiting = self.waiting(progress)
-        counts = Counter(SURVIVED if progress.outcomes.get(n) == SURVIVED else NOTICED for n in progress.outcomes)
-        tests = source_hash(self.root, self.package.tests)
-        entry = self.drawn | {"tests": tests, "left_out": progress.left_out, "unsteady": sorted(progress.unsteady)}
-        if waiting:
-            done = len(self.mutants) - len(waiting)
-            return entry | {"outcomes": {"done": done, "waiting": len(waiting)}, "progress": events}
-        unnoticed = [n for n in range(len(self.mutants)) if progress.outcomes[n] == SURVIVED]
-        survivors = [self.mutants[n] for n in unnoticed if self.mutants[n].key not in reasons]
-        total = len(self.mutants) - len(unnoticed) + len(survivors)
-        return entry | {
-            "outcomes": dict(sorted(counts.items())),
-            "unnoticed": unnoticed,
-            "equivalent": [self.mutants[n].key for n in unnoticed if self.mutants[n].key in reasons],
-            "survivors": [{"line": mutant.line, "change": mutant.key} for mutant in survivors],
-            "noticed": round((total - len(survivors)) / total, 4),
-        }
+    def _failing(self, tree: Path, nodes: Sequence[str]) -> str:
+        """Run tests until one fails; return that one, or nothing."""
+        chosen = Chosen(nodes, self.calls, tree.parent / "running")
+        chosen.running.write_text(nodes[0], encoding="utf-8")
+        files = sorted({node.partition("::")[0] for node in nodes})
+        seconds = 120 + 5 * sum(self.calls[node].seconds for node in nodes)
+        passed = run_in_fork(partial(run_tests, tree, files, chosen, "-x"), tree.parent, seconds)
+        return "" if passed else chosen.running.read_text(encoding="utf-8")
 
 
-def start_of(drawn: dict[str, Any], tests: str, earlier: Mapping[str, Any]) -> list[Event]:
-    """Return what an earlier entry of the result file says of the same mutants, as events."""
-    if {field: earlier.get(field) for field in drawn} != drawn:
-        return []
-    if "progress" in earlier:
-        events = earlier["progress"]
-        same = earlier["tests"] == tests
-        return [event for event in events if same or event.get("outcome") == NOTICED]
-    unnoticed = set(earlier.get("unnoticed", range(drawn["mutants"])))
-    final = earlier["tests"] == tests
-    # Noticed once is noticed for good; the others may be noticed by tests that are new.
-    known: list[Event] = [{"left_out": earlier["left_out"]}] if final else []
-    known += [{"unsteady": test} for test in earlier.get("unsteady", [])]
-    return known + [
-        {"number": number, "outcome": SURVIVED if number in unnoticed else NOTICED}
-        for number in range(drawn["mutants"])
-        if final or number not in unnoticed
-    ]
+def record(tree: Path, package: Package, paths: Collection[str]) -> tuple[Calls, list[str]]:
+    """Return which functions of files the tests call, and the tests and files that fail without a mutant."""
+    out = tree.parent / "calls.json"
+    run_in_fork(partial(run_tests, tree, package.tests, Recorder(tree, paths, out)), tree.parent, 4 * 3600.0)
+    if not out.exists():
+        raise SystemExit(f"the tests cannot be collected: run pytest {' '.join(package.tests)}")
+    return Recorder.read(out)
 
 
-def prepare(root: Path, name: str, package: Package, arguments: argparse.Namespace, scratch: Path) -> Work:
-    """Draw a package's mutants and take over what the result file has of them."""
+def mutate(name: str, package: Package, arguments: argparse.Namespace, root: Path = ROOT) -> None:
+    """Run a package's mutants and bring its entry of the result file up to date."""
     mutants = draw(root, package.paths, arguments.count, arguments.seed, package.lines)
     drawn = {"seed": arguments.seed, "mutants": len(mutants), "mutated": source_hash(root, package.paths)}
     if package.lines is not None:
         drawn |= {"without": arguments.without}
     report = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
-    start = start_of(drawn, source_hash(root, package.tests), report.get(name, {}))
-    return Work(name, root, package, drawn, mutants, Events(scratch / f"{name}.jsonl", start))
-
-
-def run_all(works: Sequence[Work], out: Path, jobs: int, deadline: float, scratch: Path) -> bool:
-    """Run packages side by side and write the result file as they proceed; returns whether all are complete."""
-    slots: Any = multiprocessing.get_context("fork").BoundedSemaphore(jobs)
-    children = {}
-    for work in works:
-        if work.waiting(fold(work.events.read())):
-            own = scratch / work.name
-            own.mkdir()
-            children[fork(partial(work.run, slots, deadline, own))] = work
-    while True:
-        write_report(works, out)
-        if not children:
-            break
-        time.sleep(WRITTEN_EVERY_S)
-        for child in [child for child in children if os.waitpid(child, os.WNOHANG)[0]]:
-            del children[child]
-    return not any(work.waiting(fold(work.events.read())) for work in works)
-
-
-def write_report(works: Sequence[Work], out: Path) -> None:
-    """Bring the packages' entries of the result file up to date."""
-    report = json.loads(out.read_text()) if out.exists() else {}
-    reasons = tomllib.loads(EQUIVALENT.read_text(encoding="utf-8"))
-    changed = {work.name: work.report(reasons.get(work.name, {})) for work in works}
-    if {name: report.get(name) for name in changed} == changed:
+    earlier, tests = report.get(name, {}), source_hash(root, package.tests)
+    same = {field: earlier.get(field) for field in drawn} == drawn
+    if same and earlier["tests"] == tests:
         return
-    for name, entry in changed.items():
-        if entry["outcomes"] != report.get(name, {}).get("outcomes"):
-            rate = f", {entry['noticed']:.1%} noticed" if "noticed" in entry else ""
-            print(f"{time.strftime('%H:%M:%S')} {name}: {entry['outcomes']}{rate}", flush=True)
-    atomic_write(out, json.dumps(report | changed, indent=2, ensure_ascii=False) + "\n")
+    # Noticed once is noticed for good; the others may be noticed by tests that are new.
+    waiting = earlier["unnoticed"] if same else list(range(len(mutants)))
+    with tempfile.TemporaryDirectory(prefix="m-") as scratch:
+        tree = workspace(root, Path(scratch).resolve() / "tree")
+        calls, left_out = record(tree, package, {mutants[number].path for number in waiting})
+        with ProcessPoolExecutor(arguments.jobs, multiprocessing.get_context("fork")) as pool:
+            found = pool.map(Work(tree, package, calls).trial, [mutants[number] for number in waiting])
+            trials = dict(zip(waiting, found, strict=True))
+    unnoticed = [number for number, (noticed, _) in trials.items() if not noticed]
+    reasons = tomllib.loads(EQUIVALENT.read_text(encoding="utf-8")).get(name, {})
+    survivors = [mutants[number] for number in unnoticed if mutants[number].key not in reasons]
+    counted = len(mutants) - len(unnoticed) + len(survivors)
+    outcomes = Counter(noticed=len(mutants) - len(unnoticed), survived=len(unnoticed))
+    report[name] = drawn | {
+        "tests": tests,
+        "left_out": left_out,
+        "unsteady": sorted({node for _, nodes in trials.values() for node in nodes}),
+        "outcomes": {outcome: count for outcome, count in outcomes.items() if count},
+        "unnoticed": unnoticed,
+        "equivalent": [mutants[number].key for number in unnoticed if mutants[number].key in reasons],
+        "survivors": [{"line": mutant.line, "change": mutant.key} for mutant in survivors],
+        "noticed": round((counted - len(survivors)) / counted, 4),
+    }
+    print(f"{time.strftime('%H:%M:%S')} {name}: {report[name]['outcomes']}", flush=True)
+    atomic_write(arguments.out, json.dumps(report, indent=2, ensure_ascii=False) + "\n")
 
 
 def main() -> int:
-    """Run the packages that are asked for and add them to the result file."""
+    """Run the packages that are asked for, one after the other."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--packages", nargs="+", choices=sorted(PACKAGES), default=sorted(PACKAGES))
     parser.add_argument("--since", metavar="COMMIT", help="mutate the lines changed since then, instead of packages")
     parser.add_argument("--without", nargs="+", default=[], metavar="PATTERN", help="paths that --since leaves out")
-    parser.add_argument("--jobs", type=int, default=1, help="mutants side by side, over all packages")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this time, to resume later")
+    parser.add_argument("--jobs", type=int, default=1, help="mutants side by side")
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
-    deadline = time.monotonic() + arguments.seconds
-    arguments.out = arguments.out.resolve()
     os.environ.setdefault("TRITON_INTERPRET", "1")
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     for name in PRELOADED:
         import_module(name)
-    with tempfile.TemporaryDirectory(prefix="m-") as scratch:
-        folder = Path(scratch).resolve()
-        packages = {name: PACKAGES[name] for name in arguments.packages}
-        if arguments.since:
-            packages = {f"since-{arguments.since}": changed_since(ROOT, arguments.since, arguments.without)}
-        works = [prepare(ROOT, name, package, arguments, folder) for name, package in packages.items()]
-        return 0 if run_all(works, arguments.out, arguments.jobs, deadline, folder) else 3
+    if arguments.since:
+        changed = changed_since(ROOT, arguments.since, arguments.without)
+        mutate(f"since-{arguments.since}", changed, arguments)
+    else:
+        for name in arguments.packages:
+            mutate(name, PACKAGES[name], arguments)
+    return 0
 
 
 if __name__ == "__main__":

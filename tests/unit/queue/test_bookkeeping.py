@@ -9,7 +9,6 @@ import msgspec
 import pytest
 
 from tests.unit.queue.run_calls import COLLATOR, leased, make_run, nack, put, put_block, rewind, rows
-from xtoken_core import schema
 from xtoken_core.queue.budget import (
     BATCH_BYTES,
     COLUMN_BYTES,
@@ -29,10 +28,8 @@ from xtoken_core.queue.budget import (
 from xtoken_core.queue.engine import Engine
 from xtoken_core.queue.reply_cache import ReplyCache
 from xtoken_core.queue.response import Response
-from xtoken_core.queue.run.names import signal_fields
-from xtoken_core.queue.run.slots import RegisteredRing, Slot
-from xtoken_core.queue.sample import Status, Task
-from xtoken_core.queue.sessions import ENDED_KEPT, Session, Sessions
+from xtoken_core.queue.sample import Task
+from xtoken_core.queue.sessions import Sessions
 from xtoken_core.queue.store import COMPACT_BYTES, Store
 from xtoken_core.queue.tasks.partition import SPARE_ENTRIES, TaskPartition
 from xtoken_core.queue.tasks.ready_queue import ReadyQueue
@@ -146,17 +143,6 @@ def test_slots_are_counted() -> None:
     assert part.overhead - before == RUN.slots * SLOT_BYTES
 
 
-def test_results_have_room_beyond_that_of_inputs() -> None:
-    engine, worker = opened(m.TaskDef(name="a", requires=["x"]), memory_limit=1000)
-    stored = worker.ask(m.Put, {"x": column(1, 600)}, ids=[1])
-    assert stored.room == 400
-    lease = worker.ask(m.Claim, task="a", count=1).lease
-    with pytest.raises(QueueError, match="do not fit into 1400"):
-        worker.ask(m.Complete, {"r": column(1, 1401)}, lease=lease)
-    worker.ask(m.Complete, {"r": column(1, 1400)}, lease=lease)
-    assert engine.nbytes == 0, "the only task has done the sample"
-
-
 def test_a_full_account_has_no_room_for_any_put() -> None:
     engine, worker = opened(m.TaskDef(name="a", requires=["x"]))
     assert worker.ask(m.Room, bytes=1).room > 1
@@ -261,14 +247,6 @@ def test_the_heaviest_session_loses_its_oldest_replies() -> None:
     assert cache.get("light", "a.1") is not None
 
 
-def test_ended_sessions_are_kept_up_to_a_number() -> None:
-    sessions = Sessions()
-    for i in range(ENDED_KEPT + 3):
-        sessions.open(Session(str(i), str(i), "trainer", 1, 0, silence=1.0, last_seen=0.0))
-        sessions.end(str(i), "bye")
-    assert list(sessions.ended) == [str(i) for i in range(3, ENDED_KEPT + 3)]
-
-
 def test_lease_ages_are_counted_up_to_each_bound() -> None:
     engine, worker = opened(m.TaskDef(name="a", requires=["x"]))
     worker.ask(m.Put, {"x": column(2)}, ids=[1, 2])
@@ -325,24 +303,6 @@ def test_a_claim_that_cannot_be_read_leaves_an_earlier_lease() -> None:
     assert engine.partitions["p"].lease_ids() == [lease]
 
 
-def test_a_trainers_claim_that_cannot_be_read_is_undone() -> None:
-    engine, trainer = opened(run=RUN)
-    rewinds = trainer.ask(m.Rewind, step=0).rewinds
-    collator, teacher = Worker(engine, "collator"), Worker(engine, "teacher")
-    lease = collator.ask(m.LeaseBlock).lease
-    collator.ask(m.Put, {schema.INPUT_IDS.name: column(2)}, ids=[0, 1], lease=lease)
-    public = engine.sessions.get(trainer.session).public_id
-    ring = teacher.ask(m.AnnounceRing, teacher=0, rank=0, trainer=public, handle=b"").ring
-    trainer.ask(m.OpenedRing, teacher=0, ring=ring)
-    lease = teacher.ask(m.ClaimSlot, ring=ring, ids=[0, 1], rewinds=rewinds).lease
-    teacher.ask(m.Complete, lease=lease)
-    with pytest.raises(QueueError, match="has no field"):
-        trainer.ask(m.ClaimBatch, ids=[0, 1], rewinds=rewinds, fields=signal_fields(1))
-    part = engine.partitions["p"]
-    assert part.lease_ids() == [] and part.run.slots.readings == {}
-    assert trainer.ask(m.ClaimBatch, ids=[0, 1], rewinds=rewinds).ids == [0, 1]
-
-
 def test_a_tombstone_of_the_first_position_outlives_a_rewind_to_it() -> None:
     run = make_run()
     put(run)
@@ -357,18 +317,3 @@ def test_dead_positions_are_finished() -> None:
     run = make_run()
     nack(run, COLLATOR, leased(run).lease, [], "unreadable")
     assert run.finished.first_gap() == 2
-
-
-def test_leases_of_two_tasks_are_distinct() -> None:
-    samples = OrderedSamples([Task(name, frozenset({"x"}), "by_id") for name in "ab"])
-    samples.produce([1], ["x"])
-    leases = [samples.claim_ids("s", name, [1]) for name in "ab"]
-    assert [lease.task for lease in leases] == ["a", "b"]
-    assert samples.lacking([1], ["x"]) == []
-    assert samples.lacking([1, 2], ["x"]) == [2]
-    assert samples.samples[1].status == {"a": Status.LEASED, "b": Status.LEASED}
-
-
-def test_a_generation_grows_with_every_filling() -> None:
-    ring = RegisteredRing(1, 0, 0, "teacher", "trainer", b"", [Slot()])
-    assert [ring.fill(0, lease, (1,)).generation for lease in (7, 8, 9)] == [1, 2, 3]

@@ -9,11 +9,8 @@ from tests.unit.queue.run_calls import (
     ack_window,
     announce,
     ask_batch,
-    ask_slot,
     claim_batch,
-    claim_slot,
     code_of,
-    complete,
     join,
     lease_block,
     leased,
@@ -23,14 +20,12 @@ from tests.unit.queue.run_calls import (
     put,
     put_block,
     redo,
-    release,
     rewind,
     rows,
     signal,
 )
 from tests.unit.queue.world import ask
 from xtoken_core.queue.run.protocol import RunProtocol
-from xtoken_core.queue.run.slots import SlotState
 from xtoken_core.queue.run.state import run_tasks
 from xtoken_core.wire import QueueError
 from xtoken_core.wire import messages as m
@@ -48,34 +43,6 @@ def test_sizes_that_could_deadlock_are_refused(wrong: dict[str, int]) -> None:
         make_run(**wrong)
 
 
-def test_a_step_from_rows_to_acknowledgement() -> None:
-    run = make_run()
-    assert rows(run, 0) is None
-    put(run)
-    assert rows(run, 0) == [0, 1]
-    ring = open_ring(run)
-    assert ask_batch(run, [0, 1]) is None
-    signal(run, ring, [0, 1])
-    claim = claim_batch(run, [0, 1])
-    assert (claim.ids, claim.slots) == ([0, 1], [m.SlotRef(teacher=0, ring=ring.id, slot=0, generation=1)])
-    assert ring.slots[0].state == SlotState.READING
-    for _ in range(2):
-        release(run, ring.id, 0, 1)
-        assert ring.slots[0].state == SlotState.FREE
-    assert not redo(run)
-    assert ack_window(run) == [0, 1]
-    assert ack_window(run) == []
-    assert (run.cursor, run.finished.first_gap(), run.slots.readings) == (1, 2, {})
-
-
-def test_too_many_dead_fail_the_run() -> None:
-    run = make_run(max_dead=0)
-    nack(run, COLLATOR, leased(run).lease, [], "unreadable")
-    with pytest.raises(QueueError, match="2 dead letters, 0 are allowed: 0, 1: unreadable") as caught:
-        rows(run, 0)
-    assert code_of(caught) == "run_failed"
-
-
 def test_a_refused_block_keeps_its_places() -> None:
     run = make_run()
     nack(run, COLLATOR, leased(run).lease, [], "unreadable")
@@ -83,36 +50,6 @@ def test_a_refused_block_keeps_its_places() -> None:
     assert not redo(run, [0, 1])
     assert ack_window(run) == []
     assert run.cursor == 1
-
-
-@pytest.mark.parametrize(
-    ("ids", "tombstones"),
-    [([0], {}), ([0, 1], {1: "empty"}), ([0, 1, 2], {}), ([0, 2], {})],
-    ids=["missing", "doubled", "too-many", "foreign"],
-)
-def test_a_block_is_put_whole(ids: list[int], tombstones: dict[int, str]) -> None:
-    run = make_run()
-    lease = leased(run).lease
-    with pytest.raises(QueueError, match="a row or a tombstone for each position of block 0"):
-        put_block(run, lease, ids, tombstones)
-
-
-def test_rows_need_their_tokens() -> None:
-    run = make_run()
-    lease = leased(run).lease
-    with pytest.raises(QueueError, match="need the column 'input_ids'"):
-        put_block(run, lease, [0, 1], fields=["sample_mask"])
-
-
-def test_span_follows_the_lowest_open_position() -> None:
-    run = make_run(positions=20)
-    put(run, blocks=3)
-    assert lease_block(run) is None
-    signal(run, open_ring(run), [0, 1])
-    claim_batch(run, [0, 1])
-    ack_window(run)
-    block = leased(run)
-    assert (block.first, block.count) == (6, 2)
 
 
 def test_unclaimed_rows_block_the_ack_of_a_step() -> None:
@@ -123,22 +60,6 @@ def test_unclaimed_rows_block_the_ack_of_a_step() -> None:
     with pytest.raises(QueueError, match="1 of its samples are not leased") as caught:
         ack_window(run)
     assert code_of(caught) == "conflict"
-
-
-def test_requests_from_before_a_rewind_get_rewound() -> None:
-    run = make_run()
-    put(run)
-    ring = open_ring(run)
-    before = run.rewinds
-    claim = claim_slot(run, ring, [0, 1])
-    rewind(run)
-    with pytest.raises(QueueError, match="rewound to step 0") as caught:
-        ask_slot(run, ring, [0, 1], rewinds=before)
-    assert caught.value.detail == {"step": 0, "rewinds": before + 1}
-    with pytest.raises(QueueError) as caught:
-        complete(run, TEACHER, claim.lease)
-    assert code_of(caught) == "lease_revoked"
-    assert claim_slot(run, ring, [0, 1]).generation == claim.generation + 1
 
 
 def test_rewind_ends_older_trainers_and_keeps_its_window() -> None:

@@ -29,13 +29,6 @@ from xtoken_core.wire import QueueError
 from xtoken_core.wire import messages as m
 
 
-def test_repeated_claim_of_a_slot() -> None:
-    run = make_run()
-    put(run)
-    ring = open_ring(run)
-    assert claim_slot(run, ring, [0, 1]) == claim_slot(run, ring, [0, 1])
-
-
 def test_no_slot_before_the_ring_is_opened() -> None:
     run = make_run()
     put(run)
@@ -43,18 +36,6 @@ def test_no_slot_before_the_ring_is_opened() -> None:
     assert ask_slot(run, ring, [0, 1]) is None
     opened(run, ring)
     claim_slot(run, ring, [0, 1])
-
-
-def test_a_teacher_waits_for_a_free_slot() -> None:
-    run = make_run()
-    put(run)
-    ring = open_ring(run)
-    signal(run, ring, [0])
-    assert ask_slot(run, ring, [1]) is None
-    claim_batch(run, [0])
-    assert ask_slot(run, ring, [1]) is None
-    release(run, ring.id, 0, 1)
-    assert claim_slot(run, ring, [1]).generation == 2
 
 
 def test_late_teacher_gets_already_done() -> None:
@@ -114,20 +95,6 @@ def test_different_plans_conflict() -> None:
     with pytest.raises(QueueError, match="planned the window differently") as caught:
         ask_batch(run, [1, 0])
     assert code_of(caught) == "conflict"
-
-
-def test_dead_sample_means_redo_without_it() -> None:
-    run = make_run()
-    put(run)
-    ring = open_ring(run)
-    claim = claim_slot(run, ring, [0, 1])
-    nack(run, TEACHER, claim.lease, [0], "no text")
-    assert run.samples.dead == {0: "no text"}
-    assert ring.slots[0].state == SlotState.FREE
-    assert redo(run)
-    assert not redo(run, [0])
-    assert signal(run, ring, [0, 1]).dead == [0]
-    assert claim_batch(run, [0, 1]).dead == [0]
 
 
 def test_trainer_nack_means_redo() -> None:

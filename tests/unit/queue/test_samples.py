@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from xtoken_core.queue.sample import Status, Task
 from xtoken_core.queue.tasks.samples import OrderedSamples
-from xtoken_core.wire import QueueError
 
 
 def one_task(order: Any, *requires: str, attempts: int = 3) -> OrderedSamples:
@@ -21,54 +20,12 @@ def claimed(samples: OrderedSamples, count: int, session: str = "s") -> tuple[in
     return lease.ids if lease else ()
 
 
-def test_strict_order_waits_for_the_first() -> None:
-    samples = one_task("strict", "x", "y")
-    samples.produce([5, 3, 4], ["x"])
-    samples.produce([3, 4], ["y"])
-    assert claimed(samples, 3) == ()
-    samples.produce([5], ["y"])
-    assert claimed(samples, 2) == (5, 3)
-    assert claimed(samples, 2) == (4,)
-
-
-def test_arrival_order_is_the_order_of_becoming_ready() -> None:
-    samples = one_task("arrival", "x", "y")
-    samples.produce([1, 2, 3], ["x"])
-    samples.produce([3], ["y"])
-    samples.produce([1], ["y"])
-    assert claimed(samples, 3) == (3, 1)
-    samples.produce([2], ["y"])
-    assert claimed(samples, 3) == (2,)
-
-
 def test_producing_again_is_no_news() -> None:
     samples = one_task("strict", "x", "y")
     assert samples.produce([1, 2], ["x"]) == [1, 2]
     assert samples.produce([1, 2], ["x"]) == []
     assert samples.produce([2], ["x", "y"]) == [2]
     assert claimed(samples, 1) == ()
-
-
-def test_finished_samples_are_dropped_for_good() -> None:
-    samples = OrderedSamples([Task("a", frozenset({"x"})), Task("b", frozenset({"x"}))])
-    samples.produce([1], ["x"])
-    samples.claim_next("s", "a", 1)
-    samples.claim_next("s", "b", 1)
-    assert samples.finish("a", [1]) == []
-    assert samples.finish("b", [1]) == [1]
-    assert not samples.samples
-    assert not samples.leases
-    assert samples.produce([1], ["x"]) == []
-
-
-def test_given_back_lease_comes_first_in_strict_order() -> None:
-    samples = one_task("strict")
-    samples.produce([1, 2, 3], ["x"])
-    lease = samples.claim_next("a", "use", 2)
-    assert lease is not None
-    samples.finish("use", [1])
-    samples.give_back(lease.id)
-    assert claimed(samples, 3, "b") == (2, 3)
 
 
 @pytest.mark.parametrize("order", ["strict", "arrival"])
@@ -92,71 +49,6 @@ def test_given_back_sample_without_field_waits() -> None:
     assert samples.samples[1].status["use"] == Status.WAITING
 
 
-def test_repeated_claim_by_ids_returns_the_same_lease() -> None:
-    samples = one_task("by_id")
-    samples.produce([1, 2], ["x"])
-    lease = samples.claim_ids("a", "use", [2, 1])
-    assert lease is not None
-    assert samples.claim_ids("a", "use", [2, 1]) is lease
-    assert samples.claim_ids("b", "use", [2, 1]) is None
-    assert samples.claim_ids("a", "use", [1]) is None
-
-
-def test_ids_are_claimed_all_or_none() -> None:
-    samples = one_task("by_id", "x", "y")
-    samples.produce([1, 2], ["x"])
-    samples.produce([1], ["y"])
-    assert samples.claim_ids("a", "use", [1, 2]) is None
-    assert samples.samples[1].status["use"] == Status.READY
-    with pytest.raises(QueueError, match="sample 3 is not here"):
-        samples.claim_ids("a", "use", [1, 3])
-
-
-def test_only_a_refusal_counts_towards_the_limit() -> None:
-    samples = one_task("by_id", attempts=2)
-    samples.produce([1, 2], ["x"])
-    for _ in range(5):
-        lease = samples.claim_ids("a", "use", [1, 2])
-        assert lease is not None
-        samples.give_back(lease.id)
-    assert samples.samples[1].attempts == 0
-    died = []
-    for _ in range(2):
-        lease = samples.claim_ids("a", "use", [1, 2])
-        assert lease is not None
-        died.append(samples.refuse(lease.id, [1], "broken"))
-    assert died == [[], [1]]
-    assert samples.dead == {1: "broken"}
-    lease = samples.claim_ids("a", "use", [1, 2])
-    assert lease is not None
-    assert lease.ids == (2,)
-
-
-def test_lease_on_dead_samples_is_empty() -> None:
-    samples = one_task("by_id", attempts=1)
-    samples.produce([1], ["x"])
-    lease = samples.claim_ids("a", "use", [1])
-    assert lease is not None
-    samples.refuse(lease.id, [1], "broken")
-    again = samples.claim_ids("a", "use", [1])
-    assert again is not None
-    assert again.ids == ()
-    assert not samples.leases
-
-
-@pytest.mark.parametrize("session", ["b", "a"], ids=["another-session", "after-it-was-given-back"])
-def test_lease_belongs_to_its_session(session: str) -> None:
-    samples = one_task("by_id")
-    samples.produce([1], ["x"])
-    lease = samples.claim_ids("a", "use", [1])
-    assert lease is not None
-    if session == "a":
-        samples.give_back(lease.id)
-    with pytest.raises(QueueError, match="was revoked") as caught:
-        samples.held(lease.id, session)
-    assert caught.value.code == "lease_revoked"
-
-
 def test_dropping_samples_shortens_their_leases() -> None:
     samples = one_task("by_id")
     samples.produce([1, 2, 3], ["x"])
@@ -167,17 +59,6 @@ def test_dropping_samples_shortens_their_leases() -> None:
     samples.drop([2])
     assert not samples.leases
     assert list(samples.samples) == [3]
-
-
-@pytest.mark.parametrize("order", ["strict", "arrival"])
-def test_a_reset_starts_every_task_over(order: str) -> None:
-    samples = one_task(order)
-    samples.produce([1, 2, 3], ["x"])
-    assert claimed(samples, 2) == (1, 2)
-    samples.mark(samples.samples[1], "use", Status.DONE)
-    samples.reset()
-    assert not samples.leases
-    assert sorted(claimed(samples, 3)) == [1, 2, 3]
 
 
 OPS = st.lists(

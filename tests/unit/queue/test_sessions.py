@@ -27,20 +27,6 @@ def test_a_newer_incarnation_ends_the_older_one(sessions: Sessions) -> None:
     assert sessions.get("collator/a/2").incarnation == 2
 
 
-def test_an_older_incarnation_is_refused(sessions: Sessions) -> None:
-    sessions.open(stay("a", 2))
-    with pytest.raises(QueueError, match="a newer collator called 'a'") as caught:
-        sessions.open(stay("a", 1))
-    assert caught.value.code == "stale_session"
-    assert list(sessions.live) == ["collator/a/2"]
-
-
-def test_same_name_in_another_role_is_another_worker(sessions: Sessions) -> None:
-    sessions.open(stay("a", 1))
-    assert sessions.open(stay("a", 5, role="teacher")) == []
-    assert len(sessions.live) == 2
-
-
 def test_a_session_ends_once(sessions: Sessions) -> None:
     told: list[str] = []
     sessions.on_end.append(told.append)
@@ -55,13 +41,6 @@ def test_a_session_ends_once(sessions: Sessions) -> None:
 def test_an_unknown_session_is_stale(sessions: Sessions) -> None:
     with pytest.raises(QueueError, match="unknown session"):
         sessions.get("nobody")
-
-
-def test_silence_beyond_the_limit(sessions: Sessions) -> None:
-    sessions.open(stay("a", 1, last_seen=5.0))
-    sessions.open(stay("b", 1, last_seen=8.0))
-    assert sessions.silent(15.0) == []
-    assert [s.name for s in sessions.silent(15.5)] == ["a"]
 
 
 def test_only_the_last_ended_sessions_are_remembered(sessions: Sessions) -> None:

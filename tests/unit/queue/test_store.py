@@ -20,22 +20,6 @@ def rows_of(column: Column) -> list[bytes]:
     return [bytes(column.values[slice(*column.row_bounds(row))]) for row in range(column.rows)]
 
 
-def test_a_batch_is_split_without_a_copy() -> None:
-    store, column = Store(), jagged([b"ab", b"", b"cde", b"f"])
-    store.put([7, 8, 9, 10], {"x": column}, [7, 8, 9, 10])
-    part = store.read([8, 9], ["x"])["x"]
-    assert rows_of(part) == [b"", b"cde"]
-    assert part.values.obj is column.values.obj
-    assert store.nbytes == column.nbytes
-
-
-def test_rows_come_in_the_order_that_is_asked_for() -> None:
-    store = Store()
-    store.put([1, 2], {"x": jagged([b"a", b"bb"])}, [1, 2])
-    store.put([3], {"x": jagged([b"ccc"])}, [3])
-    assert rows_of(store.read([3, 2, 1], ["x"])["x"]) == [b"ccc", b"bb", b"a"]
-
-
 def test_only_wanted_rows_and_first_values_are_kept() -> None:
     store = Store()
     store.put([1, 2], {"x": jagged([b"a", b"b"])}, [1])
@@ -64,15 +48,6 @@ def test_rows_of_different_kinds_do_not_mix() -> None:
     with pytest.raises(QueueError, match="differ in kind") as caught:
         store.read([1, 2], ["x"])
     assert caught.value.code == "conflict"
-
-
-def test_a_buffer_lives_as_long_as_one_of_its_rows() -> None:
-    store, column = Store(), jagged([b"ab", b"cd"])
-    store.put([1, 2], {"x": column}, [1, 2])
-    store.drop([1])
-    assert store.nbytes == column.nbytes
-    store.drop([2])
-    assert store.nbytes == 0
 
 
 def test_a_buffer_that_is_mostly_dead_is_compacted() -> None:

@@ -6,8 +6,6 @@ import argparse
 import ast
 import json
 import subprocess
-import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ import pytest
 
 from tests.mutation import run
 from tests.mutation.mutants import draw
-from tests.mutation.selection import Test, callers, candidates, concerning, function_around, ordered
+from tests.mutation.selection import Test, concerning, function_around, ordered
 
 LEFT_ALONE = '''
 """Text."""
@@ -72,20 +70,11 @@ def test_a_draw_repeats_and_its_mutants_differ_from_the_source(tmp_path: Path) -
     assert ast.unparse(ast.parse(source)) not in first
 
 
-def test_candidate_tests() -> None:
+def test_tests_of_a_function() -> None:
     source = "LIMIT = 3\n\n\n@cache\ndef f(a=1):\n    def g():\n        return a\n\n    return g\n"
     assert [function_around("m.py", source, line) for line in (1, 5, 7, 9)] == ["", "", "m.py:6", "m.py:4"]
-    calls = {
-        "a::slow": Test(2.0, 2.0, ["m.py:4"], False),
-        "a::fast": Test(1.0, 1.0, ["m.py:4", "m.py:6"], False),
-        "b::other": Test(0.5, 0.5, ["n.py:4"], False),
-        "c::process": Test(0.1, 9.0, [], True),
-    }
-    assert callers(calls, "m.py:4") == ["a::fast", "a::slow"]
-    assert candidates(calls, "m.py:6", ["n.py:4"]) == ["c::process", "a::fast", "a::slow"]
-    assert candidates(calls, "n.py:4", ["n.py:4"]) == candidates(calls, "", []) == ordered(calls, calls)
-    del calls["c::process"]
-    assert candidates(calls, "m.py:11", []) == []
+    calls = {"a::slow": Test(2.0, []), "a::fast": Test(1.0, []), "b::other": Test(0.5, [])}
+    assert ordered(calls, calls) == ["b::other", "a::fast", "a::slow"]
 
 
 def test_tests_that_concern_a_file(tmp_path: Path) -> None:
@@ -93,10 +82,10 @@ def test_tests_that_concern_a_file(tmp_path: Path) -> None:
     (tmp_path / "b.py").write_text("import services.queue.top as top\n")
     (tmp_path / "c.py").write_text("import services\n")
     calls = {
-        "a.py::package": Test(1.0, 1.0, [], False),
-        "b.py::module": Test(1.0, 1.0, [], False),
-        "c.py::calls": Test(1.0, 1.0, ["services/queue/top.py:4"], False),
-        "c.py::other": Test(1.0, 1.0, ["services/queue/server.py:4"], False),
+        "a.py::package": Test(1.0, []),
+        "b.py::module": Test(1.0, []),
+        "c.py::calls": Test(1.0, ["services/queue/top.py:4"]),
+        "c.py::other": Test(1.0, ["services/queue/server.py:4"]),
     }
     assert list(concerning(calls, tmp_path, "services/queue/top.py")) == [
         "a.py::package",
@@ -156,40 +145,31 @@ def test_without_folder():
 TREE = {
     "package.py": "def f(a):\n    return a + 1\n\n\ndef g(a):\n    return a - 1\n\n\ndef h():\n    return 7\n",
     "tests/test_f.py": "from package import f, g\n\n\ndef test_f():\n    assert f(2) == 3\n    g(1)\n",
-    "tests/test_absent.py": "import not_installed_anywhere\n\n\ndef test_absent():\n    assert False\n",
     "tests/test_broken.py": "def test_broken():\n    assert False\n",
 }
 
 
-def results_of(folder: Path, monkeypatch: pytest.MonkeyPatch, seconds: float) -> dict[str, Any]:
+def results_of(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Run the tests of a tree on all mutants of its `package.py`; the entry of the result file."""
     monkeypatch.setattr(run, "COPIED", ("package.py", "tests"))
-    monkeypatch.setattr(run, "WRITTEN_EVERY_S", 0.1)
-    arguments = argparse.Namespace(count=100, seed=1, out=folder / "results.json")
-    with tempfile.TemporaryDirectory(prefix="m-") as scratch:
-        work = run.prepare(folder, "package", run.Package(("package.py",), ("tests",)), arguments, Path(scratch))
-        complete = run.run_all([work], arguments.out, 2, time.monotonic() + seconds, Path(scratch))
+    arguments = argparse.Namespace(count=100, seed=1, jobs=2, out=folder / "results.json")
+    run.mutate("package", run.Package(("package.py",), ("tests",)), arguments, folder)
     found: dict[str, Any] = json.loads(arguments.out.read_text())["package"]
-    assert complete == ("progress" not in found)
     return found
 
 
 @pytest.mark.slow
-def test_a_run_stops_in_time_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mutants_that_a_test_notices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, text in TREE.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
-
-    def results(seconds: float) -> dict[str, Any]:
-        return results_of(tmp_path, monkeypatch, seconds)
-
-    assert results(0.0)["outcomes"]["waiting"] == 8
-    found = results(120.0)
+    found = results_of(tmp_path, monkeypatch)
     # Those of f are noticed; the only test of g asserts nothing, and h is not called.
     assert found["outcomes"] == {"noticed": 3, "survived": 5}
     assert {entry["line"] for entry in found["survivors"]} == {6, 10}
-    assert found["left_out"] == ["tests/test_absent.py", "tests/test_broken.py::test_broken"]
-    assert results(0.0) == found
+    assert found["left_out"] == ["tests/test_broken.py::test_broken"]
+    monkeypatch.delattr(run, "record")
+    assert results_of(tmp_path, monkeypatch) == found, "it is not run again"
 
 
 @pytest.mark.slow
@@ -200,6 +180,6 @@ def test_a_failure_that_the_mutant_did_not_cause_does_not_count(
     (folder / "tests").mkdir(parents=True)
     (folder / "package.py").write_text("def h():\n    return 7\n")
     (folder / "tests" / "test_h.py").write_text(UNSTEADY.format(folder=str(tmp_path)))
-    found = results_of(folder, monkeypatch, 120.0)
+    found = results_of(folder, monkeypatch)
     assert found["outcomes"] == {"survived": 2}
     assert found["unsteady"] == ["tests/test_h.py::test_alone", "tests/test_h.py::test_without_folder"]
