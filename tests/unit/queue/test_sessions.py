@@ -43,6 +43,13 @@ def test_an_unknown_session_is_stale(sessions: Sessions) -> None:
         sessions.get("nobody")
 
 
+def test_silence_beyond_the_limit(sessions: Sessions) -> None:
+    sessions.open(stay("a", 1, last_seen=5.0))
+    sessions.open(stay("b", 1, last_seen=8.0))
+    assert sessions.silent(15.0) == []
+    assert [s.name for s in sessions.silent(15.5)] == ["a"]
+
+
 def test_only_the_last_ended_sessions_are_remembered(sessions: Sessions) -> None:
     for incarnation in range(ENDED_KEPT + 10):
         sessions.open(stay("a", incarnation))
