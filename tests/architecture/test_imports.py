@@ -91,12 +91,6 @@ def test_the_help_of_every_command_needs_nothing_heavy() -> None:
         assert f":: xtoken {command}\n" in printed
 
 
-def test_the_command_line_itself_starts_without_anything_heavy() -> None:
-    done = run_without(HEAVY, "xtoken_services.cli", "--help")
-    assert done.returncode == 0, done.stderr
-    assert "Usage: xtoken" in done.stdout
-
-
 def test_a_mistake_in_a_run_file_is_told_before_anything_heavy_is_imported(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text('output = "out"\n[student]\nmodel = "m"\ncontext_length = 1\n', encoding="utf-8")

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -20,7 +21,7 @@ from xtoken_services.common.run.resolve import resolve_run
 from xtoken_services.common.run.status import RunStatus
 from xtoken_services.supervisor.launchers.local import LocalLauncher
 from xtoken_services.supervisor.process_spec import build_process_specs
-from xtoken_services.supervisor.run_record import RunResult
+from xtoken_services.supervisor.run_record import RunResult, RunState
 from xtoken_services.supervisor.supervisor import Limits, Supervisor
 
 DEADLINE_S = 240.0
@@ -90,6 +91,13 @@ class Crew:
         assert not self._thread.is_alive(), "the run does not end"
         assert self.ending is not None
         return self.ending
+
+    def complete(self, positions: int | None = None) -> list[dict[str, Any]]:
+        """The steps of a run that must be completed; they train each of so many positions once and in order."""
+        ending, steps = self.join(), steps_of(self.spec.output)
+        assert ending.state == RunState.COMPLETED, ending.error
+        assert positions is None or [i for line in steps for i in line["ids"]] == list(range(positions))
+        return steps
 
     def stop(self) -> RunResult:
         """Stop it in order."""

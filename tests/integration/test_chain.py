@@ -10,9 +10,8 @@ import pytest
 
 from tests.integration.conftest import Crew
 from tests.support.forks import ForkLauncher
-from tests.support.tiny_run import TinyAssets, documents, steps_of, tiny_spec, write_jsonl
+from tests.support.tiny_run import TinyAssets, documents, tiny_spec, write_jsonl
 from xtoken_services.common.run.resolve import resolve_run
-from xtoken_services.common.run.status import RunState
 
 Start = Callable[..., Crew]
 
@@ -33,9 +32,7 @@ def test_chain_and_p_kl_learn_from_files_built_at_the_start(
         loss={"mode": "chain", "teacher_modes": ["none", "p_kl"]},
         eval={"path": write_jsonl(tmp_path / "heldout.jsonl", documents(4, seed=5)), "teacher_kl": True},
     )
-    ending = start(spec, forking).join()
-    assert ending.state == RunState.COMPLETED, ending.error
-    lines = steps_of(spec.output)
+    lines = start(spec, forking).complete()
     assert lines[-1]["kl_loss_t0"] < lines[0]["kl_loss_t0"]
     assert lines[-1]["kl_loss_t1"] < lines[0]["kl_loss_t1"]
     assert all(lines[0][f"chain_{part}_t0"] > 0 for part in ("start", "inner", "end"))

@@ -37,8 +37,7 @@ def test_a_model_is_made_while_a_run_goes_on_and_the_last_is_the_runs_own(
         prompt = AutoTokenizer.from_pretrained(found.target)("def x", return_tensors="pt")
         AutoModelForCausalLM.from_pretrained(found.target).generate(prompt["input_ids"], max_new_tokens=2)
         assert f"Taken after {found.step} of the run's 20 steps." in (found.target / "README.md").read_text()
-    ending = start(spec).join()
-    assert ending.state == RunState.COMPLETED, ending.error
+    start(spec).complete()
     last = export_checkpoint(spec.output)
     files = {path.name for path in last.target.iterdir()}
     assert files == {path.name for path in (spec.output / "model").iterdir()}
@@ -53,8 +52,7 @@ def test_a_model_is_made_while_a_run_goes_on_and_the_last_is_the_runs_own(
 def test_adapters_come_out_as_the_run_leaves_them(assets: TinyAssets, tmp_path: Path, start: Start, kept: str) -> None:
     pytest.importorskip("peft")
     spec = tiny_spec(assets, tmp_path, train={"lora": {"rank": 4, "export": kept}})
-    ending = start(spec).join()
-    assert ending.state == RunState.COMPLETED, ending.error
+    start(spec).complete()
     place = export_checkpoint(spec.output).target
     name = "model.safetensors" if kept == "merged" else "adapter_model.safetensors"
     found, expected = (load_file(directory / name) for directory in (place, spec.output / "model"))

@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 from tests.integration.conftest import Crew
 from tests.support.tiny_run import TinyAssets, steps_of, tiny_spec
 from xtoken_core.config.spec import RunSpec
-from xtoken_services.common.run.status import RunState
 
 Start = Callable[[RunSpec], Crew]
 
@@ -25,8 +24,7 @@ def test_two_groups_take_the_steps_of_one_with_two_ranks(assets: TinyAssets, tmp
     one = tiny_spec(assets, tmp_path / "one", **changes, workers={"ranks": 2, "collators": 1})
     two = tiny_spec(assets, tmp_path / "two", **changes, workers={"nodes": 2, "collators": 1})
     for spec in (one, two):
-        ending = start(spec).join()
-        assert ending.state == RunState.COMPLETED, ending.error
+        start(spec).complete()
     lines = [steps_of(spec.output) for spec in (one, two)]
     assert [i for line in lines[1] for i in line["ids"]] == list(range(28))
     for name in ("loss", "kl_loss", "ce_loss", "grad_norm"):
@@ -48,6 +46,5 @@ def test_a_process_of_one_group_is_killed_and_every_position_is_trained_once(
     crew = start(spec)
     crew.wait_for_steps(5)
     crew.kill(victim)
-    ending = crew.join()
-    assert ending.state == RunState.COMPLETED, ending.error
+    crew.complete()
     assert sorted(i for line in steps_of(spec.output) for i in line["ids"]) == list(range(160))

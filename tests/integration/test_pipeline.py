@@ -40,9 +40,7 @@ def test_a_run_trains_every_position_once_and_leaves_a_model(
     tasks = {"path": sums, "match": "contains", "max_new_tokens": 4}
     spec = tiny_spec(assets, tmp_path, eval={"path": held_out, "also": [copy], "every": 6, "tasks": tasks})
     crew = start(spec, forking)
-    ending = crew.join()
-    assert ending.state == RunState.COMPLETED, ending.error
-    assert trained_ids(spec.output) == list(range(96))
+    crew.complete(96)
     assert {k: summary_of(spec.output)[k] for k in ("positions", "trained", "skipped", "dead")} == {
         "positions": 96,
         "trained": 96,
@@ -74,9 +72,7 @@ def test_killed_collator_and_teacher_lose_and_double_nothing(assets: TinyAssets,
     crew.kill("collator-0")
     crew.wait_for_steps(10)
     crew.kill("teacher-0-0")
-    ending = crew.join()
-    assert ending.state == RunState.COMPLETED, ending.error
-    assert trained_ids(spec.output) == list(range(400))
+    crew.complete(400)
     attempts = {w.name: len(list((spec.output / "logs").glob(f"{w.name}.*.log"))) for w in workers(crew)}
     assert attempts["collator-0"] >= 2
     assert attempts["teacher-0-0"] >= 2
@@ -90,13 +86,12 @@ def workers(crew: Crew) -> list[WorkerStatus]:
 def test_killed_student_resumes_bit_for_bit(assets: TinyAssets, tmp_path: Path, start: Start) -> None:
     loss = {"kl_loss_weight_end": 0.0}
     whole = tiny_spec(assets, tmp_path / "whole", loss=loss)
-    assert start(whole).join().state == RunState.COMPLETED
+    start(whole).complete()
     broken = tiny_spec(assets, tmp_path / "broken", loss=loss)
     crew = start(broken)
     crew.wait_for_steps(7)
     crew.kill("trainer-0")
-    ending = crew.join()
-    assert ending.state == RunState.COMPLETED, ending.error
+    crew.complete()
     expected, found = steps_of(whole.output), steps_of(broken.output)
     assert [line["ids"] for line in found] == [line["ids"] for line in expected]
     assert [line["loss"] for line in found] == [line["loss"] for line in expected]
@@ -112,9 +107,7 @@ def test_killed_queue_is_filled_again_from_the_checkpoint(assets: TinyAssets, tm
     crew = start(spec)
     crew.wait_for_steps(9)
     crew.kill("queue")
-    ending = crew.join()
-    assert ending.state == RunState.COMPLETED, ending.error
-    assert trained_ids(spec.output) == list(range(240))
+    crew.complete(240)
 
 
 @pytest.mark.slow
@@ -133,8 +126,7 @@ def test_two_teachers_two_epochs_and_bad_records(assets: TinyAssets, tmp_path: P
     first = assets.first_teacher(weight=0.5, content="hidden")
     teachers = [first, {**teacher, "content": "hidden"}]
     spec = tiny_spec(assets, tmp_path, data={"path": data, "epochs": 2}, teacher=teachers)
-    ending = start(spec).join()
-    assert ending.state == RunState.COMPLETED, ending.error
+    start(spec).complete()
     summary = summary_of(spec.output)
     assert (summary["positions"], summary["trained"], summary["skipped"], summary["truncated"]) == (88, 82, 6, 2)
     assert all("train.jsonl:" in reason for reason in summary["skipped_reasons"].values())
@@ -150,8 +142,7 @@ def test_two_ranks_train_as_one(assets: TinyAssets, tmp_path: Path, start: Start
     one = tiny_spec(assets, tmp_path / "one", records=64, loss={"vocab_topk": None})
     two = tiny_spec(assets, tmp_path / "two", records=64, loss={"vocab_topk": None}, workers={"ranks": 2})
     for spec in (one, two):
-        ending = start(spec).join()
-        assert ending.state == RunState.COMPLETED, ending.error
+        start(spec).complete()
     losses = [[line["loss"] for line in steps_of(spec.output)] for spec in (one, two)]
     assert trained_ids(two.output) == list(range(64))
     torch.testing.assert_close(torch.tensor(losses[0]), torch.tensor(losses[1]), rtol=1e-4, atol=1e-5)
@@ -174,9 +165,7 @@ def test_a_run_without_a_teacher_starts_none_and_trains(
     spec = baseline_of(tiny_spec(assets, tmp_path, eval={"path": tmp_path / "train.jsonl", "every": 6}))
     crew = start(spec, forking)
     assert {w.kind for w in crew.supervisor.status().workers} == {"queue", "collator", "trainer"}
-    ending = crew.join()
-    assert ending.state == RunState.COMPLETED, ending.error
-    assert trained_ids(spec.output) == list(range(96))
+    crew.complete(96)
     lines = steps_of(spec.output)
     assert lines[-1]["ce_loss"] < lines[0]["ce_loss"]
     assert lines[0]["loss"] == lines[0]["ce_loss"] and not any(name.startswith("kl") for name in lines[0])

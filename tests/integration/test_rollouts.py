@@ -47,8 +47,8 @@ def test_two_runs_train_on_the_same_completions(
 ) -> None:  # fmt: skip
     specs = [on_policy(writing, tmp_path / name) for name in "ab"]
     crews = [start(spec, forking) for spec in specs]
-    endings = [crew.join() for crew in crews]
-    assert [ending.state for ending in endings] == [RunState.COMPLETED] * 2, endings
+    for crew in crews:
+        crew.complete()
     one, two = ([{name: line[name] for name in EXACT} for line in steps_of(spec.output)] for spec in specs)
     assert one == two
     assert [i for line in one for i in line["ids"]] == list(range(24))
@@ -85,9 +85,7 @@ def test_half_of_a_step_is_generated(
     """No completion is older than allowed and no position is lost, also with all workers on one GPU."""
     spec = on_policy(writing, tmp_path, records=8 * 12, fraction=0.5, max_staleness=1, device=device, **form)
     crew = start(spec)
-    ending = crew.join()
-    assert ending.state == RunState.COMPLETED, ending.error
-    lines = steps_of(spec.output)
+    lines = crew.complete()
     positions = [i for line in lines for i in (*line["ids"], *line["skipped"])]
     assert sorted(positions) == list(range(8 * 12))
     assert max(line.get("staleness", 0) for line in lines) <= 1
@@ -125,12 +123,12 @@ def test_a_stopped_run_resumes_with_completions_by_its_checkpoint(
     writing: TinyAssets, tmp_path: Path, start: Start
 ) -> None:
     whole = on_policy(writing, tmp_path / "whole", records=8 * 12)
-    assert start(whole).join().state == RunState.COMPLETED
+    start(whole).complete()
     shutil.copytree(tmp_path / "whole", tmp_path / "again", ignore=shutil.ignore_patterns("out"))
     again = on_policy(writing, tmp_path / "again", records=8 * 12)
     crew = start(again)
     crew.wait_for_steps(4)
     crew.stop()
-    assert start(again).join().state == RunState.COMPLETED
+    start(again).complete()
     one, two = ([{name: line[name] for name in EXACT} for line in steps_of(spec.output)] for spec in (whole, again))
     assert one == two

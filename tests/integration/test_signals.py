@@ -25,10 +25,7 @@ Start = Callable[[RunSpec], Crew]
 def losses_of(assets: TinyAssets, directory: Path, start: Start, **changes: Any) -> torch.Tensor:
     """The losses of a tiny run that ended well, having trained each of its 48 positions once."""
     spec = tiny_spec(assets, directory, records=48, **changes)
-    ending = start(spec).join()
-    assert ending.state == RunState.COMPLETED, ending.error
-    steps = steps_of(spec.output)
-    assert [i for line in steps for i in line["ids"]] == list(range(48))
+    steps = start(spec).complete(48)
     return torch.tensor([line["loss"] for line in steps])
 
 
@@ -69,9 +66,7 @@ def test_a_killed_teacher_is_replaced_where_the_signal_goes_through_the_queue(
     crew = start(spec)
     crew.wait_for_steps(3)
     crew.kill("teacher-0-0")
-    ending = crew.join()
-    assert ending.state == RunState.COMPLETED, ending.error
-    assert [i for line in steps_of(spec.output) for i in line["ids"]] == list(range(160))
+    crew.complete(160)
 
 
 @pytest.mark.slow
@@ -80,9 +75,7 @@ def test_a_teacher_that_hangs_is_told_of_and_replaced(assets: TinyAssets, tmp_pa
     crew = start(spec)
     crew.wait_for_steps(3)
     psutil.Process(crew.pid("teacher-0-0")).suspend()
-    ending = crew.join()
-    assert ending.state == RunState.COMPLETED, ending.error
-    assert [i for line in steps_of(spec.output) for i in line["ids"]] == list(range(160))
+    crew.complete(160)
     trainer_log = next((spec.output / "logs").glob("trainer-0.*.log")).read_text()
     assert trainer_log.index("the teacher has ended: ring 1 is closed") < trainer_log.index(
         "ring 2 of the teacher is open"
@@ -122,21 +115,9 @@ def test_a_run_of_largest_logits_stops_and_resumes(
     crew.wait_for_steps(4)
     assert crew.stop().state == RunState.STOPPED
     assert 4 <= len(steps_of(spec.output)) < 12
-    ending = start(spec).join()
-    assert ending.state == RunState.COMPLETED, ending.error
-    lines = steps_of(spec.output)
-    assert [i for line in lines for i in line["ids"]] == list(range(96))
+    lines = start(spec).complete(96)
     assert 0 < lines[0]["chunk_mass_t0"] < 1
     assert lines[-1]["kl_loss_t0"] < lines[0]["kl_loss_t0"]
-
-
-@pytest.mark.parametrize("mode", ["gold", "uld"])
-def test_losses_that_sort_all_probabilities_are_refused_before_the_start(
-    assets: TinyAssets, tmp_path: Path, mode: str
-) -> None:
-    teacher = {"model": assets.teacher, "context_length": 96, "content": "topk"}
-    with pytest.raises(ConfigError, match=f'mode = "{mode}" cannot be computed from the teacher\'s largest logits'):
-        resolve_run(tiny_spec(assets, tmp_path, teacher=[teacher], loss={"mode": mode}))
 
 
 def test_signals_that_the_queue_cannot_hold_are_refused_before_the_start(assets: TinyAssets, tmp_path: Path) -> None:
@@ -202,9 +183,7 @@ def test_kills_on_a_gpu_lose_nothing_and_leave_no_memory(assets: TinyAssets, tmp
     for steps, victim in ((3, "teacher-0-0"), (12, "trainer-0"), (24, "teacher-0-0")):
         crew.wait_for_steps(steps)
         crew.kill(victim)
-    ending = crew.join()
-    assert ending.state == RunState.COMPLETED, ending.error
-    assert [i for line in steps_of(spec.output) for i in line["ids"]] == list(range(640))
+    crew.complete(640)
     assert torch.cuda.mem_get_info()[0] >= free - (64 << 20)
 
 

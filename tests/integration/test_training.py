@@ -67,8 +67,7 @@ def test_a_bfloat16_student_learns_from_masters_and_is_measured_against_its_teac
         eval={"path": held_out, "every": 12, "teacher_kl": True, "kl_documents": 8},
         report={"peak_tflops": 1.0, "console_every": 4},
     )
-    ending = start(spec).join()
-    assert ending.state == RunState.COMPLETED, ending.error
+    start(spec).complete()
     first, last = lines_of(spec.output / "eval.jsonl")
     assert last["held_out_kl_loss"] < first["held_out_kl_loss"]
     assert last["held_out_loss"] < first["held_out_loss"]
@@ -90,7 +89,7 @@ def test_a_bfloat16_student_learns_from_masters_and_is_measured_against_its_teac
 def test_shares_of_two_ranks_stop_and_one_rank_goes_on(assets: TinyAssets, tmp_path: Path, start: Start) -> None:
     changes: dict[str, Any] = {"records": 160, "loss": {"vocab_topk": None}}
     whole = tiny_spec(assets, tmp_path / "whole", **changes)
-    assert start(whole).join().state == RunState.COMPLETED
+    start(whole).complete()
     train = {"parallel": "fsdp", "checkpoint_every": 1000}
     two = tiny_spec(assets, tmp_path / "parts", **changes, train=train, workers={"ranks": 2})
     crew = start(two)
@@ -100,10 +99,7 @@ def test_shares_of_two_ranks_stop_and_one_rank_goes_on(assets: TinyAssets, tmp_p
     assert len(saved) == 1
     assert int(saved[0].removeprefix("step-")) >= 6
     one = tiny_spec(assets, tmp_path / "parts", **changes, train=train)
-    ending = start(one).join()
-    assert ending.state == RunState.COMPLETED, ending.error
-    lines = steps_of(one.output)
-    assert [i for line in lines for i in line["ids"]] == list(range(160))
+    start(one).complete(160)
     losses = [[line["loss"] for line in steps_of(spec.output)] for spec in (whole, one)]
     torch.testing.assert_close(torch.tensor(losses[0]), torch.tensor(losses[1]), rtol=1e-3, atol=1e-4)
 
@@ -173,10 +169,8 @@ def test_a_step_follows_the_better_teacher_of_each_micro_batch(
     for crew in crews:
         crew.wait_for_steps(3)
         crew.kill("teacher-1-0")
-    endings = [crew.join() for crew in crews]
-    assert [ending.state for ending in endings] == [RunState.COMPLETED] * 2, endings
+    one, two = (crew.complete() for crew in crews)
     assert len(list((alone.output / "logs").glob("trainer-0.*.log"))) == 1
-    one, two = steps_of(alone.output), steps_of(beside.output)
     assert [line["step"] for line in one] == [line["step"] for line in two] == [0, 1, 2, 3, 5, 6, 7, 8]
     for line in one:
         assert line["num_selected_chunks"] == line["num_valid_pairs_t0"] == line["num_valid_pairs_t1"]
@@ -194,9 +188,7 @@ def test_a_student_with_experts_learns_with_its_router(assets: TinyAssets, tmp_p
     before = make_student("qwen3-moe", vocab_size=width, max_position_embeddings=256)
     before.save_pretrained(place)
     spec = tiny_spec(assets, tmp_path, student={"model": place}, train={"parallel": "replicate"})
-    ending = start(spec).join()
-    assert ending.state == RunState.COMPLETED, ending.error
-    lines = steps_of(spec.output)
+    lines = start(spec).complete()
     assert lines[-1]["kl_loss"] < lines[0]["kl_loss"]
     after = AutoModelForCausalLM.from_pretrained(spec.output / "model").state_dict()
     moved = {name for name, value in before.state_dict().items() if not torch.equal(value, after[name])}
@@ -211,9 +203,7 @@ def test_adapters_are_trained_and_saved_alone(assets: TinyAssets, tmp_path: Path
     pytest.importorskip("peft")
     lora = {"rank": 4, "export": "adapter"}
     spec = tiny_spec(assets, tmp_path, train={"lora": lora, "learning_rate": 0.03})
-    ending = start(spec).join()
-    assert ending.state == RunState.COMPLETED, ending.error
-    lines = steps_of(spec.output)
+    lines = start(spec).complete()
     assert lines[-1]["kl_loss"] < lines[0]["kl_loss"]
     exported = {path.name for path in (spec.output / "model").iterdir()}
     assert {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json", "README.md"} <= exported
@@ -237,9 +227,7 @@ def test_two_ranks_share_a_student_that_learns_from_hidden_states(
             train={"parallel": "fsdp"},
             workers=workers,
         )
-        ending = start(spec).join()
-        assert ending.state == RunState.COMPLETED, ending.error
-        assert [i for line in steps_of(spec.output) for i in line["ids"]] == list(range(96))
+        start(spec).complete(96)
         losses.append(torch.tensor([line["loss"] for line in steps_of(spec.output)]))
         scales = [line["kl_loss_scale"] for line in steps_of(spec.output)]
         assert scales == pytest.approx([1 - step / 11 for step in range(12)]), "every rank has the step's weight"
@@ -256,9 +244,8 @@ def test_a_teacher_that_is_divided_gives_the_losses_of_a_whole_one(
     for gpus in (1, 2):
         spec = tiny_spec(assets, tmp_path / str(gpus), records=48, workers={"device": device})
         teacher = spec.teacher[0].model_copy(update={"model": tmp_path / "teacher", "gpus": gpus})
-        ending = start(spec.model_copy(update={"teacher": (teacher,)})).join()
-        assert ending.state == RunState.COMPLETED, ending.error
-        losses.append(torch.tensor([line["loss"] for line in steps_of(spec.output)]))
+        steps = start(spec.model_copy(update={"teacher": (teacher,)})).complete()
+        losses.append(torch.tensor([line["loss"] for line in steps]))
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-3, atol=1e-4)
 
 
@@ -274,8 +261,7 @@ def test_long_documents_are_divided_and_a_resumed_run_divides_them_alike(
     crew = start(spec)
     crew.wait_for_steps(5)
     crew.stop()
-    ending = start(spec).join()
-    assert ending.state == RunState.COMPLETED, ending.error
+    start(spec).complete()
     assert whole.records > 3 * len(texts)
     assert sorted(i for line in steps_of(spec.output) for i in line["ids"]) == list(range(whole.records))
     summary = json.loads((spec.output / "summary.json").read_text())
@@ -296,6 +282,4 @@ def test_a_divided_teacher_restarts_as_a_whole(assets: TinyAssets, tmp_path: Pat
     (owner if killed == "owner" else part).kill()
     crew.wait(lambda: not part.is_running() or part.status() == psutil.STATUS_ZOMBIE)
     crew.wait(lambda: crew.pid("teacher-0-0") != owner.pid)
-    ending = crew.join()
-    assert ending.state == RunState.COMPLETED, ending.error
-    assert [i for line in steps_of(spec.output) for i in line["ids"]] == list(range(160))
+    crew.complete(160)

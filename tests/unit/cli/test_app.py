@@ -88,20 +88,8 @@ def test_help_loads_nothing_heavy() -> None:
     program = block + "sys.argv = ['xtoken', '--help']; c.main()"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    for command in (
-        "demo",
-        "run",
-        "runs",
-        "queue",
-        "collator",
-        "teacher",
-        "trainer",
-        "control",
-        "align",
-        "projection",
-        "chain",
-        "version",
-    ):
+    commands = "demo run runs queue collator teacher trainer control align projection chain version"
+    for command in commands.split():
         assert f"\n  {command} " in done.stdout
 
 

@@ -21,7 +21,7 @@ from xtoken_core.wire import (
     select_rows,
 )
 from xtoken_core.wire.bounds import MAX_OBJECT_DEPTH
-from xtoken_core.wire.columns import bytes_view, unpack_columns
+from xtoken_core.wire.columns import bytes_view
 from xtoken_core.wire.messages.codec import envelope
 
 ROWS = [[0, 1], [], [2], [3, 4, 5], [6]]
@@ -59,18 +59,6 @@ def test_adjacent_rows_are_a_view(kind, chosen):
 
 def test_a_buffer_of_two_dimensions_is_read_flat():
     assert bytes_view(np.zeros((2, 3), dtype=np.uint8)).shape == (6,)
-
-
-@pytest.mark.parametrize("offsets", [(1, 1, 2), (0, 3, 2), (0, 1, 3), (0, 1), (0, 1, 1, 2)], ids=str)
-def test_offsets_that_do_not_fit_are_refused(offsets):
-    with pytest.raises(QueueError, match="offsets"):
-        unpack_columns([HEAD], [bytes(array("q", offsets)), bytes(16)])
-
-
-@pytest.mark.parametrize("head", [("int64", []), ("", [2])], ids=["dtype", "shape"])
-def test_objects_have_neither_dtype_nor_shape(head):
-    with pytest.raises(QueueError, match="neither dtype nor item_shape"):
-        unpack_columns([ColumnHead("x", "object", head[0], 1, head[1])], [bytes(array("q", (0, 1))), b"\1"])
 
 
 def test_rows_of_different_columns_are_not_joined():

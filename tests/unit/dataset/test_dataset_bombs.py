@@ -50,13 +50,6 @@ def test_compressed_arrow_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         index(tmp_path)
 
 
-def test_messages_from_a_parquet_file(tmp_path: Path) -> None:
-    conversation = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "ü"}]
-    pq.write_table(pa.table({"messages": [conversation] * 3}), tmp_path / "x.parquet")
-    (record,) = index(tmp_path / "x.parquet").read([2])
-    assert isinstance(record, Record) and record.value == {"messages": conversation}
-
-
 def test_record_longer_than_the_limit(tmp_path: Path) -> None:
     pq.write_table(pa.table({"text": ["x" * (MAX_RECORD_BYTES + 1), "fine"]}), tmp_path / "x.parquet")
     first, second = index(tmp_path / "x.parquet").read([0, 1])
