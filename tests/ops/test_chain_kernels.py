@@ -9,6 +9,7 @@ import torch
 
 from benchmarks.chain_tables import side_tokens
 from tests.ops.tolerances import GRADIENT, OUTPUT, assert_within
+from tests.support.device import without_waiting
 from tests.unit.chain.test_divergence import batch_of
 from tests.unit.chain.test_edges import DOCUMENTS, SPLIT, WHOLE
 from tests.unit.chain.tiny_tokenizers import BY_THREE, UNGROUPED
@@ -157,9 +158,8 @@ def test_missing_probability_is_finite(device):
         assert_within(actual, wanted, OUTPUT["chunk", torch.float32], "part")
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_vocabularies_of_thousands(dtype):
+def of_thousands(dtype):
+    """The op's inputs on the GPU, of a drawn text and of drawn tables of thousands of tokens."""
     from benchmarks.chain_tables import draw_tables, draw_text
 
     device = torch.device("cuda")
@@ -172,22 +172,23 @@ def test_vocabularies_of_thousands(dtype):
         (3 * torch.randn(1, 300, width, generator=torch.Generator().manual_seed(width))).to(device, dtype)
         for width in (9001, 12007)
     ]
-    tables = tables.to(device)
-    given = *logits, *sides, tables, text.chunks
+    return *logits, *sides, tables.to(device), text.chunks
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_vocabularies_of_thousands(dtype):
+    *logits, student, teacher, tables, P = given = of_thousands(dtype)
     check(given, ChainOptions())
     check(given, ChainOptions(), overwrite=True)
     TritonChainOp().prepare(tables)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with without_waiting():
         leaf = logits[0].clone().requires_grad_()
         runs = []
         for _ in range(2):
-            found = TritonChainOp()(leaf, logits[1], *sides, tables, ChainSettings(text.chunks))
+            found = TritonChainOp()(leaf, logits[1], student, teacher, tables, ChainSettings(P))
             total = found.start.sum() + found.inner.sum() + found.end.sum() + found.losses.sum()
             runs.append((*found, *torch.autograd.grad(total, leaf)))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert all(torch.equal(*pair) for pair in zip(*runs, strict=True))
 
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from tests.ops.test_chain_kernels import inputs as chain_inputs
-from tests.ops.test_chain_kernels import without_end_terms
+from tests.ops.test_chain_kernels import of_thousands, without_end_terms
 from tests.ops.tolerances import GRADIENT, OUTPUT, assert_within
+from tests.support.device import without_waiting
 from tests.unit.chain.test_edges import SPLIT, WHOLE
 from tests.unit.chain.tiny_tokenizers import BY_THREE, UNGROUPED
 from xtoken_core.ops.chain.reference import ChainOptions
@@ -152,34 +153,17 @@ def test_tokens_that_end_without_a_term_are_inside_their_nodes(device, pair):
 @pytest.mark.parametrize("k", [16, 64, 256])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_vocabularies_of_thousands(dtype, k):
-    from benchmarks.chain_tables import draw_tables, draw_text, side_tokens
-    from xtoken_core.losses.masks import whole_chunks
-
-    device = torch.device("cuda")
-    tables = draw_tables(9001, 12007)
-    text = draw_text(tables, 300)
-    ids, chunks = ([x.to(device) for x in each] for each in (text.ids, text.chunk_id))
-    usable = torch.ones(1, text.chunks, dtype=torch.bool, device=device)
-    sides = [side_tokens(i, c, usable & whole_chunks(c, text.chunks)) for i, c in zip(ids, chunks, strict=True)]
-    logits = [
-        (3 * torch.randn(1, 300, width, generator=torch.Generator().manual_seed(width))).to(device, dtype)
-        for width in (9001, 12007)
-    ]
-    tables = tables.to(device)
-    settings = ChainTopKSettings(text.chunks, 9001, least_mass=0.1)
-    arguments = given(logits, sides, tables, text.chunks, settings, k)
+    *logits, student, teacher, tables, P = of_thousands(dtype)
+    settings = ChainTopKSettings(P, 9001, least_mass=0.1)
+    arguments = given(logits, (student, teacher), tables, P, settings, k)
     check(arguments)
     op = TritonChainTopKOp()
     op.prepare(tables)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with without_waiting():
         runs = []
         for _ in range(2):
             leaf = logits[0].clone().requires_grad_()
             actual = op(leaf, *arguments[1:])
             total = actual.start.sum() + actual.inner.sum() + actual.end.sum() + actual.losses.sum()
             runs.append((*actual, *torch.autograd.grad(total, leaf)))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert all(torch.equal(*pair) for pair in zip(*runs, strict=True))

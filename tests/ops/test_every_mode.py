@@ -7,6 +7,7 @@ import torch
 
 from tests.ops.test_losses_on_backends import TRITON
 from tests.ops.tolerances import GRADIENT, OUTPUT, assert_within
+from tests.support.device import without_waiting
 from tests.unit.losses.loss_cases import STUDENT_HEAD, V_S, Case, make_case
 from xtoken_core.config import LossConfig
 from xtoken_core.losses import CrossTokenizerDistillationLoss, HeadProjection
@@ -86,16 +87,12 @@ def loss_and_gradient(case: Case, config: LossConfig, **step):
     return run
 
 
-def without_waiting(run, device):
+def second_run(run, device):
     """The result of a second call, during which nothing may wait for the device."""
-    if device.type == "cpu":
+    if device.type == "cuda":
+        run()
+    with without_waiting():
         return run()
-    run()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        return run()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def truth(case: Case, config: LossConfig, monkeypatch):
@@ -110,7 +107,7 @@ def truth(case: Case, config: LossConfig, monkeypatch):
 def test_the_references_numbers_without_waiting_for_the_device(mode, device, monkeypatch):
     config, shape = MODES[mode]
     case = case_of(shape)
-    loss, gradient = without_waiting(loss_and_gradient(moved(case, device), config), device)
+    loss, gradient = second_run(loss_and_gradient(moved(case, device), config), device)
     expected, wanted = truth(case, config, monkeypatch)
     assert wanted.abs().max() > 0
     assert_within(loss.cpu(), expected, OUTPUT["chunk", torch.float32], "loss")
@@ -153,6 +150,6 @@ def test_from_hidden_states_without_waiting_for_the_device(mode, monkeypatch):
             loss, _ = loss_fn(there.batch, HeadProjection(leaf, own), teachers, blocks=given)
             return loss.detach(), torch.autograd.grad(loss, leaf)[0]
 
-        loss, gradient = without_waiting(run, device)
+        loss, gradient = second_run(run, device)
         assert_within(loss.cpu(), expected, OUTPUT["chunk", torch.float32], "loss")
         assert_within(gradient.cpu(), wanted, GRADIENT["chunk", torch.float32], "gradient")

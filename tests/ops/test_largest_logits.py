@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.ops.tolerances import OUTPUT, assert_within
+from tests.support.device import without_waiting
 from xtoken_core.ops.registry import BACKENDS, load_backend
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -149,9 +150,5 @@ def test_rows_of_real_vocabularies(short, dtype, vocab, k):
 def test_a_call_does_not_wait_for_the_device(short):
     logits, targets = rows(1, 9, 5000).cuda(), torch.zeros(1, 9, dtype=torch.long, device="cuda")
     backend(short)(logits, targets, 20, 5000, 0.9, 2.0)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with without_waiting():
         backend(short)(logits, targets, 20, 5000, 0.9, 2.0)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.ops.tolerances import GRADIENT, OUTPUT, assert_within
+from tests.support.device import without_waiting
 from tests.unit.losses.test_vectors import CASES, batch_of, loss_of
 from xtoken_core.ops.registry import BACKENDS
 
@@ -41,13 +42,9 @@ def check(case, device):
     if device.type == "cuda":
         warm_up, _ = loss_fn(batch, logits, [moved["teacher_logits"]], global_valid_toks=toks)
         torch.autograd.grad(warm_up, logits)  # compiles kernels, which synchronises
-        torch.cuda.set_sync_debug_mode("error")
-    try:
+    with without_waiting():
         loss, metrics = loss_fn(batch, logits, [moved["teacher_logits"]], global_valid_toks=toks)
         loss.backward()
-    finally:
-        if device.type == "cuda":
-            torch.cuda.set_sync_debug_mode("default")
     bound = OUTPUT["chunk", torch.float32]
     for name, value in expected["metrics"].items():
         assert_within(metrics[name].cpu(), torch.tensor(value), bound, name)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.support.chain_divergence import ChainBatch, chain_divergence
+from tests.support.device import without_waiting
 from tests.unit.chain.test_divergence import batch_of, random_logits
 from tests.unit.chain.tiny_tokenizers import TinyTokenizer
 from xtoken_core.chain.build import as_tensors, build_tables
@@ -109,12 +110,8 @@ def test_gpu_gives_the_same_without_waiting(case, tables):
     tables = tables.to(device)
     tables.read_sizes()
     there[0].requires_grad_()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with without_waiting():
         found = chain_divergence(*there, batch, tables)
         own = gradient(found, there[0])
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     torch.testing.assert_close(found.cpu(), values, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(own.cpu(), expected, rtol=1e-9, atol=1e-9)
