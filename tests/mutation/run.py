@@ -201,24 +201,28 @@ class Work(NamedTuple):
         source = (self.tree / mutant.path).read_text(encoding="utf-8")
         function = function_around(mutant.path, source, mutant.line)
         callers = ordered(self.calls, [node for node, test in self.calls.items() if function in test.functions])
+        tree = self.tree.parent / f"worker-{os.getpid()}" / "tree"
+        if not tree.exists():
+            shutil.copytree(self.tree, tree)
+        # Without the mutant the file is written in the same form, so that the form alone is not noticed.
+        sources = (ast.unparse(ast.parse(source)), mutant.source)
+
+        def run(nodes: Sequence[str], mutated: bool) -> str:
+            (tree / mutant.path).write_text(sources[mutated], encoding="utf-8")
+            return self._failing(tree, nodes)
+
+        # Then all that may call it unseen: in processes that they start, in fixtures of other tests, on import.
+        others = concerning(self.calls, self.tree, mutant.path) if self.package.lines else self.calls
         unsteady: list[str] = []
-        with tempfile.TemporaryDirectory(dir=self.tree.parent) as folder:
-            tree = Path(shutil.copytree(self.tree, Path(folder) / "tree"))
-            # Without the mutant the file is written in the same form, so that the form alone is not noticed.
-            sources = (ast.unparse(ast.parse(source)), mutant.source)
-
-            def run(nodes: Sequence[str], mutated: bool) -> str:
-                (tree / mutant.path).write_text(sources[mutated], encoding="utf-8")
-                return self._failing(tree, nodes)
-
-            # Then all that may call it unseen: in processes that they start, in fixtures of other tests, on import.
-            others = concerning(self.calls, self.tree, mutant.path) if self.package.lines else self.calls
+        try:
             for nodes in (callers, ordered(self.calls, [node for node in others if node not in callers])):
                 while nodes and (failed := run(nodes, mutated=True)):
                     if run([failed], mutated=True) and not run([failed], mutated=False):
                         return True, unsteady
                     unsteady.append(failed)
                     nodes = nodes[nodes.index(failed) + 1 :]
+        finally:
+            (tree / mutant.path).write_text(source, encoding="utf-8")
         return False, unsteady
 
     def _failing(self, tree: Path, nodes: Sequence[str]) -> str:

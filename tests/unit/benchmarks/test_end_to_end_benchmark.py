@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import re
 import shlex
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +21,6 @@ from benchmarks.end_to_end.variants import VARIANTS, run_spec
 MACHINE = {"gpus": ["a GPU"], "digest": "0123", "torch": "2.11.0"}
 TOKENS = {"student": 10, "teacher": 12, "shared": 8}
 CALL = {"samples": 4, "context": 2048, "steps": 2, "warmup": 1, "small": False, "variants": [], "also": ""}
-
-
-def section(result: dict[str, Any]) -> str:
-    """Return the generated section about one result file."""
-    (part,) = (part for part in pages.PARTS if part.name == "end_to_end")
-    return part.text(results={"end_to_end": result})
 
 
 def test_what_the_files_compare_is_what_would_be_compared_now() -> None:
@@ -74,21 +67,6 @@ def test_nothing_is_added_to_a_file_of_something_else(
         opened(out, {**CALL, **call}, {**MACHINE, **machine}, TOKENS, go_on=True)
     assert "\n" not in str(refused.value)
     assert out.read_bytes() == before
-
-
-def test_documents_of_drawn_lengths_are_compared_with_padded_ones_and_with_one_length() -> None:
-    median = {"data_wait": 0.0, "teacher_wait": 0.0, "padding": 0.004, "mfu": 0.4}
-    result = pages.result("end_to_end")
-    for name, tokens in (("fixed_lengths", 100.0), ("text_padded", 50.0), ("text_packed", 95.0)):
-        variant = {**asdict(VARIANTS[name]), "serial": "p_kl", "tokens_per_second": tokens, "losses": [1.0]}
-        result["variants"][name] = {**variant, "median": median, "command_to_first_step_s": 9.0}
-    compare(result)
-    found = {b.what.removeprefix("one GPU, lengths of text, packed, "): b for b in bounds_of({"one": result})}
-    assert found["relative to documents of one length"].value == pytest.approx(0.95)
-    assert found["relative to padded rows"].verdict == "holds, aim reached"
-    assert found["computed positions that are no token"].verdict == "holds, aim reached"
-    line = "lengths of text: 40.0% MFU, 0.40% of the computed positions are no token, 0.95 times the rate"
-    assert line in section(result)
 
 
 def test_a_packed_variant_and_its_padded_one_differ_in_packing_alone() -> None:

@@ -114,17 +114,6 @@ def test_a_step_may_be_split_into_micro_batches(config, split):
         assert combined[name] == pytest.approx(value.item(), rel=1e-5, abs=1e-6), name
 
 
-def test_several_teachers_each_have_their_own_denominator():
-    config = LossConfig(vocab_topk=None, teacher_modes=("p_kl", "gold", None), reverse_kl=True)
-    case = make_case(same_tokenizer=(False, False, True), weights=(1.0, 0.5, 2.0), teacher_vocab=(31, 19), seed=8)
-    chunks = [counts(case, config, 0, "0_").sum(), counts(case, config, 1, "1_").sum(), None]
-    toks = ce_token_counts(case.batch["token_mask"]).sum()
-    whole, _ = gradient_and_metrics(case, config)
-    for rows in ([0, 1], [2, 3]):
-        gradient, _ = gradient_and_metrics(case.rows(rows), config, global_valid_toks=toks, global_valid_chunks=chunks)
-        torch.testing.assert_close(gradient, whole[rows], rtol=1e-7, atol=1e-11)
-
-
 SEVERAL = {
     "same_tokenizer": (LossConfig(vocab_topk=None, temperature=2.0), {"same_tokenizer": (True,)}),
     "averaged_logits": (LossConfig(teacher_aggregation="averaged_logits"), {"same_tokenizer": (True, True)}),
