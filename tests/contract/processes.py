@@ -31,10 +31,7 @@ def free_port() -> int:
 
 
 def start_queue(
-    address: Address,
-    *arguments: str,
-    stderr: IO[bytes] | None = None,
-    preexec_fn: Callable[[], None] | None = None,
+    address: Address, *arguments: str, stderr: IO[bytes] | None = None, preexec_fn: Callable[[], None] | None = None
 ) -> subprocess.Popen[bytes]:
     """Start a queue at an address, its log going to `stderr`; returns once it answers."""
     command = [sys.executable, "-m", "xtoken_services.cli", "queue", "--bind", address.url, *arguments]

@@ -58,9 +58,7 @@ def honest_client(peer: Any) -> Iterator[list[float]]:
 
 
 @pytest.mark.parametrize(
-    "frames",
-    [pytest.param(MAX_FRAMES + 1, marks=pytest.mark.slow), 1_500_000],
-    ids=["one-too-many", "endless"],
+    "frames", [pytest.param(MAX_FRAMES + 1, marks=pytest.mark.slow), 1_500_000], ids=["one-too-many", "endless"]
 )
 def test_a_message_of_too_many_frames_is_dropped(short_tmp: Path, frames: int) -> None:
     address = ipc_address(short_tmp / f"frames-{frames}")

@@ -51,8 +51,7 @@ def fill(client: TaskClient, samples: int, longest: int) -> int:
 
 
 @pytest.mark.parametrize(
-    ("samples", "longest", "share"),
-    [(1600, 1024, 1.25), pytest.param(10_048, 2048, 1.1, marks=[pytest.mark.slow])],
+    ("samples", "longest", "share"), [(1600, 1024, 1.25), pytest.param(10_048, 2048, 1.1, marks=[pytest.mark.slow])]
 )
 def test_memory_follows_what_is_held(
     short_tmp: Path, samples: int, longest: int, share: float, record_property: pytest.RecordProperty

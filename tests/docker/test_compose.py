@@ -97,12 +97,7 @@ def project(data: Path) -> Iterator[Project]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = int(free.getsockname()[1])
-    environment = {
-        **os.environ,
-        "COMPOSE_PROFILES": "cpu",
-        "XTOKEN_PORT": str(port),
-        "XTOKEN_DATA": str(data),
-    }
+    environment = {**os.environ, "COMPOSE_PROFILES": "cpu", "XTOKEN_PORT": str(port), "XTOKEN_DATA": str(data)}
     built = Project(f"xtoken-test-{os.getpid()}", port, composer(), environment)
     try:
         built("build")

@@ -114,10 +114,7 @@ def journal() -> list[bytes]:
         (records.Sealed(partition="p"), []),
         (records.Cleared(partition="p", everything=True), []),
         (records.Opened(partition="r", definition=run), []),
-        (
-            records.BlockRows(partition="r", ids=[0, 1], tombstones={2: "a", 3: "b"}, columns=heads),
-            buffers,
-        ),
+        (records.BlockRows(partition="r", ids=[0, 1], tombstones={2: "a", 3: "b"}, columns=heads), buffers),
         (records.BlockRefused(partition="r", block=1, reason="no", times=3), []),
         (records.Refused(partition="r", ids=[0], reason="no", times=3), []),
         (records.AtStep(partition="r", step=1, acked=True), []),

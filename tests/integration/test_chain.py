@@ -20,10 +20,7 @@ def test_chain_and_p_kl_learn_from_files_built_at_the_start(
     assets: TinyAssets, tmp_path: Path, start: Start, forking: ForkLauncher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    teachers = [
-        {"model": assets.teacher, "context_length": 96},
-        {"model": assets.other_teacher, "context_length": 80},
-    ]
+    teachers = [{"model": assets.teacher, "context_length": 96}, {"model": assets.other_teacher, "context_length": 80}]
     spec = tiny_spec(
         assets,
         tmp_path,

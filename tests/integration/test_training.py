@@ -28,8 +28,7 @@ on_two_devices = pytest.mark.parametrize(
     [
         pytest.param("cpu", marks=pytest.mark.slow),
         pytest.param(
-            "cuda",
-            marks=[pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")],
+            "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
         ),
     ],
 )

@@ -12,10 +12,7 @@ from benchmarks.worker_kills.whole_run import compare, holds
 from tests.support.tiny_run import make_assets, tiny_spec
 from xtoken_core.config.spec import RunSpec
 
-DEVICES = [
-    pytest.param("cpu", marks=pytest.mark.slow),
-    pytest.param("cuda", marks=pytest.mark.gpu),
-]
+DEVICES = [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -359,10 +359,7 @@ CASES: dict[str, dict[str, OpCase]] = {
         "": _with_targets(_p_kl_cross_entropy(0)),
         "wide_head_T2": _with_targets(_p_kl_cross_entropy(5, temperature=2.0)),
     },
-    "chain": {
-        "": _chain_case(),
-        "T2": _chain_case(temperature=2.0, options=ChainOptions(False, True, True)),
-    },
+    "chain": {"": _chain_case(), "T2": _chain_case(temperature=2.0, options=ChainOptions(False, True, True))},
     "chain_topk": {
         "": _chain_topk(6, 0.4),
         "alm": _chain_topk(3, 1.0),

@@ -5,11 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from xtoken_core.compat.indices_to_multihot import (
-    fused_indices_to_multihot,
-    indices_to_multihot,
-    null_decorator,
-)
+from xtoken_core.compat.indices_to_multihot import fused_indices_to_multihot, indices_to_multihot, null_decorator
 
 pytest.importorskip("triton")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

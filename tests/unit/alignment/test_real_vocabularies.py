@@ -87,11 +87,7 @@ def test_random_unicode(texts, cap, left, ids_alone):
     aligner = aligner_of(student, teacher)
     (s, s_mask), (t, t_mask) = (encoded(tokenizer, texts, cap, left) for tokenizer in (student, teacher))
     batch = aligner.align(
-        s,
-        t,
-        student_attention_mask=s_mask,
-        teacher_attention_mask=t_mask,
-        texts=None if ids_alone else texts,
+        s, t, student_attention_mask=s_mask, teacher_attention_mask=t_mask, texts=None if ids_alone else texts
     )
     check_batch(batch, s_mask, t_mask)
     check_equal_bytes(aligner, batch, s, t)

@@ -248,11 +248,7 @@ def test_several_teachers_with_modes_of_their_own(case, teacher):
     """Chain, ALM and a teacher with the student's tokenizer: the weighted sum of the three alone."""
     batch, columns, student, z_t = case
     three = {**columns_of(batch, "0_"), **columns_of(batch, "1_")}
-    teachers = [
-        teacher,
-        LossTeacher(V_T, own_tokenizer=True, weight=0.5),
-        LossTeacher(V_S, weight=2.0),
-    ]
+    teachers = [teacher, LossTeacher(V_T, own_tokenizer=True, weight=0.5), LossTeacher(V_S, weight=2.0)]
     own = torch.randn(student.shape, generator=torch.Generator().manual_seed(1), dtype=student.dtype)
     logits = [z_t, z_t.flip(-1), own]
     config = LossConfig(mode="chain", teacher_modes=("none", "alm", "none"), ce_loss_scale=0.0, vocab_topk=None)

@@ -102,8 +102,7 @@ def test_only_unigram_tokens_have_no_end_terms(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("make", "unigram"),
-    [("unigram", True), ("byte_level", False), ("wordpiece", False), ("slow_sentencepiece", False)],
+    ("make", "unigram"), [("unigram", True), ("byte_level", False), ("wordpiece", False), ("slow_sentencepiece", False)]
 )
 def test_unigram_is_recognized(make, unigram):
     assert is_unigram(getattr(vocabularies, make)()) == unigram

@@ -148,11 +148,7 @@ def test_a_text_without_tokens_refuses_its_own_record(student):
     other = copy.copy(v.unigram(byte_fallback=False, unknown=False))
     other.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
     collator = CrossTokenizerCollator(
-        student_tokenizer=student,
-        teacher_tokenizer=other,
-        aligner=None,
-        ctx_length_student=64,
-        ctx_length_teacher=64,
+        student_tokenizer=student, teacher_tokenizer=other, aligner=None, ctx_length_student=64, ctx_length_teacher=64
     )
     bad = [
         {"text": "hello Ω"},

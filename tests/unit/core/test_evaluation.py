@@ -114,9 +114,7 @@ def test_a_context_that_only_what_is_put_before_a_text_fills_is_refused_in_one_l
     assert evaluate(Uniform(300), adding_tokenizer("<bos>"), ["ab"], context_length=2, **settings).tokens == 2
 
 
-def test_batches_change_nothing_but_rounding_and_repetition_nothing_at_all(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
+def test_batches_change_nothing_but_rounding_and_repetition_nothing_at_all(tokenizer: PreTrainedTokenizerFast) -> None:
     model = llama(259)
 
     def nll(batch_tokens: int) -> float:
@@ -142,9 +140,7 @@ class Uniform(nn.Module):
         return SimpleNamespace(logits=logits)
 
 
-def test_a_model_that_knows_nothing_needs_the_entropy_of_its_vocabulary(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
+def test_a_model_that_knows_nothing_needs_the_entropy_of_its_vocabulary(tokenizer: PreTrainedTokenizerFast) -> None:
     result = evaluate(Uniform(400), tokenizer, ["abcd"], context_length=3, batch_tokens=8, device="cpu", max_bytes=99)
     assert result.bits_per_byte == pytest.approx(math.log2(259), rel=1e-6)
 

@@ -160,10 +160,7 @@ def test_per_token_field_may_be_wider_than_its_rows():
 def test_columns_are_packed_by_their_shape():
     objects = np.array([{"a": 1}, "text", None], dtype=object)
     ids = torch.arange(12).view(3, 4)
-    td = pack_jagged_fields(
-        {"ids": ids, "score": torch.ones(3), "tag": objects},
-        lengths=torch.tensor([4, 1, 0]),
-    )
+    td = pack_jagged_fields({"ids": ids, "score": torch.ones(3), "tag": objects}, lengths=torch.tensor([4, 1, 0]))
     assert td.batch_size == (3,)
     assert [row.tolist() for row in td["ids"].unbind()] == [[0, 1, 2, 3], [4], []]
     assert not td["score"].is_nested

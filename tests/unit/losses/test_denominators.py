@@ -125,9 +125,7 @@ SEVERAL = {
 
 
 @pytest.mark.parametrize(
-    ("config", "shape"),
-    [*((config, {}) for config in CONFIGS.values()), *SEVERAL.values()],
-    ids=[*CONFIGS, *SEVERAL],
+    ("config", "shape"), [*((config, {}) for config in CONFIGS.values()), *SEVERAL.values()], ids=[*CONFIGS, *SEVERAL]
 )
 def test_axis_a_a_samples_gradient_is_bitwise_the_same_whatever_shares_the_batch(config, shape):
     case = make_case(lengths=(9, 4, 1, 12), seed=5, dtype=torch.float32, **shape)

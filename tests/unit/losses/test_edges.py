@@ -190,11 +190,7 @@ def test_nothing_is_mutated_and_no_gradient_reaches_the_teacher(config):
 
 @pytest.mark.parametrize(
     ("config", "counts_masked"),
-    [
-        (LossConfig(vocab_topk=None), True),
-        (LossConfig(mode="gold"), False),
-        (LossConfig(mode="h_kl"), False),
-    ],
+    [(LossConfig(vocab_topk=None), True), (LossConfig(mode="gold"), False), (LossConfig(mode="h_kl"), False)],
     ids=["p_kl", "gold", "h_kl"],
 )
 def test_accuracy_counts_masked_samples_for_p_kl_only(config, counts_masked):

@@ -124,9 +124,7 @@ def test_averaged_logits():
 
 @settings(deadline=None, max_examples=15)
 @given(
-    seed=st.integers(0, 10**6),
-    lengths=st.lists(st.integers(1, 12), min_size=1, max_size=5),
-    rows=st.integers(1, 40),
+    seed=st.integers(0, 10**6), lengths=st.lists(st.integers(1, 12), min_size=1, max_size=5), rows=st.integers(1, 40)
 )
 def test_any_lengths_and_any_size_of_a_block(seed, lengths, rows):
     case = make_case(lengths=(4, *lengths), seed=seed)

@@ -170,10 +170,7 @@ def test_dynamic_teacher_weights(kind, normalised):
         return sum(w * f * t for w, f, t in zip(weights, factors, each_term(case, z), strict=True))
 
     config = LossConfig(
-        **MIXED,
-        dynamic_teacher_weights=kind,
-        dynamic_weight_alpha=1.7,
-        normalize_teacher_by_vocab=normalised,
+        **MIXED, dynamic_teacher_weights=kind, dynamic_weight_alpha=1.7, normalize_teacher_by_vocab=normalised
     )
     metrics = check(case, config, expected)
     for i in range(3):

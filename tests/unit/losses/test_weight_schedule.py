@@ -20,12 +20,7 @@ class OwnLoss(ALMLoss):
     mode = "custom"
 
 
-MODES = {
-    "p_kl": {"vocab_topk": 6},
-    "gold": {"mode": "gold"},
-    "alm": {"mode": "alm"},
-    "custom": {"mode": "custom"},
-}
+MODES = {"p_kl": {"vocab_topk": 6}, "gold": {"mode": "gold"}, "alm": {"mode": "alm"}, "custom": {"mode": "custom"}}
 SEVERAL = {
     "sum": {"teacher_modes": ("p_kl", "gold", "none"), "vocab_topk": 6},
     "dynamic_weights": {"mode": "p_kl", "vocab_topk": 6, "dynamic_teacher_weights": "ce"},

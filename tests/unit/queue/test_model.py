@@ -192,10 +192,7 @@ def test_without_generations_a_late_release_frees_a_slot_in_use(monkeypatch: pyt
     assert violation_without_a_rule("late-releases").startswith("foreign signal")
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [("nacks", "denominator"), ("sessions-lapse", "foreign signal")],
-)
+@pytest.mark.parametrize(("name", "expected"), [("nacks", "denominator"), ("sessions-lapse", "foreign signal")])
 def test_without_redo_a_wrong_step_is_taken(name: str, expected: str) -> None:
     assert violation_without_a_rule(name, protocol=NeverRedo).startswith(expected)
 

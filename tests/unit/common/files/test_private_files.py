@@ -67,11 +67,7 @@ def test_private_file_is_read(tmp_path: Path) -> None:
     ],
 )
 def test_other_files_are_refused(
-    tmp_path: Path,
-    make: Callable[[Path], None],
-    error: type[Exception],
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, make: Callable[[Path], None], error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # a socket's path is short
     make(Path("a"))

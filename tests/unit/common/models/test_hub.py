@@ -84,10 +84,7 @@ def test_without_a_connection(hub: HubServer, tmp_path: Path, monkeypatch: pytes
     [
         ("student.model=org/none", r"student\.model: org/none is no path here, .* does not exist, or is private"),
         ("student.model=org/small@v9", r"has no revision 'v9'"),
-        (
-            "data.path=org/text:*.parquet",
-            r"data\.path: org/text on .* matches '\*\.parquet': it has README",
-        ),
+        ("data.path=org/text:*.parquet", r"data\.path: org/text on .* matches '\*\.parquet': it has README"),
         ("student.model=org/text", r"does not exist, or is private"),
     ],
 )
