@@ -37,11 +37,15 @@ def values(rows: CollatedRows, name: str) -> np.ndarray:
     return np.frombuffer(column.values, dtype=column.dtype)
 
 
-def row_of(ids: list[int], *, ends: bool, context: int = 64) -> CollatedRows:
-    collator = CompletionCollator(
-        student_tokenizer=STUDENT, teacher_tokenizer=[TEACHER], aligner=[None], ctx_length_student=64,
+def collator_of(student: Any = STUDENT, *, teacher: Any = TEACHER, context: int = 64) -> CompletionCollator:
+    return CompletionCollator(
+        student_tokenizer=student, teacher_tokenizer=[teacher], aligner=[None], ctx_length_student=64,
         ctx_length_teacher=[context],
     )  # fmt: skip
+
+
+def row_of(ids: list[int], *, ends: bool, context: int = 64) -> CollatedRows:
+    collator = collator_of(context=context)
     prompt = collator.student.prompt({"text": PROMPT})
     completion = Completion({"text": PROMPT}, prompt, np.array(ids), TEXT, ends, ends, 5, 1.25, 10, 20)
     return collator.completion_rows([completion], loss_counts(LossConfig(mode="p_kl"), [False]))
@@ -69,10 +73,7 @@ def test_the_students_ids_are_kept_as_sampled_and_aligned() -> None:
 
 
 def test_log_probabilities_lie_at_the_sampled_tokens() -> None:
-    collator = CompletionCollator(
-        student_tokenizer=STUDENT, teacher_tokenizer=[TEACHER], aligner=[None], ctx_length_student=64,
-        ctx_length_teacher=[64],
-    )  # fmt: skip
+    collator = collator_of()
     prompt = collator.student.prompt({"text": PROMPT})
     ids = np.array(STUDENT(TEXT, add_special_tokens=False)["input_ids"])
     own = [-0.5 - n for n in range(len(ids))]
@@ -113,10 +114,7 @@ def templated_student() -> tuple[Any, CompletionCollator]:
     """Return a student's tokenizer with a chat template, and a collator whose teacher has none."""
     templated = fast(STUDENT.backend_tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
     templated.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}:"
-    collator = CompletionCollator(
-        student_tokenizer=templated, teacher_tokenizer=[TEACHER], aligner=[None], ctx_length_student=64,
-        ctx_length_teacher=[64],
-    )  # fmt: skip
+    collator = collator_of(templated)
     return templated, collator
 
 
@@ -134,10 +132,7 @@ def test_a_prompt_that_a_chat_template_does_not_take_is_refused() -> None:
 
 
 def test_a_completion_that_a_teacher_has_no_token_for_is_refused() -> None:
-    collator = CompletionCollator(
-        student_tokenizer=STUDENT, teacher_tokenizer=[unigram(byte_fallback=False, unknown=False)], aligner=[None],
-        ctx_length_student=64, ctx_length_teacher=[64],
-    )  # fmt: skip
+    collator = collator_of(teacher=unigram(byte_fallback=False, unknown=False))
     completions = [
         Completion({"text": "hello"}, *[np.array(STUDENT.encode(t)) for t in ("hello", text)], text, False, False, 0)
         for text in (" there", " Ω")
@@ -157,33 +152,36 @@ class OneCompletion:
         return [Sampled([5]) for _ in prompts]
 
 
-@pytest.mark.parametrize("on_bad_record", ["fail", "skip"])
-def test_a_prompt_that_only_a_teacher_refuses_is_a_bad_record(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_bad_record: str
-) -> None:
-    data = tmp_path / "prompts.jsonl"
-    data.write_text(2 * '{"messages": [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]}\n')
-    _, collator = templated_student()
+def loop_over(data: Path, collator: CompletionCollator, queue: Any, **settings: Any) -> RolloutLoop:
+    """A worker's loop over two records, whose weights are there."""
     model = {"model": "/no/model", "context_length": 64}
     spec = RunSpec.model_validate({
-        "output": tmp_path, "student": model, "teacher": model, "loss": {"mode": "alm"},
-        "data": {"path": data, "on_bad_record": on_bad_record, "shuffle": False},
-        "rollout": {"max_new_tokens": 4}, "train": {"samples_per_step": 2},
+        "output": data.parent, "student": model, "teacher": model, "loss": {"mode": "alm"},
+        "data": {"path": data, **settings}, "rollout": {"max_new_tokens": 4}, "train": {"samples_per_step": 2},
     })  # fmt: skip
     files = [ResolvedModel(vocab_size=8, head_width=8, tokenizer_fingerprint=name) for name in "st"]
     run = ResolvedRun(
         spec=spec, student=files[0], teachers=(files[1],), projection_fingerprints=("",), data_fingerprint="d",
         records=2, positions=2,
     )  # fmt: skip
-    ended: list[str] = []
-    put: list[dict[int, str]] = []
-    queue = SimpleNamespace(give_up=ended.append, put_block=lambda lease, ids, columns, short: put.append(short))
     client = SimpleNamespace(stats=lambda: {"sessions": []})
     worker: Any = SimpleNamespace(run=run, queue=queue, client=client, alive=lambda *_: None)
     sampler: Any = OneCompletion()
-    index = DataIndex.build([data], field="text", cache_dir=tmp_path / "cache")
+    index = DataIndex.build([data], field="text", cache_dir=data.parent / "cache")
     loop = RolloutLoop(worker, sampler, collator, index)
-    monkeypatch.setattr(loop, "_load", lambda block: Version(0, 1))
+    loop._load = lambda block: Version(0, 1)  # type: ignore[method-assign]
+    return loop
+
+
+@pytest.mark.parametrize("on_bad_record", ["fail", "skip"])
+def test_a_prompt_that_only_a_teacher_refuses_is_a_bad_record(tmp_path: Path, on_bad_record: str) -> None:
+    data = tmp_path / "prompts.jsonl"
+    data.write_text(2 * '{"messages": [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]}\n')
+    _, collator = templated_student()
+    ended: list[str] = []
+    put: list[dict[int, str]] = []
+    queue = SimpleNamespace(give_up=ended.append, put_block=lambda lease, ids, columns, short: put.append(short))
+    loop = loop_over(data, collator, queue, on_bad_record=on_bad_record, shuffle=False)
     block = Block(lease=1, first=0, count=2)
     reason = f"{data}:1: the teacher's tokenizer has no chat template"
     if on_bad_record == "fail":
@@ -195,31 +193,12 @@ def test_a_prompt_that_only_a_teacher_refuses_is_a_bad_record(
         assert put[0][0].startswith(reason) and list(put[0]) == [0, 1] and not ended
 
 
-def test_a_completion_has_its_part_of_the_time_of_its_block_and_of_the_wait_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_completion_has_its_part_of_the_time_of_its_block_and_of_the_wait_before(tmp_path: Path) -> None:
     data = tmp_path / "text.jsonl"
     data.write_text(2 * '{"text": "a"}\n')
-    model = {"model": "/no/model", "context_length": 64}
-    spec = RunSpec.model_validate({
-        "output": tmp_path, "student": model, "teacher": model, "loss": {"mode": "alm"}, "data": {"path": data},
-        "rollout": {"max_new_tokens": 4}, "train": {"samples_per_step": 2},
-    })  # fmt: skip
-    files = [ResolvedModel(vocab_size=8, head_width=8, tokenizer_fingerprint=name) for name in "st"]
-    run = ResolvedRun(
-        spec=spec, student=files[0], teachers=(files[1],), projection_fingerprints=("",), data_fingerprint="d",
-        records=2, positions=2,
-    )  # fmt: skip
-    collator = CompletionCollator(
-        student_tokenizer=STUDENT, teacher_tokenizer=[TEACHER], aligner=[None], ctx_length_student=64,
-        ctx_length_teacher=[64],
-    )  # fmt: skip
     put: dict[str, Any] = {}
     queue = SimpleNamespace(put_block=lambda lease, ids, columns, short: put.update(columns))
-    worker: Any = SimpleNamespace(run=run, queue=queue, alive=lambda *_: None)
-    sampler: Any = OneCompletion()
-    loop = RolloutLoop(worker, sampler, collator, DataIndex.build([data], field="text", cache_dir=tmp_path / "cache"))
-    monkeypatch.setattr(loop, "_load", lambda block: Version(0, 1))
+    loop = loop_over(data, collator_of(), queue)
     waited, began = 600.0, time.monotonic()
     loop._idle_since -= waited
     loop._complete(Block(lease=1, first=0, count=2))
