@@ -4,9 +4,10 @@
     python -m tests.mutation.run --since COMMIT [--without PATTERN ...] [--jobs N] [...]
 
 A mutant that cannot be told from the original, changes cost only or is read by GPU code alone is listed in
-`equivalent.toml` with the reason and not counted. The result file names every survivor. It is written as each package
-ends; a package is run again only if its source has changed, or, on the mutants that were not noticed, if its tests
-have. A mutant is noticed by a test that fails with it, fails with it again and passes without it.
+`equivalent.toml` with the reason and not counted. The result file names every survivor. It is written as the work
+proceeds, and a later call resumes from it: a package that is complete is run again only if its source has changed, or,
+on the mutants that were not noticed, if its tests have. A mutant is noticed by a test that fails with it, fails with it
+again and passes without it.
 
 With `--since` the mutants are drawn from all product lines that have changed since a commit, and each is run on the
 unit, contract and operator tests that concern its file: that call its function, or import its module or package.
@@ -28,14 +29,13 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from fnmatch import fnmatch
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tests.mutation.forks import run_in_fork
 from tests.mutation.mutants import Mutant, draw
@@ -245,41 +245,56 @@ def record(tree: Path, package: Package, paths: Collection[str]) -> tuple[Calls,
 
 
 def mutate(name: str, package: Package, arguments: argparse.Namespace, root: Path = ROOT) -> None:
-    """Run a package's mutants and bring its entry of the result file up to date."""
+    """Run a package's mutants that no earlier call has run and bring its entry of the result file up to date."""
     mutants = draw(root, package.paths, arguments.count, arguments.seed, package.lines)
     drawn = {"seed": arguments.seed, "mutants": len(mutants), "mutated": source_hash(root, package.paths)}
     if package.lines is not None:
         drawn |= {"without": arguments.without}
     report = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
     earlier, tests = report.get(name, {}), source_hash(root, package.tests)
-    same = {field: earlier.get(field) for field in drawn} == drawn
-    if same and earlier["tests"] == tests:
+    noticed: dict[int, bool] = {}
+    if {field: earlier.get(field) for field in drawn} == drawn:
+        # Noticed once is noticed for good; the others may be noticed by tests that are new.
+        noticed = dict.fromkeys(set(range(len(mutants))) - {*earlier["unnoticed"], *earlier.get("waiting", ())}, True)
+        noticed |= dict.fromkeys(earlier["unnoticed"] if earlier["tests"] == tests else (), False)
+    waiting = [number for number in range(len(mutants)) if number not in noticed]
+    if not waiting:
         return
-    # Noticed once is noticed for good; the others may be noticed by tests that are new.
-    waiting = earlier["unnoticed"] if same else list(range(len(mutants)))
+    unsteady = set(earlier.get("unsteady", ()))
+    reasons = tomllib.loads(EQUIVALENT.read_text(encoding="utf-8")).get(name, {})
     with tempfile.TemporaryDirectory(prefix="m-") as scratch:
         tree = workspace(root, Path(scratch).resolve() / "tree")
         calls, left_out = record(tree, package, {mutants[number].path for number in waiting})
         with ProcessPoolExecutor(arguments.jobs, multiprocessing.get_context("fork")) as pool:
-            found = pool.map(Work(tree, package, calls).trial, [mutants[number] for number in waiting])
-            trials = dict(zip(waiting, found, strict=True))
-    unnoticed = [number for number, (noticed, _) in trials.items() if not noticed]
-    reasons = tomllib.loads(EQUIVALENT.read_text(encoding="utf-8")).get(name, {})
+            trials = pool.map(Work(tree, package, calls).trial, [mutants[number] for number in waiting])
+            for number, (found, nodes) in zip(waiting, trials, strict=True):
+                noticed[number] = found
+                unsteady.update(nodes)
+                other = {"tests": tests, "left_out": left_out, "unsteady": sorted(unsteady)}
+                report[name] = drawn | other | outcomes(mutants, noticed, reasons)
+                atomic_write(arguments.out, json.dumps(report, indent=2, ensure_ascii=False) + "\n")
+    print(f"{time.strftime('%H:%M:%S')} {name}: {report[name]['outcomes']}", flush=True)
+
+
+def outcomes(mutants: Sequence[Mutant], noticed: Mapping[int, bool], reasons: Mapping[str, str]) -> dict[str, Any]:
+    """Return what an entry of the result file says of the mutants.
+
+    Args:
+        mutants: All of the package.
+        noticed: By the number of those that were run.
+        reasons: By change, why a mutant is equivalent to the original.
+    """
+    unnoticed = sorted(number for number, found in noticed.items() if not found)
     survivors = [mutants[number] for number in unnoticed if mutants[number].key not in reasons]
-    counted = len(mutants) - len(unnoticed) + len(survivors)
-    outcomes = Counter(noticed=len(mutants) - len(unnoticed), survived=len(unnoticed))
-    report[name] = drawn | {
-        "tests": tests,
-        "left_out": left_out,
-        "unsteady": sorted({node for _, nodes in trials.values() for node in nodes}),
-        "outcomes": {outcome: count for outcome, count in outcomes.items() if count},
+    counted = len(noticed) - len(unnoticed) + len(survivors)
+    return {
+        "outcomes": {"noticed": len(noticed) - len(unnoticed), "survived": len(unnoticed)},
+        "waiting": [number for number in range(len(mutants)) if number not in noticed],
         "unnoticed": unnoticed,
         "equivalent": [mutants[number].key for number in unnoticed if mutants[number].key in reasons],
         "survivors": [{"line": mutant.line, "change": mutant.key} for mutant in survivors],
-        "noticed": round((counted - len(survivors)) / counted, 4),
+        "noticed": round((counted - len(survivors)) / max(counted, 1), 4),
     }
-    print(f"{time.strftime('%H:%M:%S')} {name}: {report[name]['outcomes']}", flush=True)
-    atomic_write(arguments.out, json.dumps(report, indent=2, ensure_ascii=False) + "\n")
 
 
 def main() -> int:

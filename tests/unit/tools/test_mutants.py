@@ -168,7 +168,11 @@ def test_mutants_that_a_test_notices(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert found["outcomes"] == {"noticed": 3, "survived": 5}
     assert {entry["line"] for entry in found["survivors"]} == {6, 10}
     assert found["left_out"] == ["tests/test_broken.py::test_broken"]
+    report = {"package": found | {"waiting": [0, 1, 2, 3, 4, 5, 6], "unnoticed": []}}
+    (tmp_path / "results.json").write_text(json.dumps(report))
+    assert results_of(tmp_path, monkeypatch)["unnoticed"] == [n for n in found["unnoticed"] if n < 7], "it resumes"
     monkeypatch.delattr(run, "record")
+    (tmp_path / "results.json").write_text(json.dumps({"package": found}))
     assert results_of(tmp_path, monkeypatch) == found, "it is not run again"
 
 
@@ -181,5 +185,5 @@ def test_a_failure_that_the_mutant_did_not_cause_does_not_count(
     (folder / "package.py").write_text("def h():\n    return 7\n")
     (folder / "tests" / "test_h.py").write_text(UNSTEADY.format(folder=str(tmp_path)))
     found = results_of(folder, monkeypatch)
-    assert found["outcomes"] == {"survived": 2}
+    assert found["outcomes"] == {"noticed": 0, "survived": 2}
     assert found["unsteady"] == ["tests/test_h.py::test_alone", "tests/test_h.py::test_without_folder"]
