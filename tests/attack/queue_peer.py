@@ -18,6 +18,7 @@ from tests.attack.target import Attack, FaultError, Target, connect
 from tests.contract.attacker import Attacker
 from tests.contract.fuzz import corpus, mutated
 from tests.contract.reference_client import Client, RefusedError, UnreachableError
+from xtoken_core.wire.bounds import MAX_OBJECT_BYTES, MAX_OBJECT_VALUES
 from xtoken_services.queue.server import FAILED
 
 MANY_IDS = 65_536
@@ -248,6 +249,34 @@ def kept_answers(target: Target, rng: random.Random, seconds: float) -> None:
                 bare.recv_multipart()
 
 
+def object_rows(target: Target, rng: random.Random, seconds: float) -> None:
+    """Put rows of up to a mebibyte each, as many as the queue receives at once, of values of one byte or a few.
+
+    Raises:
+        FaultError: Rows with more values than the bound are stored.
+    """
+    items = (b"\x80", b"\x90", b"\x01", b"\xa1a", b"\x91\xc0", b"\x81\x01\xc0", b"\x91" * 14 + b"\xc0")
+    end = time.monotonic() + seconds
+    with ExitStack() as stack, suppress(*REFUSED):
+        peer, name = stack.enter_context(own_partition(target))
+        sockets = [stack.enter_context(bare_socket(target)) for _ in range(rng.randint(1, 4))]
+        while time.monotonic() < end:
+            item, rows = rng.choice(items), rng.choice((1, 15, 60))
+            count = min(rng.choice((MAX_OBJECT_BYTES, MAX_OBJECT_VALUES // 16)), (MAX_OBJECT_BYTES - 5) // len(item))
+            row = b"\xdd" + count.to_bytes(4, "big") + item * count
+            head = {"name": "x", "kind": "object", "dtype": "", "rows": rows, "item_shape": []}
+            offsets = struct.pack(f"<{rows + 1}q", *range(0, len(row) * rows + 1, len(row)))
+            first = rng.randrange(BIG_ID - rows) + (BIG_ID if rows * count > MAX_OBJECT_VALUES else 0)
+            fields = {"session": peer.session, "partition": name, "ids": [*range(first, first + rows)]}
+            bare = rng.choice(sockets)
+            with suppress(zmq.Again):
+                send(bare, "put", offsets, row * rows, columns=[head], **fields)
+            while bare.poll(0):
+                bare.recv_multipart()
+        if peer.call("list", partition=name, state="ready", task="a", after=BIG_ID - 1, limit=1)["ids"]:
+            raise FaultError(f"object rows of more than {MAX_OBJECT_VALUES} values were stored")
+
+
 def long_names(target: Target, rng: random.Random, seconds: float) -> None:
     """Open sessions with names, roles and phases of any length."""
     end = time.monotonic() + seconds
@@ -310,6 +339,6 @@ ATTACKS: dict[str, Attack] = {
     f"queue.{attack.__name__}": attack
     for attack in (
         empty_frames, endless_message, poisoned_offsets, odd_columns, mutated_messages, nested_header, empty_rows,
-        parked_gets, parked_claims, documents, kept_answers, long_names, stolen_sessions, lock_out,
+        parked_gets, parked_claims, documents, kept_answers, object_rows, long_names, stolen_sessions, lock_out,
     )
 }  # fmt: skip

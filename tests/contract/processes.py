@@ -30,6 +30,17 @@ def free_port() -> int:
         return port
 
 
+def most_bytes(process: int) -> int:
+    """The largest resident memory that a process has had."""
+    lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM"))
+
+
+def documented_bytes(limit: int) -> int:
+    """The memory that docs/operations.md states for a queue with this limit."""
+    return int(2.6 * limit) + (400 << 20)
+
+
 def start_queue(
     address: Address, *arguments: str, stderr: IO[bytes] | None = None, preexec_fn: Callable[[], None] | None = None
 ) -> subprocess.Popen[bytes]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -20,7 +21,16 @@ import pytest
 from tests.contract import reference_client
 from tests.contract.attacker import Attacker
 from tests.contract.peers import Place, ints
-from tests.contract.processes import ROOT, free_port, ipc_address, queue_process, start_queue, tcp_address
+from tests.contract.processes import (
+    ROOT,
+    documented_bytes,
+    free_port,
+    ipc_address,
+    most_bytes,
+    queue_process,
+    start_queue,
+    tcp_address,
+)
 from tests.contract.test_transport import dealer
 from xtoken_core.compat.task_client import TaskClient
 from xtoken_core.data_plane.address import Address
@@ -130,6 +140,37 @@ def test_connections_without_a_handshake_shut_no_client_out(short_tmp: Path, tra
     finally:
         started.terminate()
         assert started.wait(30) == 0
+
+
+def test_object_rows_of_too_many_values_are_refused_at_once(short_tmp: Path) -> None:
+    """A message as large as the queue receives; each of its bytes would be an object."""
+    address, limit = ipc_address(short_tmp / "objects"), 64 << 20
+    size, many = (1 << 20) - 1024, 32
+    row = b"\xdd" + (size - 5).to_bytes(4, "big") + b"\x80" * (size - 5)
+    offsets = struct.pack(f"<{many + 1}q", *range(0, size * many + 1, size))
+    head = {"name": "x", "kind": "object", "dtype": "", "rows": many, "item_shape": []}
+    metadata = {"file": "a.txt", "tags": ["a", ["b"], {"c": None}], "scores": {str(i): [i, 0.5] for i in range(40)}}
+    with queue_process(address, "--memory-limit", str(limit)) as started:
+        place, other = Place("library", address=address), Place("reference", address=address)
+        peer = other.worker()
+        peer.call("open", partition="p", tasks=[{"name": "a", "requires": ["x"]}])
+        with honest_client(place.worker()) as waits:
+            begin = time.monotonic()
+            for number in range(4):
+                put = {"type": "put", "partition": "p", "ids": list(range(many)), "columns": [head]}
+                put |= {"session": peer.session, "id": f"{peer.lane}.many.{number}"}
+                reply, _ = peer.exchange(put, [offsets, row * many])
+                assert (reply["type"], reply["code"]) == ("error", "too_large")
+                assert "more than 262144 values: put fewer rows at once" in reply["message"]
+            assert time.monotonic() - begin < LONGEST_WAIT_S
+        assert peer.call("list", partition="p", state="ready", task="a")["ids"] == []
+        rows = [metadata] * 1000
+        peer.call("put", partition="p", ids=list(range(1000)), columns={"x": ("object", "", (), rows)})
+        assert peer.call("get", partition="p", ids=[999], fields=["x"])["columns"]["x"][3] == [metadata]
+        assert max(waits) < LONGEST_WAIT_S
+        assert most_bytes(started.pid) < documented_bytes(limit)
+        place.leave()
+        other.leave()
 
 
 def _connected(address: Address) -> socket.socket:

@@ -12,8 +12,10 @@ from xtoken_core.queue.response import Response
 from xtoken_core.queue.sample import Status
 from xtoken_core.queue.samples import Samples
 from xtoken_core.queue.store import Store
-from xtoken_core.wire import Column, QueueError, object_values
+from xtoken_core.wire import Column, QueueError
 from xtoken_core.wire import messages as m
+from xtoken_core.wire.bounds import MAX_OBJECT_VALUES
+from xtoken_core.wire.objects import check_objects
 
 Handler = Callable[[Any, Any], Response | None]
 FieldKind = tuple[str, str, tuple[int, ...]]
@@ -183,12 +185,17 @@ class Partition(ABC):
 
     # Columns
 
-    def check(self, columns: Mapping[str, Column], rows: int) -> None:
+    def check(self, columns: Mapping[str, Column], rows: int, most_values: int = MAX_OBJECT_VALUES) -> None:
         """Check the number of rows, and that each field keeps the kind, dtype and item shape of its first rows.
+
+        Args:
+            columns: Columns by name.
+            rows: Number of rows that each must have.
+            most_values: Number of values that all rows of objects may have together.
 
         Raises:
             QueueError: `conflict`, with the field's name; `bad_request` for another number of rows; `bad_request` or
-                `too_large` for a row that is no bounded msgpack value.
+                `too_large` for a row that is no bounded msgpack value, or for too many values.
         """
         for name, column in columns.items():
             if column.rows != rows:
@@ -198,8 +205,7 @@ class Partition(ABC):
             known = self.kinds.get(name, kind)
             if kind != known:
                 raise QueueError("conflict", f"field {name!r} is {_words(known)} here, and {_words(kind)} came")
-            if column.kind == "object":
-                object_values(column)
+        check_objects((column for column in columns.values() if column.kind == "object"), most_values)
 
     def keep(self, ids: Sequence[int], columns: Mapping[str, Column], new: Iterable[int]) -> None:
         """Store the rows of `new`, some of `ids`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterable, Sequence
 
 import msgspec
@@ -69,7 +70,8 @@ class _BadRowsError(Exception):
 def _columns_of(part: Partition, head: r.Rows | r.BlockRows, buffers: Sequence[Buffer]) -> dict[str, Column]:
     try:
         columns = unpack_columns(head.columns, buffers)
-        part.check(columns, len(head.ids))
+        # A record of a snapshot joins the rows of many puts, so there is no bound on its number of values.
+        part.check(columns, len(head.ids), most_values=sys.maxsize)
     except QueueError as error:
         raise _BadRowsError(head.ids, error) from error
     return columns

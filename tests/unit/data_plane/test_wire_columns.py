@@ -5,6 +5,7 @@ from array import array
 from datetime import UTC, date, datetime
 
 import msgpack
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -20,9 +21,10 @@ from xtoken_core.wire import (
     object_column,
     select_rows,
 )
-from xtoken_core.wire.bounds import MAX_OBJECT_DEPTH
-from xtoken_core.wire.columns import bytes_view
+from xtoken_core.wire.bounds import MAX_OBJECT_DEPTH, MAX_OBJECT_VALUES
+from xtoken_core.wire.columns import bytes_view, offsets_from_lengths
 from xtoken_core.wire.messages.codec import envelope
+from xtoken_core.wire.objects import check_objects
 
 ROWS = [[0, 1], [], [2], [3, 4, 5], [6]]
 DENSE = np.arange(10, dtype="<i8").reshape(5, 2)
@@ -94,6 +96,53 @@ def test_values_that_msgpack_cannot_hold_are_refused(value):
         with pytest.raises(QueueError, match="an object field cannot hold") as caught:
             object_column([nested])
         assert caught.value.code == "bad_request"
+
+
+PLAIN = st.none() | st.booleans() | st.integers(-(1 << 63), (1 << 64) - 1) | st.floats() | st.text() | st.binary()
+KEYS = st.booleans() | st.integers(-(1 << 63), (1 << 64) - 1) | st.text() | st.binary()
+VALUES = st.recursive(PLAIN, lambda inner: st.lists(inner, max_size=20) | st.dictionaries(KEYS, inner, max_size=20))
+PIECES = st.binary(max_size=12) | st.lists(
+    st.sampled_from(b"\x80\x81\x90\x91\xc0\xa1a\x01\xd4\xdc\xde\xd9"), max_size=9
+)
+
+
+@given(value=VALUES, at=st.integers(0, 200), piece=PIECES)
+@settings(deadline=None, max_examples=300)
+def test_object_rows_are_checked_as_the_decoder_reads_them(value, at, piece):
+    """A valid row, and one with other bytes at some place: accepted where the decoder accepts it."""
+    whole = msgspec.msgpack.encode(value)
+    for row in (whole, whole[:at] + bytes(piece) + whole[at + len(piece) :], bytes(piece)):
+        column = Column("object", "", 1, (), memoryview(row), offsets_from_lengths([len(row)]))
+        try:
+            expected = plain(msgspec.msgpack.decode(row))
+        except (msgspec.MsgspecError, ValueError, TypeError):
+            expected = False
+        try:
+            check_objects([column])
+        except QueueError:
+            assert not expected
+        else:
+            assert expected
+
+
+def plain(value):
+    """Whether a decoded value has no extension type, and no list as a key."""
+    if isinstance(value, dict):
+        return all(not isinstance(key, tuple) and plain(key) and plain(item) for key, item in value.items())
+    return all(map(plain, value)) if isinstance(value, list) else not isinstance(value, msgspec.msgpack.Ext | datetime)
+
+
+@pytest.mark.parametrize("extra", [0, 1])
+def test_values_of_object_rows_are_counted_over_all_columns(extra):
+    """Keys count, and a count that is only stated."""
+    half = object_column([dict.fromkeys(range(100)), [[]] * (MAX_OBJECT_VALUES // 2 - 202)])
+    columns = [half, object_column([[*range(MAX_OBJECT_VALUES // 2 - 1 + extra)]])]
+    if not extra:
+        check_objects(columns)
+        return
+    with pytest.raises(QueueError, match="more than 262144 values") as caught:
+        check_objects(columns)
+    assert caught.value.code == "too_large"
 
 
 def test_type_and_id_of_a_refused_message_are_cut():
