@@ -203,7 +203,7 @@ def test_result_stands_first_with_its_change(client: TestClient, runs: Runs) -> 
 def test_page_has_every_chart(client: TestClient, runs: Runs) -> None:
     page = page_of(client, runs, "two-1", TWO_TEACHERS, MEASURED)
     figures = dict(re.findall(r'<figure [^>]*id="curve-([^"]+)"(.*?)</figure>', page, re.DOTALL))
-    charts = {chart.name: chart for chart in charts_of(TWO)}
+    charts = {chart.name: chart for chart in sum(charts_of(TWO).values(), ())}
     assert figures.keys() == charts.keys()
     for name in figures.keys() - {"loss", "held-out-loss"}:  # the stored run has one teacher
         keys = re.findall(r'data-key="([^"]+)"', figures[name])
@@ -214,7 +214,7 @@ def test_page_has_every_chart(client: TestClient, runs: Runs) -> None:
 def drawn(source: str, row: dict[str, float], spec: dict[str, Any]) -> dict[str, dict[str, float]]:
     """Return the lines of a row by chart and label, as the page's script selects and weighs them."""
     shown: dict[str, dict[str, float]] = {}
-    for chart in charts_of(spec):
+    for chart in sum(charts_of(spec).values(), ()):
         lines = {}
         for line in chart.lines if chart.source == source else ():
             for name in sorted(row):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from xtoken_services.control.web.loss_terms import (
@@ -15,9 +15,8 @@ from xtoken_services.control.web.loss_terms import (
     weighted,
 )
 
-GIB = float(1 << 30)
-MIB = float(1 << 20)
-MAIN, DETAIL, SPEED = "main", "detail", "speed"
+DIVISORS = {"%": 0.01, "ms": 1e-3, "MiB": float(1 << 20), "GiB": float(1 << 30)}
+"""Divisor of values that are drawn in a unit, by its first word."""
 
 
 @dataclass(frozen=True)
@@ -46,108 +45,80 @@ class Chart:
     Attributes:
         name: Identifier in the page.
         title: Title in the page.
-        source: `steps`, `eval` or `gauges`; gauges are drawn over time, the others over steps.
-        unit: Unit of the values after division by `divisor`.
+        unit: Unit in which the values are drawn.
         lines: Lines of the chart.
-        divisor: Divisor of the values.
+        source: `steps`, `eval` or `gauges`; gauges are drawn over time, the others over steps.
         floor: Largest lower end of the y axis; None scales it to the values.
         min_lines: The chart is hidden if it has fewer lines.
-        group: Part of the page: `main` (large), `detail` (small) or `speed` (small, folded).
     """
 
     name: str
     title: str
-    source: str
     unit: str
     lines: tuple[Line, ...]
-    divisor: float = 1.0
-    floor: float | None = None
+    source: str = "steps"
+    floor: float | None = 0.0
     min_lines: int = 1
-    group: str = DETAIL
+
+    @property
+    def divisor(self) -> float:
+        """Divisor of the values."""
+        return DIVISORS.get(self.unit.split()[0], 1.0)
 
 
 HELD_OUT = Chart(
     "held-out",
     "Held-out text",
-    "eval",
     "bits per byte",
-    (Line("bits_per_byte", "bits per byte"), Line("bits_per_byte_*", "of", single_label="of another text")),
-    group=MAIN,
-)
-TASKS = Chart(
-    "tasks",
-    "Tasks",
+    (Line("bits_per_byte", "bits per byte"), Line("bits_per_byte_*", "of", "of another text")),
     "eval",
-    "% right",
-    (Line("task_accuracy_*", "", single_label="right"),),
-    divisor=0.01,
-    floor=0.0,
+    floor=None,
 )
+TASKS = Chart("tasks", "Tasks", "% right", (Line("task_accuracy_*", "", "right"),), "eval")
 QUALITY = (
     Chart(
         "held-out-agreement",
         "Held-out accuracy",
-        "eval",
         "%",
         (
             Line("next_token_accuracy", "next token"),
             Line("held_out_proj_accuracy*", "with teacher", "with the teacher"),
         ),
-        divisor=0.01,
-        floor=0.0,
+        "eval",
     ),
     Chart(
         "agreement",
         "Training accuracy",
-        "steps",
         "%",
         (Line("accuracy", "next token"), Line("proj_accuracy*", "with teacher", "with the teacher")),
-        divisor=0.01,
-        floor=0.0,
     ),
     Chart(
         "mass",
         "Teacher's probability",
-        "steps",
         "%",
         (
-            Line("chunk_mass*", "compared, teacher", single_label="compared"),
-            Line("unreachable_mass*", "without gradient, teacher", single_label="without gradient"),
+            Line("chunk_mass*", "compared, teacher", "compared"),
+            Line("unreachable_mass*", "without gradient, teacher", "without gradient"),
         ),
-        divisor=0.01,
-        floor=0.0,
     ),
-    Chart("gradient", "Gradient norm", "steps", "before clipping", (Line("grad_norm", "norm"),), floor=0.0),
-    Chart("weights", "Teacher weights", "steps", "weight", (Line("weight_t*", "teacher"),), floor=0.0, min_lines=2),
+    Chart("gradient", "Gradient norm", "before clipping", (Line("grad_norm", "norm"),)),
+    Chart("weights", "Teacher weights", "weight", (Line("weight_t*", "teacher"),), min_lines=2),
 )
 RATES = (
-    Chart(
-        "throughput",
-        "Throughput",
-        "steps",
-        "tokens/s",
-        (Line("tokens_per_second", "tokens/s"),),
-        floor=0.0,
-        group=SPEED,
-    ),
+    Chart("throughput", "Throughput", "tokens/s", (Line("tokens_per_second", "tokens/s"),)),
     Chart(
         "waiting",
         "Time of a step",
-        "steps",
         "%",
         (
             Line("teacher_wait", "waiting for the teacher"),
             Line("data_wait", "waiting for data"),
             Line("mfu", "of the peak FLOP/s"),
         ),
-        divisor=0.01,
-        floor=0.0,
-        group=SPEED,
     ),
     Chart(
         "parts",
         "Step time by phase",
-        "steps",
         "ms on the device",
         (
             Line("forward_seconds", "forward"),
@@ -155,88 +126,28 @@ RATES = (
             Line("backward_seconds", "backward"),
             Line("optimizer_seconds", "optimiser"),
         ),
-        divisor=1e-3,
-        floor=0.0,
-        group=SPEED,
     ),
-    Chart(
-        "memory",
-        "Trainer memory",
-        "steps",
-        "GiB",
-        (Line("memory_peak_bytes", "peak per step"),),
-        divisor=GIB,
-        floor=0.0,
-        group=SPEED,
-    ),
-    Chart(
-        "store",
-        "Stored teacher output",
-        "steps",
-        "MiB read per step",
-        (Line("store_bytes", "read"),),
-        divisor=MIB,
-        floor=0.0,
-        group=SPEED,
-    ),
+    Chart("memory", "Trainer memory", "GiB", (Line("memory_peak_bytes", "peak per step"),)),
+    Chart("store", "Stored teacher output", "MiB read per step", (Line("store_bytes", "read"),)),
     Chart(
         "store-records",
         "Records of a teacher's store",
-        "steps",
         "samples per step",
         (Line("store_hits", "read"), Line("store_misses", "missing, skipped")),
-        floor=0.0,
-        group=SPEED,
     ),
-    Chart(
-        "store-wait",
-        "Wait for a teacher's store",
-        "steps",
-        "s per step",
-        (Line("store_wait_seconds", "waited"),),
-        floor=0.0,
-        group=SPEED,
-    ),
+    Chart("store-wait", "Wait for a teacher's store", "s per step", (Line("store_wait_seconds", "waited"),)),
     Chart(
         "served",
         "Answers of the teacher's servers",
-        "steps",
         "per step",
         (Line("served_requests", "answered"), Line("served_retries", "repeated")),
-        floor=0.0,
-        group=SPEED,
     ),
-    Chart(
-        "served-bytes",
-        "Size of the servers' answers",
-        "steps",
-        "MiB per step",
-        (Line("served_bytes", "received"),),
-        divisor=MIB,
-        floor=0.0,
-        group=SPEED,
-    ),
-    Chart(
-        "served-wait",
-        "Teacher's wait for its servers",
-        "steps",
-        "s per step",
-        (Line("served_wait_seconds", "waited"),),
-        floor=0.0,
-        group=SPEED,
-    ),
-    Chart("queue", "Queue", "gauges", "samples", (Line("queue_samples", "held"),), floor=0.0, group=SPEED),
-    Chart(
-        "gpu-memory",
-        "GPU memory",
-        "gauges",
-        "GiB",
-        (Line("gpu_memory*", "GPU"),),
-        divisor=GIB,
-        floor=0.0,
-        group=SPEED,
-    ),
-    Chart("gpu-use", "GPU utilization", "gauges", "%", (Line("gpu_use*", "GPU"),), floor=0.0, group=SPEED),
+    Chart("served-bytes", "Size of the servers' answers", "MiB per step", (Line("served_bytes", "received"),)),
+    Chart("served-wait", "Teacher's wait for its servers", "s per step", (Line("served_wait_seconds", "waited"),)),
+    Chart("queue", "Queue", "samples", (Line("queue_samples", "held"),), "gauges"),
+    Chart("gpu-memory", "GPU memory", "GiB", (Line("gpu_memory*", "GPU"),), "gauges"),
+    # NVML gives a percentage, all other values in % are fractions.
+    Chart("gpu-use", "GPU utilization", "%", (Line("gpu_use*", "GPU", factor=0.01),), "gauges"),
 )
 CLASSES = {
     "1to1": "1 to 1",
@@ -251,13 +162,8 @@ BY_CLASS = tuple(
     Chart(
         name,
         title,
-        "steps",
         "nats per chunk",
-        tuple(
-            Line(f"chunk_kl_{prefix}{each}_t*", f"{label}, teacher", single_label=label)
-            for each, label in CLASSES.items()
-        ),
-        floor=0.0,
+        tuple(Line(f"chunk_kl_{prefix}{each}_t*", f"{label}, teacher", label) for each, label in CLASSES.items()),
     )
     for name, title, prefix in (
         ("classes", "Divergence by class: text", ""),
@@ -266,28 +172,27 @@ BY_CLASS = tuple(
 )
 """Charts of runs with rollouts."""
 COMPARED = (
-    Chart("held-out", "Held-out text", "eval", "bits per byte", (Line("bits_per_byte", ""),), group=MAIN),
-    Chart("ce", "Training cross-entropy", "steps", "nats per token", (Line("ce_loss", ""),), group=MAIN),
-    replace(TASKS, group=MAIN),
-    Chart("agreement", "Training accuracy", "steps", "%", (Line("accuracy", ""),), divisor=0.01, floor=0.0, group=MAIN),
-    Chart("throughput", "Throughput", "steps", "tokens/s", (Line("tokens_per_second", ""),), floor=0.0, group=MAIN),
+    Chart("held-out", "Held-out text", "bits per byte", (Line("bits_per_byte", ""),), "eval", floor=None),
+    Chart("ce", "Training cross-entropy", "nats per token", (Line("ce_loss", ""),), floor=None),
+    TASKS,
+    Chart("agreement", "Training accuracy", "%", (Line("accuracy", ""),)),
+    Chart("throughput", "Throughput", "tokens/s", (Line("tokens_per_second", ""),)),
 )
 """Charts in which runs of different losses are comparable."""
 
 
-def charts_of(spec: Mapping[str, Any], same_tokenizer: Sequence[bool] = ()) -> tuple[Chart, ...]:
-    """Return the charts of a run.
+def charts_of(spec: Mapping[str, Any], same_tokenizer: Sequence[bool] = ()) -> dict[str, tuple[Chart, ...]]:
+    """Return the charts of a run by part of its page: `main` (large), `detail` (small), `speed` (small, folded).
 
     Args:
         spec: Its specification as JSON.
         same_tokenizer: True for each teacher with the student's tokenizer; empty if that is not known yet.
     """
-    loss = Chart("loss", "Loss", "steps", "nats, weighted", _terms(spec, same_tokenizer, ""), group=MAIN)
-    held_out = Chart(
-        "held-out-loss", "Held-out loss", "eval", "nats, weighted", _terms(spec, same_tokenizer, "held_out_")
-    )
+    terms, held_out = (_terms(spec, same_tokenizer, prefix) for prefix in ("", "held_out_"))
+    loss = Chart("loss", "Loss", "nats, weighted", terms, floor=None)
+    held_out_loss = Chart("held-out-loss", "Held-out loss", "nats, weighted", held_out, "eval", floor=None)
     by_class = BY_CLASS if spec.get("rollout") else ()
-    return (HELD_OUT, loss, TASKS, *QUALITY, *by_class, held_out, *RATES)
+    return {"main": (HELD_OUT, loss), "detail": (TASKS, *QUALITY, *by_class, held_out_loss), "speed": RATES}
 
 
 def _terms(spec: Mapping[str, Any], same_tokenizer: Sequence[bool], prefix: str) -> tuple[Line, ...]:

@@ -17,7 +17,7 @@ from xtoken_services.control.api.files import MAX_FILES
 from xtoken_services.control.api.runs import MAX_CURSOR, VALIDATION_WAIT_S, discard_if_invalid
 from xtoken_services.control.artifacts import list_files
 from xtoken_services.control.logs import last_attempts, logs_in, merged, tail
-from xtoken_services.control.web.charts import DETAIL, MAIN, SPEED, charts_of
+from xtoken_services.control.web.charts import charts_of
 from xtoken_services.control.web.completions import LEVELS, read_samples
 from xtoken_services.control.web.gauges import gauges_of
 from xtoken_services.control.web.render import PageRoute, page
@@ -89,8 +89,7 @@ def show_run(request: Request, run_id: RunId, context: Context) -> Response:
     gauges_of(request).watch(run_id)
     variables = _variables(context, run_id)
     charts = charts_of(variables["run"].spec, variables["run"].same_tokenizer)
-    groups = [(name, [chart for chart in charts if chart.group == name]) for name in (MAIN, DETAIL, SPEED)]
-    return page(request, "run.html", tab="overview", groups=groups, **variables)
+    return page(request, "run.html", tab="overview", groups=charts, **variables)
 
 
 @router.get("/runs/{run_id}/live")
