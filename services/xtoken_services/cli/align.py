@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from xtoken_services.cli.options import SpecialTokensOption, StudentOption, TeacherOption, special_tokens_of
+from xtoken_services.cli.options import SpecialTokensOption, StudentOption, TeacherOption
+from xtoken_services.common.tokenizers.special_tokens import parse_special_tokens
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -247,7 +248,7 @@ def _sides(
 ) -> tuple[TokenAligner, TextTokenizer, TextTokenizer]:
     from xtoken_services.common.tokenizers.loading import load_tokenizer
 
-    pairs = special_tokens_of(special_token)
+    pairs = parse_special_tokens(special_token or (), "--special-token")
     return sides_of(load_tokenizer(student, "student"), load_tokenizer(teacher, "teacher"), pairs)
 
 

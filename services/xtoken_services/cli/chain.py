@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from xtoken_services.cli.options import SpecialTokensOption, StudentOption, TeacherOption, special_tokens_of
+from xtoken_services.cli.options import SpecialTokensOption, StudentOption, TeacherOption
+from xtoken_services.common.tokenizers.special_tokens import parse_special_tokens
 
 if TYPE_CHECKING:
     from xtoken_core.chain.report import SideReport, TextReport
@@ -47,7 +48,7 @@ def inspect(
     from xtoken_services.common.processes.progress import spinner
     from xtoken_services.common.tokenizers.loading import load_tokenizer
 
-    pairs = special_tokens_of(special_token)
+    pairs = parse_special_tokens(special_token or (), "--special-token")
     source = None if text is None and file is None else read_text(text, file)
     with spinner("reading both tokenizers and their chain tables", quiet=as_json):
         tokenizers = load_tokenizer(student, "student"), load_tokenizer(teacher, "teacher")

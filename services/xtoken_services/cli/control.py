@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from xtoken_services.cli.options import set_up_logging
-
-
-class OnExit(StrEnum):
-    """Treatment of a control plane's runs when it exits."""
-
-    LEAVE = "leave"
-    STOP = "stop"
 
 
 def control(
@@ -52,8 +44,8 @@ def control(
         ),
     ] = None,
     on_exit: Annotated[
-        OnExit, typer.Option("--on-exit", help="What happens to its runs when it exits.")
-    ] = OnExit.LEAVE,
+        Literal["leave", "stop"], typer.Option("--on-exit", help="What happens to its runs when it exits.")
+    ] = "leave",
 ) -> None:
     """Serve the control plane.
 
@@ -71,5 +63,5 @@ def control(
         token_file=token_file,
         names=name or (),
         proxies=trusted_proxy or (),
-        stop_on_exit=on_exit == OnExit.STOP,
+        stop_on_exit=on_exit == "stop",
     )

@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from xtoken_core.errors import ConfigError
-from xtoken_services.common.tokenizers.special_tokens import parse_special_tokens
 
 if TYPE_CHECKING:
-    from xtoken_services.common.processes.worker import QueueLink
     from xtoken_services.control.client import ControlClient
+    from xtoken_services.supervisor.run_record import RunResult
 
 DEBUG_VARIABLE = "XTOKEN_DEBUG"
 DEFAULT_URL = "http://127.0.0.1:8400"
@@ -120,8 +119,14 @@ def worker_command(command: Callable[..., None]) -> Callable[..., None]:
         patience: float,
         **values: Any,
     ) -> None:
+        from xtoken_core.data_plane.address import Address, read_token
+        from xtoken_services.common.processes.worker import QueueLink
+
         set_up_logging()
-        command(link=queue_link(queue, token_file, keys, incarnation, patience), name=name, **values)
+        address = Address.parse(queue, token_file, keys)
+        if address.token_file is not None and address.token_file.exists():  # a queue that starts later creates it
+            read_token(address.token_file)
+        command(link=QueueLink(queue, token_file, keys, incarnation, patience), name=name, **values)
 
     shared = {
         "queue": (QueueOption, inspect.Parameter.empty),
@@ -190,21 +195,16 @@ def read_control_token(file: Path | None) -> str | None:
         raise ConfigError(f"cannot read the token file {file}: {reason}") from error
 
 
-def queue_link(
-    queue: str, token_file: Path | None, keys: Path | None, incarnation: int | None, patience: float
-) -> QueueLink:
-    """Return a worker's link to its queue, whose address is checked before anything heavy is loaded.
+def exit_as(result: RunResult) -> None:
+    """Print a run's error, and exit if it did not complete.
 
     Raises:
-        XtokenError: The address, or the token file, is wrong.
+        typer.Exit: With the run's exit status.
     """
-    from xtoken_core.data_plane.address import Address, read_token
-    from xtoken_services.common.processes.worker import QueueLink
-
-    address = Address.parse(queue, token_file, keys)
-    if address.token_file is not None and address.token_file.exists():  # a queue that starts later creates it
-        read_token(address.token_file)
-    return QueueLink(queue, token_file, keys, incarnation, patience)
+    if result.error:
+        typer.echo(f"error: {result.error}", err=True)
+    if result.exit_code:
+        raise typer.Exit(result.exit_code)
 
 
 def set_up_logging() -> None:
@@ -225,12 +225,3 @@ SpecialTokensOption = Annotated[
         show_default=False,
     ),
 ]
-
-
-def special_tokens_of(options: list[str] | None) -> dict[str, str]:
-    """Return the pairs of `--special-token`; the names are divided at the last `=`.
-
-    Raises:
-        ConfigError: One has no `=`.
-    """
-    return parse_special_tokens(options or (), "--special-token")

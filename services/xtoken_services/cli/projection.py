@@ -8,7 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from xtoken_services.cli.options import SpecialTokensOption, StudentOption, TeacherOption, special_tokens_of
+from xtoken_services.cli.options import SpecialTokensOption, StudentOption, TeacherOption
+from xtoken_services.common.tokenizers.special_tokens import parse_special_tokens
 
 projection_app = typer.Typer(
     name="projection", help="Build a projection between two vocabularies and look into it.", no_args_is_help=True
@@ -45,7 +46,7 @@ def build(
     from xtoken_core.projection.files import write_projection
     from xtoken_services.common.processes.progress import spinner
 
-    pairs = special_tokens_of(special_token)
+    pairs = parse_special_tokens(special_token or (), "--special-token")
     options = BuildOptions(forward, reverse, specials, exact, top_k, as_reference)
     with spinner("reading both vocabularies and building the projection", quiet=as_json):
         ours, theirs = _tokenizer(student, "student"), _tokenizer(teacher, "teacher")

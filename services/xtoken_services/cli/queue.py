@@ -127,12 +127,7 @@ def peek(
 
     with _connected(queue, token_file, keys) as client:
         state = client.peek(partition, sample)
-    document = {
-        "fields": state.fields,
-        "status": state.status,
-        "attempts": state.attempts,
-        "reason": state.reason,
-    }
+    document = {name: getattr(state, name) for name in ("fields", "status", "attempts", "reason")}
     typer.echo(json.dumps(document, indent=2, ensure_ascii=False))
 
 

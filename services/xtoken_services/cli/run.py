@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,6 +13,7 @@ from xtoken_services.cli.options import (
     JsonOption,
     LossOption,
     SetOption,
+    exit_as,
     read_control_token,
 )
 
@@ -73,10 +73,9 @@ def run(
         check_custom_loss(spec.loss, loss)
     for note in notes if not as_json else ():
         typer.echo(f"default: {note}")
-    executor = Executor(control, token_file, as_json)
-    executor.run_to_end(spec, loss)
+    _run_to_end(spec, loss, control, token_file, as_json)
     if second is not None:
-        executor.run_to_end(second, None)
+        _run_to_end(second, None, control, token_file, as_json)
         _print_comparison(spec.output, as_json=as_json)
     raise typer.Exit(0)
 
@@ -92,38 +91,21 @@ def _print_comparison(output: Path, *, as_json: bool) -> None:
         typer.echo(comparison.line())
 
 
-@dataclass(frozen=True)
-class Executor:
-    """The machine that runs are executed on: a control plane, or this process.
+def _run_to_end(spec: RunSpec, loss: str | None, control: str | None, token_file: Path | None, as_json: bool) -> None:
+    """Run one specification to its end, on a control plane or in this process.
 
-    Attributes:
-        control: URL of the control plane; None: this process.
-        token_file: File with its token.
-        as_json: Statuses are printed as JSON.
+    Raises:
+        typer.Exit: It did not complete.
     """
+    if control:
+        from xtoken_services.control.client import run_at
 
-    control: str | None
-    token_file: Path | None
-    as_json: bool
+        result = run_at(control, spec, token=read_control_token(token_file), as_json=as_json)
+    else:
+        from xtoken_services.supervisor.launchers.forks import early_fork_server
 
-    def run_to_end(self, spec: RunSpec, loss: str | None) -> None:
-        """Run one specification to its end.
+        with early_fork_server(spec) as forks:
+            from xtoken_services.supervisor.local_run import run_locally
 
-        Raises:
-            typer.Exit: It did not complete.
-        """
-        if self.control:
-            from xtoken_services.control.client import run_at
-
-            result = run_at(self.control, spec, token=read_control_token(self.token_file), as_json=self.as_json)
-        else:
-            from xtoken_services.supervisor.launchers.forks import early_fork_server
-
-            with early_fork_server(spec) as forks:
-                from xtoken_services.supervisor.local_run import run_locally
-
-                result = run_locally(spec, as_json=self.as_json, loss=loss, forks=forks)
-        if result.error:
-            typer.echo(f"error: {result.error}", err=True)
-        if result.exit_code:
-            raise typer.Exit(result.exit_code)
+            result = run_locally(spec, as_json=as_json, loss=loss, forks=forks)
+    exit_as(result)

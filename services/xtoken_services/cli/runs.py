@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from xtoken_core.errors import ConfigError
-from xtoken_services.cli.options import DEFAULT_URL, TOKEN_VARIABLE, URL_VARIABLE, connect, control_plane_command
+from xtoken_services.cli.options import (
+    DEFAULT_URL,
+    TOKEN_VARIABLE,
+    URL_VARIABLE,
+    connect,
+    control_plane_command,
+    exit_as,
+)
 from xtoken_services.common.processes.progress import spinner
 
 if TYPE_CHECKING:
@@ -269,11 +276,7 @@ def _watch(client: ControlClient, status: RunStatus, *, as_json: bool) -> None:
     with open_view(show=True, as_json=as_json) as view:
         last = follow_until_interrupted(client, status, view)
         view.end(last)
-    result = result_of(last)
-    if result.error:
-        typer.echo(f"error: {result.error}", err=True)
-    if result.exit_code:
-        raise typer.Exit(result.exit_code)
+    exit_as(result_of(last))
 
 
 def _print(document: dict[str, Any], line: str, as_json: bool) -> None:

@@ -8,12 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from xtoken_services.cli.options import (
-    JsonOption,
-    RankOption,
-    SetOption,
-    set_up_logging,
-)
+from xtoken_services.cli.options import JsonOption, RankOption, SetOption, exit_as, set_up_logging
 
 if TYPE_CHECKING:
     from xtoken_core.config import RunSpec
@@ -76,11 +71,7 @@ def build(
     from xtoken_services.supervisor.store_build import store_build
 
     check_launch(spec)
-    result = run_to_end(store_build(spec, target, run=run, verify=verify), as_json=as_json)
-    if result.error:
-        typer.echo(f"error: {result.error}", err=True)
-    if result.exit_code:
-        raise typer.Exit(result.exit_code)
+    exit_as(run_to_end(store_build(spec, target, run=run, verify=verify), as_json=as_json))
     from xtoken_core.teacher_store.store import TeacherStore
 
     _print(_summary_of(TeacherStore.open(target)), as_json=as_json)

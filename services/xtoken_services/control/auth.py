@@ -9,10 +9,10 @@ import os
 import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from xtoken_core.errors import ConfigError
@@ -25,9 +25,8 @@ COOKIE = "xtoken_session"
 PROBES = ("/livez", "/readyz")
 """Paths that need no token, as they reveal nothing about runs."""
 SHORTEST_TOKEN = 16
-POLICY_VIOLATION = 1008
 BEARER = "Bearer "
-SINGLE_HEADERS = (b"host", b"origin", b"authorization")
+SINGLE_HEADERS = ("host", "origin", "authorization")
 """Headers that decide about access: with two of them, a proxy and this server could read different ones."""
 TOKEN_REQUIRED = "bearer token required: Authorization: Bearer TOKEN"
 WRONG_TOKEN = "bearer token required: the given one is wrong"
@@ -70,26 +69,25 @@ class Auth:
 
     def refusal(self, scope: Scope) -> tuple[int, str] | None:
         """Return status and reason of a refusal, or None if the request is accepted."""
-        names = [name.lower() for name, _ in scope["headers"]]
+        request = HTTPConnection(scope)
         for single in SINGLE_HEADERS:
             # 400, as RFC 9112 (section 3.2) demands for Host.
-            if names.count(single) > 1:
-                return 400, f"more than one {single.decode().title()} header"
-        headers = {name.lower(): value.decode("latin-1") for name, value in scope["headers"]}
-        host = headers.get(b"host", "")
+            if len(request.headers.getlist(single)) > 1:
+                return 400, f"more than one {single.title()} header"
+        host = request.headers.get("host", "")
         # DNS rebinding: a foreign page's name that resolves to this machine must not reach the API.
         if not self._is_own(_host_of(f"//{host}")):
             return 403, f"the Host header {host!r} is not a name of this control plane"
         # Browsers send it with every cross-site write; programs need not, and are known by their token.
-        origin = headers.get(b"origin")
+        origin = request.headers.get("origin")
         if origin is not None and not self._same_origin(origin, f"{scope['scheme']}://{host}"):
             return 403, f"cross-origin request from {origin!r}"
         # After Host and Origin, which hold for open paths too.
         if self.token is None or scope["path"] in PROBES or scope["path"] in self.open_paths:
             return None
-        given = bearer_of(headers.get(b"authorization", ""))
+        given = bearer_of(request.headers.get("authorization", ""))
         if given is None:
-            cookie = session_of(headers.get(b"cookie", ""))
+            cookie = request.cookies.get(COOKIE)
             return None if cookie is not None and self.sessions.is_open(cookie) else (401, TOKEN_REQUIRED)
         # Before the comparison: while an address is delayed, a right guess gets no other answer.
         if self.wrong_tokens.blocks(address_of(scope)):
@@ -102,7 +100,7 @@ class Auth:
         return self.token is not None and hmac.compare_digest(token.encode(), self.token.encode())
 
     def _is_own(self, name: str) -> bool:
-        return is_loopback(name) or name.lower() in self.names or (self.remote and _is_address(name))
+        return is_loopback(name) or name.lower() in self.names or (self.remote and _address(name) is not None)
 
     def _same_origin(self, origin: str, url: str) -> bool:
         remote, own = urlsplit_safely(origin), urlsplit_safely(url)
@@ -120,18 +118,7 @@ class AuthMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Respond with 400, 401, 403 or 429, or pass the request on."""
-        if scope["type"] not in ("http", "websocket"):
-            await self._app(scope, receive, send)
-            return
-        refusal = self._auth.refusal(scope)
-        if scope["type"] == "websocket":
-            if refusal is not None:
-                # The handshake must be received before a WebSocket can be refused (ASGI specification).
-                await receive()
-                await send({"type": "websocket.close", "code": POLICY_VIOLATION, "reason": refusal[1][:120]})
-            else:
-                await self._app(scope, receive, send)
-            return
+        refusal = None if scope["type"] == "lifespan" else self._auth.refusal(scope)
         if refusal is None:
             await self._app(scope, receive, send)
             return
@@ -157,23 +144,10 @@ def bearer_of(authorization: str) -> str | None:
     return authorization[len(BEARER) :].strip()
 
 
-def session_of(cookies: str) -> str | None:
-    """Return the session id in a Cookie header; None if it has none."""
-    try:
-        cookie = SimpleCookie(cookies).get(COOKIE)
-    except CookieError:
-        return None
-    return cookie.value if cookie is not None else None
-
-
 def is_loopback(host: str) -> bool:
     """Return True if a host name or address is a loopback one."""
-    if host.lower() == LOCAL_NAME:
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+    address = _address(host)
+    return host.lower() == LOCAL_NAME or (address is not None and address.is_loopback)
 
 
 def read_token(file: Path) -> str:
@@ -220,9 +194,8 @@ def _host_of(url: str) -> str:
     return parts[1] if parts else ""
 
 
-def _is_address(name: str) -> bool:
+def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
-        ipaddress.ip_address(name)
+        return ipaddress.ip_address(name)
     except ValueError:
-        return False
-    return True
+        return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from xtoken_services.common.run.status import RunState
@@ -40,18 +41,8 @@ class DatabaseEvents(SupervisorEvents):
 
     def starting(self, attempts: Sequence[Attempt]) -> None:
         """Insert a row for each attempt, without an identity yet."""
-        rows = [
-            AttemptRow(
-                run_id=self._run_id,
-                launch=self._launch,
-                worker=a.worker,
-                kind=a.kind,
-                incarnation=a.incarnation,
-                log=str(a.log),
-                started=now(),
-            )
-            for a in attempts
-        ]
+        of = {"run_id": self._run_id, "launch": self._launch, "started": now()}
+        rows = [AttemptRow(**of, **asdict(attempt) | {"log": str(attempt.log)}) for attempt in attempts]
         self._write(lambda: self._store.add_attempts(rows))
 
     def started(self, worker: str, incarnation: int, identity: dict[str, Any]) -> None:

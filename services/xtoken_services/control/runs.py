@@ -13,11 +13,12 @@ import shutil
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import ConfigError, XtokenError
 from xtoken_services.common.files.directory_lock import OccupiedError
-from xtoken_services.common.run.status import RunState
+from xtoken_services.common.run.status import RunState, RunStatus
 from xtoken_services.control.run import run_of
 from xtoken_services.control.store import RunRow, Store, TakenError, now
 from xtoken_services.control.validation import RefusedError, SpecValidator, check_launch
@@ -115,17 +116,7 @@ class Runs:
             if earlier is not None:
                 return None, earlier
             spec = self.validate(spec)
-            row = RunRow(
-                id=f"{spec.name}-{secrets.token_hex(4)}",
-                name=spec.name,
-                output=str(spec.output),
-                created=now(),
-                began=now(),
-                spec=spec.model_dump(mode="json"),
-                state=RunState.STARTING,
-                key=key,
-                digest=digest,
-            )
+            row = _row(spec, RunState.STARTING, key=key, digest=digest)
             run = self._launch(self.store.add(row))
         return run, row
 
@@ -189,23 +180,12 @@ class Runs:
             self._check_taken(spec.output)
             if spec.output != output:
                 raise ConflictError(f"{output / SPEC} names another output: {spec.output}")
-            at = now()
             step, positions = (
                 n if isinstance(n := summary.get(name), int) else None for name in ("steps", "positions")
             )
             steps = step if positions is None else -(-positions // spec.train.samples_per_step)
-            row = RunRow(
-                id=f"{spec.name}-{secrets.token_hex(4)}",
-                name=spec.name,
-                output=str(spec.output),
-                created=at,
-                began=at,
-                ended=at,
-                spec=spec.model_dump(mode="json"),
-                state=RunState.COMPLETED,
-                step=step,
-                steps=steps,
-            )
+            row = _row(spec, RunState.COMPLETED, step=step, steps=steps)
+            row.ended = row.began  # it took no time here
             return self.store.add(row)
 
     def validate(self, spec: RunSpec) -> RunSpec:
@@ -302,17 +282,16 @@ class Runs:
 
     def stuck(self) -> dict[str, float]:
         """Return the runs whose supervisor is stuck, with the seconds since its last iteration."""
-        running = [run for run in self.in_memory() if not run.over.is_set()]
-        return {run.id: run.tick_age_s for run in running if run.tick_age_s > TICK_LIMIT_S}
+        return {run.id: run.tick_age_s for run in self.active() if run.tick_age_s > TICK_LIMIT_S}
 
     @property
     def housekeeping_age_s(self) -> float:
         """Seconds since the last successful housekeeping, which reads the database."""
         return time.monotonic() - self.housekeeping_at
 
-    def busy(self) -> bool:
-        """Return True if any run is active."""
-        return any(not run.over.is_set() for run in self.in_memory())
+    def active(self) -> list[Run]:
+        """Return the runs that are not over."""
+        return [run for run in self.in_memory() if not run.over.is_set()]
 
     # Shutdown
 
@@ -396,6 +375,13 @@ class Runs:
             raise TakenOutputError(
                 f"{output} {where} the run {other.id}: resume that run, or choose another output", other.id
             )
+
+
+def _row(spec: RunSpec, state: RunState, **columns: Any) -> RunRow:
+    """Return the row of a new run."""
+    known = RunStatus.starting(spec, f"{spec.name}-{secrets.token_hex(4)}")
+    names = "id", "name", "created", "began", "spec"
+    return RunRow(**{name: getattr(known, name) for name in names}, output=str(spec.output), state=state, **columns)
 
 
 def _digest(spec: RunSpec) -> str:

@@ -150,15 +150,14 @@ def _check_proxies(proxies: Sequence[str]) -> None:
 
 def _stop(runs: Runs, interrupts: Interrupts) -> None:
     runs.stop_all()
-    while runs.busy():
+    while runs.active():
         if interrupts.wait() and interrupts.count > 1:
             runs.stop_all(now=True)
 
 
 def _log_active(runs: Runs) -> None:
-    active = [run.id for run in runs.in_memory() if not run.over.is_set()]
-    if active:
-        log.info("still running, to be recovered by the next control plane: %s", ", ".join(active))
+    if active := runs.active():
+        log.info("still running, to be recovered by the next control plane: %s", ", ".join(run.id for run in active))
 
 
 def _listen(host: str, port: int) -> socket.socket:

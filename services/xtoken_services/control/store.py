@@ -15,7 +15,7 @@ from sqlalchemy.orm import Session
 from sqlalchemy.pool import StaticPool
 
 from xtoken_core.errors import XtokenError
-from xtoken_services.common.run.status import RunState
+from xtoken_services.common.run.status import RunState, RunSummary
 from xtoken_services.control.db_file import DatabaseFile, StoreError, create_private
 from xtoken_services.control.tables import AttemptRow, Base, GroupRow, NoteRow, RunRow
 
@@ -23,22 +23,7 @@ FILE = ".control.sqlite3"
 VERSION = 1
 """The number of the schema in `tables`, written to `PRAGMA user_version`; raise it with every change of a table."""
 BUSY_S = 10.0
-SUMMARY = (
-    RunRow.seq,
-    RunRow.id,
-    RunRow.name,
-    RunRow.output,
-    RunRow.created,
-    RunRow.state,
-    RunRow.error,
-    RunRow.exit_code,
-    RunRow.step,
-    RunRow.steps,
-    RunRow.launch,
-    RunRow.began,
-    RunRow.ended,
-)
-SUMMARY_NAMES = tuple(column.key for column in SUMMARY)
+SUMMARY = ("seq", *RunSummary.model_fields)
 
 
 class TakenError(XtokenError):
@@ -144,7 +129,7 @@ class Store:
             states: Select runs in these states; all if empty.
             name: Select runs with this name; all if empty.
         """
-        query = select(*SUMMARY).order_by(RunRow.seq.desc()).limit(limit)
+        query = select(*(getattr(RunRow, name) for name in SUMMARY)).order_by(RunRow.seq.desc()).limit(limit)
         if before is not None:
             query = query.where(RunRow.seq < before)
         if states:
@@ -152,7 +137,7 @@ class Store:
         if name:
             query = query.where(RunRow.name == name)
         with self._guard, self._errors(), self._engine.connect() as connection:
-            return [dict(zip(SUMMARY_NAMES, row, strict=True)) for row in connection.execute(query)]
+            return [dict(zip(SUMMARY, row, strict=True)) for row in connection.execute(query)]
 
     def specs(self, run_ids: Sequence[str]) -> dict[str, dict[str, Any]]:
         """Return the specifications of runs by id."""

@@ -92,6 +92,11 @@ class Views:
                 self._views.popitem(last=False)
             return view
 
+    def status(self, run_id: str) -> RunStatus | None:
+        """Return the status of a run, or None if there is no such run."""
+        view = self.of(run_id)
+        return view.status() if view is not None else None
+
     def drop(self, run_id: str) -> None:
         """Discard the view of a removed run."""
         with self._lock:

@@ -36,7 +36,7 @@ def main() -> None:
     runs = Runs(options.directory / "runs")
     if options.start:
         runs.start(resolved_run(runs.directory / "one", options.steps).spec)
-    while runs.busy():
+    while runs.active():
         if options.leave and (state / "steps").exists():
             runs.detach_all()
         time.sleep(0.05)

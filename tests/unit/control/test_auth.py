@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from fastapi.testclient import TestClient
-from starlette.websockets import WebSocketDisconnect
+from starlette.testclient import WebSocketDenialResponse
 
 from tests.unit.control.stored_runs import HERE, make_runs
 from xtoken_core.errors import ConfigError
@@ -136,11 +136,12 @@ def test_web_socket(runs: Runs) -> None:
         await connection.close()
 
     client = TestClient(app, base_url=HERE)
-    for headers in ({}, {"authorization": f"Bearer {TOKEN}", "origin": "https://evil.example"}):
+    foreign = {"authorization": f"Bearer {TOKEN}", "origin": "https://evil.example"}
+    for headers, expected in (({}, 401), (foreign, 403)):
         url = f"{HERE.replace('http', 'ws')}/socket"
-        with pytest.raises(WebSocketDisconnect) as refused, client.websocket_connect(url, headers=headers):
+        with pytest.raises(WebSocketDenialResponse) as refused, client.websocket_connect(url, headers=headers):
             pass
-        assert refused.value.code == 1008
+        assert refused.value.status_code == expected
 
 
 def test_remote_address_needs_a_token(tmp_path: Path) -> None:

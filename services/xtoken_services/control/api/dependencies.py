@@ -39,7 +39,7 @@ class AppContext:
         Raises:
             HTTPException: 404, there is no such run.
         """
-        status = self.view(run_id).status()
+        status = self.views.status(run_id)
         if status is None:
             raise HTTPException(404, f"there is no run {run_id!r}")
         return status

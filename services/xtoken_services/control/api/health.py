@@ -28,7 +28,7 @@ async def ready(context: Context, response: Response) -> Ready:
     if stuck:
         reasons.append(f"{len(stuck)} runs have not been supervised for up to {max(stuck.values()):.0f} s")
     response.status_code = 503 if reasons else 200
-    oldest = max([age, *(run.tick_age_s for run in context.runs.in_memory() if not run.over.is_set())])
+    oldest = max([age, *(run.tick_age_s for run in context.runs.active())])
     return Ready(ready=not reasons, age_s=round(oldest, 3), reason="; ".join(reasons))
 
 

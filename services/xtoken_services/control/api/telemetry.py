@@ -97,12 +97,8 @@ class _Collector:
         yield _single(
             "control_round_age_seconds", "Seconds since the last housekeeping.", self._runs.housekeeping_age_s
         )
-        active = [run.id for run in self._runs.in_memory() if not run.over.is_set()]
-        yield from _of_runs({run_id: status for run_id in active if (status := self._status(run_id)) is not None})
-
-    def _status(self, run_id: str) -> RunStatus | None:
-        view = self._views.of(run_id)
-        return view.status() if view is not None else None
+        statuses = ((run.id, self._views.status(run.id)) for run in self._runs.active())
+        yield from _of_runs({run_id: status for run_id, status in statuses if status is not None})
 
 
 RUN_GAUGES = {

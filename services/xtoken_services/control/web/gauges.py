@@ -9,7 +9,6 @@ from typing import Any
 
 from fastapi import Request
 
-from xtoken_services.common.run.status import RunStatus
 from xtoken_services.control.api.dependencies import AppContext
 from xtoken_services.control.web.gpus import Gpus
 
@@ -64,7 +63,7 @@ class Gauges:
                         self._thread = None
                         return
                     for run_id in self._watched:
-                        status = self._status(run_id)
+                        status = self._context.views.status(run_id)
                         depth = {"queue_samples": status.queue.samples} if status is not None and status.queue else {}
                         self._samples[run_id].append({"time": round(time.time(), 1), **depth, **machine})
                 time.sleep(INTERVAL_S)
@@ -72,12 +71,8 @@ class Gauges:
             gpus.close()
 
     def _is_active(self, run_id: str) -> bool:
-        status = self._status(run_id)
+        status = self._context.views.status(run_id)
         return status is not None and not status.state.over
-
-    def _status(self, run_id: str) -> RunStatus | None:
-        view = self._context.views.of(run_id)
-        return view.status() if view is not None else None
 
 
 def gauges_of(request: Request) -> Gauges:

@@ -11,7 +11,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from xtoken_services.control.api.dependencies import Context
-from xtoken_services.control.auth import COOKIE, RETRY_AFTER, TOO_MANY_WRONG, address_of, session_of
+from xtoken_services.control.auth import COOKIE, RETRY_AFTER, TOO_MANY_WRONG, address_of
 from xtoken_services.control.sessions import SESSION_S
 from xtoken_services.control.web.render import PageRoute, page
 
@@ -61,7 +61,7 @@ async def log_in(request: Request, context: Context) -> Response:
 @router.post("/logout")
 def log_out(request: Request, context: Context) -> Response:
     """End the session and delete its cookie."""
-    session = session_of(request.headers.get("cookie", ""))
+    session = request.cookies.get(COOKIE)
     if session is not None:
         context.auth.sessions.close(session)
     response = RedirectResponse(LOGIN, 303)

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any, cast, get_args
 
-from fastapi import APIRouter, HTTPException, Query, Request, Response
+from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import RedirectResponse
-from starlette.concurrency import run_in_threadpool
 
-from xtoken_core.errors import ConfigError
 from xtoken_core.projection.pair_cache import PairKind
-from xtoken_services.control.api.dependencies import AppContext, Context
+from xtoken_services.control.api.dependencies import Context
 from xtoken_services.control.table_builds import BusyError, TableBuilds
-from xtoken_services.control.web.form import parse_form
+from xtoken_services.control.web.formatting import sentence
 from xtoken_services.control.web.render import PageRoute, page
-from xtoken_services.control.web.tokenizer_fields import pairs_of, tokenizer_error
+from xtoken_services.control.web.tokenizer_fields import EMPTY, Submitted, read_fields
 
-EMPTY = {"kind": "chain", "student": "", "teacher": "", "special_tokens": ""}
 KINDS = {
     "chain": "Chain tables, for chain",
     "projection": "Projection, for P-KL, gold and H-KL",
@@ -38,13 +34,18 @@ def show_tables(request: Request, context: Context, student: Directory = "", tea
 
 
 @router.post("/tables")
-async def build_tables(request: Request, context: Context) -> Response:
+def build_tables(request: Request, context: Context, values: Submitted) -> Response:
     """Start a build and show it."""
-    try:
-        values = EMPTY | parse_form(await request.body())
-    except ValueError as error:
-        raise HTTPException(400, "Malformed form.") from error
-    return await run_in_threadpool(_start, request, context, values)
+    directories, pairs, errors = read_fields(values, context.runs.validator.roots)
+    if values["kind"] not in get_args(PairKind):
+        errors["kind"] = "Choose what to build."
+    if not errors:
+        try:
+            builds_of(request).start(cast(PairKind, values["kind"]), *directories, pairs)
+            return RedirectResponse("/tables", 303)
+        except BusyError as error:
+            errors[""] = f"{sentence(str(error))}."
+    return _page(request, values, errors)
 
 
 @router.post("/tables/{build_id}/cancel")
@@ -58,27 +59,6 @@ def builds_of(request: Request) -> TableBuilds:
     """Return the builds of the application that serves a request."""
     builds: TableBuilds = request.app.state.table_builds
     return builds
-
-
-def _start(request: Request, context: AppContext, values: dict[str, str]) -> Response:
-    errors: dict[str, str] = {}
-    for name in ("student", "teacher"):
-        errors |= tokenizer_error(values[name].strip(), name, context.runs.validator.roots)
-    if values["kind"] not in get_args(PairKind):
-        errors["kind"] = "Choose what to build."
-    pairs: dict[str, str] = {}
-    try:
-        pairs = pairs_of(values["special_tokens"])
-    except ConfigError as error:
-        errors["special_tokens"] = str(error)
-    if not errors:
-        directories = Path(values["student"].strip()), Path(values["teacher"].strip())
-        try:
-            builds_of(request).start(cast(PairKind, values["kind"]), *directories, pairs)
-            return RedirectResponse("/tables", 303)
-        except BusyError as error:
-            errors[""] = f"{str(error)[:1].upper()}{str(error)[1:]}."
-    return _page(request, values, errors)
 
 
 def _page(request: Request, values: dict[str, Any], errors: dict[str, str]) -> Response:

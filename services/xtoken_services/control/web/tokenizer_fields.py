@@ -1,23 +1,48 @@
-"""Fields that name two tokenizers and their pairs of special tokens, on the pages that work on tokenizers."""
+"""Forms that name two tokenizers and their pairs of special tokens, on the pages that work on tokenizers."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
+from fastapi import Depends, HTTPException, Request
+
+from xtoken_core.errors import ConfigError
 from xtoken_services.common.files.allowed_paths import OutsideError, Roots
 from xtoken_services.common.tokenizers.special_tokens import parse_special_tokens
+from xtoken_services.control.web.form import parse_form
+
+EMPTY = {"kind": "chain", "student": "", "teacher": "", "text": "", "special_tokens": ""}
 
 
-def pairs_of(text: str) -> dict[str, str]:
-    """Return the pairs of special tokens of a field with one pair a line.
+async def _submitted(request: Request) -> dict[str, str]:
+    """Return the fields of a form, empty those that it lacks."""
+    try:
+        return EMPTY | parse_form(await request.body())
+    except ValueError as error:
+        raise HTTPException(400, "Malformed form.") from error
 
-    Raises:
-        ConfigError: A line is no pair.
-    """
-    return parse_special_tokens((line.strip() for line in text.splitlines() if line.strip()), "the pair")
+
+Submitted = Annotated[dict[str, str], Depends(_submitted)]
 
 
-def tokenizer_error(path: str, name: str, roots: Roots | None) -> dict[str, str]:
+def read_fields(
+    values: dict[str, str], roots: Roots | None
+) -> tuple[tuple[Path, Path], dict[str, str], dict[str, str]]:
+    """Return the directories of student and teacher, the pairs of special tokens, and the errors by field."""
+    errors: dict[str, str] = {}
+    for name in ("student", "teacher"):
+        errors |= _tokenizer_error(values[name].strip(), name, roots)
+    pairs: dict[str, str] = {}
+    try:
+        lines = (line.strip() for line in values["special_tokens"].splitlines() if line.strip())
+        pairs = parse_special_tokens(lines, "the pair")
+    except ConfigError as error:
+        errors["special_tokens"] = str(error)
+    return (Path(values["student"].strip()), Path(values["teacher"].strip())), pairs, errors
+
+
+def _tokenizer_error(path: str, name: str, roots: Roots | None) -> dict[str, str]:
     """Return why a field names no directory that may be read, by the field's name; empty if it does."""
     if not path:
         return {name: "Enter a directory with a tokenizer."}
