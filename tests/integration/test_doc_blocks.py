@@ -16,8 +16,7 @@ from rich.console import Console
 
 from tests.doc_blocks import ROOT, commands_of, fenced
 from xtoken_services.demo.run import run_demo
-from xtoken_services.demo.specs import StudentTraining
-from xtoken_services.demo.teacher import TeacherTraining
+from xtoken_services.demo.specs import Training
 
 SMALL = {
     "context_length": 64, "samples_per_step": 4, "max_steps": 6, "micro_batch_tokens": 256, "warmup_steps": 1,
@@ -36,8 +35,8 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Models and text of a demo with few steps."""
     out = tmp_path_factory.mktemp("demo") / "demo-out"
     with (out.parent / "printed.txt").open("w", encoding="utf-8") as file:
-        few = TeacherTraining(steps=2, eval_every=2)
-        run_demo(out, console=Console(file=file), teacher=few, student=StudentTraining(steps=2, eval_every=2))
+        few = Training(steps=2, eval_every=2)
+        run_demo(out, console=Console(file=file), teacher=few, student=Training(steps=2, eval_every=2))
     return out
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 from rich.table import Table
 
-from xtoken_core.errors import InputError
 from xtoken_services.common.files.jsonl import replace_file
 
 Line = dict[str, Any]
@@ -40,47 +39,10 @@ class Run:
 
 
 def read_run(name: str, directory: Path) -> Run:
-    """Read a run's metrics.
-
-    Raises:
-        InputError: A file is missing or damaged, or the run has no evaluation.
-    """
-    evals = read_lines(directory / "eval.jsonl")
-    if not evals:
-        raise InputError(f"{directory / 'eval.jsonl'} holds no evaluation: the run {name!r} has not got that far")
-    return Run(name, read_lines(directory / "steps.jsonl"), evals)
-
-
-def read_lines(path: Path) -> list[Line]:
-    """Return the objects of a JSON lines file, without a last line that is incomplete.
-
-    Raises:
-        InputError: The file cannot be read, or another line is not a JSON object.
-    """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror}") from error
-    lines = []
-    for number, line in enumerate(text.splitlines(keepends=True), start=1):
-        if not line.endswith("\n"):
-            break
-        try:
-            value = json.loads(line)
-        except ValueError as error:
-            raise InputError(f"{path}:{number} is not JSON") from error
-        if not isinstance(value, dict):
-            raise InputError(f"{path}:{number} is not a JSON object")
-        lines.append(value)
-    return lines
-
-
-def check_comparable(runs: Sequence[Run]) -> None:
-    """Raise an InputError unless all runs were evaluated on equally many bytes."""
-    sizes = {run.name: run.final["bytes"] for run in runs}
-    if len(set(sizes.values())) > 1:
-        listed = ", ".join(f"{name}: {size}" for name, size in sizes.items())
-        raise InputError(f"the runs were evaluated on texts of different size ({listed} bytes): not comparable")
+    """Read the metrics of a complete run."""
+    files = [(directory / file).read_text(encoding="utf-8") for file in ("steps.jsonl", "eval.jsonl")]
+    steps, evals = ([json.loads(line) for line in text.splitlines()] for text in files)
+    return Run(name, steps, evals)
 
 
 COLUMNS: tuple[tuple[str, Callable[[Run], str]], ...] = (

@@ -8,42 +8,40 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from xtoken_core.config import load_run_spec
 from xtoken_core.errors import InputError, XtokenError
-from xtoken_services.demo.corpus import Corpus, write_corpus
-from xtoken_services.demo.report import Run, check_comparable, read_run, table, write_report
+from xtoken_services.demo.corpus import write_corpus
+from xtoken_services.demo.report import Run, read_run, table, write_report
 from xtoken_services.demo.specs import (
     CROSS_ENTROPY,
     DISTILLED,
     STUDENT,
+    STUDENT_TRAINING,
     TEACHER,
-    StudentTraining,
+    TEACHER_TRAINING,
+    UNTRAINED_TEACHER,
+    Training,
     write_run_files,
 )
 
-if TYPE_CHECKING:
-    from xtoken_services.demo.teacher import TeacherTraining
-
 _MARK = ".xtoken-demo"
-_NAMES = {CROSS_ENTROPY: "student, cross-entropy only", DISTILLED: "student, distilled"}
+_NAMES = {TEACHER: "teacher", CROSS_ENTROPY: "student, cross-entropy only", DISTILLED: "student, distilled"}
 
 
 def run_demo(
     out: Path,
     *,
     console: Console | None = None,
-    teacher: TeacherTraining | None = None,
-    student: StudentTraining | None = None,
+    teacher: Training = TEACHER_TRAINING,
+    student: Training = STUDENT_TRAINING,
 ) -> None:
-    """Create text, tokenizers and models, train the student twice, compare, and write a report.
+    """Create text, tokenizers and models, train the teacher, then the student twice, compare, and write a report.
 
-    Leaves in `out`: `report.html`, `table.txt`, both runs' files and directories, and with them the distilled
-    student in `runs/distilled/model`. The files of an earlier demo are replaced.
+    Leaves in `out`: `report.html`, `table.txt`, the `teacher`, the untrained `student`, all runs' files and
+    directories, and with them the distilled student in `runs/distilled/model`. An earlier demo's files are replaced.
 
     Args:
         out: A directory that is missing, empty, or was created by the demo.
@@ -63,16 +61,21 @@ def run_demo(
         corpus = write_corpus(out / "corpus")
     console.print(f"  {corpus.train_bytes / 1e6:.1f} MB to train on, {corpus.heldout_bytes / 1e6:.1f} MB held out")
     with _stage(console, "Tokenizers: BPE over digits for the teacher, Unigram over whole numbers for the student"):
-        _make_tokenizers(corpus, out / "tokenizers")
-    with _stage(console, "Teacher: trained from scratch"):
-        _make_teacher(corpus, out, console, teacher)
-    with _stage(console, "Student, untrained"):
-        _make_student(out)
-    for name, file in write_run_files(out, student or StudentTraining()).items():
+        from xtoken_services.demo.models import STUDENT_LAYERS, TEACHER_LAYERS, write_model
+        from xtoken_services.demo.vocabularies import train_student_tokenizer, train_teacher_tokenizer, training_texts
+
+        texts = training_texts(corpus.train)
+        train_teacher_tokenizer(texts, out / "tokenizers" / TEACHER)
+        train_student_tokenizer(texts, out / "tokenizers" / STUDENT)
+    with _stage(console, "Models with random weights"):
+        write_model(out / UNTRAINED_TEACHER, out / "tokenizers" / TEACHER, layers=TEACHER_LAYERS)
+        write_model(out / STUDENT, out / "tokenizers" / STUDENT, layers=STUDENT_LAYERS)
+    for name, file in write_run_files(out, teacher, student).items():
         with _stage(console, f"Run: {_NAMES[name]}"):
-            _train_student(file)
-    runs = [read_run("teacher", out / TEACHER)] + [read_run(_NAMES[n], out / "runs" / n) for n in _NAMES]
-    _show(console, out, runs)
+            _train(file)
+            if name == TEACHER:
+                shutil.copytree(out / "runs" / TEACHER / "model", out / TEACHER)
+    _show(console, out, [read_run(title, out / "runs" / name) for name, title in _NAMES.items()])
     console.print(f"The demo took {time.monotonic() - began:.0f} s.")
 
 
@@ -101,51 +104,7 @@ def _stage(console: Console, title: str) -> Iterator[None]:
     console.print(f"  done in {time.monotonic() - began:.1f} s", style="dim")
 
 
-def _make_tokenizers(corpus: Corpus, directory: Path) -> None:
-    from xtoken_services.demo.vocabularies import train_student_tokenizer, train_teacher_tokenizer, training_texts
-
-    texts = training_texts(corpus.train)
-    train_teacher_tokenizer(texts, directory / TEACHER)
-    train_student_tokenizer(texts, directory / STUDENT)
-
-
-def _make_teacher(corpus: Corpus, out: Path, console: Console, training: TeacherTraining | None) -> None:
-    from transformers.utils import logging
-
-    from xtoken_services.demo.teacher import TeacherTraining, train_teacher
-
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers leaves it untyped
-    training = training or TeacherTraining()
-    columns = (TextColumn("  {task.description}"), BarColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        bar = progress.add_task("starting", total=training.steps)
-
-        def follow(line: dict[str, Any]) -> None:
-            if "loss" in line:
-                line_text = (
-                    f"step {line['step'] + 1}, loss {line['loss']:.3f}, {line['tokens_per_second']:,.0f} tokens/s"
-                )
-                progress.update(bar, completed=line["step"] + 1, description=line_text)
-            else:
-                progress.console.print(f"  step {line['step']}: {line['bits_per_byte']:.3f} bits per byte")
-
-        train_teacher(
-            out / TEACHER,
-            out / "tokenizers" / TEACHER,
-            corpus.train,
-            corpus.heldout,
-            training=training,
-            progress=follow,
-        )
-
-
-def _make_student(out: Path) -> None:
-    from xtoken_services.demo.teacher import write_student
-
-    write_student(out / STUDENT, out / "tokenizers" / STUDENT)
-
-
-def _train_student(run_file: Path) -> None:
+def _train(run_file: Path) -> None:
     """Run one training to its end.
 
     Raises:
@@ -163,7 +122,6 @@ def _train_student(run_file: Path) -> None:
 def _show(console: Console, out: Path, runs: list[Run]) -> None:
     """Print the table, and write it and the report."""
     teacher, *students = runs
-    check_comparable(runs)
     console.print(table(runs))
     with (out / "table.txt").open("w", encoding="utf-8") as file:
         Console(file=file, width=120).print(table(runs))

@@ -1,4 +1,4 @@
-"""The two runs of the demo, as the TOML files a user would write."""
+"""The three runs of the demo, as the TOML files a user would write."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from pathlib import Path
 
 TEACHER, STUDENT = "teacher", "student"
 CROSS_ENTROPY, DISTILLED = "cross-entropy", "distilled"
+UNTRAINED_TEACHER = "untrained-teacher"
 EVAL_BYTES = 40_000
 
 
 @dataclass(frozen=True)
-class StudentTraining:
-    """Training of both students.
+class Training:
+    """Training of the teacher, or of both students.
 
     Attributes:
         steps: Optimiser steps.
@@ -31,28 +32,36 @@ class StudentTraining:
     seed: int = 0
 
 
-def write_run_files(out: Path, training: StudentTraining) -> dict[str, Path]:
-    """Write `cross-entropy.toml` and `distilled.toml`, equal but for the loss.
+TEACHER_TRAINING, STUDENT_TRAINING = Training(steps=216, eval_every=72), Training()
+
+
+def write_run_files(out: Path, teacher: Training, student: Training) -> dict[str, Path]:
+    """Write `teacher.toml`, and `cross-entropy.toml` and `distilled.toml`, which are equal but for the loss.
 
     Args:
         out: Where models and corpus are; the runs get directories below it.
-        training: How both are trained.
+        teacher: How the teacher is trained.
+        student: How both students are trained.
 
     Returns:
-        The file of each run, by its name.
+        The file of each run, by its name, in the order in which they run.
     """
-    losses = {
-        CROSS_ENTROPY: "kl_loss_weight = 0.0\nce_loss_scale = 1.0",
-        DISTILLED: 'mode = "chain"\nkl_loss_weight = 1.0\nce_loss_scale = 1.0',
+    taught = f'[teacher]\nmodel = "{TEACHER}"\ncontext_length = {student.context_length}\n\n'
+    plain = "kl_loss_weight = 0.0\nce_loss_scale = 1.0"
+    texts = {
+        TEACHER: run_file(TEACHER, UNTRAINED_TEACHER, "", plain, teacher),
+        CROSS_ENTROPY: run_file(CROSS_ENTROPY, STUDENT, taught, plain, student),
+        DISTILLED: run_file(
+            DISTILLED, STUDENT, taught, 'mode = "chain"\nkl_loss_weight = 1.0\nce_loss_scale = 1.0', student
+        ),
     }
-    files = {}
-    for name, loss in losses.items():
-        files[name] = out / f"{name}.toml"
-        files[name].write_text(run_file(name, loss, training), encoding="utf-8")
+    files = {name: out / f"{name}.toml" for name in texts}
+    for name, file in files.items():
+        file.write_text(texts[name], encoding="utf-8")
     return files
 
 
-def run_file(name: str, loss: str, training: StudentTraining) -> str:
+def run_file(name: str, model: str, teacher: str, loss: str, training: Training) -> str:
     """Return the text of a run file; its paths are relative to its own directory."""
     return f"""# Created by `xtoken demo`; rerun it with `xtoken run {name}.toml`.
 name = "{name}"
@@ -60,14 +69,10 @@ output = "runs/{name}"
 seed = {training.seed}
 
 [student]
-model = "{STUDENT}"
+model = "{model}"
 context_length = {training.context_length}
 
-[teacher]
-model = "{TEACHER}"
-context_length = {training.context_length}
-
-[data]
+{teacher}[data]
 path = "corpus/train.jsonl"
 
 [eval]

@@ -6,12 +6,12 @@ import pytest
 
 from xtoken_core.config import load_run_spec
 from xtoken_core.errors import InputError, XtokenError
-from xtoken_services.demo.run import _train_student, prepare_directory
-from xtoken_services.demo.specs import CROSS_ENTROPY, DISTILLED, StudentTraining, write_run_files
+from xtoken_services.demo.run import _train, prepare_directory
+from xtoken_services.demo.specs import CROSS_ENTROPY, DISTILLED, TEACHER, TEACHER_TRAINING, Training, write_run_files
 
 
 def test_runs_differ_in_name_output_and_loss(tmp_path: Path) -> None:
-    files = write_run_files(tmp_path, StudentTraining(steps=7, seed=3))
+    files = write_run_files(tmp_path, TEACHER_TRAINING, Training(steps=7, seed=3))
     plain, distilled = load_run_spec(files[CROSS_ENTROPY]), load_run_spec(files[DISTILLED])
     differing = {name for name in type(plain).model_fields if getattr(plain, name) != getattr(distilled, name)}
     assert differing == {"name", "output", "loss"}
@@ -19,12 +19,19 @@ def test_runs_differ_in_name_output_and_loss(tmp_path: Path) -> None:
     assert plain.loss.ce_loss_scale == distilled.loss.ce_loss_scale
     assert distilled.loss.mode == "chain"
     assert (plain.train.max_steps, plain.seed) == (7, 3)
+    teacher = load_run_spec(files[TEACHER])
+    assert (teacher.teacher, teacher.train.max_steps) == ((), TEACHER_TRAINING.steps)
+    assert (teacher.data, teacher.eval.path, teacher.eval.max_bytes) == (
+        plain.data,
+        plain.eval.path,
+        plain.eval.max_bytes,
+    )
     assert plain.data.paths == (tmp_path / "corpus" / "train.jsonl",)
 
 
-@pytest.mark.parametrize("training", [StudentTraining(), StudentTraining(steps=1, samples_per_step=1)])
-def test_run_files_are_valid_whatever_the_size(tmp_path: Path, training: StudentTraining) -> None:
-    for file in write_run_files(tmp_path, training).values():
+@pytest.mark.parametrize("training", [Training(), Training(steps=1, samples_per_step=1)])
+def test_run_files_are_valid_whatever_the_size(tmp_path: Path, training: Training) -> None:
+    for file in write_run_files(tmp_path, training, training).values():
         spec = load_run_spec(file)
         assert spec.train.max_steps == training.steps
         assert spec.train.learning_rate == training.learning_rate
@@ -32,9 +39,9 @@ def test_run_files_are_valid_whatever_the_size(tmp_path: Path, training: Student
 
 
 def test_failed_run_ends_the_demo(tmp_path: Path) -> None:
-    file = write_run_files(tmp_path, StudentTraining())[DISTILLED]
+    file = write_run_files(tmp_path, Training(), Training())[DISTILLED]
     with pytest.raises(XtokenError, match="cannot read") as ended:
-        _train_student(file)
+        _train(file)
     assert ended.value.exit_code == InputError.exit_code
 
 

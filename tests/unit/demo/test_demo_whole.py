@@ -6,10 +6,9 @@ import pytest
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from xtoken_services.demo.report import read_lines, read_run
+from xtoken_services.demo.report import read_run
 from xtoken_services.demo.run import run_demo
-from xtoken_services.demo.specs import StudentTraining
-from xtoken_services.demo.teacher import TeacherTraining
+from xtoken_services.demo.specs import Training
 
 
 @pytest.mark.slow
@@ -20,8 +19,8 @@ def test_the_demo_leaves_a_table_a_report_and_a_model_that_generates(tmp_path: P
         run_demo(
             out,
             console=Console(file=file, width=100),
-            teacher=TeacherTraining(steps=12, eval_every=6),
-            student=StudentTraining(steps=6, eval_every=3),
+            teacher=Training(steps=12, eval_every=6),
+            student=Training(steps=6, eval_every=3),
         )
     printed = (tmp_path / "printed.txt").read_text()
     for name in ("cross-entropy", "distilled"):
@@ -30,7 +29,11 @@ def test_the_demo_leaves_a_table_a_report_and_a_model_that_generates(tmp_path: P
         assert f"{run.final['bits_per_byte']:.3f}" in printed
         assert sorted(i for line in run.steps for i in line["ids"]) == list(range(24))
         assert run.final["bits_per_byte"] < run.evals[0]["bits_per_byte"]
-    assert any(line["kl_loss"] > 0 for line in read_lines(out / "runs" / "distilled" / "steps.jsonl"))
+    assert any(line["kl_loss"] > 0 for line in read_run("distilled", out / "runs" / "distilled").steps)
+    teacher = read_run("teacher", out / "runs" / "teacher")
+    assert [line["step"] for line in teacher.evals] == [0, 6, 12]
+    assert teacher.final["bits_per_byte"] < teacher.evals[0]["bits_per_byte"]
+    assert AutoModelForCausalLM.from_pretrained(out / "teacher").config.num_hidden_layers == 4
     assert (out / "report.html").read_text().count("<svg") == 7
     assert "student, distilled" in (out / "table.txt").read_text()
     model = AutoModelForCausalLM.from_pretrained(out / "runs" / "distilled" / "model")
