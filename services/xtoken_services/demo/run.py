@@ -46,7 +46,7 @@ def run_demo(
     Args:
         out: A directory that is missing, empty, or was created by the demo.
         console: Console for progress and table; standard output if left out.
-        teacher: Training of the teacher; by default about a minute and a half on two cores.
+        teacher: Training of the teacher; by default about two minutes on two cores.
         student: Training of both students; by default about a minute each.
 
     Raises:
@@ -68,6 +68,9 @@ def run_demo(
         train_teacher_tokenizer(texts, out / "tokenizers" / TEACHER)
         train_student_tokenizer(texts, out / "tokenizers" / STUDENT)
     with _stage(console, "Models with random weights"):
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers leaves it untyped
         write_model(out / UNTRAINED_TEACHER, out / "tokenizers" / TEACHER, layers=TEACHER_LAYERS)
         write_model(out / STUDENT, out / "tokenizers" / STUDENT, layers=STUDENT_LAYERS)
     for name, file in write_run_files(out, teacher, student).items():
