@@ -56,10 +56,7 @@ def draw_tables(student_vocab: int, teacher_vocab: int, seed: int = 0) -> ChainT
     teacher = np.sort(rng.choice(teacher_vocab, common, replace=False))
     order = np.argsort(np.arange(common) + rng.normal(0, 0.05 * common, common))
     teacher = teacher[order]
-    spelled = (
-        _spellings(rng, student_vocab, student, teacher),
-        _spellings(rng, teacher_vocab, teacher, student),
-    )
+    spelled = (_spellings(rng, student_vocab, student, teacher), _spellings(rng, teacher_vocab, teacher, student))
     roots = find_roots(*spelled, np.zeros((0, 2), np.int64))
     sides = []
     for k, (own, other) in enumerate(((roots.student, roots.teacher), (roots.teacher, roots.student))):

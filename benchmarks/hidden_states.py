@@ -119,13 +119,7 @@ class Workload:
     """A micro-batch of random hidden states, heads and chunks, and what is done with it."""
 
     def __init__(
-        self,
-        shape: Shape,
-        config: LossConfig,
-        device: torch.device,
-        rows: int | None,
-        *,
-        maxima: bool,
+        self, shape: Shape, config: LossConfig, device: torch.device, rows: int | None, *, maxima: bool
     ) -> None:
         """Draw everything.
 
@@ -261,11 +255,7 @@ def main() -> int:
                 f"peak {row.peak_bytes / 2**30:5.2f} GiB  {row.blocks} blocks",
                 flush=True,
             )
-    report = {
-        **machine(),
-        "shape": asdict(shape),
-        "rows": [asdict(row) for row in rows],
-    }
+    report = {**machine(), "shape": asdict(shape), "rows": [asdict(row) for row in rows]}
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(report, indent=2) + "\n")
     return 0 if passing else 1

@@ -128,10 +128,7 @@ def _bounds() -> dict[str, Any]:
     tables = {
         "The queue": queue_bounds(result("queue")),
         "Alignment, collation, projection": bounds.collation_bounds(result("collate"), result("collate_workers")),
-        "Whole runs": [
-            *bounds_of(end_to_end_results()),
-            bounds.divided_bound(result("divided_teacher")),
-        ],
+        "Whole runs": [*bounds_of(end_to_end_results()), bounds.divided_bound(result("divided_teacher"))],
         "On-policy distillation": on_policy.bounds(result("on_policy")),
         "Kills and resume": bounds.kill_bounds(result("worker_kills"), result("resume")),
         "The control plane": bounds.control_bounds(result("control")),
@@ -149,11 +146,7 @@ def _fuzz_parsers() -> dict[str, Any]:
 
 def _load() -> dict[str, Any]:
     runs = [result("queue_runs"), result("queue_day")]
-    return {
-        "runs": runs,
-        "kills": result("queue_kills"),
-        "attack": result("attack"),
-    }
+    return {"runs": runs, "kills": result("queue_kills"), "attack": result("attack")}
 
 
 def _comparison() -> dict[str, Any]:
@@ -174,11 +167,7 @@ PARTS = [
     Part("queue", PERFORMANCE, _queue),
     Part("collation", PERFORMANCE, _collation),
     Part("end_to_end", PERFORMANCE, _end_to_end),
-    Part(
-        "on_policy",
-        ROOT / "docs" / "on_policy.md",
-        lambda: on_policy.variables(result("on_policy")),
-    ),
+    Part("on_policy", ROOT / "docs" / "on_policy.md", lambda: on_policy.variables(result("on_policy"))),
     Part("kills", PERFORMANCE, _kills),
     Part("control", PERFORMANCE, lambda: {"r": result("control")}),
     Part("startup", PERFORMANCE, lambda: {"r": result("startup")}),

@@ -115,11 +115,7 @@ def _loops(variant: Variant, arguments: argparse.Namespace) -> Iterator[tuple[st
 
 
 def _measure(
-    variant: Variant,
-    name: str,
-    assets: Assets,
-    arguments: argparse.Namespace,
-    enter: Callable[[dict[str, Any]], None],
+    variant: Variant, name: str, assets: Assets, arguments: argparse.Namespace, enter: Callable[[dict[str, Any]], None]
 ) -> dict[str, Any]:
     from benchmarks.end_to_end.assets import with_lengths
     from benchmarks.end_to_end.pipeline import pipeline

@@ -62,19 +62,12 @@ LEAN: dict[str, dict[str, Any]] = {
     "teacher": {"compile": True, "content": "hidden"},
 }
 APART: dict[str, dict[str, Any]] = {**LEAN, "teacher": {"compile": True, "content": "hidden", "gpu": 1}}
-SHARED: dict[str, dict[str, Any]] = {
-    **LEAN,
-    "workers": {"ranks": 2},
-    "train": {"parallel": "fsdp"},
-}
+SHARED: dict[str, dict[str, Any]] = {**LEAN, "workers": {"ranks": 2}, "train": {"parallel": "fsdp"}}
 KEPT: dict[str, dict[str, Any]] = {
     **SHARED,
     "train": {"parallel": "fsdp", "reshard_after_forward": False, "reduce_dtype": "bfloat16"},
 }
-DIVIDED: dict[str, dict[str, Any]] = {
-    "student": {"blockwise_head": True},
-    "teacher": {"gpus": 2, "content": "hidden"},
-}
+DIVIDED: dict[str, dict[str, Any]] = {"student": {"blockwise_head": True}, "teacher": {"gpus": 2, "content": "hidden"}}
 EIGHT_BITS: dict[str, dict[str, Any]] = {**COMPILED, "teacher": {"compile": True, "fp8": True}}
 PADDED: dict[str, dict[str, Any]] = {**LEAN, "train": {"packing": "off"}}
 MIXED: dict[str, Any] = {"samples": 16, "budget": 16_384, "wide": True}
@@ -128,11 +121,7 @@ def run_spec(variant: Variant, arguments: argparse.Namespace) -> dict[str, Any]:
     loss = document_of(LOSSES[variant.loss], exclude_defaults=True)
     samples, context = variant.samples or arguments.samples, context_of(variant, arguments)
     base: dict[str, dict[str, Any]] = {
-        "student": {
-            "dtype": "bfloat16",
-            "context_length": context,
-            "checkpoint_activations": variant.checkpointing,
-        },
+        "student": {"dtype": "bfloat16", "context_length": context, "checkpoint_activations": variant.checkpointing},
         "teacher": {"dtype": "bfloat16", "context_length": context},
         "loss": loss,
         "train": {

@@ -131,10 +131,7 @@ def tensordicts(address: Address) -> dict[str, Any]:
     def send(number: int) -> None:
         metas[number] = put_samples(client, PARTITION, batch_ids(number), td)
 
-    return {
-        "put_tensordict": rate(send),
-        "get_tensordict": rate(lambda number: get_samples(client, metas[number])),
-    }
+    return {"put_tensordict": rate(send), "get_tensordict": rate(lambda number: get_samples(client, metas[number]))}
 
 
 def first_put(address: Address) -> None:

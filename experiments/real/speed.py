@@ -220,11 +220,7 @@ def shown(result: dict[str, Any]) -> Sequence[dict[str, Any]]:
     rows = sorted(result["rows"], key=lambda row: row["loss_ms"])
     base = next((row["tokens_per_second"] for row in rows if row["method"] == "ce"), None)
     return [
-        {
-            **row,
-            "title": METHODS[row["method"]].title,
-            "ratio": base / row["tokens_per_second"] if base else None,
-        }
+        {**row, "title": METHODS[row["method"]].title, "ratio": base / row["tokens_per_second"] if base else None}
         for row in rows
     ]
 

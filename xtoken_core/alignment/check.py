@@ -139,12 +139,7 @@ class CheckReport:
 
 
 def check_records(
-    aligner: TokenAligner,
-    student: Encoder,
-    teacher: Encoder,
-    records: Sequence[Record],
-    *,
-    context: int | None = None,
+    aligner: TokenAligner, student: Encoder, teacher: Encoder, records: Sequence[Record], *, context: int | None = None
 ) -> CheckReport:
     """Align some records and count.
 

@@ -57,10 +57,7 @@ PUBLIC_CE_LOSS_SCALE = 0.1
 FADED = 0.0
 """Weight of the KD term at the last step that is not set, for chain beside a cross-entropy."""
 IN_PLACE = "gradient_in_place needs a single teacher with another tokenizer: others read the logits"
-READ_BY: dict[str, tuple[LossMode, ...]] = {
-    "vocab_topk": ("p_kl",),
-    "uncommon_topk": ("gold", "h_kl"),
-}
+READ_BY: dict[str, tuple[LossMode, ...]] = {"vocab_topk": ("p_kl",), "uncommon_topk": ("gold", "h_kl")}
 """The modes that read a setting of the method's public configuration; others leave it alone."""
 GIVEN_TEXT = {
     "reverse_kl": 'reverse_kl with mode = "chain" is biased on given text, whose paths are not drawn from the student: '

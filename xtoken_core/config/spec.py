@@ -18,14 +18,7 @@ from xtoken_core.config.served import ServedSpec, check_served
 from xtoken_core.config.text_only import CROSS_ENTROPY_ONLY, check_without_teachers
 from xtoken_core.config.train import ReportSpec, TrainSpec
 from xtoken_core.config.validation_errors import describe
-from xtoken_core.config.workers import (
-    Content,
-    QueueSpec,
-    RaySpec,
-    WorkersSpec,
-    check_content,
-    check_placement,
-)
+from xtoken_core.config.workers import Content, QueueSpec, RaySpec, WorkersSpec, check_content, check_placement
 from xtoken_core.errors import ConfigError, InputError
 
 Dtype = Literal["float32", "bfloat16", "float16"]

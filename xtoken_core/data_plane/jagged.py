@@ -18,10 +18,7 @@ def jagged_from_values(values: Tensor, lengths: Sequence[int]) -> Tensor:
     """
     offsets = torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0).to(values.device)
     return torch.nested.nested_tensor_from_jagged(
-        values,
-        offsets=offsets,
-        min_seqlen=min(lengths, default=0),
-        max_seqlen=max(lengths, default=0),
+        values, offsets=offsets, min_seqlen=min(lengths, default=0), max_seqlen=max(lengths, default=0)
     )
 
 

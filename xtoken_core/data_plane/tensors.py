@@ -98,12 +98,7 @@ def _column(name: str, value: Any) -> Column:
 def _jagged_column(name: str, values: Tensor, lengths: Sequence[int]) -> Column:
     shape = tuple(values.shape[1:])
     return Column(
-        "jagged",
-        _dtype_name(name, values),
-        len(lengths),
-        shape,
-        _bytes(values),
-        offsets_from_lengths(lengths),
+        "jagged", _dtype_name(name, values), len(lengths), shape, _bytes(values), offsets_from_lengths(lengths)
     )
 
 

@@ -50,13 +50,7 @@ class Loss(ABC):
     whole_samples: ClassVar[bool] = False
 
     def __init__(
-        self,
-        config: LossConfig,
-        teacher: LossTeacher,
-        *,
-        index: int,
-        student_vocab_size: int,
-        device: torch.device,
+        self, config: LossConfig, teacher: LossTeacher, *, index: int, student_vocab_size: int, device: torch.device
     ) -> None:
         """Store the settings; a subclass builds its static tensors here.
 

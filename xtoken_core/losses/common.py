@@ -105,10 +105,7 @@ class ChunkView:
         of_teacher = batch[schema.field_name(schema.TEACHER_CHUNK_ID, teacher)]
         pair_valid = batch[schema.field_name(schema.PAIR_VALID, teacher)]
         pair_is_correct = batch[schema.field_name(schema.PAIR_IS_CORRECT, teacher)]
-        samples = (
-            batch.get(schema.STUDENT_SAMPLE.name),
-            batch.get(schema.field_name(schema.TEACHER_SAMPLE, teacher)),
-        )
+        samples = (batch.get(schema.STUDENT_SAMPLE.name), batch.get(schema.field_name(schema.TEACHER_SAMPLE, teacher)))
         alignment = student, of_teacher, pair_valid, pair_is_correct
         # By the unshifted alignment: the rules of some modes ask for the tokens themselves.
         comparable = compared_chunks(*alignment, config, mode, samples=samples)

@@ -212,10 +212,7 @@ def packed_blocks(needed: Bool[Tensor, "B T_s"], teachers: Sequence[Extent], row
     N = int(block[indices].max()) + 1 if total else 1
     table, rank = _grouped(indices, block[indices], (N, R), padding=B * T)
     own = _StudentRows(indices, block, rank, table)
-    return TokenBlocks(
-        table,
-        tuple(TeacherBlocks(table) if side is None else side.blocks(own) for side in sides),
-    )
+    return TokenBlocks(table, tuple(TeacherBlocks(table) if side is None else side.blocks(own) for side in sides))
 
 
 class _StudentRows(NamedTuple):

@@ -11,11 +11,7 @@ RELAXED_WEIGHT = 0.6
 
 
 def exact_token_map(
-    indices: Int[Tensor, "V_s k"],
-    likelihoods: Float[Tensor, "V_s k"],
-    *,
-    relaxed: bool,
-    teacher_vocab_size: int,
+    indices: Int[Tensor, "V_s k"], likelihoods: Float[Tensor, "V_s k"], *, relaxed: bool, teacher_vocab_size: int
 ) -> dict[str, Int[Tensor, " n"]]:
     """Split both vocabularies into paired common tokens and the rest.
 

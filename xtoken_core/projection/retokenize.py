@@ -8,15 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from xtoken_core.alignment.tables import (
-    TEXT,
-    TokenTable,
-    encode_each,
-    encode_plain,
-    model_tokens,
-    spread,
-    tekkenizer,
-)
+from xtoken_core.alignment.tables import TEXT, TokenTable, encode_each, encode_plain, model_tokens, spread, tekkenizer
 from xtoken_core.alignment.token_decoders import byte_alphabet, byte_level
 
 _SENTINELS = ("\n", ":", "x", "。")

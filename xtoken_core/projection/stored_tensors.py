@@ -33,11 +33,7 @@ def safetensors_bytes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
     for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].element_size()):
         flat = tensor.new_empty(tensor.numel()).copy_(tensor.reshape(-1))  # stride 1, also of empty tensors
         raw = flat.view(torch.uint8).numpy().tobytes()
-        header[name] = {
-            "dtype": DTYPES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [at, at + len(raw)],
-        }
+        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, at + len(raw)]}
         data.append(raw)
         at += len(raw)
     text = json.dumps(header, separators=(",", ":")).encode()

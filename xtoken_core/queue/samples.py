@@ -10,14 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import repeat
 from operator import attrgetter
 
-from xtoken_core.queue.budget import (
-    BATCH_BYTES,
-    INTERVAL_BYTES,
-    LEASED_BYTES,
-    SAMPLE_BYTES,
-    STATUS_BYTES,
-    ReasonMap,
-)
+from xtoken_core.queue.budget import BATCH_BYTES, INTERVAL_BYTES, LEASED_BYTES, SAMPLE_BYTES, STATUS_BYTES, ReasonMap
 from xtoken_core.queue.intervals import IntervalSet
 from xtoken_core.queue.sample import Lease, Sample, Status, Task
 from xtoken_core.wire import QueueError

@@ -1,13 +1,6 @@
 """Wire protocol: typed messages, columns beside them, and the errors of a queue. No torch."""
 
-from xtoken_core.wire.columns import (
-    Column,
-    ColumnHead,
-    gather_rows,
-    pack_columns,
-    select_rows,
-    unpack_columns,
-)
+from xtoken_core.wire.columns import Column, ColumnHead, gather_rows, pack_columns, select_rows, unpack_columns
 from xtoken_core.wire.errors import CODES, Code, QueueError
 from xtoken_core.wire.messages import VERSION, decode_reply, decode_request, encode
 from xtoken_core.wire.objects import object_column, object_values

@@ -31,8 +31,7 @@ def control(
         ),
     ] = None,
     name: Annotated[
-        list[str] | None,
-        typer.Option("--name", metavar="HOST", help="Host name that requests may use; repeatable."),
+        list[str] | None, typer.Option("--name", metavar="HOST", help="Host name that requests may use; repeatable.")
     ] = None,
     trusted_proxy: Annotated[
         list[str] | None,

@@ -69,12 +69,10 @@ def inspect(
     teacher: TeacherOption,
     samples: Annotated[int, typer.Option(min=0, help="Rows shown of each kind.")] = 5,
     text: Annotated[
-        Path | None,
-        typer.Option("--text", help="Measure the coverage of this text.", show_default=False),
+        Path | None, typer.Option("--text", help="Measure the coverage of this text.", show_default=False)
     ] = None,
     mass: Annotated[
-        bool,
-        typer.Option("--mass", help="With --text: the teacher's probability on uncovered tokens."),
+        bool, typer.Option("--mass", help="With --text: the teacher's probability on uncovered tokens.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:

@@ -36,8 +36,7 @@ def serve_queue(
         ),
     ] = None,
     run: Annotated[
-        Path | None,
-        typer.Option("--run", metavar="RUN.toml|resolved.json", help="Run to open.", show_default=False),
+        Path | None, typer.Option("--run", metavar="RUN.toml|resolved.json", help="Run to open.", show_default=False)
     ] = None,
     group: Annotated[int, typer.Option("--group", min=0, help="Number of the run's node group that it serves.")] = 0,
     token_file: QueueTokenOption = None,
@@ -137,8 +136,7 @@ def top(
     token_file: QueueTokenOption = None,
     keys: KeysOption = None,
     every: Annotated[
-        float,
-        typer.Option("--every", min=0.1, max=MOST_EVERY_S, metavar="SECONDS", help="Time between updates."),
+        float, typer.Option("--every", min=0.1, max=MOST_EVERY_S, metavar="SECONDS", help="Time between updates.")
     ] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print one view and exit.")] = False,
 ) -> None:

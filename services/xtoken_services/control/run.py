@@ -20,15 +20,7 @@ from xtoken_services.control.store import Store
 from xtoken_services.control.tables import RunRow
 from xtoken_services.supervisor.launchers.base import read_status
 from xtoken_services.supervisor.process_group import status_path
-from xtoken_services.supervisor.run import (
-    Ended,
-    LauncherFactory,
-    Prepare,
-    Prepared,
-    Run,
-    prepare_run,
-    process_specs,
-)
+from xtoken_services.supervisor.run import Ended, LauncherFactory, Prepare, Prepared, Run, prepare_run, process_specs
 from xtoken_services.supervisor.run_directory import QueueDirectory
 
 log = logging.getLogger("xtoken.control")

@@ -101,8 +101,5 @@ def open_run(engine: Engine, resolved: ResolvedRun) -> None:
         max_staleness=spec.rollout.max_staleness if spec.rollout else 0,
         document=resolved.model_dump_json().encode(),
     )
-    engine.handle(
-        m.OpenPartition(id="run", session=session, partition=spec.name, tasks=[], run=run),
-        (),
-    )
+    engine.handle(m.OpenPartition(id="run", session=session, partition=spec.name, tasks=[], run=run), ())
     engine.handle(m.Bye(id="bye", session=session), ())

@@ -133,11 +133,7 @@ class ChangeDetector:
     def changed(self, status: RunStatus) -> bool:
         """Return whether the status is worth a line since the last one that was."""
         state = (status.state, [(w.name, w.state, w.restarts) for w in status.workers])
-        progress = (
-            status.step,
-            status.text_read,
-            [*_unready(status), *(w.activity for w in _busy(status))],
-        )
+        progress = (status.step, status.text_read, [*_unready(status), *(w.activity for w in _busy(status))])
         due = time.monotonic() - self._last_at >= LINE_EVERY_S and progress != self._last[2:]
         if state == self._last[:2] and not due:
             return False

@@ -122,12 +122,7 @@ class Run:
     """
 
     def __init__(
-        self,
-        spec: RunSpec,
-        status: RunStatus,
-        prepare: Prepare,
-        *,
-        events: SupervisorEvents | None = None,
+        self, spec: RunSpec, status: RunStatus, prepare: Prepare, *, events: SupervisorEvents | None = None
     ) -> None:
         self.id, self.spec = status.id, spec
         self.events = events or SupervisorEvents()

@@ -21,15 +21,7 @@ from xtoken_services.common.stores.teacher_stores import check_stores, missing_s
 from xtoken_services.supervisor.interrupts import POLL_S
 from xtoken_services.supervisor.launchers.forks import ForkServer
 from xtoken_services.supervisor.process_spec import writer_specs
-from xtoken_services.supervisor.run import (
-    Ended,
-    Prepared,
-    Run,
-    already_finished,
-    new_run,
-    prepare_here,
-    resolve_here,
-)
+from xtoken_services.supervisor.run import Ended, Prepared, Run, already_finished, new_run, prepare_here, resolve_here
 from xtoken_services.supervisor.run_record import RunResult, has_ended_early, is_finished
 from xtoken_services.supervisor.writer_progress import WriterProgress
 

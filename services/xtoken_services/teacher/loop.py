@@ -52,15 +52,7 @@ class TeacherLoop:
         rank: Rank of the trainer that it serves.
     """
 
-    def __init__(
-        self,
-        worker: Worker,
-        model: Teacher,
-        transport: str,
-        *,
-        teacher: int,
-        rank: int,
-    ) -> None:
+    def __init__(self, worker: Worker, model: Teacher, transport: str, *, teacher: int, rank: int) -> None:
         self.worker, self.queue, self.run = worker, worker.queue, worker.run
         self.model, self.transport = model, transport
         self.teacher, self.rank = teacher, rank

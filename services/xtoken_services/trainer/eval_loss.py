@@ -186,10 +186,7 @@ class EvalLoss:
         return chunks
 
     def signals(
-        self,
-        teachers: Sequence[PreTrainedModel],
-        tensors: Mapping[str, Tensor],
-        rows: tuple[PackedRow, ...] | None,
+        self, teachers: Sequence[PreTrainedModel], tensors: Mapping[str, Tensor], rows: tuple[PackedRow, ...] | None
     ) -> list[Logits]:
         """Return each teacher's logits of a batch as the run compares them: `[B, T_t, V_m]`, or the largest.
 

@@ -103,9 +103,7 @@ time.sleep(600)
 
 
 @pytest.mark.parametrize(
-    ("tied", "detached"),
-    [(True, False), (True, True), (False, False)],
-    ids=["tied", "children killed", "free"],
+    ("tied", "detached"), [(True, False), (True, True), (False, False)], ids=["tied", "children killed", "free"]
 )
 def test_processes_left_by_a_killed_supervisor(tmp_path: Path, tied: bool, detached: bool) -> None:
     private, file, grandchild = tmp_path / "private", tmp_path / "pid", tmp_path / "grandchild"

@@ -137,8 +137,7 @@ def test_a_model_that_cannot_be_divided_is_refused(config: dict[str, Any], reaso
 
 
 @pytest.mark.parametrize(
-    ("settings", "reason"),
-    [({"compile": True}, "compile = true"), ({"store": "s3://x/y"}, "unset gpus")],
+    ("settings", "reason"), [({"compile": True}, "compile = true"), ({"store": "s3://x/y"}, "unset gpus")]
 )
 def test_settings_of_one_gpu_are_refused_beside_several(tmp_path: Path, settings: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):

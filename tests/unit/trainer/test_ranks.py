@@ -59,11 +59,7 @@ def exported_whole(directory: Path, case: dict[str, Any], found: dict[str, Any])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "case",
-    [FSDP, KEPT, REPLICATE],
-    ids=["fsdp", "fsdp, weights kept", "replicate"],
-)
+@pytest.mark.parametrize("case", [FSDP, KEPT, REPLICATE], ids=["fsdp", "fsdp, weights kept", "replicate"])
 def test_two_ranks_sum_their_gradients_and_one_goes_on_from_their_checkpoint(
     tmp_path: Path, alone: dict[str, Any], case: dict[str, Any]
 ) -> None:

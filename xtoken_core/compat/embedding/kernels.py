@@ -45,15 +45,7 @@ def embedding_bwd_pieces_kernel(
 
 @triton.jit(do_not_specialize=["N"])
 def embedding_bwd_runs_kernel(
-    ids_ptr,
-    starts_ptr,
-    lengths_ptr,
-    partial_ptr,
-    out_ptr,
-    N,
-    H,
-    PIECE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    ids_ptr, starts_ptr, lengths_ptr, partial_ptr, out_ptr, N, H, PIECE: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Add the pieces of a long run in their order; a program looks for the run that starts in its PIECE positions."""
     block = tl.program_id(0).to(tl.int64) * PIECE

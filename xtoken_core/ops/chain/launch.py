@@ -12,12 +12,7 @@ from torch import Tensor
 
 from xtoken_core.chain import class_layout
 from xtoken_core.chain.tables import ChainTables
-from xtoken_core.ops.chain import (
-    class_kernels,
-    live_kernels,
-    node_kernels,
-    start_kernels,
-)
+from xtoken_core.ops.chain import class_kernels, live_kernels, node_kernels, start_kernels
 from xtoken_core.ops.chain.event_launch import find_events
 from xtoken_core.ops.chain.events import Inner, SideTokens
 from xtoken_core.ops.chain.layout import ChainLayout, SideLayout, chain_layout

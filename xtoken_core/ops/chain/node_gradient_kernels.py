@@ -264,18 +264,7 @@ def chain_node_bwd_kernel(
         # What is in both lists has all its parts in the second one only, so that is what stays.
         if not IN_PLACE:
             store_list(
-                held_list,
-                own_ptr,
-                chunk,
-                base,
-                parts,
-                bits,
-                classes,
-                stored_ptr,
-                TARGETS,
-                UNSCALED,
-                False,
-                SLOTS,
+                held_list, own_ptr, chunk, base, parts, bits, classes, stored_ptr, TARGETS, UNSCALED, False, SLOTS
             )
             tl.debug_barrier()
         marks_ptr = stored_ptr + row * W_head

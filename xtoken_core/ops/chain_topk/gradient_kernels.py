@@ -91,8 +91,7 @@ def listed_gradient_at(
 
 
 @triton.jit(
-    do_not_specialize=["chunks", "reads", "T_s", "P"],
-    do_not_specialize_on_alignment=["targets_ptr", "row_chunk_ptr"],
+    do_not_specialize=["chunks", "reads", "T_s", "P"], do_not_specialize_on_alignment=["targets_ptr", "row_chunk_ptr"]
 )
 def chain_listed_row_bwd_kernel(
     student_ptr,
@@ -160,8 +159,7 @@ def chain_listed_row_bwd_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["chunks", "reads", "T_s", "P"],
-    do_not_specialize_on_alignment=["targets_ptr", "row_chunk_ptr"],
+    do_not_specialize=["chunks", "reads", "T_s", "P"], do_not_specialize_on_alignment=["targets_ptr", "row_chunk_ptr"]
 )
 def chain_listed_class_bwd_kernel(
     student_ptr,

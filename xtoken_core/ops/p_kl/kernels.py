@@ -11,12 +11,7 @@ from __future__ import annotations
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-from xtoken_core.ops.tile_kernels import (
-    combined_log_sum_exp,
-    row_bases,
-    store_tile_sums,
-    tile_of_lines,
-)
+from xtoken_core.ops.tile_kernels import combined_log_sum_exp, row_bases, store_tile_sums, tile_of_lines
 
 EPS = tl.constexpr(1e-10)
 

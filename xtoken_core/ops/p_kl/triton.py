@@ -12,13 +12,7 @@ from torch.autograd.graph import increment_version
 
 from xtoken_core.ops.numerics import Op
 from xtoken_core.ops.p_kl.launch import Comparison
-from xtoken_core.ops.p_kl.reference import (
-    PKLCrossEntropyResult,
-    PKLOptions,
-    PKLResult,
-    p_kl,
-    p_kl_cross_entropy,
-)
+from xtoken_core.ops.p_kl.reference import PKLCrossEntropyResult, PKLOptions, PKLResult, p_kl, p_kl_cross_entropy
 from xtoken_core.ops.position_launch import positions_by_chunk
 from xtoken_core.ops.side_stream import join, second_stream
 from xtoken_core.ops.sparse_projection.matrix import ProjectionMatrix

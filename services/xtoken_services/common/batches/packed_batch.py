@@ -31,11 +31,7 @@ class PackedBatch(NamedTuple):
 
 
 def packed_batch(
-    columns: Mapping[str, Column],
-    *,
-    widths: Sequence[int],
-    pad_ids: Sequence[int],
-    dead_samples: Sequence[int] = (),
+    columns: Mapping[str, Column], *, widths: Sequence[int], pad_ids: Sequence[int], dead_samples: Sequence[int] = ()
 ) -> PackedBatch:
     """Return a micro-batch as tensors, packed; what follows the last sample is padding.
 

@@ -14,11 +14,7 @@ from xtoken_core.wire import Column
 
 
 def padded_batch(
-    columns: Mapping[str, Column],
-    *,
-    widths: Sequence[int],
-    pad_ids: Sequence[int],
-    dead_rows: Sequence[int] = (),
+    columns: Mapping[str, Column], *, widths: Sequence[int], pad_ids: Sequence[int], dead_rows: Sequence[int] = ()
 ) -> dict[str, Any]:
     """Return a micro-batch as tensors, right-padded.
 

@@ -35,10 +35,7 @@ def check_weights(what: str, directory: Path) -> None:
         raise InputError(f"the {what}'s directory {directory} holds no .safetensors weights")
     for path in files:
         try:
-            with (
-                descriptor_path(path, within=readable_roots()) as opened,
-                safe_open(opened, framework="numpy"),
-            ):
+            with descriptor_path(path, within=readable_roots()) as opened, safe_open(opened, framework="numpy"):
                 pass
         except (SafetensorError, OSError) as error:
             reason = getattr(error, "strerror", None) or error
@@ -53,10 +50,7 @@ def weight_count(directory: Path) -> int:
     """
     count = 0
     for path in weight_files(directory):
-        with (
-            descriptor_path(path, within=readable_roots()) as opened,
-            safe_open(opened, framework="numpy") as file,
-        ):
+        with descriptor_path(path, within=readable_roots()) as opened, safe_open(opened, framework="numpy") as file:
             count += sum(prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118 - no mapping
     return count
 

@@ -14,12 +14,7 @@ from xtoken_core.config.resolved import ResolvedModel, ResolvedRun
 from xtoken_core.config.spec import PAD_MULTIPLE, ModelSpec, RunSpec, TeacherSpec, padded_length
 from xtoken_core.dataset import TextIndex
 from xtoken_core.errors import ConfigError, InputError, XtokenError
-from xtoken_core.projection.fingerprint import (
-    check_projection_pair,
-    file_fingerprint,
-    is_sparse,
-    tokenizer_fingerprint,
-)
+from xtoken_core.projection.fingerprint import check_projection_pair, file_fingerprint, is_sparse, tokenizer_fingerprint
 from xtoken_core.projection.pair_cache import NAMES
 from xtoken_core.tasks import read_prompts
 from xtoken_services.common.batches.step_plan import ring_shape
@@ -31,12 +26,7 @@ from xtoken_services.common.models.weights import check_weights, served_fingerpr
 from xtoken_services.common.run.teacher_checks import check_teachers, same_tokenizer_of
 from xtoken_services.common.stores.teacher_stores import check_stores
 from xtoken_services.common.tables.pair_files import cache_of, check_special_tokens, kind_of, pair_file
-from xtoken_services.common.text.training_text import (
-    mixture_of,
-    open_held_out,
-    open_index,
-    resolve_text,
-)
+from xtoken_services.common.text.training_text import mixture_of, open_held_out, open_index, resolve_text
 from xtoken_services.common.tokenizers.chat_templates import read_chat_template
 from xtoken_services.common.tokenizers.vocabulary import has_chat_template, vocabulary_size
 

@@ -75,11 +75,7 @@ def pair_file(
         request = {"kind": kind, "file": path, **sides}
         try:
             ask_child(
-                BUILDER,
-                request,
-                silence_s=BUILD_SILENCE_S,
-                progress=lambda _, done: progress(done),
-                threads=True,
+                BUILDER, request, silence_s=BUILD_SILENCE_S, progress=lambda _, done: progress(done), threads=True
             )
         except (ConfigError, InputError) as error:
             raise InputError(

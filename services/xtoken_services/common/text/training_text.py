@@ -41,9 +41,7 @@ def open_held_out(spec: RunSpec, progress: Callable[[int, int], None] | None = N
 
 
 def resolve_text(
-    spec: RunSpec,
-    same_tokenizer: Sequence[bool],
-    progress: Callable[[int, int], None] | None = None,
+    spec: RunSpec, same_tokenizer: Sequence[bool], progress: Callable[[int, int], None] | None = None
 ) -> tuple[TextIndex, int]:
     """Return the records of a run, and the bytes of a piece at most; 0 where documents are not divided.
 

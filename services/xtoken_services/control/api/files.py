@@ -32,8 +32,7 @@ def show_metrics(
     context: Context,
     after: Annotated[int, Query(ge=-1, le=MAX_STEP, description="Only steps after this one.")] = -1,
     points: Annotated[
-        int,
-        Query(ge=1, le=MAX_POINTS, description="Largest number of rows of each kind; more are averaged."),
+        int, Query(ge=1, le=MAX_POINTS, description="Largest number of rows of each kind; more are averaged.")
     ] = 1000,
 ) -> RunMetrics:
     """Return the metrics of a run, averaged over equal intervals if there are more than `points`."""

@@ -40,10 +40,7 @@ class RunView:
     """
 
     def __init__(
-        self,
-        status: RunStatus,
-        steps: Sequence[Mapping[str, Any]] = (),
-        same_tokenizer: Sequence[bool] = (),
+        self, status: RunStatus, steps: Sequence[Mapping[str, Any]] = (), same_tokenizer: Sequence[bool] = ()
     ) -> None:
         self._status, self._steps = status, steps
         self.id, self.name, self.output = status.id, status.name, str(status.output)

@@ -14,10 +14,7 @@ from xtoken_services.control.web.formatting import sentence
 from xtoken_services.control.web.render import PageRoute, page
 from xtoken_services.control.web.tokenizer_fields import EMPTY, Submitted, read_fields
 
-KINDS = {
-    "chain": "Chain tables, for chain",
-    "projection": "Projection, for P-KL, gold and H-KL",
-}
+KINDS = {"chain": "Chain tables, for chain", "projection": "Projection, for P-KL, gold and H-KL"}
 
 router = APIRouter(route_class=PageRoute)
 
