@@ -12,7 +12,11 @@ from tests.integration.conftest import Crew
 from tests.support.engine_server import ModelHandler, serving
 from tests.support.tiny_run import TinyAssets, steps_of, tiny_spec
 from xtoken_core.config.spec import RunSpec
+from xtoken_core.teacher_store.store import TeacherStore
 from xtoken_services.common.run.status import RunState
+from xtoken_services.common.stores.store_build import build_spec
+from xtoken_services.supervisor.local_run import run_to_end
+from xtoken_services.supervisor.store_build import store_build
 
 Start = Callable[[RunSpec], Crew]
 TOPK = 64
@@ -43,6 +47,10 @@ def test_a_run_with_a_served_teacher_equals_one_with_its_weights(
         served = teacher | {"model": weightless, "url": [first, second], "url_engine": engine}
         run = tiny_spec(assets, tmp_path, records=32, teacher=[served], output=tmp_path / "served", **changes)
         torch.testing.assert_close(losses(run, start), expected, rtol=1e-4, atol=1e-5)
+        store = str(tmp_path / "store")
+        built = run_to_end(store_build(build_spec(run, None, store), store, run=run), show=False)
+        assert (built.state, len(TeacherStore.open(store).entries)) == (RunState.COMPLETED, 32), built.error
+    assert sum(line["served_requests"] for line in steps_of(tmp_path / "store" / "build")) >= 32
     lines = steps_of(run.output)
     answered, repeated = (sum(line[f"served_{name}"] for line in lines) for name in ("requests", "retries"))
     assert answered >= 32 and repeated == 3

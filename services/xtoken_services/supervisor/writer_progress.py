@@ -1,4 +1,4 @@
-"""What the writers of a store have done, by the lines that they add to `steps.jsonl`: a build has no queue."""
+"""Progress of the writers of a store, by the lines that they add to `steps.jsonl`: a build has no queue."""
 
 from __future__ import annotations
 

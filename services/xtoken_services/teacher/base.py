@@ -67,7 +67,7 @@ class TeacherBatch:
         """Return each sample's token ids, with the padding of a row of its own."""
         return list(self.ids) if self.row is None else [self.ids[0, part] for part in self.row.slices()]
 
-    def of_living(self) -> list[Tensor]:
+    def unpadded(self) -> list[Tensor]:
         """Return each sample's token ids without padding; none of a dead one."""
         return [
             ids[: 0 if position in self.dead else length]

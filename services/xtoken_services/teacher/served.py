@@ -56,7 +56,7 @@ class ServedTeacher(Teacher):
 
     def _fill(self, batch: TeacherBatch, view: Tensor, maxima: Tensor | None) -> None:
         """Write the servers' answers. They are kept until the next micro-batch: one that is refused comes again."""
-        samples = [tuple(ids.tolist()) for ids in batch.of_living()]
+        samples = [tuple(ids.tolist()) for ids in batch.unpadded()]
         wanted = [ids for ids in dict.fromkeys(samples) if ids not in self._scores]
         known = {ids: self._scores[ids] for ids in samples if ids in self._scores}
 

@@ -71,7 +71,7 @@ class StoredTeacher(Teacher):
         array = array_of(values)
         gaps = np.ones(array.shape[:2], dtype=bool)
         wanted = []
-        for position, ids, (row, part) in zip(batch.positions, batch.of_living(), batch.parts(), strict=True):
+        for position, ids, (row, part) in zip(batch.positions, batch.unpadded(), batch.parts(), strict=True):
             if len(ids):
                 gaps[row, part] = False
                 wanted.append((record_of(self.run, position), ids, array[row, part]))

@@ -88,6 +88,14 @@ def test_each_gpu_holds_its_ranks_and_the_teachers_that_are_put_there(tmp_path: 
     assert alone[2] == MemoryUse("its signal's 2 slots", ring_shape(run, 0).memory_bytes)
 
 
+def test_a_stored_teacher_takes_a_gpu_only_for_a_ring_that_must_be_there(tmp_path: Path) -> None:
+    (teacher,) = with_models(tmp_path).spec.teacher
+    stored = [teacher.model_dump(mode="json") | {"content": "topk", "store": "s"}]
+    for transport, kept in (("auto", []), ("cuda_ipc", ["its signal's 2 slots"])):
+        run = with_models(tmp_path, teacher=stored, workers={"transport": transport})
+        assert [need.what for need in memory_uses(run, 0, 1, rings=True)] == ["the student's state", *kept]
+
+
 def test_a_rollout_worker_has_the_students_weights(tmp_path: Path) -> None:
     settings = {"workers": 3, "max_new_tokens": 2, "weights": "cuda_ipc"}
     run = with_models(tmp_path, rollout=settings, loss={"kl_loss_weight_end": None})
