@@ -114,6 +114,7 @@ class Supervisor:
         ]
         self._queues = [group for group in self._groups if group.kind == "queue"]
         self._workers = [group for group in self._groups if group.kind != "queue"]
+        self._writers = writers
         self._nodes = NodeGroups(self._queues, queues, launcher, status.step or 0, writers)
         self._launcher = launcher
         self._polled_at = 0.0
@@ -261,6 +262,8 @@ class Supervisor:
         for number in answered:
             self._nodes[number].monitor.record_leases(tasks)
         for group in self._workers:
+            if self._writers is not None:
+                self._check_writer(group, self._writers)
             if not group.nodes <= answered:
                 continue  # old statistics say nothing about a session
             if group.state == GroupState.RUNNING:
@@ -280,6 +283,14 @@ class Supervisor:
                 process.kill()
                 self._fail(group, process, f"was killed: {why}")
                 return
+
+    def _check_writer(self, group: ProcessGroup, writers: WriterProgress) -> None:
+        """Restart a writer that adds no line: it has no session that could end by silence."""
+        (writer,) = group.processes
+        limit = self._limits.hang_timeout_s
+        if writer.alive and writers.silent_for(writer.spec.name, group.started_at) > limit:
+            writer.kill()
+            self._fail(group, writer, f"was killed: it has written nothing for {limit:g} s")
 
     # Failures
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -25,7 +26,7 @@ class WriterProgress:
     def __init__(self, output: Path, left: Mapping[int, int]) -> None:
         self._path, self._left = output / LINES, dict(left)
         self.steps = sum(left.values())
-        self._writing: set[str] = set()
+        self._wrote_at: dict[str, float] = {}
         self._read = 0
         with suppress(FileNotFoundError):  # lines of earlier starts are passed over
             self._read = self._path.stat().st_size
@@ -38,9 +39,13 @@ class WriterProgress:
                 self._read += len(line)
                 row = json.loads(line)
                 self._left[row["rank"]] = row["left"]
-                self._writing.add(f"writer-{row['rank']}")
+                self._wrote_at[f"writer-{row['rank']}"] = time.monotonic()
         return self.steps - sum(self._left.values())
 
     def phase(self, name: str) -> str:
         """Return the phase of a writer: `load` until its first line."""
-        return "run" if name in self._writing else "load"
+        return "run" if name in self._wrote_at else "load"
+
+    def silent_for(self, name: str, started_at: float) -> float:
+        """Return the seconds since a writer's last line, or since its start (on the monotonic clock)."""
+        return time.monotonic() - max(started_at, self._wrote_at.get(name, 0.0))

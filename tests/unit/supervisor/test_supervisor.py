@@ -18,7 +18,9 @@ from xtoken_core.data_plane.address import Address, create_token
 from xtoken_services.common.run.status import RunState
 from xtoken_services.supervisor.launchers.local import LocalLauncher
 from xtoken_services.supervisor.process_group import RecoveredGroup
+from xtoken_services.supervisor.process_spec import ProcessSpec
 from xtoken_services.supervisor.supervisor import Limits, Supervisor
+from xtoken_services.supervisor.writer_progress import WriterProgress
 
 HELD_UNTIL_RESTARTED = "step5:await a file that never comes"
 """Keeps a trainer's first process from completing its run before the test has killed another process."""
@@ -127,6 +129,19 @@ def test_worker_without_a_session_is_restarted(scripted: ScriptedRun) -> None:
     scripted.start(steps=4, collator_0=["start:freeze"], limits=limits)
     assert scripted.wait().state == RunState.COMPLETED
     assert attempts(scripted, "collator-0") == 2
+
+
+def test_a_writer_that_writes_nothing_is_restarted(scripted: ScriptedRun) -> None:
+    lines, writers = scripted.output / "steps.jsonl", WriterProgress(scripted.output, {0: 2})
+    program = f"import time; open({str(lines)!r}, 'a').write('{{\"rank\": 0, \"left\": 1}}\\n'); time.sleep(60)"
+    writer = ProcessSpec("writer", "writer-0", "writer-0", (sys.executable, "-c", program), {})
+    limits = Limits(max_restarts=1, hang_timeout_s=0.5, grace_s=1, first_delay_s=0.05)
+    supervisor = Supervisor(scripted.status(2), [writer], (), LocalLauncher(), limits, writers=writers)
+    scripted.run_supervisor(supervisor)
+    ending = scripted.wait()
+    assert ending.state == RunState.FAILED
+    assert "writer-0 was killed: it has written nothing for 0.5 s, after 1 restart" in ending.error
+    assert (supervisor.status().step, supervisor.status().workers[0].phase) == (1, "run")
 
 
 def test_dead_rank_restarts_all_trainers(scripted: ScriptedRun) -> None:
