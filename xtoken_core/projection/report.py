@@ -1,11 +1,10 @@
-"""Reports on a projection and on pairs of vocabularies: coverage, kinds of rows, samples, overlap, a picture."""
+"""Reports on a projection and on pairs of vocabularies: coverage, kinds of rows, samples, overlap."""
 
 from __future__ import annotations
 
 import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -107,37 +106,6 @@ def overlap(tables: Mapping[str, TokenTable]) -> list[tuple[str, str, int, float
             smaller = min(len(spellings[a]), len(spellings[b]))
             rows.append((a, b, both, both / smaller if smaller else 0.0))
     return rows
-
-
-def draw_projection(projection: TopKProjection, path: Path, *, title: str = "projection") -> None:
-    """Write a picture of the matrix: weight per cell of student and teacher ids, and rows by their largest weight.
-
-    Raises:
-        InputError: The file cannot be written.
-    """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.colors import LogNorm
-    from matplotlib.figure import Figure
-
-    indices, weights = projection.indices, projection.likelihoods
-    rows = torch.arange(len(indices)).repeat_interleave(indices.shape[1])
-    kept = (indices.reshape(-1) >= 0) & (weights.reshape(-1) > 0)
-    student, teacher, weight = rows[kept], indices.reshape(-1)[kept], weights.reshape(-1)[kept]
-    figure = Figure(figsize=(12, 5.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    matrix, histogram = figure.subplots(1, 2, width_ratios=[3, 2])
-    *_, image = matrix.hist2d(
-        teacher.numpy(), student.numpy(), bins=256, weights=weight.numpy(), norm=LogNorm(), cmap="viridis"
-    )
-    matrix.set(xlabel="teacher id", ylabel="student id", title=title)
-    matrix.invert_yaxis()
-    figure.colorbar(image, ax=matrix, label="weight per cell")
-    histogram.hist(weights.max(dim=1).values.numpy(), bins=40, color="#3b528b")
-    histogram.set(xlabel="largest weight of a row", ylabel="student tokens", yscale="log", title="rows")
-    try:
-        figure.savefig(path, dpi=120, metadata={"Software": "xtoken"} if path.suffix == ".png" else None)
-    except (OSError, ValueError) as error:
-        raise InputError(f"cannot write the picture {path}: {error}") from error
 
 
 def category(piece: bytes) -> str:

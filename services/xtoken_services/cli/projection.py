@@ -165,20 +165,6 @@ def overlap(
         typer.echo(f"{a}  {b}  {both} common spellings, {fraction:.3f} of the smaller")
 
 
-@projection_app.command()
-def picture(
-    file: FileArgument,
-    out: Annotated[Path, typer.Option("--out", help="The picture: .png, .svg or .pdf.")],
-    as_json: JsonOption = False,
-) -> None:
-    """Draw a projection's matrix."""
-    from xtoken_core.projection.files import read_topk
-    from xtoken_core.projection.report import draw_projection
-
-    draw_projection(read_topk(file), out, title=file.name)
-    typer.echo(json.dumps({"file": str(out)}) if as_json else str(out))
-
-
 def _tokenizer(directory: Path, what: str) -> Any:
     from xtoken_services.common.tokenizers.loading import load_tokenizer
 

@@ -15,7 +15,7 @@ from xtoken_core.alignment.tables import token_table
 from xtoken_core.projection.build import ROW_LIMIT, BuildOptions, _reference_last_slot, build_projection
 from xtoken_core.projection.files import TopKProjection, check_entries, parse_projection_file
 from xtoken_core.projection.fingerprint import ProjectionFileError, _digest, is_sparse
-from xtoken_core.projection.report import draw_projection, inspect_projection
+from xtoken_core.projection.report import inspect_projection
 from xtoken_core.projection.retokenize import Retokenizer, _without_prepend
 from xtoken_core.projection.specials import similarity, special_entries
 from xtoken_core.projection.stored_tensors import safetensors_bytes
@@ -67,12 +67,6 @@ def test_the_users_cache(monkeypatch: pytest.MonkeyPatch):
     assert user_cache() == Path("/elsewhere/xtoken")
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert user_cache() == Path("/home/user/.cache/xtoken")
-
-
-def test_a_picture_names_the_program(tmp_path: Path):
-    projection = TopKProjection(torch.tensor([[0, 1], [1, -1]]), torch.tensor([[0.5, 0.5], [1.0, 0.0]]))
-    draw_projection(projection, tmp_path / "p.png")
-    assert b"Software\0xtoken" in (tmp_path / "p.png").read_bytes()
 
 
 def test_only_added_spaces_are_taken_from_a_normalizer():
@@ -145,14 +139,3 @@ def test_weights_of_zero_are_no_entries():
     assert report.categories["latin words"][0] == 3
     assert dict(report.samples["exact rows"]) == {"a": [("a", 1.0)], "c": [("c", 1.0)]}
     assert report.samples["specials"] == []
-
-
-def test_a_picture_has_ids_from_the_top_and_all_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    from matplotlib.figure import Figure
-
-    figures = []
-    monkeypatch.setattr(Figure, "savefig", lambda self, *_, **__: figures.append(self))
-    draw_projection(TopKProjection(torch.tensor([[0, 1], [1, -1]]), torch.tensor([[0.75, 0.25], [1.0, 0.0]])), tmp_path)
-    matrix, histogram = figures[0].axes[:2]
-    assert matrix.yaxis_inverted()
-    assert sum(bar.get_height() for bar in histogram.patches) == 2

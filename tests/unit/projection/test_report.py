@@ -88,9 +88,6 @@ def test_the_projection_commands(directories, tmp_path):
     aligner = aligner_of(v.unigram(), v.byte_level(bos=True))
     common = ({*aligner.student.pieces} & {*aligner.teacher.pieces}) - {b""}
     assert json.loads(both.stdout)[0]["common"] == len(common)
-    picture = tmp_path / "p.png"
-    assert RUNNER.invoke(projection_app, ["picture", out, "--out", str(picture)], catch_exceptions=False).exit_code == 0
-    assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
 def test_align_check_counts_files_and_total(directories, tmp_path):
