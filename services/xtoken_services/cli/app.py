@@ -18,20 +18,40 @@ from xtoken_core.errors import XtokenError
 from xtoken_services.cli.align import align_app
 from xtoken_services.cli.chain import chain_app
 from xtoken_services.cli.control import control
-from xtoken_services.cli.demo import demo
 from xtoken_services.cli.export import export
 from xtoken_services.cli.init import init
-from xtoken_services.cli.options import DEBUG_VARIABLE
+from xtoken_services.cli.options import DEBUG_VARIABLE, JsonOption
 from xtoken_services.cli.projection import projection_app
 from xtoken_services.cli.queue import queue_app
 from xtoken_services.cli.run import run
 from xtoken_services.cli.runs import runs_app
 from xtoken_services.cli.store import store_app
-from xtoken_services.cli.version import version
 from xtoken_services.cli.workers import collator, rollout, teacher, trainer
 
 STATUS_VARIABLE = "XTOKEN_STATUS_FILE"
 INTERRUPTED = 130
+
+
+def demo(
+    out: Annotated[Path, typer.Option("--out", help="Directory for models, runs and report.")] = Path("demo-out"),
+) -> None:
+    """Run a small distillation from start to end.
+
+    Trains a teacher, distils it into a student with another tokenizer, and reports what the student has gained.
+    """
+    from xtoken_services.demo.run import run_demo
+
+    run_demo(out)
+
+
+def version(as_json: JsonOption = False) -> None:
+    """Print the version."""
+    import json
+    from importlib import metadata
+
+    installed = metadata.version("xtoken")
+    typer.echo(json.dumps({"version": installed}) if as_json else installed)
+
 
 COMMANDS = {
     command.__name__: command
