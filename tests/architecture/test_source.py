@@ -21,7 +21,24 @@ OBJECT_COLLECTIVES = {
 CHECKPOINT_PACKAGE = "torch.distributed.checkpoint"
 PICKLERS = {"dill", "cloudpickle", "joblib", "jsonpickle", "marshal", "shelve"}
 PICKLE_ERRORS = {"PickleError", "PicklingError", "UnpicklingError"}
-
+LONG_KERNELS = {
+    "chain/class_kernels.py": "chain_class_kernel",
+    "chain/gradient_kernels.py": "chain_row_bwd_kernel",
+    "chain/live_kernels.py": "chain_clear_kernel",
+    "chain/node_gradient_kernels.py": "chain_node_bwd_kernel",
+    "chain/node_kernels.py": "chain_node_kernel",
+    "chain/start_kernels.py": "chain_student_kernel",
+    "chain_topk/entry_kernels.py": "chain_entry_kernel chain_listed_start_kernel",
+    "chain_topk/gradient_kernels.py": "chain_listed_class_bwd_kernel chain_listed_node_bwd_kernel chain_listed_row_bwd_kernel",
+    "chain_topk/node_kernels.py": "chain_listed_beside_kernel chain_listed_inside_kernel",
+    "chain_topk/student_kernels.py": "chain_listed_student_kernel",
+    "gold/kernels.py": "gold_bwd_kernel",
+    "largest_logits/kernels.py": "choose_groups_kernel",
+    "p_kl/chunk_kernels.py": "p_kl_chunk_kernel",
+    "p_kl/kernels.py": "p_kl_student_bwd_kernel",
+    "token_kl/kernels.py": "token_kl_kernel",
+}
+"""Kernels over the limit, by file in `xtoken_core/ops`: their many arguments stand one a line."""
 
 HOUSE = ("xtoken", "xtoken_core", "services/xtoken_services")
 PACKAGES = tuple(Path(folder).name for folder in HOUSE)
@@ -51,14 +68,13 @@ def too_long_files() -> set[str]:
 
 
 def too_long_functions() -> set[str]:
-    """`file:function` over the limit, kernels excepted; decorators do not count, docstrings do."""
+    """`file:function` over the limit; decorators do not count, docstrings do."""
     found = set()
     for path in source_files(*HOUSE):
         for node in ast.walk(tree_of(path)):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 assert node.end_lineno is not None
-                kernel = path.is_relative_to(ROOT / "xtoken_core" / "ops") and node.name.endswith("_kernel")
-                if not kernel and node.end_lineno - node.lineno + 1 > MOST_LINES_OF_A_FUNCTION:
+                if node.end_lineno - node.lineno + 1 > MOST_LINES_OF_A_FUNCTION:
                     found.add(f"{name_of(path)}:{node.name}")
     return found
 
@@ -68,7 +84,8 @@ def test_no_file_is_longer_than_one_can_read_in_a_sitting() -> None:
 
 
 def test_no_function_is_longer_than_a_screen() -> None:
-    assert too_long_functions() == set()
+    known = {f"xtoken_core/ops/{file}:{name}" for file, names in LONG_KERNELS.items() for name in names.split()}
+    assert too_long_functions() == known, "split the new one; strike out one that is short by now"
 
 
 def test_a_package_says_what_its_folder_knows() -> None:

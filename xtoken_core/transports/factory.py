@@ -1,4 +1,4 @@
-"""Creation and opening of rings: the one module that knows every transport."""
+"""Creation and opening of rings, of whatever transport a run has."""
 
 from __future__ import annotations
 
