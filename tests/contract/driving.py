@@ -140,7 +140,9 @@ class Driven:
                 assert found["detail"] == expected["detail"]
             return
         expected, found = dict(expected), dict(found)
-        if expected["type"] == found["type"] and expected["type"] == "claimed":
+        if expected["type"] == found["type"] == "trainer":
+            expected["trainer"] = self._public_id(expected["trainer"])
+        if expected["type"] == found["type"] and expected["type"] in ("claimed", "block"):
             number, lease = expected.pop("lease"), found.pop("lease")
             known = self.leases.setdefault((partition, number), lease) if number else 0
             assert known == lease, f"lease {lease} where {known} was due"
@@ -166,9 +168,17 @@ class Driven:
         for name, counts in self.counted.items():
             for key, count in counts.items():
                 partitions[name][key] -= count
+        for name, part in document["partitions"].items():
+            if "run" in part:
+                run = {key: part["run"][key] for key in ("step", "rewinds", "skipped", "ended", "blocks_leased")}
+                partitions[name]["run"] = {**run, "slots": [ring["slots"] for ring in part["run"]["rings"]]}
         others = [s for s in document["sessions"] if s["role"] != "watch"]
         sessions = [(s["name"], s["role"], s["incarnation"]) for s in others]
         return {"bytes": document["bytes"], "sessions": sessions, "partitions": partitions}
+
+    def _public_id(self, name: str) -> str:
+        session = self.engine.sessions.live.get(self.sessions.get(name, "none"))
+        return session.public_id if session is not None else "none"
 
     def _message(self, session: str, request: str, kind: str, f: Answer) -> tuple[m.Request, list[Any]]:
         fields, buffers = dict(f), []
@@ -177,6 +187,10 @@ class Driven:
             fields["columns"], buffers = pack_columns(packed)
         if "tasks" in fields:
             fields["tasks"] = [m.TaskDef(**task) for task in fields["tasks"]]
+        if "run" in fields:
+            fields["run"] = m.RunDef(**fields["run"])
+        if "trainer" in fields:
+            fields["trainer"] = self._public_id(fields["trainer"])
         if "lease" in fields:
             fields["lease"] = self.leases.get((f["partition"], f["lease"]), 999_999)
         if kind == "hello":
@@ -187,11 +201,12 @@ class Driven:
 def _answer(reply: m.AnyReply, frames: list[Any]) -> Answer:
     found = {"type": str(type(reply).__struct_config__.tag), **msgspec.structs.asdict(reply)}
     found.pop("id")
-    if isinstance(reply, (m.Claimed, m.Rows)):
+    if isinstance(reply, (m.Claimed, m.Rows, m.WindowRows)):
         found["columns"] = {name: neutral_from(c) for name, c in unpack_columns(reply.columns, frames).items()}
     if found.get("slot") == -1:
         del found["slot"], found["generation"]
-    found.pop("slots", None)
+    if slots := found.pop("slots", []):
+        found["slots"] = [msgspec.to_builtins(ref) for ref in slots]
     for name in ("version", "tag", "partition", "run", "memory_limit"):
         found.pop(name, None)
     return found

@@ -10,8 +10,11 @@ import itertools
 from typing import Any
 
 from tests.contract.oracle_partition import Answer, Part, Refused, Waits
+from tests.contract.oracle_run import RunPart
 
-READS = {"heartbeat", "get", "room", "list", "peek", "stats"}
+READS = {"heartbeat", "get", "room", "list", "peek", "stats", "window", "await_trainer", "check_step"}
+METHODS = {"window": "window_rows"}
+FOUND_AGAIN = {"claim_slot", "claim_batch"}
 
 
 class Oracle:
@@ -20,7 +23,7 @@ class Oracle:
     def __init__(self, limit: int) -> None:
         self.limit, self.now = limit, 0.0
         self.sessions: dict[str, dict[str, Any]] = {}
-        self.parts: dict[str, Part] = {}
+        self.parts: dict[str, Part | RunPart] = {}
         self.lanes: dict[tuple[str, str], tuple[str, Answer]] = {}
         self.hellos: dict[str, str] = {}
         self._numbers = itertools.count(1)
@@ -37,6 +40,7 @@ class Oracle:
             self.end(name)
         self.hellos.clear()
         for part in self.parts.values():
+            assert isinstance(part, Part)
             part.restart()
 
     def end(self, session: str) -> None:
@@ -71,13 +75,13 @@ class Oracle:
             raise Refused("stale_session")
         self.sessions[session]["seen"] = self.now
         lane = (session, request.rpartition(".")[0])
-        if kind not in READS and self.lanes.get(lane, ("", {}))[0] == request:
+        if kind not in READS | FOUND_AGAIN and self.lanes.get(lane, ("", {}))[0] == request:
             answer = self.lanes[lane][1]
             if kind == "claim":
                 return {**answer, "columns": self.parts[f["partition"]].read(answer["ids"], f.get("fields", []))}
             return answer
         answer = self._answer(session, kind, f)
-        if kind not in READS and kind != "bye":
+        if kind not in READS | FOUND_AGAIN and kind != "bye":
             self.lanes[lane] = (request, answer)
         return answer
 
@@ -107,11 +111,11 @@ class Oracle:
             if name in self.parts and self.parts[name].definition != definition:
                 raise Refused("conflict")
             if name not in self.parts:
-                self.parts[name] = Part(self, *definition)
+                self.parts[name] = RunPart(self, f) if "run" in f else Part(self, *definition)
             return {"type": "ok"}
         if name not in self.parts:
             raise Refused("unknown_partition")
-        answer: Answer = getattr(self.parts[name], kind)(session, f)
+        answer: Answer = getattr(self.parts[name], METHODS.get(kind, kind))(session, f)
         return answer
 
     @property

@@ -85,7 +85,7 @@ PACKAGES = {
             "tests/unit/queue", "tests/contract/test_tasks.py", "tests/contract/test_samples.py",
             "tests/contract/test_sessions.py", "tests/contract/test_run_calls.py",
             "tests/contract/test_signal_columns.py", "tests/contract/test_unfinished.py",
-            "tests/contract/test_stateful.py", "tests/contract/test_budget.py",
+            "tests/contract/test_stateful.py", "tests/contract/test_stateful_run.py", "tests/contract/test_budget.py",
         ),
     ),
     "wire": Package(
