@@ -68,7 +68,8 @@ class CrossTokenizerDistillationLoss:
     - parts of the step's mean, to be **added** over micro-batches and ranks: `loss`, `kl_loss`, `ce_loss`,
       `accuracy`, and per teacher i `kl_loss_t{i}` (without its weight), `proj_accuracy_t{i}`, `chunk_mass_t{i}` (the
       teacher's mean mass per chunk), `unreachable_mass_t{i}` (P-KL: its mean mass on tokens that no row of the
-      projection names), `kl_common_t{i}` and `l1_uncommon_t{i}` (without `T^2`);
+      projection names), `kl_common_t{i}` and `l1_uncommon_t{i}` (gold), `chain_start_t{i}`,
+      `chain_inner_t{i}` and `chain_end_t{i}` (all without `T^2`), `importance_weight_t{i}` (its mean over chunks);
     - counts, to be **added**: `num_valid_samples` (samples, masked or not), `num_valid_pairs_t{i}` (P-KL),
       `num_valid_chunks_t{i}` (other chunk losses), `num_valid_toks_t{i}` (same tokenizer),
       `num_selected_chunks` (`select_teacher`);

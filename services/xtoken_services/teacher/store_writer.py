@@ -10,12 +10,10 @@ import itertools
 import logging
 import os
 import signal
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import FrameType
 from typing import NamedTuple
 
 import numpy as np
@@ -38,7 +36,7 @@ from xtoken_core.wire import Column
 from xtoken_core.wire.columns import select_rows
 from xtoken_services.common.batches.step_plan import plan_step, ring_shape
 from xtoken_services.common.files.jsonl import JsonLines
-from xtoken_services.common.processes.worker import StopRequested
+from xtoken_services.common.processes.worker import StopRequested, set_by_signals
 from xtoken_services.common.stores.teacher_stores import missing_steps, skip_condition
 from xtoken_services.common.text.collation import collate_positions, make_collator, open_data, row_counts
 from xtoken_services.common.text.run_order import record_of
@@ -84,14 +82,7 @@ def work(run_file: Path, store: str, *, rank: int) -> None:
         XtokenError: The teacher refuses more records than `queue.max_dead`.
     """
     setproctitle(f"xtoken writer-{rank}")
-    stopping = threading.Event()
-
-    def ask_to_stop(number: int, _frame: FrameType | None) -> None:
-        log.info("%s: leaving", signal.Signals(number).name)
-        stopping.set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, ask_to_stop)
+    stopping = set_by_signals()
 
     def report(_activity: str) -> None:
         if stopping.is_set():

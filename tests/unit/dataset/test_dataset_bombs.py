@@ -66,3 +66,10 @@ def test_line_longer_than_any_text(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         DataIndex.build([path], field="text", cache_dir=tmp_path / "cache", progress=lambda done, _: read.append(done))
     assert max(read) < 6 << 20
     assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_messages_from_a_parquet_file(tmp_path: Path) -> None:
+    conversation = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "ü"}]
+    pq.write_table(pa.table({"messages": [conversation] * 3}), tmp_path / "x.parquet")
+    (record,) = index(tmp_path / "x.parquet").read([2])
+    assert isinstance(record, Record) and record.value == {"messages": conversation}

@@ -240,3 +240,29 @@ def test_a_head_in_blocks_gives_the_same_loss(cls):
         loss.backward()
         found.append((loss.detach(), hidden.grad))
     torch.testing.assert_close(found[1], found[0])
+
+
+def uniform_value(cls, chunk):
+    """Value of one chunk where every next token is equally likely on both sides."""
+    logits = [torch.zeros_like(x) for x in random_rows(0)]
+    return float(make(cls).evaluate(LossInput(pairing(), *logits)).parts[0][0, list(CHUNKS).index(chunk)])
+
+
+def test_values_by_hand():
+    # Student: 0 1 a b 01 ab ab01 010 end. Teacher: 0 1 a b ab b0 1a ab0 10 end. Shared: 0 1 a b ab.
+    assert len(STUDENT.vocab) == 9 and len(TEACHER.vocab) == 10 and len(SHARED) == 5
+    # BPM: the longest prefixes of the teacher's 9 tokens are 0, 1 (1 1a 10), a, b (b b0), ab (ab ab0); q is 1/9 each.
+    start = sum(n / 9 * math.log(n / 9 * 9) for n in (1, 3, 1, 2, 2))
+    assert uniform_value(BPMLoss, "1:1") == pytest.approx(start)
+    # After "ab" only ab0 continues: all of its mass is on 0.
+    assert uniform_value(BPMLoss, "n:1") == pytest.approx(start + math.log(9))
+    # ESCD adds the rest "0" of ab0, mass .1; 0, 01 and 010 begin with it.
+    assert uniform_value(ESCDLoss, "1:1") == pytest.approx(start - 0.1 * math.log(3 / 9))
+    assert uniform_value(StrictTopLoss, "1:1") == pytest.approx(0.0)
+    assert uniform_value(SimCTLoss, "1:1") == pytest.approx(0.0)
+    # X-Token: five shared tokens and the rest, 1/10 and 5/10 against 1/9 and 4/9.
+    shared = 5 * 0.1 * math.log(0.9) + 0.5 * math.log(0.5 * 9 / 4)
+    assert uniform_value(XTokenV6Loss, "1:1") == pytest.approx(shared)
+    # GOLD: five shared tokens; the rest has 4 tokens of 1/9 and 5 of 1/10.
+    rest = 4 * (1 / 9 - 1 / 10) + 1 / 10
+    assert uniform_value(GoldBayesianLoss, "1:1") == pytest.approx(5 * 0.1 * math.log(0.9) + rest)

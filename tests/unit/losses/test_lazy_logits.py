@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.losses.loss_cases import V_S, make_case
+from tests.unit.losses.test_vectors import CASES, batch_of, loss_of
 from xtoken_core import schema
 from xtoken_core.config import LossConfig
 from xtoken_core.errors import InputError
@@ -284,3 +285,23 @@ def test_what_a_head_lacks_is_refused():
     narrow = HeadProjection(teacher.hidden, teacher.weight, column_maxima=torch.zeros(4, 30))
     with pytest.raises(InputError, match="column maxima of 30 tokens"):
         loss_fn(case.batch, student, [narrow])
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
+def test_reference_vectors_with_the_identity_as_the_head(case):
+    inputs, expected = case["inputs"], case["expected"]
+    hidden = inputs["student_logits"].clone().requires_grad_()
+    weights = [torch.eye(inputs[f"{side}_logits"].shape[-1]) for side in ("student", "teacher")]
+    loss, metrics = loss_of(case)(
+        batch_of(inputs),
+        HeadProjection(hidden, weights[0]),
+        [HeadProjection(inputs["teacher_logits"], weights[1])],
+        global_valid_toks=inputs["global_valid_toks"],
+        global_valid_chunks=inputs.get("global_valid_chunks"),
+    )
+    loss.backward()
+    parts = {"the loss itself": (loss.item(), expected["loss"])}
+    parts |= {name: (metrics[name].item(), value) for name, value in expected["metrics"].items()}
+    assert not {n: (a, b) for n, (a, b) in parts.items() if not abs(a - b) <= 1e-5 * abs(b) + 1e-7}
+    gradient = expected["grad_student_logits"]
+    assert (hidden.grad - gradient).abs().max() <= 1e-5 * gradient.abs().max()

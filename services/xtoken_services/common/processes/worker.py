@@ -139,6 +139,19 @@ class QueueLink:
     patience_s: float = 30.0
 
 
+def set_by_signals() -> threading.Event:
+    """Return an event that SIGTERM and SIGINT set from now on; main thread only."""
+    stopping = threading.Event()
+
+    def ask_to_stop(number: int, _frame: FrameType | None) -> None:
+        log.info("%s: leaving", signal.Signals(number).name)
+        stopping.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, ask_to_stop)
+    return stopping
+
+
 @contextmanager
 def worker_session(link: QueueLink, *, role: str, name: str, rank: int = 0) -> Iterator[Worker]:
     """Connect, wait for the run and open a session; send heartbeats in the background and `bye` at the end.
@@ -152,14 +165,7 @@ def worker_session(link: QueueLink, *, role: str, name: str, rank: int = 0) -> I
     address = Address.parse(link.url, link.token_file, link.keys)
     _await_token(address, link.patience_s)
     client = QueueClient(ZmqTransport(address, patience_s=link.patience_s))
-    stopping = threading.Event()
-
-    def ask_to_stop(number: int, _frame: FrameType | None) -> None:
-        log.info("%s: leaving", signal.Signals(number).name)
-        stopping.set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, ask_to_stop)
+    stopping = set_by_signals()
     incarnation = time.time_ns() if link.incarnation is None else link.incarnation
     try:
         if not client.hello(
