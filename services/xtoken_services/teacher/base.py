@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from xtoken_core.errors import XtokenError
+from xtoken_core.errors import InputError, XtokenError
 from xtoken_core.evaluation import EvalResult
 from xtoken_core.packing import PackedRow
 from xtoken_core.plan import MicroBatch
@@ -156,8 +156,8 @@ class Teacher(ABC):
         batch_tokens: int,
         max_bytes: int,
         packed: bool,
-    ) -> EvalResult | None:
-        """Measure it on text; None if it cannot be.
+    ) -> EvalResult:
+        """Measure it on text.
 
         Args:
             tokenizer: Its tokenizer.
@@ -170,8 +170,7 @@ class Teacher(ABC):
         Raises:
             InputError: The text or the tokenizer does not allow it.
         """
-        del tokenizer, documents, context_length, batch_tokens, max_bytes, packed
-        return None
+        raise InputError(f"{self.name} computes nothing")
 
     def new_requests(self) -> RequestCounts | None:
         """Return the counts of its requests since the last call; None if it makes none."""
