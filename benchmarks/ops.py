@@ -148,7 +148,7 @@ def make_chain_topk(shape: Shape, device: torch.device) -> Workload:
     usable = torch.ones(1, text.chunks, dtype=torch.bool, device=device)
     ids, chunks = ([x.to(device) for x in each] for each in (text.ids, text.chunk_id))
     sides = [side_tokens(i, c, usable & whole_chunks(c, text.chunks)) for i, c in zip(ids, chunks, strict=True)]
-    topk = TopKSettings(shape.listed, shape.teacher_vocab, None, 1.0)
+    topk = TopKSettings(shape.listed, shape.teacher_vocab, 1.0)
     largest = largest_logits(teacher, sides[1].predicted, topk)
     listed = largest.with_own(sides[1].predicted, sides[1].chunk >= 0)
     lists = listed.log_probs(), listed.ids, listed.log_rest.exp(), largest.own_scaled()

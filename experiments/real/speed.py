@@ -16,6 +16,7 @@ import statistics
 import sys
 import tomllib
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ def main() -> int:
     parser.add_argument("--state", type=Path, default=Path("runs/real"), help="models and texts")
     parser.add_argument("--methods", nargs="*", choices=METHODS, default=[])
     parser.add_argument("--device", choices=["auto", "cuda", "cpu"], default="auto")
-    parser.add_argument("--documents", type=int, default=DOCUMENTS, help="documents of a step")
+    parser.add_argument("--documents", type=int, default=DOCUMENTS, help="documents of a step, at most 64")
     parser.add_argument("--repeats", type=int, default=REPEATS)
     parser.add_argument("--out", type=Path, default=RESULT)
     arguments = parser.parse_args()
@@ -132,14 +133,14 @@ class _Step:
         from xtoken_services.trainer.student import load_student
         from xtoken_services.trainer.timing import DeviceTimer
 
-        file = _run_file(state, name, device, documents)
+        file = _run_file(state, name, device)
         spec, _ = load_run(file)
         run, where = resolve_run(spec), pick_device(spec.workers.device, 0)
         assert spec.eval is not None
         tokenizer = tokenizer_of(spec.student, "student")
         self.student = load_student(spec, where, ranks=1, packed=run.packed)
         self.loss = make_loss(run, where, METHODS[name].custom or None, tokenizer)
-        texts = open_held_out(spec).documents()
+        texts = islice(filter(str.strip, open_held_out(spec).documents()), documents)
         self.held_out = EvalLoss(run, self.loss, tokenizer, texts)
         self.weight = spec.loss.kl_weight_at(0, run.steps)
         self.batches = [(on_device(batch.data, where), batch) for batch in self.held_out.batches]
@@ -192,7 +193,7 @@ class _Step:
         return torch.cuda.max_memory_allocated() - self._before
 
 
-def _run_file(state: Path, name: str, device: str, documents: int) -> Path:
+def _run_file(state: Path, name: str, device: str) -> Path:
     """Write the run file of the measured step: that of the experiment, its layers not compiled."""
     method, cell = METHODS[name], Cell(CONDITION, name, METHODS[name].first_weight, RATE, SEEDS[0])
     prepare(state, [cell])
@@ -202,7 +203,7 @@ def _run_file(state: Path, name: str, device: str, documents: int) -> Path:
         for table in document["teacher"]:
             table["model"] = f"models/{CONDITIONS[CONDITION].student}"
     document["name"], document["output"] = f"speed-{name}", f"runs/speed-{name}"
-    document["eval"] = {"path": f"texts/{CONDITIONS[CONDITION].source}.validation.jsonl", "kl_documents": documents}
+    document["eval"] = {"path": f"texts/{CONDITIONS[CONDITION].source}.validation.jsonl"}
     for table in (document["student"], *document.get("teacher", ())):
         table.pop("compile", None)
         table.pop("content", None)

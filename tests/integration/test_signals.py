@@ -106,7 +106,7 @@ def test_a_run_of_largest_logits_stops_and_resumes(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     teachers = [
         {"model": assets.teacher, "context_length": 96, "content": "topk", "topk": 200},
-        {"model": assets.student, "context_length": 64, "content": "topk", "topk_mass": 0.5, "weight": 0.5},
+        {"model": assets.student, "context_length": 64, "content": "topk", "weight": 0.5},
     ]
     # Random models: without cross-entropy nothing draws the student away from them.
     loss = {"mode": "chain", "ce_loss_scale": 0.0}

@@ -251,7 +251,7 @@ def _chain_topk(k: int, least_mass: float, T: float = 1.0, conditioning: bool = 
     def make(dtype: torch.dtype, device: torch.device) -> Inputs:
         inputs = base(dtype, device)
         teacher, tables = inputs["teacher"], inputs["tables"]
-        largest = largest_logits(inputs["teacher_logits"], teacher.predicted, TopKSettings(k, V_T, None, T))
+        largest = largest_logits(inputs["teacher_logits"], teacher.predicted, TopKSettings(k, V_T, T))
         listed = largest.with_own(teacher.predicted, teacher.chunk >= 0)
         settings = ChainTopKSettings(P_CHAIN, V_S + 2, options, T, least_mass)
         given = {

@@ -42,7 +42,7 @@ def given(logits, sides, tables, P, settings, k):
     """The op's arguments from both sides' logits."""
     student, z_t = logits
     teacher, V = sides[1], len(tables.teacher.root)
-    topk = TopKSettings(k, V, None, settings.temperature)
+    topk = TopKSettings(k, V, settings.temperature)
     largest = largest_logits(z_t[..., :V], teacher.predicted, topk)
     listed = largest.with_own(teacher.predicted, teacher.chunk >= 0)
     lists = listed.log_probs(), listed.ids, listed.log_rest.exp(), largest.own_scaled()

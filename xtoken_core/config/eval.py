@@ -91,10 +91,8 @@ class EvalSpec(ConfigModel):
     max_bytes: Count = 1 << 20
     """Bytes that are read of the held-out text, and of every text of `also`, in UTF-8."""
     teacher_kl: bool = False
-    """Measure the run's loss on the held-out text too, with the divergence from the teachers. They are loaded beside
-    the student for every evaluation and need their memory."""
-    kl_documents: Count = 64
-    """Documents on which that loss is measured."""
+    """Measure the run's loss on 64 documents of the held-out text too, with the divergence from the teachers. They are
+    loaded beside the student for every evaluation and need their memory."""
     tasks: TasksSpec | None = None
     samples: SamplesSpec | None = None
 

@@ -41,7 +41,6 @@ class TeacherIdentity(ModelIdentity):
         fp8: Its matrix products are in float8.
         nf4: Its weights are in NormalFloat 4.
         topk: Tokens of a position that it is given by; None: it is given by all.
-        topk_mass: Fraction of the probability that these reach.
     """
 
     projection: str
@@ -50,7 +49,6 @@ class TeacherIdentity(ModelIdentity):
     fp8: bool = False
     nf4: bool = False
     topk: int | None = None
-    topk_mass: float | None = None
 
 
 class RunIdentity(ConfigModel):

@@ -132,7 +132,6 @@ class ResolvedRun(ConfigModel):
                 fp8=teacher.fp8,
                 nf4=teacher.nf4,
                 topk=teacher.topk if teacher.content == "topk" else None,
-                topk_mass=teacher.topk_mass,
             )
             for teacher, files, projection in zip(
                 spec.teacher, self.teachers, self.projection_fingerprints, strict=True

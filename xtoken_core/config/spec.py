@@ -104,9 +104,6 @@ class TeacherSpec(ModelSpec, ServedSpec):
     `url`, `hidden` with the transport `queue`, else `logits`."""
     topk: Annotated[int, Field(ge=1)] = DEFAULT_TOPK
     """`topk`: maximum of tokens that it sends of a position."""
-    topk_mass: Annotated[float | None, Field(gt=0, le=1)] = None
-    """`topk`: of a position's largest tokens send only as many as have this fraction of its probability, at most
-    `topk`."""
     store: str | None = None
     """Directory, or `fsspec` address such as `s3://bucket/name`, of its stored output (`xtoken store build`), which its
     process reads instead of running it. `content` must be what the store holds; left out, it is `hidden`."""
@@ -124,9 +121,8 @@ class TeacherSpec(ModelSpec, ServedSpec):
 
     @model_validator(mode="after")
     def _settings_of_topk(self) -> TeacherSpec:
-        for name in ("topk", "topk_mass"):
-            if self.content != "topk" and getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(f'{name} belongs to content = "topk": set that or unset {name}')
+        if self.content != "topk" and self.topk != DEFAULT_TOPK:
+            raise ValueError('topk belongs to content = "topk": set that or unset topk')
         return self
 
     @model_validator(mode="after")

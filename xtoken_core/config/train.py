@@ -93,8 +93,6 @@ class TrainSpec(ConfigModel):
 class ReportSpec(ConfigModel):
     """Metric loggers beside `steps.jsonl` and `eval.jsonl`."""
 
-    console_every: Count = 10
-    """Steps between two lines in the trainer's log."""
     tensorboard: bool = False
     """Event files in `tensorboard/` of the output; needs the extra `tensorboard`."""
     wandb: Literal["off", "offline", "online"] = "off"

@@ -34,7 +34,6 @@ class StoreIdentity(ConfigModel):
         vocab_size: Tokens of its vocabulary.
         hidden_size: Width of the hidden states; 0 for largest logits.
         topk: Tokens of a position; 0 for hidden states.
-        topk_mass: Fraction of the probability that these reach; None: all `topk`.
         temperature: The loss's, at which largest logits have a second log-normaliser.
     """
 
@@ -52,7 +51,6 @@ class StoreIdentity(ConfigModel):
     vocab_size: int
     hidden_size: int = 0
     topk: int = 0
-    topk_mass: float | None = None
     temperature: float = 1.0
 
     @property
@@ -100,7 +98,6 @@ _LABELS = {
     "nf4": "teacher.nf4",
     "content": "teacher.content",
     "topk": "teacher.topk",
-    "topk_mass": "teacher.topk_mass",
     "temperature": "loss.temperature",
 }
 
@@ -139,6 +136,5 @@ def identity_of(run: ResolvedRun, teacher: int) -> StoreIdentity:
         vocab_size=files.vocab_size,
         hidden_size=0 if by_topk else files.hidden_size,
         topk=min(spec.topk, files.vocab_size) if by_topk else 0,
-        topk_mass=spec.topk_mass if by_topk else None,
         temperature=run.spec.loss.temperature if by_topk else 1.0,
     )

@@ -55,18 +55,16 @@ class SampleSlotRef(TypedDict):
 
 
 class TopKSettings(NamedTuple):
-    """Number of tokens and mass of each position that a teacher sends.
+    """Tokens of each position that a teacher sends.
 
     Attributes:
         k: Maximum of tokens.
         vocab_size: Leading columns of the head that its tokenizer uses, `V`.
-        mass: Fraction of a position's probability: of its largest tokens only as many are sent as reach it; None: `k`.
-        temperature: Temperature of the loss, at which the second log-normaliser and `mass` are taken.
+        temperature: Temperature of the loss, at which the second log-normaliser is taken.
     """
 
     k: int
     vocab_size: int
-    mass: float | None = None
     temperature: float = 1.0
 
     @property

@@ -190,9 +190,6 @@ def topk_of(scores: PromptScores, settings: TopKSettings) -> TopKLogits:
     if T > 1 and bool((ids[-1] < 0).all()):
         ids[-1], values[-1] = ids[-2], values[-2]
     masses = values.exp()
-    if settings.mass is not None:
-        kept = masses.cumsum(-1) - masses < settings.mass
-        ids, values, masses = ids.masked_fill(~kept, -1), values.masked_fill(~kept, -torch.inf), masses * kept
     whole = bool(k >= settings.vocab_size) and bool((ids >= 0).all())
     log_rest = torch.full((T,), -torch.inf) if whole else (1.0 - masses.sum(-1)).clamp(min=LEAST_REST, max=1.0).log()
     own = own.nan_to_num(nan=0.0, neginf=-1e4)

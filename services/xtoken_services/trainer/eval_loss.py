@@ -30,6 +30,8 @@ from xtoken_services.common.tokenizers.loading import aligners_of, tokenizer_of
 from xtoken_services.trainer.metrics import to_floats
 from xtoken_services.trainer.student import Student
 
+DOCUMENTS = 64
+"""Documents of the held-out text on which the run's loss is measured."""
 REPORTED = (
     *("loss", "kl_loss", "ce_loss", "accuracy", "kl_common", "l1_uncommon", "proj_accuracy", "chunk_mass"),
     *("chain_start", "chain_inner", "chain_end", "unreachable_mass"),
@@ -56,7 +58,7 @@ class EvalLoss:
         run: The run.
         loss: Its loss.
         tokenizer: The student's.
-        documents: Texts; the first `eval.kl_documents` that are not empty are taken.
+        documents: Texts; the first `DOCUMENTS` that are not empty are taken.
         progress: Called after every tokenizer that was loaded, and after every batch; it may raise to stop.
     """
 
@@ -85,7 +87,7 @@ class EvalLoss:
             ctx_length_teacher=[teacher.context_length for teacher in spec.teacher],
             append_eos=spec.data.append_eos,
         )
-        texts = [{"text": text} for text in islice(filter(str.strip, documents), spec.eval.kl_documents)]
+        texts = [{"text": text} for text in islice(filter(str.strip, documents), DOCUMENTS)]
         longest = max(model.context_length for model in (spec.student, *spec.teacher))
         rows = max(1, spec.train.micro_batch_tokens // longest)
         count = row_counts(run)

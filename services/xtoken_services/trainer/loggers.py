@@ -21,6 +21,8 @@ from xtoken_services.common.run.metric_lines import TEACHER_BITS
 log = logging.getLogger("xtoken.trainer")
 
 FLUSH_S = 10
+CONSOLE_EVERY = 10
+"""Steps between two lines in the trainer's log."""
 WANDB_ID = "wandb-id"
 TASK = "task_accuracy_"
 OTHER_TEXT = "bits_per_byte_"
@@ -125,7 +127,7 @@ def make_loggers(run: ResolvedRun, step: int) -> list[MetricLogger]:
         ConfigError: A package that one of them needs is not installed.
     """
     spec = run.spec.report
-    loggers: list[MetricLogger] = [ConsoleLogger(spec.console_every, run.steps)]
+    loggers: list[MetricLogger] = [ConsoleLogger(CONSOLE_EVERY, run.steps)]
     if spec.tensorboard:
         loggers.append(TensorBoardLogger(run, step))
     if spec.wandb != "off":

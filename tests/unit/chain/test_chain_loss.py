@@ -299,7 +299,7 @@ def test_tables_of_other_tokenizers_are_refused(teacher):
 
 
 def largest_of(columns, z_t, k, temperature=1.0):
-    return largest_logits(z_t, predicted_ids(columns["teacher_input_ids"]), TopKSettings(k, V_T, None, temperature))
+    return largest_logits(z_t, predicted_ids(columns["teacher_input_ids"]), TopKSettings(k, V_T, temperature))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0])

@@ -139,9 +139,8 @@ def test_content_and_transport(
         ({"transport": "queue"}, {"content": "logits"}, "too large for the queue"),
         ({"transport": "cuda_ipc", "device": "cpu"}, {}, 'workers.transport = "cuda_ipc" needs GPUs'),
         ({}, {"topk": 8}, 'topk belongs to content = "topk"'),
-        ({}, {"content": "hidden", "topk_mass": 0.5}, 'topk_mass belongs to content = "topk"'),
+        ({}, {"content": "hidden", "topk": 5}, 'topk belongs to content = "topk"'),
         ({}, {"content": "topk", "topk": 0}, "teacher.0.topk"),
-        ({}, {"content": "topk", "topk_mass": 1.5}, "teacher.0.topk_mass"),
     ],
     ids=str,
 )

@@ -191,7 +191,7 @@ def test_blocks_of_a_batch_on_a_device_have_every_position():
 def test_probabilities_of_compared_columns_of_the_largest_logits():
     torch.manual_seed(0)
     whole = torch.randn(1, 4, 9, dtype=torch.float64)
-    topk = largest_logits(whole, torch.zeros(1, 4, dtype=torch.int64), TopKSettings(3, 9, None, 1.0))
+    topk = largest_logits(whole, torch.zeros(1, 4, dtype=torch.int64), TopKSettings(3, 9, 1.0))
     columns = torch.tensor([7, 0, 4])
     filled = topk.log_equal_part().unsqueeze(-1).repeat(1, 1, 10).scatter(-1, topk.columns, topk.log_probs())[..., :9]
     found = column_log_probs(topk, columns).exp()

@@ -32,14 +32,14 @@ def config_of(name, **changes):
     return LossConfig(**{**MODES[name], "ce_loss_scale": 0.0, **changes})
 
 
-def largest(case, config, k, mass=None):
+def largest(case, config, k):
     """The teacher's largest logits; the ids of padding differ from the batch's, as its own pad id does."""
     same = case.teachers[0].same_tokenizer
     ids = case.batch["input_ids" if same else "teacher_input_ids"]
     mask = case.batch["token_mask" if same else "teacher_token_mask"]
     last = mask.shape[1] - mask.flip(1).argmax(1, keepdim=True)
     ids = torch.where(torch.arange(mask.shape[1]) < last, ids, 1)
-    settings = TopKSettings(min(k, case.teachers[0].vocab_size), case.teachers[0].vocab_size, mass, config.temperature)
+    settings = TopKSettings(min(k, case.teachers[0].vocab_size), case.teachers[0].vocab_size, config.temperature)
     return largest_logits(case.teacher_logits[0], predicted_ids(ids), settings)
 
 
@@ -119,23 +119,11 @@ def test_a_head_in_blocks_has_the_same_loss(name):
     torch.testing.assert_close((value, hidden.grad), whole[:2], rtol=1e-6, atol=1e-9)
 
 
-def test_a_fraction_of_the_mass_lists_no_more_than_needed():
-    case = case_of("p_kl")
-    topk = largest(case, config_of("p_kl"), 20, mass=0.9)
-    kept = 1 - topk.log_rest.exp()
-    smallest = topk.log_probs().masked_fill(~topk.listed, torch.inf).amin(-1).exp()
-    full = topk.listed.all(-1)
-    assert ((kept >= 0.9 - 1e-9) | full).all()
-    assert (kept - smallest < 0.9).all()
-    assert topk.listed[..., 0].all() and not topk.listed.all()
-    torch.testing.assert_close(topk.log_probs().exp().sum(-1), kept)
-
-
 def test_a_slot_keeps_every_bit_and_a_wrong_id_becomes_an_empty_entry():
     case, config = case_of("p_kl"), config_of("p_kl", temperature=2.0)
     case.teacher_logits[0] = case.teacher_logits[0].float()
-    topk = largest(case, config, 6, mass=0.8)
-    settings = TopKSettings(6, V_T, 0.8, 2.0)
+    topk = largest(case, config, 6)
+    settings = TopKSettings(6, V_T, 2.0)
     slot = torch.empty(*topk.shape[:2], settings.width)
     write_topk(topk, slot)
     found = read_topk(slot, settings)
@@ -192,7 +180,7 @@ def test_largest_logits_of_a_wide_head_equal_those_of_sorted_rows(dtype, vocab, 
     logits = (8 * torch.randn(2, 3, vocab + 7, generator=generator, dtype=torch.float64)).to(dtype)
     logits[0, 1, :64] = -torch.inf if vocab > 64 else logits[0, 1, :64]
     targets = torch.randint(0, vocab, (2, 3), generator=generator)
-    topk = largest_logits(logits, targets, TopKSettings(k, vocab, None, 2.0))
+    topk = largest_logits(logits, targets, TopKSettings(k, vocab, 2.0))
     whole = logits[..., :vocab].to(torch.promote_types(dtype, torch.float32))
     scaled = (whole / 2).log_softmax(-1)
     values = whole.sort(-1, descending=True).values

@@ -248,11 +248,10 @@ def test_a_compiled_teacher_gives_the_same_whatever_the_shape(fp8):
 
 
 @pytest.mark.parametrize("make", [llama, gemma], ids=["plain head", "capped logits"])
-@pytest.mark.parametrize("mass", [None, 0.6])
-def test_the_largest_logits_of_every_position_are_written(make, mass, monkeypatch):
+def test_the_largest_logits_of_every_position_are_written(make, monkeypatch):
     monkeypatch.setattr(teacher_model, "CHUNK_TOKENS", 16)
     model, ids = make(), tokens(3, 17)
-    settings = TopKSettings(8, WIDTH - 3, mass, 2.0)
+    settings = TopKSettings(8, WIDTH - 3, 2.0)
     out = torch.full((3, 17, settings.width), torch.nan)
     TeacherModel(model).write_topk(ids, out, settings)
     expected = largest_logits(logits_of(model, ids), predicted_ids(ids), settings)

@@ -201,9 +201,9 @@ def ring_shape(run: ResolvedRun, teacher: int) -> RingShape:
 
 
 def topk_settings(run: ResolvedRun, teacher: int) -> TopKSettings:
-    """Return the settings of a teacher that sends its largest logits: number, vocabulary, mass, temperature."""
-    shape, spec = ring_shape(run, teacher), run.spec
-    return TopKSettings(shape.topk, shape.vocab, spec.teacher[teacher].topk_mass, spec.loss.temperature)
+    """Return the settings of a teacher that sends its largest logits: number, vocabulary, temperature."""
+    shape = ring_shape(run, teacher)
+    return TopKSettings(shape.topk, shape.vocab, run.spec.loss.temperature)
 
 
 def selects_columns(run: ResolvedRun, teacher: int) -> bool:

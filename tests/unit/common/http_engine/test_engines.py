@@ -122,7 +122,7 @@ def test_a_served_model_gives_what_a_loaded_one_does(
     check(engine, directory)
     text = text_of(directory)
     samples = [ids.tolist()[:40] for ids in text.encode(documents(3, seed=3), specials=True)]
-    settings = TopKSettings(K, engine.vocab_size, 0.9 if packed else None, 1.0)
+    settings = TopKSettings(K, engine.vocab_size, 1.0)
     teacher = ServedTeacher(engine, torch.device("cpu"), settings, engine.vocab_size)
     stack.callback(teacher.close)
     scores = teacher.score(samples, lambda _: None)
@@ -200,7 +200,7 @@ def test_servers_of_other_models(stack: ExitStack, models: dict[str, Path]) -> N
 
 def test_a_stop_request_ends_the_wait(stack: ExitStack, models: dict[str, Path]) -> None:
     engine = engine_of(stack, "vllm", models["meant"], ModelHandler(models["meant"], delay_s=3.0))
-    teacher = ServedTeacher(engine, torch.device("cpu"), TopKSettings(K, engine.vocab_size, None, 1.0), 400)
+    teacher = ServedTeacher(engine, torch.device("cpu"), TopKSettings(K, engine.vocab_size, 1.0), 400)
 
     def stop(answered: int) -> None:
         raise EngineError("stopped")
