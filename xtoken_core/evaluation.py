@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
@@ -97,8 +97,9 @@ def evaluate(
         InputError: There is no text, the tokenizer has nothing to begin it with or no token for a character, the
             context is too short for that, or the head has fewer rows than the tokenizer has ids.
     """
-    read = _up_to(documents, max_bytes)
-    windows, sizes = _windows(tokenizer, read, context_length=context_length, progress=progress)
+    windows, sizes = read_windows(
+        tokenizer, documents, context_length=context_length, max_bytes=max_bytes, progress=progress
+    )
     target = torch.device(device)
     tokens = sum(len(window.targets) for window in windows)
     cut = list((_batches if packed_outputs is None else _packed_batches)(windows, batch_tokens))
@@ -107,6 +108,18 @@ def evaluate(
     else:
         batches = (_padded(batch, target, model, outputs) for batch in cut)
     nll, hits = _score(model, batches, len(tokenizer), target, _after_batch(cut, tokens, progress, on_fraction))
+    return result_of(nll, hits, tokens, sizes)
+
+
+def result_of(nll: float, hits: int, tokens: int, sizes: Sequence[int]) -> EvalResult:
+    """Return the result of scored documents.
+
+    Args:
+        nll: Negative log-likelihood of their tokens, in nats.
+        hits: Tokens that had the highest probability.
+        tokens: Their tokens.
+        sizes: Bytes of each.
+    """
     return EvalResult(
         bits_per_byte=nll / math.log(2) / sum(sizes),
         nll_nats=nll,
@@ -130,14 +143,22 @@ def _after_batch(
     return report
 
 
-def _windows(
+def read_windows(
     tokenizer: PreTrainedTokenizerBase,
-    documents: Iterable[tuple[str, int]],
+    documents: Iterable[str],
     *,
     context_length: int,
-    progress: Callable[[], None],
+    max_bytes: int,
+    progress: Callable[[], None] = lambda: None,
 ) -> tuple[list[Window], list[int]]:
-    """Return the windows of all documents, and each document's size in bytes.
+    """Return the windows of all documents that `evaluate` reads, and each document's size in bytes.
+
+    Args:
+        tokenizer: As of `evaluate`, and so are the others.
+        documents: Text.
+        context_length: Inputs of a window at most.
+        max_bytes: Limit of the text.
+        progress: Called after every document.
 
     Raises:
         InputError: As of `evaluate`.
@@ -146,7 +167,7 @@ def _windows(
     start, again = _beginning(encoder)
     windows: list[Window] = []
     sizes: list[int] = []
-    for text, size in documents:
+    for text, size in _up_to(documents, max_bytes):
         ids = encoder.encode([text], specials=False)[0].tolist()
         windows += cut_windows(ids, start=start, again=again, context_length=context_length)
         sizes.append(size)

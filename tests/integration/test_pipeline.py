@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.integration.conftest import Crew
 from tests.support.forks import ForkLauncher
 from tests.support.tiny_run import TinyAssets, documents, steps_of, tiny_spec, write_jsonl
+from xtoken_core.evaluation import evaluate
 from xtoken_services.common.run.baseline import baseline_of
 from xtoken_services.common.run.status import RunState, WorkerStatus
 
@@ -52,7 +53,17 @@ def test_a_run_trains_every_position_once_and_leaves_a_model(
     assert lines[-1]["kl_loss"] < lines[0]["kl_loss"]
     evaluations = [json.loads(line) for line in (spec.output / "eval.jsonl").read_text().splitlines()]
     assert [row["step"] for row in evaluations] == [0, 6, 12]
+    teacher = evaluate(
+        AutoModelForCausalLM.from_pretrained(assets.teacher),
+        AutoTokenizer.from_pretrained(assets.teacher),
+        documents(12, seed=5),
+        context_length=96,
+        batch_tokens=2048,
+        device="cpu",
+        max_bytes=1 << 20,
+    )
     for row in evaluations:
+        assert row["teacher_bits_per_byte"] == pytest.approx(teacher.bits_per_byte, rel=1e-6)
         assert row["bits_per_byte_copy"] == pytest.approx(row["bits_per_byte"], rel=1e-6)
         assert row["task_accuracy_sums"] in (0.0, 0.5) and row["task_prompts_sums"] == 2
     assert "| task sums: right of 2 prompts (greedy) |" in (spec.output / "model" / "README.md").read_text()
@@ -62,6 +73,34 @@ def test_a_run_trains_every_position_once_and_leaves_a_model(
     prompt = tokenizer("def x", return_tensors="pt")
     out = model.generate(prompt["input_ids"], max_new_tokens=4, do_sample=False)
     assert out.shape[1] > prompt["input_ids"].shape[1]
+
+
+@pytest.mark.slow
+def test_an_adaptive_weight_follows_the_evaluations_also_after_a_kill(
+    assets: TinyAssets, tmp_path: Path, start: Start
+) -> None:
+    held_out = write_jsonl(tmp_path / "heldout.jsonl", documents(1000, seed=5))
+    settings: dict[str, Any] = {
+        "loss": {"mode": "chain", "kl_loss_weight": 2.0, "kl_loss_weight_end": "adaptive"},
+        "eval": {"path": held_out, "every": 2},
+    }
+    whole = tiny_spec(assets, tmp_path / "whole", **settings)
+    start(whole).complete()
+    lines = steps_of(whole.output)
+    rows = [json.loads(line) for line in (whole.output / "eval.jsonl").read_text().splitlines()]
+    bits = {row["step"]: row["bits_per_byte"] for row in rows}
+    for line in lines:
+        last = [bits[step] for step in range(2, line["step"] + 1, 2)][-3:]
+        behind = sum(last) / len(last) - rows[0]["teacher_bits_per_byte"] if last else 1.0
+        assert line["kl_loss_scale"] == pytest.approx(2 * min(max(behind / 0.05, 0.0), 1.0), abs=1e-9)
+    assert lines[0]["kl_loss_scale"] == 2.0 and lines[-1]["kl_loss_scale"] < 2.0, "the student passes a random teacher"
+    broken = tiny_spec(assets, tmp_path / "broken", **settings)
+    crew = start(broken)
+    crew.wait_for_steps(7)
+    crew.kill("trainer-0")
+    crew.complete()
+    for name in ("ids", "loss", "kl_loss_scale"):
+        assert [line[name] for line in steps_of(broken.output)] == [line[name] for line in lines]
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.integration.conftest import DEADLINE_S, Crew
-from tests.support.tiny_run import TinyAssets, steps_of, tiny_spec
+from tests.support.tiny_run import TinyAssets, documents, steps_of, tiny_spec, write_jsonl
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.dataset.order import record_at
@@ -223,9 +223,11 @@ def test_a_run_from_a_store_equals_one_whose_teacher_computes_on_a_gpu(
 @pytest.mark.slow
 def test_a_run_reads_the_store_that_a_build_has_written(assets: TinyAssets, tmp_path: Path) -> None:
     teacher = {"model": assets.teacher, "context_length": 96, "projection": assets.projection, "content": "hidden"}
-    spec = tiny_spec(assets, tmp_path, records=24, teacher=[teacher], loss={"vocab_topk": None})
+    held_out = {"path": write_jsonl(tmp_path / "heldout.jsonl", documents(12, seed=5)), "every": 2}
+    spec = tiny_spec(assets, tmp_path, records=24, teacher=[teacher], loss={"vocab_topk": None}, eval=held_out)
     store = build(spec, tmp_path / "store")
     assert sorted(store.entries) == list(range(24))
+    measured = json.loads((tmp_path / "store" / "build" / "teacher-0-held-out.json").read_text())["bits_per_byte"]
     model = TeacherModel(AutoModelForCausalLM.from_pretrained(assets.teacher))
     text = TextTokenizer(AutoTokenizer.from_pretrained(assets.teacher), "teacher")
     lines = [json.loads(line)["text"] for line in (tmp_path / "train.jsonl").read_text().splitlines()]
@@ -244,6 +246,8 @@ def test_a_run_reads_the_store_that_a_build_has_written(assets: TinyAssets, tmp_
     assert [i for line in steps for i in line["skipped"]] == [skipped]
     assert (sum(line["store_hits"] for line in steps), sum(line["store_misses"] for line in steps)) == (23, 1)
     assert reads_its_store(stored_run)
+    evaluations = [json.loads(line) for line in (stored_run.output / "eval.jsonl").read_text().splitlines()]
+    assert [row["teacher_bits_per_byte"] for row in evaluations] == [measured] * len(evaluations), "as its build found"
     log = next((stored_run.output / "logs").glob("collator-0*.log")).read_text()
     assert "train.jsonl:6: record 5 of the text is damaged in the store" in log
     other = tiny_spec(assets, tmp_path / "other", records=25, teacher=[teacher], loss={"vocab_topk": None})

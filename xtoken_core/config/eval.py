@@ -80,7 +80,7 @@ class EvalSpec(ConfigModel):
     """Same meaning as `data.field`, for `path` and `also`."""
     every: Count = 100
     """Optimiser steps between two evaluations; the first comes before any step, one more at the end."""
-    keep_best: bool = False
+    keep_best: bool = True
     """Keep the checkpoint of the evaluation with the fewest bits per byte of the held-out text, as `checkpoints/best`,
     and export its weights as `model/` when the run ends. The student of step 0 does not take part."""
     patience: OrNone[Count] = None

@@ -54,8 +54,10 @@ PUBLIC_NAMES = (
 the file means that method."""
 PUBLIC_CE_LOSS_SCALE = 0.1
 """Weight of the cross-entropy that is not set, as published, for every mode but chain."""
-FADED = 0.0
-"""Weight of the KD term at the last step that is not set, for chain beside a cross-entropy."""
+ADAPTIVE = "adaptive"
+"""`kl_loss_weight_end` that is not set, for chain beside a cross-entropy."""
+MARGIN = 0.05
+"""Bits per byte by which a student is worse than its teacher while an adaptive weight is whole."""
 IN_PLACE = "gradient_in_place needs a single teacher with another tokenizer: others read the logits"
 READ_BY: dict[str, tuple[LossMode, ...]] = {"vocab_topk": ("p_kl",), "uncommon_topk": ("gold", "h_kl")}
 """The modes that read a setting of the method's public configuration; others leave it alone."""
@@ -117,10 +119,11 @@ class LossConfig(ConfigModel):
     that sampled give to the completion before it, this at most. Left out, stale completions count as they are."""
     kl_loss_weight: NonNegative = 1.0
     """Weight of the KD term."""
-    kl_loss_weight_end: OrNone[NonNegative] = FADED
-    """Weight of the KD term at the run's last step, which it reaches in equal parts from `kl_loss_weight` at the first
-    one: with 0 a run ends with the cross-entropy alone; "none": the weight is the same at every step. The default is
-    "none" where no teacher's mode is chain, and with `ce_loss_scale = 0`, `dynamic_loss_scaling` or `[rollout]`."""
+    kl_loss_weight_end: OrNone[NonNegative | Literal["adaptive"]] = "adaptive"
+    """"adaptive": the KD term has `kl_loss_weight` until the student comes within 0.05 bits per byte of its best
+    teacher on the held-out text, then less in proportion, and 0 once it has passed it. A number: the weight at the last
+    step, reached in equal parts from the first one. "none": the weight is the same at every step. The default is "none"
+    where no teacher's mode is chain, and with `ce_loss_scale = 0`, `dynamic_loss_scaling` or `[rollout]`."""
     ce_loss_scale: NonNegative = 1.0
     """Weight of the cross-entropy. In modes other than chain the default is 0.1, as published."""
     dynamic_loss_scaling: bool = False
@@ -163,17 +166,26 @@ class LossConfig(ConfigModel):
     @property
     def weighs_kd(self) -> bool:
         """True if the KD term counts at some step, so that a run needs a teacher."""
-        return self.dynamic_loss_scaling or max(self.kl_loss_weight, self.kl_loss_weight_end or 0.0) > 0
+        return self.dynamic_loss_scaling or max(self.kl_loss_weight, self.last_kl_loss_weight) > 0
 
-    def kl_weight_at(self, step: int, steps: int) -> float:
-        """Return the weight of the KD term, a function of the step alone as the learning rate is.
+    @property
+    def last_kl_loss_weight(self) -> float:
+        """Weight of the KD term at the last step, of an adaptive one the largest that it may be."""
+        last = self.kl_loss_weight_end
+        return last if isinstance(last, (int, float)) else self.kl_loss_weight
+
+    def kl_weight_at(self, step: int, steps: int, behind: float | None = None) -> float:
+        """Return the weight of the KD term.
 
         Args:
             step: Number of the step, from 0; a later one than the last has the last one's weight.
             steps: Optimiser steps of the whole run; the only step of a run has the first weight.
+            behind: Bits per byte of the student less its teacher's, for an adaptive weight; None: not known.
         """
-        first, last = self.kl_loss_weight, self.kl_loss_weight_end
-        if last is None or steps < 2:
+        first, last = self.kl_loss_weight, self.last_kl_loss_weight
+        if self.kl_loss_weight_end == ADAPTIVE:
+            return first if behind is None else first * min(max(behind / MARGIN, 0.0), 1.0)
+        if steps < 2:
             return first
         done = min(step / (steps - 1), 1.0)
         return (1.0 - done) * first + done * last

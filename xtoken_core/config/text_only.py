@@ -17,7 +17,7 @@ def check_without_teachers(loss: LossConfig, held_out: EvalSpec | None) -> None:
     mode = loss.mode if loss.mode == "p_kl" else "chain"  # neither names anything about a teacher
     plain = LossConfig.model_validate({**CROSS_ENTROPY_ONLY, "mode": mode, "ce_loss_scale": loss.ce_loss_scale})
     given = {name: getattr(loss, name) for name in LossConfig.model_fields}
-    if given["kl_loss_weight_end"] is None:  # as much as the default, where nothing is weighed
+    if not given["kl_loss_weight_end"]:  # as much as the default, where nothing is weighed
         del given["kl_loss_weight_end"]
     other = next((name for name, value in given.items() if value != getattr(plain, name)), None)
     other = f"loss.{other}" if other else "eval.teacher_kl" if held_out is not None and held_out.teacher_kl else None

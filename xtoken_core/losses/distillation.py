@@ -110,7 +110,7 @@ class CrossTokenizerDistillationLoss:
             ConfigError: These settings are impossible with these teachers.
         """
         if not teachers and config.weighs_kd:
-            name = "kl_loss_weight" if config.kl_loss_weight or not config.kl_loss_weight_end else "kl_loss_weight_end"
+            name = "kl_loss_weight" if config.kl_loss_weight else "kl_loss_weight_end"
             raise ConfigError(f"loss.{name} weighs the divergence from a teacher: name one, or set it to 0")
         try:
             config.check_teachers([t.weight for t in teachers], [t.same_tokenizer for t in teachers])

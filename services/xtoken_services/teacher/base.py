@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from xtoken_core.errors import XtokenError
+from xtoken_core.errors import InputError, XtokenError
+from xtoken_core.evaluation import EvalResult
 from xtoken_core.packing import PackedRow
 from xtoken_core.plan import MicroBatch
 from xtoken_core.served_requests import RequestCounts
@@ -144,6 +146,31 @@ class Teacher(ABC):
         """Write the head into a ring of hidden states, for as long as the ring is open."""
         del memory
         return nullcontext()
+
+    def evaluate(
+        self,
+        tokenizer: Any,
+        documents: Iterable[str],
+        *,
+        context_length: int,
+        batch_tokens: int,
+        max_bytes: int,
+        packed: bool,
+    ) -> EvalResult:
+        """Measure it on text.
+
+        Args:
+            tokenizer: Its tokenizer.
+            documents: As of `xtoken_core.evaluation.evaluate`.
+            context_length: Likewise.
+            batch_tokens: Likewise.
+            max_bytes: Likewise.
+            packed: It takes packed rows.
+
+        Raises:
+            InputError: The text or the tokenizer does not allow it.
+        """
+        raise InputError(f"{self.name} computes nothing")
 
     def new_requests(self) -> RequestCounts | None:
         """Return the counts of its requests since the last call; None if it makes none."""

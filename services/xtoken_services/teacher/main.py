@@ -11,6 +11,7 @@ from xtoken_core.queue.run.names import TEACHER
 from xtoken_core.transports import remove_stale_files
 from xtoken_core.transports.factory import pick_transport
 from xtoken_services.common.processes.worker import QueueLink, worker_session
+from xtoken_services.teacher.held_out import measure_held_out
 from xtoken_services.teacher.loop import TeacherLoop
 from xtoken_services.teacher.opening import opened_teacher
 from xtoken_services.teacher.prepare import devices_of
@@ -43,6 +44,8 @@ def work(link: QueueLink, *, teacher: int, rank: int, name: str | None) -> None:
             worker.alive()
 
         with opened_teacher(worker.run, teacher, rank, report, transport) as model:
+            if (worker.run.group, rank) == (0, 0):  # the rank that writes the run's evaluations waits for it
+                measure_held_out(worker.run, teacher, model, report)
             worker.phase("run")
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(device)

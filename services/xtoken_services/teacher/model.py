@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +14,8 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from xtoken_core.config.workers import Content
+from xtoken_core.evaluation import EvalResult, evaluate
+from xtoken_core.losses.lazy_logits import HeadProjection, WholeLogits
 from xtoken_core.losses.masks import predicted_ids
 from xtoken_core.packing import PackedRow
 from xtoken_core.topk_logits import largest_logits, write_topk
@@ -194,6 +196,38 @@ class TeacherModel(Teacher):
             logits = piece if head is None else piece @ head
             largest = largest_logits(logits, targets[start : start + CHUNK_TOKENS].unsqueeze(0), settings)
             write_topk(largest, out.flatten(0, 1)[start : start + CHUNK_TOKENS].unsqueeze(0))
+
+    def evaluate(
+        self,
+        tokenizer: Any,
+        documents: Iterable[str],
+        *,
+        context_length: int,
+        batch_tokens: int,
+        max_bytes: int,
+        packed: bool,
+    ) -> EvalResult:
+        """See `Teacher.evaluate`."""
+
+        def outputs(tokens: Tensor, row: PackedRow | None = None) -> WholeLogits:
+            on_host = tokens.cpu()  # a divided model sends them to its other parts from there
+            if self.plain_head:
+                return HeadProjection(self.hidden(on_host, row), self.head)
+            logits: Tensor = self.model(**self._inputs(on_host, row)).logits
+            return logits
+
+        return evaluate(
+            self.model,
+            tokenizer,
+            documents,
+            context_length=context_length,
+            batch_tokens=batch_tokens,
+            device=self.device,
+            max_bytes=max_bytes,
+            progress=lambda: self.report("measuring the held-out text"),
+            outputs=outputs,
+            packed_outputs=outputs if packed else None,
+        )
 
     @torch.inference_mode()
     def column_maxima(self, hidden: Float[Tensor, "B T H"], vocab: int) -> Float[Tensor, "B V_t"]:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from xtoken_core.errors import InputError
+from xtoken_core.evaluation import EvalResult, read_windows, result_of
 from xtoken_core.served_requests import RequestCounts
 from xtoken_core.tokenizing import TextTokenizer
 from xtoken_core.topk_logits import TopKLogits, write_topk
@@ -77,21 +81,53 @@ class ServedTeacher(Teacher):
             raise RefusedSamplesError(list(refused), f"{self.name}: {next(iter(refused.values()))}")
         view.copy_(self.rows(scores, batch.parts(), view.shape))
 
+    def evaluate(
+        self,
+        tokenizer: Any,
+        documents: Iterable[str],
+        *,
+        context_length: int,
+        batch_tokens: int,
+        max_bytes: int,
+        packed: bool,
+    ) -> EvalResult:
+        """See `Teacher.evaluate`."""
+        del batch_tokens, packed
+        # A request is a window with its last target, which must fit the server too.
+        windows, sizes = read_windows(tokenizer, documents, context_length=context_length - 1, max_bytes=max_bytes)
+        nll, hits = 0.0, 0
+
+        def waiting(answered: int) -> None:
+            self.report(f"measuring the held-out text: {answered} of {len(windows)} windows answered")
+
+        made = self.score([[*window.inputs, window.targets[-1]] for window in windows], waiting, k=1)
+        for window, scores in zip(windows, made, strict=True):
+            if isinstance(scores, SampleRefusedError):
+                raise InputError(str(scores))
+            part = slice(len(window.skipped), len(window.inputs))
+            nll -= float(scores.own[part].sum())
+            hits += int((scores.ids[part, 0] == window.targets).sum())
+        if math.isnan(nll):
+            raise InputError("its servers do not give the log-probability of every token of the text")
+        return result_of(nll, hits, sum(len(window.targets) for window in windows), sizes)
+
     def score(
-        self, samples: Sequence[Sequence[int]], alive: Callable[[int], None]
+        self, samples: Sequence[Sequence[int]], alive: Callable[[int], None], k: int | None = None
     ) -> list[PromptScores | SampleRefusedError]:
         """Return the scores of some samples, or why one has none; of an empty one, an empty array.
 
         Args:
             samples: Token ids.
             alive: Called while it waits, with the number of samples that are answered; what it raises ends the wait.
+            k: Tokens of a position; None: as many as are sent.
 
         Raises:
             EngineError: No server has answered in time.
             EngineRefusalError: A server refuses a request.
         """
         began = time.monotonic()
-        futures = [self._threads.submit(self._score, list(ids)) for ids in samples]
+        k = self.settings.k if k is None else k
+        futures = [self._threads.submit(self._score, list(ids), k) for ids in samples]
         try:
             return results_of(futures, alive)
         finally:
@@ -130,8 +166,7 @@ class ServedTeacher(Teacher):
         self.engine.pool.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _score(self, ids: list[int]) -> PromptScores | SampleRefusedError:
-        k = self.settings.k
+    def _score(self, ids: list[int], k: int) -> PromptScores | SampleRefusedError:
         if not ids:
             return PromptScores(np.zeros((0, k), dtype=np.int64), np.zeros((0, k)), np.zeros(0))
         try:

@@ -7,6 +7,7 @@ shard. Nothing but the store says what is done, so that a killed writer is just 
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import os
 import signal
@@ -41,6 +42,7 @@ from xtoken_services.common.stores.teacher_stores import missing_steps, skip_con
 from xtoken_services.common.text.collation import collate_positions, make_collator, open_data, row_counts
 from xtoken_services.common.text.run_order import record_of
 from xtoken_services.teacher.base import RefusedSamplesError, Teacher, TeacherBatch
+from xtoken_services.teacher.held_out import measure_held_out
 from xtoken_services.teacher.opening import opened_teacher
 
 log = logging.getLogger("xtoken.store")
@@ -94,7 +96,11 @@ def work(run_file: Path, store: str, *, rank: int) -> None:
         raise InputError(f"cannot read the run file {run_file}: {error.strerror}") from error
     try:
         with opened_teacher(run, 0, rank, report) as teacher:
-            StoreWriter(run, TeacherStore.create(store, identity_of(run, 0)), teacher, rank=rank).write()
+            target = TeacherStore.create(store, identity_of(run, 0))
+            if rank == 0 and (measured := measure_held_out(run, 0, teacher, report)):
+                name, result = measured
+                target.files.write(name, json.dumps(result).encode())
+            StoreWriter(run, target, teacher, rank=rank).write()
     except StopRequested:
         log.info("stopped")
         # Ended by the signal, and not with status 0: the supervisor must not take this rank for done.

@@ -113,7 +113,7 @@ class EvalLoss:
 
     @torch.no_grad()
     def measure(
-        self, student: Student, *, step: int = 0, progress: Callable[[], None] = lambda: None
+        self, student: Student, kl_loss_weight: float, *, progress: Callable[[], None] = lambda: None
     ) -> dict[str, float]:
         """Return the loss and its parts, means over all documents, named as in `steps.jsonl` with a prefix `held_out_`.
 
@@ -121,19 +121,19 @@ class EvalLoss:
 
         Args:
             student: The student.
-            step: Optimiser steps that it was trained for; the divergence weighs as at the next one, or the last.
+            kl_loss_weight: Weight of the divergence.
             progress: Called after every teacher that was loaded, and after every batch; it may raise to stop.
 
         Raises:
             InputError: A teacher cannot be loaded.
         """
         try:
-            return self._measured(student, step, progress)
+            return self._measured(student, kl_loss_weight, progress)
         finally:
             if student.device.type == "cuda":
                 torch.cuda.empty_cache()  # a teacher's process on this GPU cannot use what this one only caches
 
-    def _measured(self, student: Student, step: int, progress: Callable[[], None]) -> dict[str, float]:
+    def _measured(self, student: Student, weight: float, progress: Callable[[], None]) -> dict[str, float]:
         """Compute `measure`; the teachers are freed with this frame."""
         teachers = self.load_teachers(student.device, progress)
         if self.loss.selects_teacher and self._selected is None:
@@ -150,7 +150,7 @@ class EvalLoss:
                 global_valid_chunks=self.chunks,
                 global_selected_chunks=self._selected,
                 blocks=self.loss.token_blocks(batch.data, [s.shape[1] for s in signals]) if student.blockwise else None,
-                kl_loss_weight=self.spec.loss.kl_weight_at(step, self.run.steps),
+                kl_loss_weight=weight,
             )
             parts.append(metrics)
             progress()

@@ -16,8 +16,11 @@ from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.dataset.index import DataIndex
 from xtoken_core.evaluation import EvalResult, evaluate
 from xtoken_core.losses import CrossTokenizerDistillationLoss
+from xtoken_core.transports.signal import RINGS
 from xtoken_services.common.files.jsonl import JsonLines
 from xtoken_services.common.processes.worker import Worker
+from xtoken_services.common.run.metric_lines import TEACHER_BITS
+from xtoken_services.common.run.teacher_result import read_result
 from xtoken_services.common.text.training_text import open_held_out, open_index
 from xtoken_services.trainer.eval_loss import EvalLoss
 from xtoken_services.trainer.eval_samples import EvalSamples
@@ -65,12 +68,15 @@ class Evaluator:
         self._beat = worker.alive if worker.run.world == 1 else worker.beat
         self._meanwhile, self._called_at = meanwhile, 0.0
 
-    def evaluate(self, student: Student, step: int, *, writes: bool = True) -> dict[str, Any] | None:
+    def evaluate(
+        self, student: Student, step: int, kl_loss_weight: float, *, writes: bool = True
+    ) -> dict[str, Any] | None:
         """Evaluate, and append a line to `eval.jsonl`; all ranks of a sharded student call.
 
         Args:
             student: The student.
             step: Optimizer steps that it was trained for.
+            kl_loss_weight: Weight of the divergence in the run's loss.
             writes: This rank writes the line.
 
         Returns:
@@ -106,7 +112,7 @@ class Evaluator:
                         self._eval_loss = EvalLoss(
                             self.worker.run, self.loss, self.tokenizer, index.documents(), progress=self._heartbeat
                         )
-                    row |= self._eval_loss.measure(student, step=step, progress=self._heartbeat)
+                    row |= self._eval_loss.measure(student, kl_loss_weight, progress=self._heartbeat)
         finally:
             student.train()
             self.worker.activity("")
@@ -114,9 +120,27 @@ class Evaluator:
         self._heartbeat()
         if not writes:
             return None
+        row |= self._of_teachers(index.fingerprint)
         self.lines.append(row)
         log.info("after %d steps: %s", step, eval_line(row))
         return row
+
+    def _of_teachers(self, text: str) -> dict[str, float]:
+        """Return the teachers' own bits per byte on the text, which their workers measure before they serve."""
+        results = {}
+        for number in range(len(self.spec.teacher)):
+            while (result := read_result(self.spec, number, text)) is None:
+                self.worker.activity("waiting for the teacher's own result on the held-out text")
+                if RINGS.of_teacher(number) is not None or self.worker.stopping.is_set():
+                    break  # it serves, and cannot be measured, or on a machine that does not share this directory
+                self._meanwhile()
+                time.sleep(BETWEEN_S)
+                self._heartbeat()
+            if result is not None:
+                results[f"{TEACHER_BITS}_t{number}"] = result
+        self.worker.activity("")
+        best = {TEACHER_BITS: min(results.values())} if results else {}
+        return best | (results if len(self.spec.teacher) > 1 else {})
 
     def _heartbeat(self) -> None:
         self._beat()

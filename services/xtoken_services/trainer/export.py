@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from xtoken_core.atomic import atomic_rename, sync_tree
+from xtoken_core.config.loss import ADAPTIVE
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.errors import OutputError
 from xtoken_core.projection.pair_cache import NAMES
@@ -29,6 +30,7 @@ SAME_TOKENIZER = "KL token by token"
 
 EVAL_METRICS = (
     ("bits_per_byte", "bits per byte"),
+    ("teacher_bits_per_byte", "bits per byte of the teacher"),
     ("loss", "cross-entropy, nats per token"),
     ("next_token_accuracy", "next-token accuracy"),
     ("held_out_loss", "the run's loss"),
@@ -271,8 +273,10 @@ def _loss_in_words(run: ResolvedRun) -> str:
     modes = [SAME_TOKENIZER if same else loss.mode_of(teacher) for teacher, same in enumerate(run.same_tokenizer)]
     compared = modes[0] if len(set(modes)) == 1 else ", ".join(modes)
     scaled = "scaled to the cross-entropy" if loss.dynamic_loss_scaling else f"times {loss.kl_loss_weight:g}"
-    if loss.kl_loss_weight_end not in (None, loss.kl_loss_weight):
-        scaled += f" at the first step to {loss.kl_loss_weight_end:g} at the last"
+    if loss.kl_loss_weight_end == ADAPTIVE:
+        scaled += " until the student comes near the teacher on held-out text"
+    elif loss.kl_loss_weight_end not in (None, loss.kl_loss_weight):
+        scaled += f" at the first step to {loss.last_kl_loss_weight:g} at the last"
     ce = "" if loss.dynamic_loss_scaling else f" times {loss.ce_loss_scale:g}"
     return f"{compared} at temperature {loss.temperature:g} {scaled}, and cross-entropy{ce}"
 

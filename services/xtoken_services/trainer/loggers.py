@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.errors import ConfigError
 from xtoken_services.common.files.jsonl import replace_file
+from xtoken_services.common.run.metric_lines import TEACHER_BITS
 
 log = logging.getLogger("xtoken.trainer")
 
@@ -197,10 +198,14 @@ def eval_line(row: Row) -> str:
     '1.2500 bits per byte on held-out text, loss 3.0000, kl_loss 0.5000, next-token accuracy 31.2%'
     >>> eval_line({"bits_per_byte": 1.25, "bits_per_byte_test": 1.5})
     '1.2500 bits per byte on held-out text, 1.5000 on test'
+    >>> eval_line({"bits_per_byte": 1.25, "teacher_bits_per_byte": 1.0})
+    '1.2500 bits per byte on held-out text (teacher 1.0000)'
     >>> eval_line({"bits_per_byte": 1.25, "task_accuracy_sums": 0.5})
     '1.2500 bits per byte on held-out text, sums 50.0% right'
     """
     parts = [f"{row['bits_per_byte']:.4f} bits per byte on held-out text"]
+    if _has(row, TEACHER_BITS):
+        parts[0] += f" (teacher {row[TEACHER_BITS]:.4f})"
     others = [name.removeprefix(OTHER_TEXT) for name in row if name.startswith(OTHER_TEXT) and _has(row, name)]
     parts += [f"{row[OTHER_TEXT + name]:.4f} on {name}" for name in others]
     if _has(row, "loss"):

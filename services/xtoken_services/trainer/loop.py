@@ -22,6 +22,7 @@ from xtoken_services.trainer.best import BestFollower
 from xtoken_services.trainer.checkpoint import Checkpoints, Cursor
 from xtoken_services.trainer.distributed import RankGroup
 from xtoken_services.trainer.evaluate import Evaluator
+from xtoken_services.trainer.kd_weight import KdWeight
 from xtoken_services.trainer.loggers import MetricLogger, make_loggers
 from xtoken_services.trainer.metrics import flops_per_token, kl_fraction, peak_flops, peak_memory, to_floats
 from xtoken_services.trainer.node_reduce import StepOutcome, own_positions, reduce_plan, step_outcome
@@ -59,6 +60,7 @@ class TrainerLoop:
         self.optimizer = StudentOptimizer(student, spec.train, self.run.steps)
         self.checkpoints = Checkpoints(spec.output / CHECKPOINTS, self.run, group)
         self.best = BestFollower(self.run, group, self.checkpoints)
+        self.kd_weight = KdWeight(self.run, group)
         self.publisher = WeightsPublisher(worker, student, writes=group.is_leader)
         self.lines = JsonLines(spec.output / "steps.jsonl")
         self.loggers: list[MetricLogger] = []
@@ -134,6 +136,7 @@ class TrainerLoop:
         self.group.barrier()
         self.best.update(self.cursor)
         self.best.protect()
+        self.kd_weight.update(self.cursor.step)
 
     def _rewind(self) -> None:
         """Rewind the queue to this trainer's cursor: at a start, a resume and before a step is repeated.
@@ -157,7 +160,7 @@ class TrainerLoop:
         self.publisher.check(step)
         waits = {"data_wait": time.monotonic() - began, "teacher_wait": -self.runner.waited_s}
         self.worker.phase("run")
-        metrics = self.runner.run_step(step, self.rewinds)
+        metrics = self.runner.run_step(step, self.rewinds, self.kd_weight.at(step.step))
         waits["teacher_wait"] += self.runner.waited_s
         stopped = self.runner.stopped
         redo = stopped or self.queue.check_step(step.step, step.dead, rewinds=self.rewinds)
@@ -289,11 +292,13 @@ class TrainerLoop:
         if due and self.evaluator is not None:
             done = self.group.broadcast(int(self.evaluator.lines.last_step() == step))
             if not done and (self.student.sharded or self.group.is_leader):
-                row = self.evaluator.evaluate(self.student, step, writes=self.group.is_leader)
+                weight = self.kd_weight.at(step)
+                row = self.evaluator.evaluate(self.student, step, weight, writes=self.group.is_leader)
                 for logger in self.loggers:
                     logger.log("eval", step, row or {})
             self.group.barrier()
             self.best.update(self.cursor)
+            self.kd_weight.update(step)
             if self.best.wants_checkpoint(self.cursor):
                 if self._saved != step:
                     self._save()

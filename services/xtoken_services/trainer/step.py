@@ -110,7 +110,7 @@ class StepRunner:
         self.stopped = False
         self.timer = DeviceTimer(student.device)
 
-    def run_step(self, step: StepPlan, rewinds: int) -> list[dict[str, Tensor]]:
+    def run_step(self, step: StepPlan, rewinds: int, kl_loss_weight: float) -> list[dict[str, Tensor]]:
         """Accumulate gradients over micro-batches (gradient accumulation); return this rank's metrics, on the device.
 
         On a GPU the host only enqueues work: it claims and copies a micro-batch while the previous one is computed.
@@ -131,7 +131,7 @@ class StepRunner:
         for index, micro_batch in enumerate(received):
             torch.manual_seed(seed_of(self.run.spec.seed, step.step, self.world_rank, index))
             if micro_batch is not None:
-                metrics.append(self._backward(step, micro_batch, index, choices))
+                metrics.append(self._backward(step, micro_batch, index, choices, kl_loss_weight))
                 self.rings.release(micro_batch.slots)
                 self.worker.beat(1)
             elif self.student.sharded:  # its collectives need every rank in every forward and backward
@@ -211,7 +211,12 @@ class StepRunner:
         return [self.rings.logits(ref, batch.rows, batch.widths[1 + ref.teacher]) for ref in micro_batch.slots]
 
     def _backward(
-        self, step: StepPlan, micro_batch: ClaimedBatch, index: int, choices: TeacherChoices | None
+        self,
+        step: StepPlan,
+        micro_batch: ClaimedBatch,
+        index: int,
+        choices: TeacherChoices | None,
+        kl_loss_weight: float,
     ) -> dict[str, Tensor]:
         """Run forward, loss and backward of a micro-batch; no view of a teacher's memory outlives this frame."""
         device = self.student.device
@@ -233,7 +238,7 @@ class StepRunner:
             global_selected_chunks=choices.chunks if choices else None,
             selection=choices.of_batch[index] if choices else None,
             blocks=self.loss.token_blocks(tensors, micro_batch.batch.widths[1:]) if blockwise else None,
-            kl_loss_weight=self.run.spec.loss.kl_weight_at(step.step, self.run.steps),
+            kl_loss_weight=kl_loss_weight,
         )
         self.timer.lap("loss")
         del outputs  # only the graph holds them now, so that backward frees most of their memory early

@@ -52,15 +52,15 @@ def test_the_weight_goes_linearly_from_the_first_step_to_the_last(first, last, e
 
 
 DEFAULTS = {
-    "chain": ({}, 0.0),
-    "chain by name": ({"mode": "chain", "ce_loss_scale": 0.1}, 0.0),
-    "chain and ALM": ({"teacher_modes": ("chain", "alm")}, 0.0),
+    "chain": ({}, "adaptive"),
+    "chain by name": ({"mode": "chain", "ce_loss_scale": 0.1}, "adaptive"),
+    "chain and ALM": ({"teacher_modes": ("chain", "alm")}, "adaptive"),
     "the divergence alone": ({"ce_loss_scale": 0.0}, None),
     "the divergence alone, as text": ({"ce_loss_scale": "0.0"}, None),
     "scaled": ({"dynamic_loss_scaling": True}, None),
-    "not scaled, as text": ({"dynamic_loss_scaling": "false"}, 0.0),
+    "not scaled, as text": ({"dynamic_loss_scaling": "false"}, "adaptive"),
     "other modes for each teacher": ({"teacher_modes": ("alm", "gold")}, None),
-    "chain of one teacher": ({"mode": "p_kl", "teacher_modes": ("none", "chain")}, 0.0),
+    "chain of one teacher": ({"mode": "p_kl", "teacher_modes": ("none", "chain")}, "adaptive"),
     "P-KL": ({"mode": "p_kl"}, None),
     "P-KL by a public name": ({"vocab_topk": 6}, None),
     "gold by its flag": ({"gold_loss": True}, None),
@@ -70,10 +70,19 @@ DEFAULTS = {
 
 
 @pytest.mark.parametrize(("settings", "last"), DEFAULTS.values(), ids=DEFAULTS)
-def test_chain_beside_a_cross_entropy_fades_by_default(settings, last):
+def test_chain_beside_a_cross_entropy_adapts_by_default(settings, last):
     config = LossConfig(**settings)
     assert config.kl_loss_weight_end == last
     assert LossConfig.model_validate(config.model_dump()) == config
+
+
+@pytest.mark.parametrize(
+    ("behind", "expected"), [(None, 2.0), (0.3, 2.0), (0.05, 2.0), (0.025, 1.0), (0.0, 0.0), (-0.1, 0.0)]
+)
+def test_an_adaptive_weight_falls_as_the_student_comes_near_its_teacher(behind, expected):
+    config = LossConfig(kl_loss_weight=2.0, kl_loss_weight_end="adaptive")
+    assert [config.kl_weight_at(step, 5, behind) for step in (0, 4)] == pytest.approx([expected] * 2)
+    assert LossConfig(kl_loss_weight_end=0.0).kl_weight_at(0, 5, behind) == 1.0, "others do not depend on it"
 
 
 def test_the_only_step_of_a_run_has_the_first_weight():

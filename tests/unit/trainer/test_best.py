@@ -35,6 +35,8 @@ def test_a_summary_takes_the_evaluation_of_the_exported_weights_if_it_is_finite(
     assert held_out_summary(rows(2.0)) == {}
     found = held_out_summary(rows(2.0, 1.5))["held_out"]
     assert found == {"bits_per_byte_at_start": 2.0, "bits_per_byte": 1.5, "step": 1, "since_start": "better"}
+    beside = [{**row, "teacher_bits_per_byte": 1.0} for row in rows(2.0, 1.5)]
+    assert held_out_summary(beside)["held_out"] == found | {"teacher_bits_per_byte": 1.0, "distance_covered": 0.5}
     for bits in (2.0, None), (None, 2.0), (2.0, float("nan")):
         found = held_out_summary(rows(*bits))["held_out"]
         assert found["since_start"] is None and json.loads(json.dumps(found, allow_nan=False))["step"] == 1
@@ -88,7 +90,7 @@ def test_export_of_the_best_is_refused_beside_a_step_and_without_one(tmp_path: P
 
 
 def test_a_summary_names_the_best_evaluation_without_either_setting(tmp_path: Path) -> None:
-    run = with_evaluation(resolved_run(tmp_path))
+    run = with_evaluation(resolved_run(tmp_path), keep_best=False)
     follower = BestFollower(run, RankGroup(0, 1), Checkpoints(run.spec.output / CHECKPOINTS, run))
     lines = JsonLines(run.spec.output / "eval.jsonl")
     for row in rows(2.0, 1.5, 1.7):

@@ -180,7 +180,7 @@ def test_the_held_out_loss_goes_on_batch_by_batch_and_is_the_same_blockwise(
         if blockwise:
             monkeypatch.setattr(student.model.lm_head, "forward", None)
         held_out = held_out_loss(spec, progress=lambda: calls.append(0))
-        found.append(held_out.measure(student, progress=lambda: calls.append(1)))
+        found.append(held_out.measure(student, 1.0, progress=lambda: calls.append(1)))
     batches = len(held_out.batches)
     assert calls == 2 * [*[0] * (1 + batches), *[1] * (1 + batches)] and batches > 1
     assert found[0].keys() == found[1].keys()
@@ -197,7 +197,7 @@ def test_the_held_out_loss_is_the_same_packed(tmp_path: Path, aggregation: str) 
     for packed in (False, True):
         held_out = held_out_loss(spec, packed=packed)
         assert len(held_out.batches) > 1
-        found.append(held_out.measure(student))
+        found.append(held_out.measure(student, 1.0))
     assert found[1] == pytest.approx(found[0], rel=OUTPUT["chunk", torch.float32][0], abs=1e-7)
 
 
@@ -206,17 +206,16 @@ def test_the_held_out_loss_of_the_teachers_that_are_followed_is_a_mean_over_all_
     for teachers, loss in ((1, {}), (2, {"teacher_aggregation": "select_teacher"})):
         spec = held_out_spec(tmp_path, teachers=teachers, loss=loss)
         held_out, student = held_out_loss(spec), Student(llama(320), spec).eval()
-        found.append(held_out.measure(student))
-        assert len(held_out.batches) > 1 and held_out.measure(student) == found[-1], "nothing is counted twice"
+        found.append(held_out.measure(student, 1.0))
+        assert len(held_out.batches) > 1 and held_out.measure(student, 1.0) == found[-1], "nothing is counted twice"
     assert found[1]["held_out_kl_loss"] == pytest.approx(found[0]["held_out_kl_loss"], rel=1e-5)
 
 
 def test_the_held_out_loss_weighs_the_divergence_as_the_step_does(tmp_path: Path) -> None:
-    spec = held_out_spec(tmp_path, loss={"mode": "p_kl", "kl_loss_weight": 2.0, "kl_loss_weight_end": 0.0})
+    spec = held_out_spec(tmp_path, loss={"mode": "p_kl"})
     held_out, student = held_out_loss(spec), Student(llama(320), spec).eval()
-    held_out.run = held_out.run.model_copy(update={"positions": 3 * spec.train.samples_per_step})
-    for step, weight in ((0, 2.0), (1, 1.0), (3, 0.0)):
-        row = held_out.measure(student, step=step)
+    for weight in (2.0, 1.0, 0.0):
+        row = held_out.measure(student, weight)
         expected = weight * row["held_out_kl_loss"] + spec.loss.ce_loss_scale * row["held_out_ce_loss"]
         assert row["held_out_kl_loss_scale"] == weight and row["held_out_loss"] == pytest.approx(expected, rel=1e-5)
 
@@ -237,14 +236,14 @@ def test_the_teachers_are_gone_when_the_held_out_loss_is_measured(
     student, held_out = Student(llama(320).to(device), spec).eval(), held_out_loss(spec, device)
     kept = []
     for _ in range(2):
-        held_out.measure(student)
+        held_out.measure(student, 1.0)
         kept.append(torch.cuda.memory_reserved() if device == "cuda" else 0)
     assert len(loaded) == 4 and all(model() is None for model in loaded)
     if device == "cuda":
         student.model(torch.zeros(1, 8, dtype=torch.int64, device=device))
         big = torch.empty(1 << 28, dtype=torch.uint8, device=device)
         del big
-        held_out.measure(student)
+        held_out.measure(student, 1.0)
         assert torch.cuda.memory_reserved() <= max(kept) < 1 << 28, "what is not used goes back to the GPU"
 
 

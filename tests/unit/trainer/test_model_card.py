@@ -60,7 +60,7 @@ def test_teachers_and_loss_are_told_as_they_are(
     text = card(tmp_path, teachers)
     (told,) = [line for line in text.splitlines() if "distilled by xtoken" in line]
     assert told.endswith(names)
-    assert f"- loss: {loss} temperature 1 times 1 at the first step to 0 at the last, and cross-entropy times 1" in text
+    assert f"- loss: {loss} temperature 1 times 1 until the student comes near the teacher" in text
     assert text.count("same tokenizer") == teachers.count(SAME)
     assert text.count("own") == (1 if OWN in teachers else 0)
 

@@ -58,9 +58,10 @@ def gradient(run: ResolvedRun, case: Case, step: int) -> torch.Tensor:
     runner = StepRunner(worker, student, loss, absent, RankGroup(0, 1), rank=0, pad_id=0)
     runner._teacher_logits = lambda _: list(case.teacher_logits)  # type: ignore[method-assign]
     plan: Any = SimpleNamespace(step=step, ce_tokens=20, kd_chunks=(12,))
-    metrics = runner._backward(plan, replace(CLAIMED, data=case.batch), 0, None)
+    weight = run.spec.loss.kl_weight_at(step, run.steps)
+    metrics = runner._backward(plan, replace(CLAIMED, data=case.batch), 0, None, weight)
     assert logits.grad is not None
-    assert metrics["kl_loss_scale"].item() == pytest.approx(run.spec.loss.kl_weight_at(step, run.steps))
+    assert metrics["kl_loss_scale"].item() == pytest.approx(weight)
     return logits.grad
 
 

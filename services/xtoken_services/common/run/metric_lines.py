@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 BITS = "bits_per_byte"
+TEACHER_BITS = "teacher_bits_per_byte"
+"""Bits per byte of the best teacher, in a line of `eval.jsonl`; with several, `_t{i}` is appended for each."""
 
 
 def table(document: Mapping[str, Any] | None, name: str) -> dict[str, Any]:
@@ -27,6 +29,21 @@ def is_better(evaluation: Mapping[str, Any], best: Mapping[str, Any] | None) -> 
     """
     bits = finite(evaluation).get(BITS)
     return evaluation.get("step") != 0 and bits is not None and (best is None or bits < best[BITS])
+
+
+def covered(first: Mapping[str, Any] | None, last: Mapping[str, Any] | None) -> float | None:
+    """Return the part of the distance from student to teacher, in bits per byte at the first evaluation, that is gone.
+
+    >>> covered({"bits_per_byte": 2.0, "teacher_bits_per_byte": 1.0}, {"bits_per_byte": 1.75})
+    0.25
+
+    Returns:
+        More than 1 if the student has passed the teacher; None without both figures, or if it began no worse.
+    """
+    start, end = finite(first), finite(last)
+    if not {BITS, TEACHER_BITS} <= start.keys() or BITS not in end or start[BITS] <= start[TEACHER_BITS]:
+        return None
+    return (start[BITS] - end[BITS]) / (start[BITS] - start[TEACHER_BITS])
 
 
 def _is_finite(value: Any) -> bool:

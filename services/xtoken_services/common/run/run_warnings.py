@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from xtoken_services.common.run.metric_lines import BITS, finite, table
+from xtoken_services.common.run.metric_lines import BITS, TEACHER_BITS, finite, table
 from xtoken_services.common.run.verdict import Verdict, judge
 
 if TYPE_CHECKING:  # the trainer, which uses one of these, needs no status
@@ -19,7 +19,8 @@ PAST_BEST = "best"
 
 def warnings_of(status: RunStatus) -> dict[str, str]:
     """Return the warnings of a run, one line each, by the metric that they are about."""
-    return unreachable_warnings(status.metrics) | _without_effect(status) | _worse(status) | _past_best(status)
+    known = unreachable_warnings(status.metrics) | _without_effect(status) | _worse(status) | _past_best(status)
+    return known | _weak_teacher(status)
 
 
 def unreachable_warnings(last: Mapping[str, Any]) -> dict[str, str]:
@@ -40,8 +41,9 @@ def _without_effect(status: RunStatus) -> dict[str, str]:
     fraction, scale = status.metrics.get("kl_fraction"), status.metrics.get("kl_loss_scale")
     loss = table(status.spec, "loss")
     end = loss.get("kl_loss_weight_end")
+    largest = max(loss.get("kl_loss_weight", 1.0), end if isinstance(end, (int, float)) else 0.0)
     is_lowered = end is not None and scale is not None
-    if scale == 0 or (is_lowered and scale < max(loss.get("kl_loss_weight", 1.0), end) / 2):
+    if scale == 0 or (is_lowered and scale < largest / 2):
         return {}  # close to cross-entropy alone, as was asked for
     if fraction is None or fraction >= LEAST_FRACTION:
         return {}
@@ -50,6 +52,18 @@ def _without_effect(status: RunStatus) -> dict[str, str]:
         "alone: raise loss.kl_loss_weight or lower loss.ce_loss_scale"
     )
     return {"kl_fraction": text}
+
+
+def _weak_teacher(status: RunStatus) -> dict[str, str]:
+    """Return a warning if the teacher was worse than the student before any step."""
+    first = finite(status.first_evaluation)
+    if first.get("step") != 0 or not {BITS, TEACHER_BITS} <= first.keys() or first[TEACHER_BITS] <= first[BITS]:
+        return {}
+    text = (
+        f"the teacher is worse than the student on held-out text, before any training: {first[TEACHER_BITS]:.4f} and "
+        f"{first[BITS]:.4f} bits per byte: choose another teacher, or train without one (--baseline shows what it adds)"
+    )
+    return {TEACHER_BITS: text}
 
 
 def _worse(status: RunStatus) -> dict[str, str]:

@@ -52,7 +52,8 @@ def build_spec(spec: RunSpec, teacher: int | None, out: str) -> RunSpec:
     loss = {"mode": "p_kl", "temperature": spec.loss.temperature} if at_temperature else {"mode": "alm"}
     document["loss"] = loss | {"vocab_topk": None}
     document["ray"] = spec.ray.model_dump()
-    document["eval"] = {} if spec.holds_back else None  # no evaluation, but the same text to train on
+    # No evaluation, but the same text to train on, and the teacher's own result on what is held out.
+    document["eval"] = spec.eval and spec.eval.model_dump(include={"path", "field", "max_bytes"})
     document["data"]["epochs"] = 1
     for source in document["data"]["sources"]:
         if source["weight"] is not None:  # all records, each once: a mixture may repeat them

@@ -70,7 +70,11 @@ HELD_OUT = Chart(
     "held-out",
     "Held-out text",
     "bits per byte",
-    (Line("bits_per_byte", "bits per byte"), Line("bits_per_byte_*", "of", "of another text")),
+    (
+        Line("bits_per_byte", "bits per byte"),
+        Line("teacher_bits_per_byte", "teacher"),
+        Line("bits_per_byte_*", "of", "of another text"),
+    ),
     "eval",
     floor=None,
 )

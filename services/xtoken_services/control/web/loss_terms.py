@@ -60,12 +60,15 @@ def loss_in_words(spec: Mapping[str, Any], same_tokenizer: Sequence[bool] = ()) 
 
 
 def kd_weights(spec: Mapping[str, Any]) -> tuple[float, float]:
-    """Return the weights of the divergence at the first and at the last step; 1 where it is scaled dynamically."""
+    """Return the weights of the divergence at the first and at the last step; 1 where it is scaled dynamically.
+
+    Of an adaptive one both are its largest: its course depends on evaluations to come.
+    """
     loss = spec.get("loss") or {}
     if loss.get("dynamic_loss_scaling"):
         return 1.0, 1.0
     first, last = loss.get("kl_loss_weight", 1.0), loss.get("kl_loss_weight_end")
-    return float(first), float(first if last is None else last)
+    return float(first), float(last if isinstance(last, (int, float)) else first)
 
 
 def ce_weight(spec: Mapping[str, Any]) -> float:

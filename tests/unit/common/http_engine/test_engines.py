@@ -143,6 +143,20 @@ def test_a_served_model_gives_what_a_loaded_one_does(
         torch.testing.assert_close(served.log_probs(), loaded.log_probs(), rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(served.log_rest, loaded.log_rest, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(served.own[:, :-1], loaded.own[:, :-1], rtol=1e-4, atol=1e-5)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    measured, by_server = (
+        each.evaluate(
+            tokenizer, documents(3, seed=3), context_length=32, batch_tokens=512, max_bytes=4096, packed=False
+        )
+        for each in (model, teacher)
+    )
+    # The server's windows are one token shorter: a request has the last target too.
+    assert by_server.tokens == measured.tokens and by_server.bytes == measured.bytes
+    longer = teacher.evaluate(
+        tokenizer, documents(3, seed=3), context_length=33, batch_tokens=512, max_bytes=4096, packed=False
+    )
+    assert longer.bits_per_byte == pytest.approx(measured.bits_per_byte, rel=1e-4)
+    assert longer.next_token_accuracy == measured.next_token_accuracy
     outside = read_topk(rows[:, -4:], settings)
     assert not outside.listed.any()
     assert (outside.log_rest == 0).all()

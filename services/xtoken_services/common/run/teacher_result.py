@@ -1,0 +1,56 @@
+"""A teacher's own result on a run's held-out text, which its worker leaves in the run's directory. No torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from xtoken_core.config.spec import RunSpec
+from xtoken_core.regular_files import read_json_object
+from xtoken_services.common.files.jsonl import replace_file
+from xtoken_services.common.run.metric_lines import BITS, finite
+
+
+def read_result(spec: RunSpec, teacher: int, text: str) -> float | None:
+    """Return a teacher's bits per byte on the held-out text; None if it has not been measured.
+
+    Args:
+        spec: The run.
+        teacher: Number of the teacher.
+        text: Fingerprint of the held-out text.
+    """
+    try:
+        document = read_json_object(_file(spec, teacher))
+    except (OSError, ValueError):
+        return None
+    return finite(document).get(BITS) if document.get("of") == _of(spec, teacher, text) else None
+
+
+def write_result(spec: RunSpec, teacher: int, text: str, result: dict[str, Any]) -> None:
+    """Keep a teacher's result; a later start of the run reads it.
+
+    Args:
+        spec: The run.
+        teacher: Number of the teacher.
+        text: Fingerprint of the held-out text.
+        result: Metrics, `bits_per_byte` among them.
+
+    Raises:
+        OutputError: It cannot be written.
+    """
+    document = {"of": _of(spec, teacher, text), **result}
+    replace_file(_file(spec, teacher), json.dumps(document, indent=2) + "\n")
+
+
+def _file(spec: RunSpec, teacher: int) -> Path:
+    return spec.output / f"teacher-{teacher}-held-out.json"
+
+
+def _of(spec: RunSpec, teacher: int, text: str) -> dict[str, Any]:
+    """Return the settings that decide a result."""
+    assert spec.eval is not None
+    settings = spec.teacher[teacher]
+    names = ("model", "dtype", "quantized", "context_length", "url", "store")
+    own = settings.model_dump(mode="json", include=set(names))
+    return {"text": text, "max_bytes": spec.eval.max_bytes, **own}

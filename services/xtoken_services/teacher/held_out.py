@@ -1,0 +1,83 @@
+"""A teacher's own bits per byte on a run's held-out text, measured once before it serves."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from xtoken_core.config.resolved import ResolvedRun
+from xtoken_core.errors import InputError
+from xtoken_services.common.run.teacher_result import read_result, write_result
+from xtoken_services.common.text.training_text import open_held_out
+from xtoken_services.common.tokenizers.loading import load_tokenizer
+from xtoken_services.teacher.base import Teacher
+from xtoken_services.teacher.stored import StoredTeacher
+
+log = logging.getLogger("xtoken.teacher")
+
+
+def measure_held_out(
+    run: ResolvedRun, teacher: int, model: Teacher, report: Callable[[str], None]
+) -> tuple[str, dict[str, Any]] | None:
+    """Measure a teacher as the student is measured, unless an earlier start has, and keep the result in the run.
+
+    Args:
+        run: The run.
+        teacher: Number of the teacher.
+        model: The teacher. A store has what its build has measured, if that had the same held-out text.
+        report: Called with what is done, or an empty text; what it raises ends the measurement.
+
+    Returns:
+        The name of the result in a store, and the result; None if nothing was measured now.
+
+    Raises:
+        OutputError: The result cannot be written.
+    """
+    if run.spec.eval is None:
+        return None
+    name = run.spec.teacher_name(teacher)
+    text = open_held_out(run.spec, lambda _done, _all: report("reading the held-out text"))
+    if read_result(run.spec, teacher, text.fingerprint) is not None:
+        return None
+    key = f"held-out-{text.fingerprint[:16]}-{run.spec.eval.max_bytes}.json"
+    report("measuring the held-out text")
+    try:
+        if isinstance(model, StoredTeacher):
+            result = json.loads(model.store.files.read(key))
+        else:
+            result = _measured(run, teacher, model, text.documents())
+    except (InputError, ValueError) as error:
+        log.warning("%s has no result on the held-out text: %s", name, error)
+        return None
+    finally:
+        report("")
+    write_result(run.spec, teacher, text.fingerprint, result)
+    log.info("%s has %.4f bits per byte on held-out text", name, result["bits_per_byte"])
+    return key, result
+
+
+def _measured(run: ResolvedRun, teacher: int, model: Teacher, documents: Any) -> dict[str, Any]:
+    """Return the metrics of a teacher that can compute.
+
+    Raises:
+        InputError: The text or the tokenizer does not allow it.
+    """
+    settings = run.spec.teacher[teacher]
+    assert run.spec.eval is not None
+    with torch.compiler.set_stance("force_eager"):  # many widths, each seldom
+        result = model.evaluate(
+            load_tokenizer(settings.tokenizer_dir, run.spec.teacher_name(teacher)),
+            documents,
+            context_length=settings.context_length,
+            batch_tokens=run.spec.train.micro_batch_tokens,
+            max_bytes=run.spec.eval.max_bytes,
+            packed=run.packed,
+        )
+    if model.device.type == "cuda":
+        torch.cuda.empty_cache()  # the ring is outside torch's allocator
+    return asdict(result)
