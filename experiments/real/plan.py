@@ -12,8 +12,8 @@ PYTHON, GERMAN, FRENCH, WEAK, WEAK_LONG = (
 PLAN = (
     (PYTHON, "ce", (4e-4, 2e-4)),
     (PYTHON, "chain_adaptive", (4e-4, 2e-4)),
-    (PYTHON, "chain", (4e-4,)),
     (PYTHON, "chain_fading", (4e-4,)),
+    (PYTHON, "chain", (4e-4,)),
     (GERMAN, "ce", (2e-4, 4e-4, 1e-4)),
     (GERMAN, "chain_adaptive", (4e-4, 2e-4)),
     (WEAK, "ce", (2e-4,)),
@@ -22,40 +22,44 @@ PLAN = (
     (WEAK, "chain", (2e-4,)),
     (PYTHON, "p_kl_scaled", (4e-4,)),
     (PYTHON, "alm1", (4e-4,)),
-    (GERMAN, "chain", (4e-4,)),
-    (GERMAN, "chain_fading", (4e-4,)),
     (WEAK_LONG, "chain_adaptive", (2e-4,)),
     (WEAK_LONG, "ce", (2e-4,)),
     (WEAK_LONG, "chain_fading", (2e-4,)),
+    (GERMAN, "chain_fading", (4e-4,)),
+    (GERMAN, "chain", (4e-4,)),
     (FRENCH, "ce", (2e-4, 4e-4, 1e-4)),
     (FRENCH, "chain_adaptive", (4e-4, 2e-4)),
     (FRENCH, "chain_fading", (4e-4,)),
+    (FRENCH, "chain", (4e-4,)),
     (GERMAN, "p_kl_scaled", (4e-4,)),
     (GERMAN, "alm1", (4e-4,)),
     (GERMAN, "chain_adaptive", (8e-4,)),
     (PYTHON, "chain_adaptive", (8e-4,)),
     (PYTHON, "ce", (8e-4, 1e-4)),
-    (FRENCH, "chain", (4e-4,)),
+    (FRENCH, "chain_adaptive", (8e-4,)),
     (FRENCH, "p_kl_scaled", (4e-4,)),
     (FRENCH, "alm1", (4e-4,)),
-    (FRENCH, "chain_adaptive", (8e-4,)),
+    (WEAK_LONG, "chain", (2e-4,)),
     (GERMAN, "p_kl_scaled", (2e-4,)),
     (GERMAN, "alm1", (2e-4,)),
-    (PYTHON, "p_kl_scaled", (2e-4,)),
-    (PYTHON, "alm1", (2e-4,)),
-    (WEAK_LONG, "chain", (2e-4,)),
 )
 """Condition, method with its first weights, and learning rates, on the first data seed."""
+OTHER_SEEDS = (
+    (GERMAN, "ce", 2e-4), (GERMAN, "chain_adaptive", 4e-4),
+    (PYTHON, "ce", 4e-4), (PYTHON, "chain_adaptive", 4e-4),
+)  # fmt: skip
+"""What runs on the other data seeds afterwards."""
 GIB = {"": 12.0, GEMMA3: 14.0, CONTINUED: 14.0, QWEN15: 14.0}
 """GPU memory of a run by its teacher, on the safe side; without one its micro-batches are larger."""
 
 
 def planned() -> list[Cell]:
     """Return the planned runs, the important ones first."""
+    first = [(condition, method, rate, SEEDS[0]) for condition, method, rates in PLAN for rate in rates]
+    others = [(*each, seed) for seed in SEEDS[1:] for each in OTHER_SEEDS]
     return [
-        Cell(condition, method, METHODS[method].first_weight, rate, SEEDS[0])
-        for condition, method, rates in PLAN
-        for rate in rates
+        Cell(condition, method, METHODS[method].first_weight, rate, seed)
+        for condition, method, rate, seed in (*first, *others)
     ]
 
 

@@ -100,12 +100,12 @@ def _curves(
 def _figure(
     result: Mapping[str, Any], prediction: Mapping[str, Any], text: str, *curves: list[dict[str, float]]
 ) -> float | None:
-    """Return what a prediction's `figure` names, as a number; None if it is unknown.
+    """Return the figure of a prediction from whole curves; None if it is unknown.
 
-    `less` (the default) is the method's bits per byte minus the fewest of the others', at the best step on validation
-    or, with `last`, at the last one. `begun` is the method's minus its own before training. `share` is how much of the
-    way from the other to the teacher the method covers. `steps` is the step at which it has what the other ends with,
-    as a fraction of the other's steps.
+    `less`, if it names none, is the method's bits per byte minus the fewest of the others', at the best step on
+    validation or, with `last`, at the last one. `begun` is the method's minus its own before training. `share` is how
+    much of the way from the other to the teacher the method covers. `steps` is the step at which it has what the other
+    ends with, as a fraction of the other's steps.
 
     Args:
         result: The result file's content.
