@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _ROOT = Path(__file__).parents[1]
-_POLL_S = 0.5
-_MPS_PRIORITY = "CUDA_MPS_CLIENT_PRIORITY"
+_POLL_S, _LOOK_S = 0.5, 5.0
 _STOP_S = 40.0
 SHORTEST_S = 45.0
 
@@ -32,7 +31,6 @@ class Job:
         discards: Directories of the run that are removed once it has finished: a checkpoint has three values in float32
             for each weight.
         gib: GPU memory that its processes take together, in GiB, as far as it is known.
-        low_priority: Its kernels come after those of other runs on a GPU that MPS shares.
     """
 
     name: str
@@ -40,7 +38,6 @@ class Job:
     options: tuple[str, ...] = ()
     discards: tuple[str, ...] = ()
     gib: float = 0.0
-    low_priority: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,7 +69,8 @@ def run_all(
 
     Args:
         state: Directory of models, text and runs.
-        jobs: The runs, the first ones first; or what returns them, which is called again after the end of every run.
+        jobs: The runs, the first ones first; or what returns them, which is called again after the end of every run
+            and every few seconds.
         side_by_side: Number of `xtoken run` processes at a time.
         until: Time on the monotonic clock, in seconds, at which all runs are stopped.
         gpus: Number of GPUs; with several, each run has the one that the fewest runs use.
@@ -86,11 +84,11 @@ def run_all(
     offered: Callable[[], Sequence[Job]] = jobs if callable(jobs) else lambda: jobs
     living: dict[Job, _Living] = {}
     started: set[str] = set()
-    waiting = _waiting(state, offered(), started)
+    waiting, looked = _waiting(state, offered(), started), time.monotonic()
     while waiting or living:
-        if _collect_ended(state, living, on_end):
-            waiting = _waiting(state, offered(), started)
         now = time.monotonic()
+        if _collect_ended(state, living, on_end) or now - looked > _LOOK_S:
+            waiting, looked = _waiting(state, offered(), started), now
         if now >= until:
             _stop([each.process for each in living.values()])
             break
@@ -142,8 +140,6 @@ def _start(state: Path, job: Job, device: int | None) -> subprocess.Popen[bytes]
     environment["PYTHONPATH"] = os.pathsep.join(paths)
     if device is not None:
         environment["CUDA_VISIBLE_DEVICES"] = str(device)
-    if job.low_priority:
-        environment[_MPS_PRIORITY] = "1"  # below normal; without MPS nobody reads it
     with file.with_suffix(".log").open("ab") as log:
         return subprocess.Popen(
             [sys.executable, "-m", "xtoken_services.cli", "run", str(file), *job.options],

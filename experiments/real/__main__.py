@@ -7,7 +7,7 @@
     collect   measure the teachers, add the runs to the result file, print the tables
     merge     add the rows of other result files to the result file: merge FILE...
 
-`runs --remaining` makes what the result file lacks, in an order in which each run's weights and rate are known by then.
+`runs --plan` makes the runs of `experiments/real/plan.py` in their order, those first whose models are there already.
 A method's first weights run at every learning rate, its other weights at the one that the result file shows to be best
 with the first. A run ends after two evaluations in a row that were no better on validation (`--patience`).
 Every stage leaves out what is done; rows of the result file stay when the directories of their runs are gone.
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.jobs import SHORTEST_S
-from experiments.real import models, predictions, remaining, results, stages, summary, texts
+from experiments.real import models, plan, predictions, results, stages, summary, texts
 from experiments.real.methods import CONDITIONS, METHODS, PATIENCE, SEEDS, TITLES, WEIGHTS, Cell, cells
 from xtoken_core.errors import InputError
 
@@ -55,21 +55,18 @@ def main() -> int:
 
 def _add_choice(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--conditions", nargs="*", choices=CONDITIONS, default=[], help="de-500k if left out; with --remaining all"
+        "--conditions", nargs="*", choices=CONDITIONS, default=[], help="de-500k if left out; with --plan all"
     )
     parser.add_argument("--methods", nargs="*", choices=METHODS, default=list(METHODS))
     parser.add_argument("--weights", nargs="*", choices=WEIGHTS, default=[], help="all if left out")
     parser.add_argument("--seeds", nargs="*", type=int, default=list(SEEDS))
-    parser.add_argument(
-        "--remaining", action="store_true", help="all runs that the result file lacks, weights and seeds as they come"
-    )
+    parser.add_argument("--plan", action="store_true", help="the runs of experiments/real/plan.py, in that order")
     parser.add_argument(
         "--again", nargs="*", choices=[*METHODS, *CONDITIONS], default=[],
-        help="with --remaining: methods and conditions whose known rows do not count, say because their text was "
-        "generated again; collect drops these rows",
+        help="collect: drop known rows of these methods and conditions, say because their text was generated again",
     )  # fmt: skip
     parser.add_argument(
-        "--gib", type=float, default=math.inf, help="with --remaining: memory of a GPU that runs may take together"
+        "--gib", type=float, default=math.inf, help="memory of a GPU that runs may take together, in GiB"
     )
     parser.add_argument("--device", choices=["auto", "cuda", "cpu"], default="auto")
     parser.add_argument("--steps", type=int, help="optimiser steps instead of the condition's, for a trial")
@@ -89,10 +86,9 @@ def _add_choice(parser: argparse.ArgumentParser) -> None:
 
 
 def _planned(arguments: argparse.Namespace) -> list[Cell]:
-    if arguments.remaining:
-        controls = arguments.stage == "controls"
-        choose = remaining.waiting_for_controls if controls else remaining.finished_or_missing
-        return choose(arguments.state, arguments.out)
+    if arguments.plan:
+        wanted = arguments.conditions or CONDITIONS
+        return [cell for cell in plan.planned() if cell.condition in wanted and cell.method in arguments.methods]
     names = arguments.conditions or ["de-500k"]
     chosen = (names, arguments.methods, arguments.weights, arguments.seeds)
     return results.tried(cells(*map(tuple, chosen)), results.read_result(arguments.out)["runs"])
@@ -125,23 +121,18 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _train(arguments: argparse.Namespace) -> bool:
-    until = time.monotonic() + arguments.seconds
-    common: dict[str, Any] = {
-        "side_by_side": arguments.side_by_side,
-        "until": until,
-        "device": arguments.device,
-        "gpus": arguments.gpus,
-        "least_s": arguments.least,
-        "patience": arguments.patience,
-    }
-    if not arguments.remaining:
-        return stages.runs(arguments.state, _planned(arguments), steps=arguments.steps, **common)
-
-    def wanted(cell: Cell) -> bool:
-        return cell.condition in (arguments.conditions or CONDITIONS) and cell.method in arguments.methods
-
-    return remaining.run_remaining(
-        arguments.state, arguments.out, wanted, gib=arguments.gib, again=arguments.again, **common
+    return stages.runs(
+        arguments.state,
+        _planned(arguments),
+        side_by_side=arguments.side_by_side,
+        until=time.monotonic() + arguments.seconds,
+        device=arguments.device,
+        steps=arguments.steps,
+        gpus=arguments.gpus,
+        gib=arguments.gib,
+        least_s=arguments.least,
+        patience=arguments.patience,
+        partly=arguments.plan,
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from experiments.jobs import Job
 from experiments.real.tasks import PROMPTS, TASKS
 
-SMOLLM2, GEMMA3 = "smollm2-135m-instruct", "gemma3-270m"
+SMOLLM2, GEMMA3, QWEN15 = "smollm2-135m-instruct", "gemma3-270m", "qwen2.5-coder-1.5b-instruct"
 CONTINUED = "smollm2-continued-de"
 """SmolLM2 after ten times the German text: a teacher with the student's tokenizer."""
 CHAT = "chat-en"
@@ -101,12 +101,16 @@ def _custom(title: str, name: str) -> Method:
 METHODS = {
     "ce": Method("cross-entropy only", weights={"ce": (0.0, 1.0)}, teachers=0, micro_batch_tokens=WHOLE_STEP_TOKENS),
     "p_kl": Method("P-KL", {"mode": "p_kl"}, projects=True),
+    "p_kl_scaled": Method(
+        "P-KL, `dynamic_loss_scaling`", {"mode": "p_kl", "dynamic_loss_scaling": True}, _named("even"), projects=True
+    ),
     "gold": Method("gold", {"mode": "gold"}, _LIGHT, projects=True, micro_batch_tokens=HALF_STEP_TOKENS, hidden=True),
     "uld": Method("ULD", {"mode": "uld"}, _LIGHT, projects=True, hidden=True),
     "alm1": _alm("ALM, tau 1", 1.0),
     "alm100": _alm("ALM, tau 100", 100.0),
     "chain": _chain("chain, one weight to the end"),
     "chain_fading": _chain("chain, fading (default)", kl_loss_weight_end=0.0),
+    "chain_adaptive": _chain("chain, adaptive", kl_loss_weight_end="adaptive"),
     "chain_alm1": Method(
         "chain and ALM, tau 1",
         CHAIN | {"teacher_modes": ["chain", "alm"], "alm_temperature": 1.0},
@@ -153,6 +157,7 @@ SMALL_RATES = (2e-5, 5e-5)
 """For Gemma as the student: 2e-4, tried first, was too large for cross-entropy."""
 TASK_TOKENS = 8
 """Tokens of a completion."""
+STUDENT_CONTEXT, TEACHER_CONTEXT = 768, 512
 
 
 @dataclass(frozen=True)
@@ -169,6 +174,9 @@ class Condition:
         rates: Learning rates of every method.
         tasks: Tasks whose accuracy is measured at every evaluation, by their files below `texts`.
         note: Tells the condition in tables from one with the same text and models.
+        evaluations: Evaluations of a run after the one before its first step.
+        contexts: Most tokens of the student's and of the teacher's rows.
+        documents: Documents a step.
     """
 
     student: str
@@ -180,6 +188,9 @@ class Condition:
     rates: tuple[float, ...] = ONE_RATE
     tasks: tuple[str, ...] = ()
     note: str = ""
+    evaluations: int = 6
+    contexts: tuple[int, int] = (STUDENT_CONTEXT, TEACHER_CONTEXT)
+    documents: int = 24
 
 
 _GERMAN = ("manual-de", "handbook-en", "handbook-fr")
@@ -201,11 +212,21 @@ SWEEPS = {f"{name}-rates": name for name in ("de-100k", "de-2m", "fr-500k", "cod
 CONDITIONS |= {
     sweep: replace(CONDITIONS[name], rates=OTHER_RATES, note="other rates") for sweep, name in SWEEPS.items()
 }
+TEACHERS = {"qwen": QWEN15, "gemma": GEMMA3}
+"""SmolLM2's teachers, by how a condition's name begins: one is far better than the trained student, one worse."""
+_FINE = {"de-500k": 15, "fr-500k": 15, "de-2m": 20, "de-6m": 20}
+"""Evaluations of the texts on which both teach: as many as an adaptive weight and the best step need."""
+_TEXTS = {text: replace(CONDITIONS[text], evaluations=number) for text, number in _FINE.items()} | {
+    "python-32m": Condition(
+        SMOLLM2, GEMMA3, "python-packages", 32_000_000, (), 320, evaluations=16, contexts=(1024, 1024), documents=32
+    )
+}
+CONDITIONS |= {
+    f"{pair}-{name}": replace(text, teacher=teacher, others=("handbook-en",), rates=(*RATES, 8e-4), note=pair)
+    for pair, teacher in TEACHERS.items()
+    for name, text in _TEXTS.items()
+}
 
-SAMPLES_PER_STEP = 24
-STUDENT_CONTEXT, TEACHER_CONTEXT = 768, 512
-EVALUATIONS = 6
-"""Evaluations of a run after the one before its first step."""
 PATIENCE = 2
 """A run ends after so many evaluations in a row that were no better on validation than its best one."""
 EVAL_BYTES = 80_000
@@ -263,13 +284,13 @@ def job(cell: Cell, *, device: str = "auto", steps: int | None = None, patience:
     """
     condition, method = CONDITIONS[cell.condition], METHODS[cell.method]
     steps = steps or condition.steps
-    kl, ce = method.weights[cell.weight]
+    weights = dict(zip(("kl_loss_weight", "ce_loss_scale"), method.weights[cell.weight], strict=True))
     # On a CPU a compiler is needed, and a trial's few steps do not pay for it.
     computing = {"dtype": "bfloat16", "compile": True} if device != "cpu" else {"dtype": "float32"}
     teacher: dict[str, Any] = {
         "model": f"models/{method.teacher or condition.teacher}",
         # With the student's tokenizer it reads rows as long as the student's.
-        "context_length": STUDENT_CONTEXT if method.teacher else TEACHER_CONTEXT,
+        "context_length": condition.contexts[0 if method.teacher else 1],
         **computing,
     }
     if method.hidden:
@@ -278,7 +299,7 @@ def job(cell: Cell, *, device: str = "auto", steps: int | None = None, patience:
         teacher["projection"] = projection_file(condition)
     evaluated = [f"texts/{source}.test.jsonl" for source in (condition.source, *condition.others)]
     tables: list[tuple[str, dict[str, Any]]] = [
-        ("student", {"model": f"models/{condition.student}", "context_length": STUDENT_CONTEXT, **computing}),
+        ("student", {"model": f"models/{condition.student}", "context_length": condition.contexts[0], **computing}),
         *(("[teacher]", teacher) for _ in range(method.teachers)),
         ("data", {"path": f"texts/{cell.text}", "epochs": 1000}),
         (
@@ -286,13 +307,14 @@ def job(cell: Cell, *, device: str = "auto", steps: int | None = None, patience:
             {
                 "path": f"texts/{condition.source}.validation.jsonl",
                 "also": evaluated,
-                "every": max(1, steps // EVALUATIONS),
+                "every": max(1, steps // condition.evaluations),
                 "max_bytes": EVAL_BYTES,
+                "keep_best": False,
                 "patience": patience or "none",
             },
         ),
         *(("eval.tasks", _tasks(condition)) for _ in condition.tasks[:1]),
-        ("loss", {**method.loss, "kl_loss_weight": kl, "ce_loss_scale": ce}),
+        ("loss", method.loss if method.loss.get("dynamic_loss_scaling") else {**method.loss, **weights}),
         ("train", _train(cell, steps)),
         ("workers", {"collators": 1, "device": device}),
     ]
@@ -305,7 +327,7 @@ def job(cell: Cell, *, device: str = "auto", steps: int | None = None, patience:
 
 def _train(cell: Cell, steps: int) -> dict[str, Any]:
     return {
-        "samples_per_step": SAMPLES_PER_STEP,
+        "samples_per_step": CONDITIONS[cell.condition].documents,
         "max_steps": steps,
         "micro_batch_tokens": METHODS[cell.method].micro_batch_of(CONDITIONS[cell.condition]),
         "learning_rate": cell.rate,

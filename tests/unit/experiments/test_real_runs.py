@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from experiments.real import controls, overview, page, predictions, results, stages, summary, tasks
-from experiments.real.methods import CONDITIONS, GEMMA3, METHODS, PATIENCE, RATES, SMOLLM2, Cell, cells, job
+from experiments.real import controls, overview, page, plan, predictions, results, stages, summary, tasks
+from experiments.real.methods import CONDITIONS, GEMMA3, METHODS, PATIENCE, QWEN15, RATES, SMOLLM2, Cell, cells, job
 from experiments.real.page import RESULT
 from tests.support.tiny_run import documents, make_model, write_jsonl
 from xtoken_core.config.spec import parse_run_spec
@@ -105,6 +105,40 @@ def test_predictions_are_compared_seed_by_seed() -> None:
     assert first.endswith("| at most -0.04 | -0.105 (2) | as predicted |")
     assert second.endswith("| at most -0.06 | not run | |")
     assert all(row.count("|") == 6 for row in rest)
+
+
+def test_figures_of_curves_are_the_share_of_the_way_the_steps_and_the_change_since_the_start() -> None:
+    found = result(
+        ("ce", 1e-4, 0, curve((0, 2.0, 2.0), (50, 1.7, 1.7), (100, 1.6, 1.5))),
+        ("chain", 1e-4, 0, curve((0, 2.0, 2.0), (50, 1.6, 1.4), (100, 1.5, 1.6))),
+        ("uld", 1e-4, 0, curve((0, 2.0, 2.0), (50, 1.4, 1.3), (100, 1.6, 1.9))),
+    )  # fmt: skip
+
+    def figure(method: str, less: object, **other: object) -> list[float]:
+        asked = {"condition": "de-500k", "method": method, "less": less, **other}
+        return predictions.differences(found, summary.outcomes(found), asked)
+
+    assert figure("uld", "ce", figure="share") == [pytest.approx(0.2 / 0.5)]
+    assert figure("chain", "ce", figure="steps") == [0.5]
+    assert figure("ce", "uld", figure="steps") == [1.0]
+    assert figure("ce", "chain", figure="begun") == [-0.5]
+    assert figure("chain", ["ce", "uld"], rate=1e-4) == [pytest.approx(1.6 - 1.3)]
+    assert figure("chain", ["ce", "uld"], rate=1e-4, last=True) == [pytest.approx(1.6 - 1.5)]
+    assert figure("chain", "ce", rate=3e-4) == []
+
+
+def test_planned_runs_are_made_in_order_as_their_models_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = plan.planned()
+    assert len(planned) == len(set(planned))
+    assert all(cell.rate in CONDITIONS[cell.condition].rates for cell in planned)
+    offered: list[list[str]] = []
+    monkeypatch.setattr(stages, "prepare", lambda state, cells: None)
+    monkeypatch.setattr(stages, "run_all", lambda state, jobs, **_: [offered.append([job.name for job in jobs()])])
+    for name in (SMOLLM2, QWEN15):
+        (tmp_path / "models" / name).mkdir(parents=True)
+        stages.runs(tmp_path, planned, side_by_side=1, until=0.0, device="cpu", steps=None, partly=True)
+    assert offered[0] == [cell.name for cell in planned if cell.method == "ce"]
+    assert offered[1] == [cell.name for cell in planned if plan.teacher_of(cell) != GEMMA3]
 
 
 def write_run(state: Path, cell: Cell, bits: float, *, start: float = 1.9) -> None:

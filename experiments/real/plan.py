@@ -1,0 +1,86 @@
+"""The planned sweeps in order of importance: what a machine that is given back early leaves out stands last."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from experiments.real.methods import CONDITIONS, CONTINUED, GEMMA3, METHODS, QWEN15, SEEDS, Cell
+
+PYTHON, GERMAN, FRENCH, WEAK, WEAK_LONG = (
+    "qwen-python-32m", "qwen-de-500k", "qwen-fr-500k", "gemma-de-2m", "gemma-de-6m"
+)  # fmt: skip
+PLAN = (
+    (PYTHON, "ce", (4e-4, 2e-4)),
+    (PYTHON, "chain_adaptive", (4e-4, 2e-4)),
+    (PYTHON, "chain_fading", (4e-4,)),
+    (PYTHON, "chain", (4e-4,)),
+    (GERMAN, "ce", (2e-4, 4e-4, 1e-4)),
+    (GERMAN, "chain_adaptive", (4e-4, 2e-4)),
+    (WEAK, "ce", (2e-4,)),
+    (WEAK, "chain_adaptive", (2e-4,)),
+    (WEAK, "chain_fading", (2e-4,)),
+    (WEAK, "chain", (2e-4,)),
+    (PYTHON, "p_kl_scaled", (4e-4,)),
+    (PYTHON, "alm1", (4e-4,)),
+    (WEAK_LONG, "chain_adaptive", (2e-4,)),
+    (WEAK_LONG, "ce", (2e-4,)),
+    (WEAK_LONG, "chain_fading", (2e-4,)),
+    (GERMAN, "chain_fading", (4e-4,)),
+    (GERMAN, "chain", (4e-4,)),
+    (FRENCH, "ce", (2e-4, 4e-4, 1e-4)),
+    (FRENCH, "chain_adaptive", (4e-4, 2e-4)),
+    (FRENCH, "chain_fading", (4e-4,)),
+    (FRENCH, "chain", (4e-4,)),
+    (GERMAN, "p_kl_scaled", (4e-4,)),
+    (GERMAN, "alm1", (4e-4,)),
+    (GERMAN, "chain_adaptive", (8e-4,)),
+    (PYTHON, "chain_adaptive", (8e-4,)),
+    (PYTHON, "ce", (8e-4, 1e-4)),
+    (FRENCH, "chain_adaptive", (8e-4,)),
+    (FRENCH, "p_kl_scaled", (4e-4,)),
+    (FRENCH, "alm1", (4e-4,)),
+    (WEAK_LONG, "chain", (2e-4,)),
+    (GERMAN, "p_kl_scaled", (2e-4,)),
+    (GERMAN, "alm1", (2e-4,)),
+)
+"""Condition, method with its first weights, and learning rates, on the first data seed."""
+OTHER_SEEDS = (
+    (GERMAN, "ce", 2e-4), (GERMAN, "chain_adaptive", 4e-4),
+    (PYTHON, "ce", 4e-4), (PYTHON, "chain_adaptive", 4e-4),
+)  # fmt: skip
+"""What runs on the other data seeds afterwards."""
+GIB = {"": 12.0, GEMMA3: 14.0, CONTINUED: 14.0, QWEN15: 14.0}
+"""GPU memory of a run by its teacher, on the safe side; without one its micro-batches are larger."""
+
+
+def planned() -> list[Cell]:
+    """Return the planned runs, the important ones first."""
+    first = [(condition, method, rate, SEEDS[0]) for condition, method, rates in PLAN for rate in rates]
+    others = [(*each, seed) for seed in SEEDS[1:] for each in OTHER_SEEDS]
+    return [
+        Cell(condition, method, METHODS[method].first_weight, rate, seed)
+        for condition, method, rate, seed in (*first, *others)
+    ]
+
+
+def planned_rates(condition: str, method: str) -> tuple[float, ...]:
+    """Return the learning rates of a method in the plan, in order; all of the condition's where it has none."""
+    found = sorted({rate for *key, rates in PLAN if key == [condition, method] for rate in rates})
+    return tuple(found) or CONDITIONS[condition].rates
+
+
+def gib_of(cell: Cell) -> float:
+    """Return the GPU memory that is set aside for a run, in GiB."""
+    return GIB[teacher_of(cell)]
+
+
+def teacher_of(cell: Cell) -> str:
+    """Return the directory of a run's teacher; empty if it has none."""
+    method = METHODS[cell.method]
+    return method.teacher or (CONDITIONS[cell.condition].teacher if method.teachers else "")
+
+
+def has_models(state: Path, cell: Cell) -> bool:
+    """Return True if the run's student and teacher are there."""
+    models = state / "models"
+    return (models / CONDITIONS[cell.condition].student).is_dir() and (models / teacher_of(cell)).is_dir()
