@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from experiments.real.methods import CONDITIONS, CONTINUED, GEMMA3, METHODS, QWEN15, SEEDS, Cell
+from experiments.real.methods import CONDITIONS, GEMMA3, METHODS, QWEN15, SEEDS, Cell
 
 PYTHON, GERMAN, FRENCH, WEAK, WEAK_LONG = (
     "qwen-python-32m", "qwen-de-500k", "qwen-fr-500k", "gemma-de-2m", "gemma-de-6m"
@@ -49,8 +49,9 @@ OTHER_SEEDS = (
     (PYTHON, "ce", 4e-4), (PYTHON, "chain_adaptive", 4e-4),
 )  # fmt: skip
 """What runs on the other data seeds afterwards."""
-GIB = {"": 12.0, GEMMA3: 14.0, CONTINUED: 14.0, QWEN15: 14.0}
+GIB = {"": 12.0, GEMMA3: 14.0, QWEN15: 14.0}
 """GPU memory of a run by its teacher, on the safe side; without one its micro-batches are larger."""
+UNKNOWN_GIB = 16.0
 
 
 def planned() -> list[Cell]:
@@ -71,7 +72,7 @@ def planned_rates(condition: str, method: str) -> tuple[float, ...]:
 
 def gib_of(cell: Cell) -> float:
     """Return the GPU memory that is set aside for a run, in GiB."""
-    return GIB[teacher_of(cell)]
+    return GIB.get(teacher_of(cell), UNKNOWN_GIB)
 
 
 def teacher_of(cell: Cell) -> str:
