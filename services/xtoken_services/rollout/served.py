@@ -75,7 +75,7 @@ class ServedSampler:
         return version
 
     def complete(
-        self, prompts: Sequence[np.ndarray], seeds: Sequence[int], progress: Callable[[], None]
+        self, prompts: Sequence[np.ndarray], seeds: Sequence[int], progress: Callable[[int], None]
     ) -> list[Sampled]:
         """Complete a batch of prompts; see `Sampler.complete`. A prompt that a server refuses has no tokens.
 
@@ -87,7 +87,7 @@ class ServedSampler:
             self._threads.submit(self._complete, prompt.tolist(), seed)
             for prompt, seed in zip(prompts, seeds, strict=True)
         ]
-        return results_of(futures, lambda _: progress())
+        return results_of(futures, progress)
 
     def _copy_missing(self) -> None:
         """Copy the student's files that the directory lacks, each whole: a worker may have been killed at this."""

@@ -40,7 +40,7 @@ def work(link: QueueLink, *, teacher: int, rank: int, name: str | None) -> None:
 
         def report(activity: str) -> None:
             worker.activity(activity)
-            worker.alive()
+            worker.waiting(activity)
 
         with opened_teacher(worker.run, teacher, rank, report, transport) as model:
             worker.phase("run")

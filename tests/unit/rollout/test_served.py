@@ -165,7 +165,7 @@ def test_every_version_is_read_by_the_server(stack: ExitStack, student: Path, tm
     for step in (3, 4):
         writer.write(model, Version(step, 1))
         assert sampler.load(tmp_path / "weights") == Version(step, 1)
-        sampled = sampler.complete(prompts, [1, 2], lambda: None)
+        sampled = sampler.complete(prompts, [1, 2], lambda _: None)
         outcomes.append([row.ids for row in sampled])
         assert all(row.finished == row.ends == (row.ids[-1] == text.eos_id) for row in sampled)
         with torch.no_grad():
@@ -209,7 +209,7 @@ def test_a_token_that_is_no_text_cuts_a_completion(stack: ExitStack, student: Pa
     vocabulary = Vocabulary([b"x"] * 16, allowed, frozenset({1}), 0)
     engine = engine_of(stack, student, "vllm", answer)
     sampler = ServedSampler(engine, vocabulary, RolloutSpec(), student, tmp_path / "model")
-    [row] = sampler.complete([np.array([5])], [0], lambda: None)
+    [row] = sampler.complete([np.array([5])], [0], lambda _: None)
     assert (row.ids, row.finished) == ([7], False)
 
 
