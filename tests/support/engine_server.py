@@ -8,6 +8,7 @@ import json
 import socket
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -101,8 +102,10 @@ def endless_continue(connection: socket.socket) -> None:
 
 def nested_gzip(connection: socket.socket) -> None:
     """Send a few KB that are 5 GB once both codings are undone."""
-    layer = gzip.compress(b"0" * (64 << 20))
-    data = gzip.compress(layer * 80)
+    coder, zeros = zlib.compressobj(9, zlib.DEFLATED, 31), bytes(64 << 20)
+    # A block after a full flush refers to nothing before it, so that it may be repeated.
+    first, block = (coder.compress(zeros) + coder.flush(zlib.Z_FULL_FLUSH) for _ in range(2))
+    data = gzip.compress(first + 79 * block)
     head = f"HTTP/1.1 200 OK\r\nContent-Encoding: gzip, gzip\r\nContent-Length: {len(data)}\r\n\r\n"
     connection.sendall(head.encode() + data)
 
