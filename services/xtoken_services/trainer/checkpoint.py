@@ -18,6 +18,7 @@ from torch import Tensor
 from xtoken_core.atomic import atomic_rename, atomic_write
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.errors import InputError, OutputError, XtokenError
+from xtoken_services.common.files.private_files import check_private_directory
 from xtoken_services.common.run.resume import (
     BEST,
     RUN,
@@ -221,10 +222,12 @@ class Checkpoints:
     def _prepare(self, scratch: Path) -> None:
         """Create an empty temporary directory, before any rank writes into it."""
         self.directory.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
+        check_private_directory(self.directory)
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir(mode=PRIVATE)
 
     def _commit(self, scratch: Path, target: Path, document: str) -> None:
+        check_private_directory(self.directory)  # a link would lead to another run's, which are replaced and pruned
         atomic_write(scratch / RUN, document)
         (scratch / RUN).chmod(FILE_MODE)
         if target.is_dir():
@@ -237,6 +240,7 @@ class Checkpoints:
     def _link_best(self) -> None:
         """Point the link `best` to the best checkpoint, once it is written."""
         if self._kept is not None and self.path_of(self._kept).is_dir():
+            check_private_directory(self.directory)
             # Both the writing thread and the training thread may come here; the link is for readers, never read here.
             scratch = self.directory / f".{BEST}.{threading.get_ident()}.tmp"
             scratch.unlink(missing_ok=True)

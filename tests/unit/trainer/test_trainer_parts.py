@@ -88,6 +88,21 @@ def test_a_checkpoint_that_others_may_write_is_refused(tmp_path: Path) -> None:
         Checkpoints(tmp_path / "c", resolved_run(tmp_path)).load(path, WEIGHTS)
 
 
+def test_checkpoints_that_became_a_link_are_not_followed(tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    for step in (1, 2, 3, 4):
+        (other / f"step-{step:08d}").mkdir(parents=True, mode=0o700)
+    checkpoints = Checkpoints(tmp_path / "c", resolved_run(tmp_path))
+    (tmp_path / "c").symlink_to(other)
+    checkpoints.save(Cursor(step=4), WEIGHTS)
+    with pytest.raises(OutputError, match="a symbolic link or not a directory"):
+        checkpoints.wait()
+    with pytest.raises(OSError, match="a symbolic link or not a directory"):
+        checkpoints.keep(3)
+    assert sorted(path.name for path in other.iterdir()) == [f"step-{step:08d}" for step in (1, 2, 3, 4)]
+    assert not list(other.glob("*/*"))
+
+
 def test_a_checkpoint_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path / "c", resolved_run(tmp_path))
     old = saved(tmp_path)

@@ -14,20 +14,19 @@ from xtoken_core.regular_files import IrregularFileError, access_of_others, open
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
-def check_private_directory(path: Path, *, follow: bool = False) -> None:
+def check_private_directory(path: Path) -> None:
     """Refuse a directory that another user owns or may write to.
 
     Args:
         path: The directory.
-        follow: Accept a symbolic link to such a directory.
 
     Raises:
         InputError: Another user owns it or may write to it.
-        OSError: It is no directory, or cannot be read.
+        OSError: It is a symbolic link or no directory, or cannot be read.
     """
-    status = path.stat(follow_symlinks=follow)
+    status = path.lstat()
     if not stat.S_ISDIR(status.st_mode):
-        raise IrregularFileError("not a directory", path)
+        raise IrregularFileError("a symbolic link or not a directory", path)
     _check_writers(path, status, 0o700)
 
 

@@ -235,7 +235,7 @@ class EnginePool:
         except (httpx.TimeoutException, TimeoutError) as error:
             raise _TryAgainError("no answer") from error
         except httpx.ProtocolError as error:  # its text repeats what the server sent, which may hold the key
-            raise _TryAgainError("it answers with something else than HTTP") from error
+            raise _TryAgainError("it closes the connection, or answers with something else than HTTP") from error
         except (httpx.TransportError, httpx.InvalidURL) as error:
             raise _TryAgainError(self.clean(str(error)) or type(error).__name__) from error
         if (coding := headers.get("Content-Encoding", "identity")) != "identity":

@@ -93,7 +93,7 @@ def read_run_document(path: Path) -> tuple[RunIdentity, dict[str, Any]]:
         InputError: It cannot be read, is of another version, or others may write to it.
     """
     try:
-        check_private_directory(path.parent, follow=True)
+        check_private_directory(path.parent)
         check_private_directory(path)
         document = parse_object(read_private(path, RUN, RUN_BYTES))
         version = document["version"]
