@@ -102,10 +102,10 @@ def endless_continue(connection: socket.socket) -> None:
 
 def nested_gzip(connection: socket.socket) -> None:
     """Send a few KB that are 5 GB once both codings are undone."""
-    coder, zeros = zlib.compressobj(9, zlib.DEFLATED, 31), bytes(64 << 20)
+    coder, zeros = zlib.compressobj(9, zlib.DEFLATED, 31), bytes(4 << 20)
     # A block after a full flush refers to nothing before it, so that it may be repeated.
     first, block = (coder.compress(zeros) + coder.flush(zlib.Z_FULL_FLUSH) for _ in range(2))
-    data = gzip.compress(first + 79 * block)
+    data = gzip.compress(first + 1279 * block)
     head = f"HTTP/1.1 200 OK\r\nContent-Encoding: gzip, gzip\r\nContent-Length: {len(data)}\r\n\r\n"
     connection.sendall(head.encode() + data)
 
