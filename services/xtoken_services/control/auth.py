@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from xtoken_core.errors import ConfigError
 from xtoken_core.regular_files import access_of_others, open_regular
+from xtoken_services.common.files.private_files import control_token_file
 from xtoken_services.control.problems import problem
 from xtoken_services.control.sessions import DELAY_S, Sessions, WrongTokens
 
@@ -39,7 +40,7 @@ class Auth:
     """Authentication and authorization of requests.
 
     Attributes:
-        token: Token that requests must carry; None for a control plane that listens on a loopback address only.
+        token: Token that requests must carry; None: they need none.
         names: Host names accepted in the Host header, in addition to addresses of this machine.
         remote: True if other machines can reach the control plane, in which case the Host header may be any address.
         open_paths: Paths that need no token in addition to the probes: the login page and static files.
@@ -56,7 +57,7 @@ class Auth:
 
     @classmethod
     def of(cls, host: str, token_file: Path | None, names: Iterable[str] = ()) -> Auth:
-        """Return the settings for a control plane that listens on `host`.
+        """Return the settings for a control plane that listens on `host`; without a token file, this user's own.
 
         Raises:
             ConfigError: Other machines can reach the host and there is no token, or the token file is not private.
@@ -64,8 +65,7 @@ class Auth:
         remote = not is_loopback(host)
         if remote and token_file is None:
             raise ConfigError(f"host {host} is reachable from other machines: a token is required (--token-file)")
-        token = read_token(token_file) if token_file is not None else None
-        return cls(token, frozenset(name.lower() for name in names), remote)
+        return cls(read_token(token_file or control_token_file()), frozenset(name.lower() for name in names), remote)
 
     def refusal(self, scope: Scope) -> tuple[int, str] | None:
         """Return status and reason of a refusal, or None if the request is accepted."""
@@ -158,6 +158,7 @@ def read_token(file: Path) -> str:
     """
     try:
         try:
+            file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             # `O_EXCL`: of two starts at once one creates the token, the other reads it.
             handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except FileExistsError:

@@ -11,6 +11,7 @@ from pathlib import Path
 from xtoken_core.errors import InputError
 from xtoken_core.regular_files import IrregularFileError, access_of_others, open_below, read_open
 
+CONTROL_TOKEN = "xtoken/control.token"
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -70,6 +71,11 @@ def read_private(root: Path, name: str, limit: int) -> bytes:
     """
     with open_private(root, name) as descriptor:
         return read_open(os.dup(descriptor), limit, root / name)
+
+
+def control_token_file() -> Path:
+    """Return the file with the token of this user's control planes; their commands read it too."""
+    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config", CONTROL_TOKEN)
 
 
 def _check_writers(path: Path, status: os.stat_result, mode: int) -> None:
