@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from starlette.datastructures import MutableHeaders
 from starlette.requests import HTTPConnection
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from xtoken_core.errors import ConfigError
 from xtoken_core.regular_files import access_of_others, open_regular
@@ -29,6 +30,8 @@ SHORTEST_TOKEN = 16
 BEARER = "Bearer "
 SINGLE_HEADERS = ("host", "origin", "authorization")
 """Headers that decide about access: with two of them, a proxy and this server could read different ones."""
+NO_HOST = frozenset("@/\\?#")
+"""Characters that a URL has around its host: `localhost@evil.example` could be read in two ways."""
 TOKEN_REQUIRED = "bearer token required: Authorization: Bearer TOKEN"
 WRONG_TOKEN = "bearer token required: the given one is wrong"
 TOO_MANY_WRONG = "too many wrong tokens from this address: retry in a moment"
@@ -76,7 +79,7 @@ class Auth:
                 return 400, f"more than one {single.title()} header"
         host = request.headers.get("host", "")
         # DNS rebinding: a foreign page's name that resolves to this machine must not reach the API.
-        if not self._is_own(_host_of(f"//{host}")):
+        if set(host) & NO_HOST or not self._is_own(_host_of(f"//{host}")):
             return 403, f"the Host header {host!r} is not a name of this control plane"
         # Browsers send it with every cross-site write; programs need not, and are known by their token.
         origin = request.headers.get("origin")
@@ -117,10 +120,16 @@ class AuthMiddleware:
         self._app, self._auth = app, auth
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Respond with 400, 401, 403 or 429, or pass the request on."""
+        """Respond with 400, 401, 403 or 429, or pass the request on. No answer's type is guessed by a browser."""
+
+        async def send_typed(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["X-Content-Type-Options"] = "nosniff"
+            await send(message)
+
         refusal = None if scope["type"] == "lifespan" else self._auth.refusal(scope)
         if refusal is None:
-            await self._app(scope, receive, send)
+            await self._app(scope, receive, send_typed)
             return
         response = problem(*refusal)
         if refusal[0] == 401:
@@ -129,7 +138,7 @@ class AuthMiddleware:
             response.headers["Retry-After"] = RETRY_AFTER
         if refusal[1] == WRONG_TOKEN:
             await self._auth.wrong_tokens.delay(address_of(scope))
-        await response(scope, receive, send)
+        await response(scope, receive, send_typed)
 
 
 def address_of(scope: Scope) -> str:

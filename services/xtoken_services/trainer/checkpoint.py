@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError
 from torch import Tensor
 
@@ -71,6 +71,9 @@ class Cursor:
     nonfinite_in_a_row: int = 0
     skipped: dict[int, str] = field(default_factory=dict)
     dead: dict[int, str] = field(default_factory=dict)
+
+
+CURSOR = TypeAdapter(Cursor)
 
 
 class Checkpoints:
@@ -177,9 +180,11 @@ class Checkpoints:
     def _read(self, path: Path, state: Mapping[str, Tensor]) -> Cursor:
         identity, document = read_run_document(path)
         try:
-            cursor = cursor_from(document)
-        except (ValueError, KeyError, TypeError) as error:
-            raise unreadable(path, error) from error
+            cursor = CURSOR.validate_python(document)
+        except ValidationError as error:
+            first = error.errors()[0]
+            name = ".".join(map(str, ("cursor", *first["loc"])))
+            raise unreadable(path, ValueError(f"{name}: {first['msg']}")) from error
         check_identity(path, identity, self.run)
         try:
             read_tensors(path, read_index(path), state, self.group.rank, self.group.size)
@@ -264,12 +269,6 @@ def discard(checkpoint: Path) -> None:
     shutil.rmtree(scratch, ignore_errors=True)
     checkpoint.rename(scratch)
     shutil.rmtree(scratch, ignore_errors=True)
-
-
-def cursor_from(document: Mapping[str, Any]) -> Cursor:
-    """Return a cursor from JSON, where all keys are strings."""
-    positions = {name: {int(i): str(why) for i, why in document[name].items()} for name in ("skipped", "dead")}
-    return Cursor(**{**document, **positions})
 
 
 def _reason(error: BaseException) -> str:

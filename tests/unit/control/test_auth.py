@@ -41,6 +41,8 @@ def status(runs: Runs, auth: Auth, headers: dict, path: str = "/v1/runs", method
         ({"host": "192.168.1.7:8400"}, 403),
         ({"host": "127.0.0.1.evil.example:8400"}, 403),
         ({"host": "["}, 403),
+        ({"host": "evil.example@127.0.0.1:8400"}, 403),
+        ({"host": "127.0.0.1:8400/evil.example"}, 403),
         ({"origin": "https://evil.example"}, 403),
         ({"origin": "http://127.0.0.1:3000"}, 403),
         ({"origin": "http://127.0.0.1"}, 403),

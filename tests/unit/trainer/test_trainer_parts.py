@@ -81,6 +81,18 @@ def test_a_damaged_checkpoint_is_named(tmp_path: Path, file: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("step", "x"), ("skipped", [1]), ("dead", {"a": "b"}), ("tokens", {}), ("trained", 0.5)]
+)
+def test_a_cursor_of_another_type_is_named(tmp_path: Path, name: str, value: object) -> None:
+    file = saved(tmp_path) / "run.json"
+    document = json.loads(file.read_text())
+    document["cursor"][name] = value
+    file.write_text(json.dumps(document))
+    with pytest.raises(InputError, match=rf"cursor\.{name}"):
+        Checkpoints(tmp_path / "c", resolved_run(tmp_path)).load(file.parent, WEIGHTS)
+
+
 def test_a_checkpoint_that_others_may_write_is_refused(tmp_path: Path) -> None:
     path = saved(tmp_path)
     path.parent.chmod(0o770)
