@@ -33,7 +33,8 @@ class ServedSpec(ConfigModel):
     url_connections: Annotated[int, Field(ge=1, le=1024)] = 8
     """Requests that a server has at a time from one worker; more wait."""
     url_timeout_s: Positive = 120.0
-    """Seconds for a sample with all its retries, on whatever server, before the worker fails."""
+    """Seconds for a sample with all its retries, on whatever server, before the worker fails; at most
+    `workers.hang_timeout_s`."""
 
     @field_validator("url", mode="before")
     @classmethod

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -98,7 +99,7 @@ class EnginePool:
         self._closed = False
         # Only an event loop ends a whole exchange at a deadline: a blocking read starts its timeout with every byte.
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="requests", daemon=True).start()
+        threading.Thread(target=self._serve, name="requests", daemon=True).start()
 
     def call(
         self,
@@ -170,8 +171,13 @@ class EnginePool:
                 return
             self._closed = True
             self._changed.notify_all()
-        asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(CLOSE_S)
+        with suppress(TimeoutError):
+            asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(CLOSE_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
+
+    def _serve(self) -> None:
+        self._loop.run_forever()
+        self._loop.close()
 
     async def _close(self) -> None:
         requests = asyncio.all_tasks() - {asyncio.current_task()}

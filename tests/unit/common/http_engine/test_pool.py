@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from tests.support.engine_server import RAW_ATTACKS, Answer, Handler, raw_serving, serving
-from xtoken_core.config.served import ServedSpec
+from xtoken_core.config.served import ServedSpec, check_waiting
 from xtoken_core.errors import ConfigError, InputError
 from xtoken_services.common.http_engine.errors import EngineError, EngineRefusalError
 from xtoken_services.common.http_engine.keys import VARIABLE, read_key
@@ -219,3 +219,10 @@ def test_an_address_carries_no_key() -> None:
     assert "sesame" not in str(raised.value.errors()[0]["msg"])  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match="url_model belongs to url"):
         ServedSpec(url_model="x")
+
+
+def test_a_request_may_not_wait_for_longer_than_a_worker() -> None:
+    served = ServedSpec(url=("http://h:1",), url_timeout_s=700.0)
+    with pytest.raises(ValueError, match=r"teacher\.0\.url_timeout_s = 700: .* raise workers\.hang_timeout_s \(600\)"):
+        check_waiting({"rollout": None, "teacher.0": served}, 600.0)
+    check_waiting({"teacher.0": served}, 700.0)
