@@ -1,11 +1,17 @@
 """Set up before any test module is imported."""
 
+import atexit
 import os
+import shutil
+import tempfile
 from pathlib import Path
 
 # Several pytest workers share the cores: threads of torch that spin beside each other cost more than they give. Torch
 # reads this when it is first imported, and so do the processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# The token of control planes lies there: those of tests have one of their own.
+os.environ["XDG_CONFIG_HOME"] = tempfile.mkdtemp(prefix="xtoken-tests-")
+atexit.register(shutil.rmtree, os.environ["XDG_CONFIG_HOME"], ignore_errors=True)
 # Triton reads this once, when it is first imported: without a GPU its kernels run in the interpreter.
 if not Path("/proc/driver/nvidia").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -22,6 +22,7 @@ from typing import Any
 import psutil
 
 from benchmarks.control.plane import ROOT, lines, plane, quantile, start_tiny, wait
+from tests.support.control_token import bearer
 
 STORED = 10_000
 ASKING, STREAMS = 300, 200
@@ -69,6 +70,8 @@ class Crowd:
     def __init__(self, url: str, run_id: str, log: Path) -> None:
         self.host, _, port = url.removeprefix("http://").partition(":")
         self.port, self.run_id, self.log = int(port), run_id, log
+        headers = {"Host": f"{self.host}:{port}"} | bearer()
+        self.headers = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         self.times: dict[str, list[float]] = defaultdict(list)
         self.delays: dict[int, list[float]] = defaultdict(list)
         self.failed = 0
@@ -131,7 +134,7 @@ class Crowd:
                 name = list(paths)[number % len(paths)]
                 number += 1
                 began = time.perf_counter()
-                writer.write(f"GET {paths[name]} HTTP/1.1\r\nHost: {self.host}:{self.port}\r\n\r\n".encode())
+                writer.write(f"GET {paths[name]} HTTP/1.1\r\n{self.headers}\r\n".encode())
                 head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower()
                 length = LENGTH.search(head)
                 assert length is not None, head
@@ -149,7 +152,7 @@ class Crowd:
         try:
             await asyncio.sleep(EVERY_S * number / STREAMS)
             path = f"/v1/runs/{self.run_id}/logs?follow=true&tail=1"
-            writer.write(f"GET {path} HTTP/1.1\r\nHost: {self.host}:{self.port}\r\n\r\n".encode())
+            writer.write(f"GET {path} HTTP/1.1\r\n{self.headers}\r\n".encode())
             while line := await reader.readline():
                 sent = LINE.search(line)
                 if sent is not None and self.recording:

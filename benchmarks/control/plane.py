@@ -17,6 +17,8 @@ from typing import Any
 import httpx
 import psutil
 
+from tests.support.control_token import bearer
+
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 600.0
 
@@ -37,6 +39,7 @@ class Plane:
             *pinned, sys.executable, "-m", "xtoken_services.cli", "control", "--port", "0",
             "--runs-dir", str(self.runs), "--root", str(directory), "--on-exit", "stop",
         ]  # fmt: skip
+        os.environ["XDG_CONFIG_HOME"] = str(directory)  # the token is there, for processes of clients too
         packages = os.environ.get("PYTHONPATH", "")
         env = {
             **os.environ,
@@ -47,7 +50,7 @@ class Plane:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, env=env)
         wait(lambda: "serving at" in self.log.read_text())
         self.url = re.findall(r"http://\S+:\d+", self.log.read_text())[0]
-        self.http = httpx.Client(base_url=self.url, timeout=60)
+        self.http = httpx.Client(base_url=self.url, timeout=60, headers=bearer())
 
     @property
     def rss_mib(self) -> float:

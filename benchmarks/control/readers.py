@@ -22,6 +22,7 @@ from typing import Any
 import psutil
 
 from benchmarks.control.plane import ROOT, Plane, lines, plane, quantile, start_tiny, wait
+from tests.support.control_token import bearer
 
 READERS, EVERY_S = 200, 2.0
 OVER = re.compile(rb'"state":"(completed|failed|stopped|interrupted)"')
@@ -176,6 +177,8 @@ class Load:
     def __init__(self, url: str, run_id: str) -> None:
         self.host, _, port = url.removeprefix("http://").partition(":")
         self.port, self.run_id = int(port), run_id
+        headers = {"Host": f"{self.host}:{port}"} | bearer()
+        self.headers = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         self.times: list[float] = []
         self.failed = 0
         self.over = asyncio.Event()
@@ -222,7 +225,7 @@ class Load:
             while not self.over.is_set():
                 began = time.perf_counter()
                 path = paths[number % len(paths)]
-                writer.write(f"GET {path} HTTP/1.1\r\nHost: {self.host}:{self.port}\r\n\r\n".encode())
+                writer.write(f"GET {path} HTTP/1.1\r\n{self.headers}\r\n".encode())
                 head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower()
                 length = re.search(r"content-length: (\d+)", head)
                 assert length is not None, head

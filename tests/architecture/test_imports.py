@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from tests.architecture.conftest import ROOT, run_code, run_without, started_without
+from tests.support.control_token import bearer
 from xtoken_core.compat.task_client import TaskClient
 from xtoken_core.config.resolved import ResolvedModel, ResolvedRun
 from xtoken_core.config.spec import RunSpec
@@ -152,7 +153,7 @@ def test_the_control_plane_serves_without_torch(tmp_path: Path) -> None:
         url = re.search(r"http://[0-9.]+:\d+", said)
         assert url is not None
         assert httpx.get(f"{url[0]}/readyz", timeout=30).json()["ready"] is True
-        assert httpx.get(f"{url[0]}/v1/runs", timeout=30).json() == {"runs": [], "next": None}
+        assert httpx.get(f"{url[0]}/v1/runs", timeout=30, headers=bearer()).json() == {"runs": [], "next": None}
 
 
 def test_the_name_proto_is_left_to_other_packages(tmp_path: Path) -> None:

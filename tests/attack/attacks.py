@@ -7,11 +7,12 @@ from multiprocessing.connection import Connection
 
 import httpx
 
-from tests.attack import connections, files, http_client, queue_peer, run_directory
+from tests.attack import connections, files, http_client, model_server, queue_peer, run_directory
 from tests.attack.target import Attack, FaultError, Target
 
 ATTACKS: dict[str, Attack] = {
     **queue_peer.ATTACKS, **connections.ATTACKS, **http_client.ATTACKS, **files.ATTACKS, **run_directory.ATTACKS,
+    **model_server.ATTACKS,
 }  # fmt: skip
 
 NO_ANSWER = "no answer"

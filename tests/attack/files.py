@@ -20,6 +20,7 @@ from tests.attack.target import Attack, FaultError, Target
 
 LONGEST_VALIDATION_S = 15.0
 SECRET = "/etc/passwd"
+PLANTED = ("json", "numpy", "safetensors", "sentencepiece", "tokenizers", "torch", "transformers", "xtoken_core")
 
 
 def fifo(path: Path) -> None:
@@ -186,7 +187,27 @@ def hostile_projections(target: Target, rng: random.Random, seconds: float) -> N
         shutil.rmtree(folder)
 
 
+def planted_modules(target: Target, rng: random.Random, seconds: float) -> None:
+    """Put files named as modules into the working directory while runs are checked: none may be executed."""
+    del seconds
+    executed = target.directory / f"executed-{rng.randrange(1 << 30)}"
+    planted = [target.working_directory / f"{name}.py" for name in PLANTED]
+    try:
+        for path in planted:
+            path.write_text(f"open({str(executed)!r}, 'a').write({path.name + ' '!r})\n")
+        for document in (target.spec, {**target.spec, "loss": {"mode": "chain", "vocab_topk": None}}):
+            with target.http() as http:
+                response = http.post("/v1/runs", params={"dry_run": True}, json=document)
+            if not response.is_success:
+                raise FaultError(f"a run is refused beside planted files: {response.text[:300]}")
+        if executed.exists():
+            raise FaultError(f"files of the working directory were executed: {executed.read_text()}")
+    finally:
+        for path in planted:
+            path.unlink(missing_ok=True)
+
+
 ATTACKS: dict[str, Attack] = {
     f"files.{attack.__name__}": attack
-    for attack in (hostile_model_files, hostile_indexes, hostile_text, hostile_projections)
+    for attack in (hostile_model_files, hostile_indexes, hostile_text, hostile_projections, planted_modules)
 }

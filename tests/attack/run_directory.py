@@ -101,6 +101,35 @@ def hostile_resume(target: Target, rng: random.Random, seconds: float) -> None:
                 raise FaultError("a resume from a checkpoint whose run.json is a FIFO does not end")
 
 
+def linked_checkpoints(target: Target, rng: random.Random, seconds: float) -> None:
+    """Replace the checkpoints of a run that writes them by a link to another run's: those must stay as they are."""
+    del seconds
+    name = f"linked-{rng.randrange(1 << 30)}"
+    output, other = target.runs / name, target.scratch("other")
+    for step in range(9):
+        (other / f"step-{step:08d}").mkdir(mode=0o700)
+    before = sorted(other.iterdir())
+    train = {**target.spec["train"], "checkpoint_every": 1, "keep_checkpoints": 1}
+    changes = {"name": name, "output": str(output), "train": train, "workers": {"collators": 1, "device": "cpu"}}
+    changes["workers"]["max_restarts"] = 0
+    with target.http() as http:
+        response = http.post("/v1/runs", json={**target.spec, **changes})
+        if response.status_code != 201:
+            raise FaultError(f"a run is refused: {response.text[:300]}")
+        path, swapped = f"/v1/runs/{response.json()['id']}", False
+        while http.get(path).json()["state"] not in ("failed", "completed", "stopped"):
+            if not swapped and any((output / "checkpoints").glob("step-*")):
+                (output / "checkpoints").rename(output / "moved")
+                (output / "checkpoints").symlink_to(other)
+                swapped = True
+            time.sleep(0.005)
+        http.delete(path, params={"files": True})
+    if not swapped:
+        raise FaultError("the run has written no checkpoint")
+    if sorted(other.iterdir()) != before:
+        raise FaultError(f"a run changed the checkpoints of another one: {sorted(p.name for p in other.iterdir())}")
+
+
 def long_line(path: Path) -> None:
     """Write one line of 50 MB."""
     path.write_bytes(b"x" * 50_000_000)
@@ -155,5 +184,6 @@ def fifo_checkpoint(path: Path) -> None:
 
 
 ATTACKS: dict[str, Attack] = {
-    f"run_directory.{attack.__name__}": attack for attack in (hostile_records, hostile_directories, hostile_resume)
+    f"run_directory.{attack.__name__}": attack
+    for attack in (hostile_records, hostile_directories, hostile_resume, linked_checkpoints)
 }

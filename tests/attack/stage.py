@@ -18,7 +18,7 @@ import psutil
 
 from tests.attack.free_time import FreeTime
 from tests.attack.target import Target
-from tests.contract.processes import ROOT, free_port, start_queue
+from tests.contract.processes import free_port, start_queue
 from tests.support.tiny_run import TinyAssets, documents, make_assets, tiny_spec, write_jsonl
 from xtoken_core.data_plane.address import Address
 
@@ -48,14 +48,16 @@ class Stage:
         self.queue: subprocess.Popen[bytes] | None = None
         temporary = Path(tempfile.mkdtemp(prefix="xa-", dir=directory))
         token = directory / "token"
+        working = directory / "working"
+        working.mkdir()
         command = [
-            sys.executable, "-m", "xtoken_services.cli", "control", "--port", "0",
+            sys.executable, "-P", "-m", "xtoken_services.cli", "control", "--port", "0",
             "--runs-dir", str(directory / "runs"),
             "--root", str(directory / "readable"), "--token-file", str(token), "--on-exit", "stop",
         ]  # fmt: skip
         env = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(temporary)}
         with self.log.open("wb") as log:
-            self.process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, env=env)
+            self.process = subprocess.Popen(command, cwd=working, stdout=log, stderr=log, env=env)
         try:
             self._prepare(token, temporary)
         except BaseException:
@@ -77,7 +79,7 @@ class Stage:
         plain = Target(
             url, token.read_text().strip(), other, (other, other),
             directory / "readable", directory / "runs", self._spec("plain", records=64), FreeTime(), "",
-            directory / "runs" / "victim",
+            directory / "runs" / "victim", directory / "working",
         )  # fmt: skip
         victim = self._start(plain, self._spec("victim", records=64))
         self.wait_for(lambda: self._state(plain, victim) == "completed")

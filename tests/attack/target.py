@@ -39,6 +39,7 @@ class Target:
         clock: Clock of the time that the machine had for the stage.
         victim: Id of a run that is over, whose files an attack may replace.
         victim_output: Directory of that run.
+        working_directory: Working directory of the control plane.
     """
 
     url: str
@@ -51,6 +52,7 @@ class Target:
     clock: FreeTime
     victim: str
     victim_output: Path
+    working_directory: Path
 
     def http(self, timeout: float = HUNG_S) -> httpx.Client:
         """Return an authenticated client of the control plane; `clock` measures how long an answer takes."""

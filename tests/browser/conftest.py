@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.control_token import bearer
 from tests.support.tiny_run import TinyAssets, documents, make_assets, write_jsonl
 from tests.unit.control.stored_runs import make_runs, put, spec
 
@@ -44,7 +45,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @dataclass(frozen=True)
 class Plane:
-    """A control plane, and files that its runs may read."""
+    """A control plane, and files that its runs may read; pages of one with the default token are signed in."""
 
     url: str
     assets: TinyAssets
@@ -52,6 +53,7 @@ class Plane:
     held_out: Path
     tasks: Path
     runs: Path
+    headers: dict[str, str]
 
 
 @pytest.fixture(scope="session")
@@ -141,7 +143,8 @@ def serve(place: Path, assets: TinyAssets, *arguments: str) -> Iterator[Plane]:
         while not (found := re.search(r"http://\S+:\d+", log.read_text())):
             assert process.poll() is None and time.monotonic() < deadline, log.read_text()
             time.sleep(0.05)
-        yield Plane(found[0], assets, text, held_out, tasks, place / "runs")
+        headers = {} if "--token-file" in arguments else bearer()
+        yield Plane(found[0], assets, text, held_out, tasks, place / "runs", headers)
     finally:
         process.terminate()
         process.wait(DEADLINE_S)
@@ -170,8 +173,9 @@ def open_page(chromium, plane: Plane) -> Iterator[Callable]:  # type: ignore[no-
 
     def make(path: str = "/", *, at: Plane = plane, width: int = 1280, colours: str = "light"):  # type: ignore[no-untyped-def]
         context = chromium.new_context(
-            viewport={"width": width, "height": 900}, color_scheme=colours, base_url=at.url, locale="en-GB"
-        )
+            viewport={"width": width, "height": 900}, color_scheme=colours, base_url=at.url, locale="en-GB",
+            extra_http_headers=at.headers,
+        )  # fmt: skip
         contexts.append(context)
         context.set_default_timeout(DEADLINE_MS)
         page = context.new_page()

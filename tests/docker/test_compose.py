@@ -158,12 +158,14 @@ def test_the_image_runs_as_an_ordinary_user_under_an_init(project: Project) -> N
 
 def test_a_run_goes_from_a_request_to_a_model_and_the_project_leaves_nothing(project: Project, data: Path) -> None:
     wait_for("the control plane", STARTED_S, lambda: ready(project.url))
-    answer = httpx.post(f"{project.url}/v1/runs", json=run_over_data(data), timeout=60)
+    token = docker("exec", container(project), "cat", "/cache/.config/xtoken/control.token").strip()
+    http = httpx.Client(base_url=project.url, timeout=60, headers={"Authorization": f"Bearer {token}"})
+    answer = http.post("/v1/runs", json=run_over_data(data))
     assert answer.is_success, answer.text
     run_id = answer.json()["id"]
 
     def ended() -> dict[str, Any] | None:
-        state = dict(httpx.get(f"{project.url}/v1/runs/{run_id}", timeout=30).json())
+        state = dict(http.get(f"/v1/runs/{run_id}").json())
         return state if state["state"] in ("completed", "failed", "stopped") else None
 
     state = wait_for("the run", FINISHED_S, ended)

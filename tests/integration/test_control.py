@@ -19,6 +19,7 @@ import psutil
 import pytest
 import torch
 
+from tests.support.control_token import bearer
 from tests.support.tiny_run import RUN_NAME, TinyAssets, steps_of, tiny_spec
 from xtoken_core.config.spec import RunSpec
 from xtoken_services.common.files.allowed_paths import Roots
@@ -123,7 +124,7 @@ def test_runs_over_http_by_a_process_without_torch(tmp_path: Path, assets: TinyA
     runs = tmp_path / "runs"
     control, url = serve(tmp_path, assets, program=("-c", WITHOUT_TORCH))
     try:
-        with httpx.Client(base_url=url, timeout=60) as http:
+        with httpx.Client(base_url=url, timeout=60, headers=bearer()) as http:
             _stop(control, http, tiny_spec(assets, tmp_path / "long", records=4000, output=runs / "long"))
             short = tiny_spec(
                 assets, tmp_path / "short", records=240, output=runs / "short", workers={"collators": 1}
@@ -204,7 +205,7 @@ def test_a_backup_without_the_cache_resumes_on_a_control_plane(tmp_path: Path, a
     spec = tiny_spec(assets, tmp_path, records=400, output=runs / "run", workers={"collators": 1})
     control, url = serve(tmp_path, assets)
     try:
-        with httpx.Client(base_url=url, timeout=60) as http:
+        with httpx.Client(base_url=url, timeout=60, headers=bearer()) as http:
             document = spec.model_dump(mode="json", exclude_defaults=True)
             del document["teacher"][0]["context_length"]  # what is left out is completed, and some text held back
             answer = http.post("/v1/runs", json=document)
@@ -288,27 +289,29 @@ def test_a_killed_control_plane_is_replaced_while_training_goes_on(
     spec = tiny_spec(assets, tmp_path / "run", records=2400, output=runs / "run", workers={"collators": 1})
     first, url = serve(tmp_path, assets)
     try:
-        answer = httpx.post(f"{url}/v1/runs", json=spec.model_dump(mode="json"), timeout=60)
+        answer = httpx.post(f"{url}/v1/runs", json=spec.model_dump(mode="json"), timeout=60, headers=bearer())
         path = answer.headers["location"]
         first.until(lambda: len(steps_of(spec.output)) >= 3)
-        pids = {w["name"]: w["pid"] for w in httpx.get(url + path).json()["workers"]}
+        pids = {w["name"]: w["pid"] for w in httpx.get(url + path, headers=bearer()).json()["workers"]}
     finally:
         first.process.kill()
         first.ended()
     assert not any(gone([pid]) for pid in pids.values())
     second, url = serve(tmp_path, assets)
     try:
-        shown = httpx.get(url + path, timeout=60).json()
+        shown = httpx.get(url + path, timeout=60, headers=bearer()).json()
         assert (shown["state"], {w["name"]: w["pid"] for w in shown["workers"]}) == ("running", pids)
         at = len(steps_of(spec.output))
         second.until(lambda: len(steps_of(spec.output)) > at)
         for name in killed:
             psutil.Process(pids[name]).kill()
-        second.until(lambda: httpx.get(url + path, timeout=60).json()["state"] == "completed", WHOLE_RUN_S)
+        second.until(
+            lambda: httpx.get(url + path, timeout=60, headers=bearer()).json()["state"] == "completed", WHOLE_RUN_S
+        )
         assert sorted(i for line in steps_of(spec.output) for i in line["ids"]) == list(range(2400))
-        shown = httpx.get(url + path, timeout=60).json()
+        shown = httpx.get(url + path, timeout=60, headers=bearer()).json()
         assert all(w["restarts"] >= 1 for w in shown["workers"] if w["name"] in killed)
-        notes = [note["message"] for note in httpx.get(f"{url}{path}/notes", timeout=60).json()]
+        notes = [note["message"] for note in httpx.get(f"{url}{path}/notes", timeout=60, headers=bearer()).json()]
         assert any(note.startswith("recovered: queue, collator-0, teacher-0-0, trainer-0") for note in notes)
         second.process.terminate()
         assert second.ended() == 0

@@ -131,6 +131,7 @@ def test_a_run_learns_from_it(assets: TinyAssets, tmp_path: Path, server: str, k
     changes = {
         "data": {"path": data, "append_eos": False}, "loss": {"mode": "p_kl", "vocab_topk": None, "temperature": 1.0},
         "train": {"samples_per_step": 2, "micro_batch_tokens": 320}, "queue": {"block_size": 2},
+        "workers": {"hang_timeout_s": 1000.0},
     }  # fmt: skip
     spec = tiny_spec(assets, tmp_path / "run", teacher=[teacher], **changes)
     result = run_locally(spec, show=False)  # the server takes seconds per sample: no deadline of the other tests

@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from tests.integration.test_control import run_file
+from tests.support.control_token import bearer
 from tests.support.tiny_run import TinyAssets, steps_of, tiny_spec
 from xtoken_core.config.spec import RunSpec
 from xtoken_services.supervisor.run_record import RunState
@@ -78,7 +79,7 @@ def complete_by_control_plane(spec: RunSpec, said: Path) -> None:
 
     wait(lambda: "serving at" in said.read_text())
     (url,) = re.findall(r"http://\S+:\d+", said.read_text())[-1:]
-    with httpx.Client(base_url=url, timeout=60) as http:
+    with httpx.Client(base_url=url, timeout=60, headers=bearer()) as http:
         answer = http.post("/v1/runs", json=spec.model_dump(mode="json") | {"eval": "none"})
         assert answer.status_code == 201, answer.text
         wait(lambda: RunState(http.get(answer.headers["location"]).json()["state"]).over)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gzip
+import itertools
 import json
+import socket
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -59,6 +63,63 @@ def serving(handler: Handler) -> Iterator[str]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+@contextmanager
+def raw_serving(script: Callable[[socket.socket], None]) -> Iterator[str]:
+    """Serve by a script that is given every connection after its first bytes; yield the address."""
+
+    def serve(connection: socket.socket) -> None:
+        with connection, suppress(OSError):
+            connection.recv(1 << 16)
+            script(connection)
+
+    def accept() -> None:
+        with suppress(OSError):
+            while True:
+                threading.Thread(target=serve, args=(listener.accept()[0],), daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=accept, daemon=True).start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+def dripped_headers(connection: socket.socket) -> None:
+    """Send headers that do not end, a byte at a time."""
+    connection.sendall(b"HTTP/1.1 200 OK\r\nX: ")
+    while True:
+        connection.sendall(b"x")
+        time.sleep(0.02)
+
+
+def endless_continue(connection: socket.socket) -> None:
+    """Send interim answers without an end."""
+    while True:
+        connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\n" * 64)
+        time.sleep(0.001)
+
+
+def nested_gzip(connection: socket.socket) -> None:
+    """Send a few KB that are 5 GB once both codings are undone."""
+    coder, zeros = zlib.compressobj(9, zlib.DEFLATED, 31), bytes(4 << 20)
+    # A block after a full flush refers to nothing before it, so that it may be repeated.
+    first, block = (coder.compress(zeros) + coder.flush(zlib.Z_FULL_FLUSH) for _ in range(2))
+    data = gzip.compress(first + 1279 * block)
+    head = f"HTTP/1.1 200 OK\r\nContent-Encoding: gzip, gzip\r\nContent-Length: {len(data)}\r\n\r\n"
+    connection.sendall(head.encode() + data)
+
+
+def endless_body(connection: socket.socket) -> None:
+    """Send a body without an end."""
+    connection.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+    for _ in itertools.count():
+        connection.sendall(b"0" * (1 << 16))
+
+
+RAW_ATTACKS: dict[str, Callable[[socket.socket], None]] = {
+    script.__name__: script for script in (dripped_headers, endless_continue, nested_gzip, endless_body)
+}
 
 
 @cache

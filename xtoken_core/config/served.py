@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
@@ -33,7 +33,8 @@ class ServedSpec(ConfigModel):
     url_connections: Annotated[int, Field(ge=1, le=1024)] = 8
     """Requests that a server has at a time from one worker; more wait."""
     url_timeout_s: Positive = 120.0
-    """Seconds for a sample with all its retries, on whatever server, before the worker fails."""
+    """Seconds for a sample with all its retries, on whatever server, before the worker fails; at most
+    `workers.hang_timeout_s`."""
 
     @field_validator("url", mode="before")
     @classmethod
@@ -69,6 +70,20 @@ def checked_url(url: str) -> str:
     if parts.scheme not in ("http", "https") or not host or parts.query or parts.fragment:
         raise ValueError(f"url: {url[:100]!r} is not the address of a server: write http://HOST:PORT")
     return url.rstrip("/")
+
+
+def check_waiting(models: Mapping[str, ServedSpec | None], hang_timeout_s: float) -> None:
+    """Refuse requests that may wait for longer than a worker may be without progress.
+
+    Raises:
+        ValueError: The first of them.
+    """
+    for field, served in models.items():
+        if served is not None and served.url and served.url_timeout_s > hang_timeout_s:
+            raise ValueError(
+                f"{field}.url_timeout_s = {served.url_timeout_s:g}: a worker that waits for so long counts as hung: "
+                f"lower it, or raise workers.hang_timeout_s ({hang_timeout_s:g})"
+            )
 
 
 def check_served(loss: LossConfig, held_out: EvalSpec | None, teachers: Sequence[ServedSpec]) -> None:

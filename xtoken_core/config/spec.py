@@ -14,7 +14,7 @@ from xtoken_core.config.data import DataSpec
 from xtoken_core.config.eval import EvalSpec
 from xtoken_core.config.loss import LossConfig, Positive
 from xtoken_core.config.rollout import BESIDE_COMPLETIONS, RolloutSpec, check_rollout
-from xtoken_core.config.served import ServedSpec, check_served
+from xtoken_core.config.served import ServedSpec, check_served, check_waiting
 from xtoken_core.config.text_only import CROSS_ENTROPY_ONLY, check_without_teachers
 from xtoken_core.config.train import ReportSpec, TrainSpec
 from xtoken_core.config.validation_errors import describe
@@ -251,6 +251,8 @@ class RunSpec(ConfigModel):
         if self.holds_back and self.data.sources:
             raise ValueError("eval.path: text is held back of a single data.path only, not of data.sources: name one")
         check_served(self.loss, self.eval, self.teacher)
+        served = {f"teacher.{number}": teacher for number, teacher in enumerate(self.teacher)}
+        check_waiting({**served, "rollout": self.rollout}, self.workers.hang_timeout_s)
         for index, teacher in enumerate(self.teacher):
             if teacher.fp8 and self.workers.device == "cpu":
                 raise ValueError(f'teacher.{index}.fp8 needs a GPU, and workers.device is "cpu": set it to false')

@@ -27,7 +27,7 @@ def control(
         typer.Option(
             "--token-file",
             help="The file (0600) with the token that requests must carry; created if it is missing.",
-            show_default=False,
+            show_default="~/.config/xtoken/control.token",
         ),
     ] = None,
     name: Annotated[

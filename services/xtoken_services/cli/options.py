@@ -9,10 +9,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from urllib.parse import urlsplit
 
 import typer
 
 from xtoken_core.errors import ConfigError
+from xtoken_services.common.files.private_files import control_token_file
 
 if TYPE_CHECKING:
     from xtoken_services.control.client import ControlClient
@@ -22,6 +24,7 @@ DEBUG_VARIABLE = "XTOKEN_DEBUG"
 DEFAULT_URL = "http://127.0.0.1:8400"
 URL_VARIABLE = "XTOKEN_CONTROL"
 TOKEN_VARIABLE = "XTOKEN_CONTROL_TOKEN_FILE"
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON; for a stream, one object a line.")]
 
@@ -31,7 +34,10 @@ ControlOption = Annotated[
 ControlTokenOption = Annotated[
     Path | None,
     typer.Option(
-        "--token-file", envvar=TOKEN_VARIABLE, help="The file with the control plane's token.", show_default=False
+        "--token-file",
+        envvar=TOKEN_VARIABLE,
+        help="The file with the control plane's token; at a loopback address this user's own, if left out.",
+        show_default=False,
     ),
 ]
 
@@ -170,7 +176,7 @@ def connect(url: str, token_file: Path | None) -> Iterator[ControlClient]:
     Raises:
         ConfigError: The token file cannot be read.
     """
-    token = read_control_token(token_file)
+    token = read_control_token(token_file, url)
     from xtoken_services.control.client import ControlClient
 
     client = ControlClient(url, token)
@@ -180,14 +186,20 @@ def connect(url: str, token_file: Path | None) -> Iterator[ControlClient]:
         client.close()
 
 
-def read_control_token(file: Path | None) -> str | None:
-    """Return the token in a file; None without a file.
+def read_control_token(file: Path | None, url: str) -> str | None:
+    """Return the token for a control plane; None without one.
+
+    Args:
+        file: File with the token; None: this user's own, which is sent to loopback addresses only.
+        url: The control plane.
 
     Raises:
-        ConfigError: It cannot be read.
+        ConfigError: The file cannot be read.
     """
     if file is None:
-        return None
+        file = control_token_file()
+        if urlsplit(url).hostname not in LOOPBACK or not file.exists():
+            return None
     try:
         return file.read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError) as error:

@@ -100,7 +100,7 @@ def _run_to_end(spec: RunSpec, loss: str | None, control: str | None, token_file
     if control:
         from xtoken_services.control.client import run_at
 
-        result = run_at(control, spec, token=read_control_token(token_file), as_json=as_json)
+        result = run_at(control, spec, token=read_control_token(token_file, control), as_json=as_json)
     else:
         from xtoken_services.supervisor.launchers.forks import early_fork_server
 

@@ -21,8 +21,9 @@ from xtoken_services.control.web import mount
 
 DESCRIPTION = """Start, monitor, stop and resume distillation runs.
 
-Errors are `application/problem+json` and name the invalid fields. If the control plane is served to other machines,
-every request except the probes needs the header `Authorization: Bearer TOKEN`."""
+Errors are `application/problem+json` and name the invalid fields. Every request except the probes
+needs the header `Authorization: Bearer TOKEN`, with the token in `~/.config/xtoken/control.token`, or in the file that
+`--token-file` names."""
 
 
 def create_app(runs: Runs, auth: Auth | None = None) -> FastAPI:

@@ -12,11 +12,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from starlette.datastructures import MutableHeaders
 from starlette.requests import HTTPConnection
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from xtoken_core.errors import ConfigError
 from xtoken_core.regular_files import access_of_others, open_regular
+from xtoken_services.common.files.private_files import control_token_file
 from xtoken_services.control.problems import problem
 from xtoken_services.control.sessions import DELAY_S, Sessions, WrongTokens
 
@@ -28,6 +30,8 @@ SHORTEST_TOKEN = 16
 BEARER = "Bearer "
 SINGLE_HEADERS = ("host", "origin", "authorization")
 """Headers that decide about access: with two of them, a proxy and this server could read different ones."""
+NO_HOST = frozenset("@/\\?#")
+"""Characters that a URL has around its host: `localhost@evil.example` could be read in two ways."""
 TOKEN_REQUIRED = "bearer token required: Authorization: Bearer TOKEN"
 WRONG_TOKEN = "bearer token required: the given one is wrong"
 TOO_MANY_WRONG = "too many wrong tokens from this address: retry in a moment"
@@ -39,7 +43,7 @@ class Auth:
     """Authentication and authorization of requests.
 
     Attributes:
-        token: Token that requests must carry; None for a control plane that listens on a loopback address only.
+        token: Token that requests must carry; None: they need none.
         names: Host names accepted in the Host header, in addition to addresses of this machine.
         remote: True if other machines can reach the control plane, in which case the Host header may be any address.
         open_paths: Paths that need no token in addition to the probes: the login page and static files.
@@ -56,7 +60,7 @@ class Auth:
 
     @classmethod
     def of(cls, host: str, token_file: Path | None, names: Iterable[str] = ()) -> Auth:
-        """Return the settings for a control plane that listens on `host`.
+        """Return the settings for a control plane that listens on `host`; without a token file, this user's own.
 
         Raises:
             ConfigError: Other machines can reach the host and there is no token, or the token file is not private.
@@ -64,8 +68,7 @@ class Auth:
         remote = not is_loopback(host)
         if remote and token_file is None:
             raise ConfigError(f"host {host} is reachable from other machines: a token is required (--token-file)")
-        token = read_token(token_file) if token_file is not None else None
-        return cls(token, frozenset(name.lower() for name in names), remote)
+        return cls(read_token(token_file or control_token_file()), frozenset(name.lower() for name in names), remote)
 
     def refusal(self, scope: Scope) -> tuple[int, str] | None:
         """Return status and reason of a refusal, or None if the request is accepted."""
@@ -76,7 +79,7 @@ class Auth:
                 return 400, f"more than one {single.title()} header"
         host = request.headers.get("host", "")
         # DNS rebinding: a foreign page's name that resolves to this machine must not reach the API.
-        if not self._is_own(_host_of(f"//{host}")):
+        if set(host) & NO_HOST or not self._is_own(_host_of(f"//{host}")):
             return 403, f"the Host header {host!r} is not a name of this control plane"
         # Browsers send it with every cross-site write; programs need not, and are known by their token.
         origin = request.headers.get("origin")
@@ -117,10 +120,16 @@ class AuthMiddleware:
         self._app, self._auth = app, auth
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Respond with 400, 401, 403 or 429, or pass the request on."""
+        """Respond with 400, 401, 403 or 429, or pass the request on. No answer's type is guessed by a browser."""
+
+        async def send_typed(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["X-Content-Type-Options"] = "nosniff"
+            await send(message)
+
         refusal = None if scope["type"] == "lifespan" else self._auth.refusal(scope)
         if refusal is None:
-            await self._app(scope, receive, send)
+            await self._app(scope, receive, send_typed)
             return
         response = problem(*refusal)
         if refusal[0] == 401:
@@ -129,7 +138,7 @@ class AuthMiddleware:
             response.headers["Retry-After"] = RETRY_AFTER
         if refusal[1] == WRONG_TOKEN:
             await self._auth.wrong_tokens.delay(address_of(scope))
-        await response(scope, receive, send)
+        await response(scope, receive, send_typed)
 
 
 def address_of(scope: Scope) -> str:
@@ -158,6 +167,7 @@ def read_token(file: Path) -> str:
     """
     try:
         try:
+            file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             # `O_EXCL`: of two starts at once one creates the token, the other reads it.
             handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except FileExistsError:

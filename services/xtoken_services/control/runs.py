@@ -150,7 +150,7 @@ class Runs:
                 continue
             try:
                 if create:
-                    output.mkdir()
+                    output.mkdir(mode=0o700)
             except FileExistsError:
                 continue
             except OSError as error:

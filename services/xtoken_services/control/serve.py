@@ -13,6 +13,7 @@ import uvicorn
 
 from xtoken_core.errors import ConfigError, XtokenError
 from xtoken_services.common.files.allowed_paths import Roots
+from xtoken_services.common.files.private_files import control_token_file
 from xtoken_services.common.processes.descriptors import raise_descriptor_limit
 from xtoken_services.control.app import create_app
 from xtoken_services.control.auth import Auth
@@ -108,7 +109,7 @@ def serve(
         port: Port to listen on; 0 for any free port.
         runs_dir: Directory of the database and of the runs' outputs.
         roots: Directories that runs may read, in addition to `runs_dir`.
-        token_file: File with the bearer token.
+        token_file: File with the bearer token; None: the user's own.
         names: Host names accepted in the Host header.
         proxies: Addresses or networks of proxies, which name their clients in X-Forwarded-For.
         stop_on_exit: True to stop all runs on exit, gracefully at the first signal and immediately at the second;
@@ -126,7 +127,7 @@ def serve(
         runs_dir.mkdir(parents=True, exist_ok=True)
         runs = Runs(runs_dir, validator=SpecValidator(Roots.of(roots, [runs_dir]), runs_dir.resolve()))
         server = HttpServer(runs, host, port, auth, listening, proxies)
-        log.info("serving at %s, runs in %s", server.url, runs_dir)
+        log.info("serving at %s, runs in %s, token in %s", server.url, runs_dir, token_file or control_token_file())
         try:
             while server.alive and not interrupts.wait():
                 pass

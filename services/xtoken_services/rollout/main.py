@@ -88,7 +88,7 @@ class RolloutLoop:
         waited = began - self._idle_since
         seeds = [seed_of(self.run.spec.seed, position, version.step) for position in prompts]
         ids = [ids for _, ids in prompts.values()]
-        sampled = self.sampler.complete(ids, seeds, self.worker.alive) if prompts else []
+        sampled = self.sampler.complete(ids, seeds, self._progress) if prompts else []
         times = [int(seconds * 1e6 / max(len(prompts), 1)) for seconds in (time.monotonic() - began, waited)]
         completions: dict[int, Completion] = {}
         for (position, (prompt, prompt_ids)), row in zip(prompts.items(), sampled, strict=True):
@@ -128,6 +128,13 @@ class RolloutLoop:
         self.queue.put_block(block.lease, [positions[index] for index in rows.records], rows.columns, short)
         self.worker.alive(1)
         self._idle_since = time.monotonic()
+
+    def _progress(self, answered: int | None = None) -> None:
+        """Report a token of this process's model, or how many prompts servers have answered so far."""
+        if answered is None:
+            self.worker.alive()
+        else:
+            self.worker.waiting(answered)
 
     def _load(self, block: Block) -> Version:
         """Load the published weights if there are newer ones; return their version.

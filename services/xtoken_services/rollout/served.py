@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import stat
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -75,7 +76,7 @@ class ServedSampler:
         return version
 
     def complete(
-        self, prompts: Sequence[np.ndarray], seeds: Sequence[int], progress: Callable[[], None]
+        self, prompts: Sequence[np.ndarray], seeds: Sequence[int], progress: Callable[[int], None]
     ) -> list[Sampled]:
         """Complete a batch of prompts; see `Sampler.complete`. A prompt that a server refuses has no tokens.
 
@@ -87,11 +88,13 @@ class ServedSampler:
             self._threads.submit(self._complete, prompt.tolist(), seed)
             for prompt, seed in zip(prompts, seeds, strict=True)
         ]
-        return results_of(futures, lambda _: progress())
+        return results_of(futures, progress)
 
     def _copy_missing(self) -> None:
         """Copy the student's files that the directory lacks, each whole: a worker may have been killed at this."""
-        self.directory.mkdir(parents=True, exist_ok=True)
+        self.directory.mkdir(mode=0o755, exist_ok=True)
+        # Servers may be another user's: they pass through the run's directory, without a right to list it.
+        self.directory.parent.chmod(stat.S_IMODE(self.directory.parent.stat().st_mode) | 0o011)
         for file in self.student.iterdir():
             target = self.directory / file.name
             if file.is_file() and file.suffix != SUFFIX and file.name != INDEX and not target.exists():

@@ -195,7 +195,7 @@ class ProcessGroup:
                 MARK: os_process.mark_of(self._run_id, process.spec.name, self.incarnation),
                 STATUS_FILE: str(status_path(process.log)),
             }
-            env = worker_environment({**process.spec.env, **rendezvous, **own})
+            env = worker_environment({**process.spec.env, **rendezvous, **own}, process.spec.secrets)
             command, node = process.spec.command_line(self.incarnation), process.spec.node
             process.handle = launcher.start(command, env, process.log, node=node)
             self._events.started(process.spec.name, self.incarnation, process.handle.identity)

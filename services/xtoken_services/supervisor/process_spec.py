@@ -13,8 +13,9 @@ from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.data_plane.address import Address
 from xtoken_core.queue.run.names import TRAIN, teacher_task
+from xtoken_services.common.http_engine.keys import VARIABLE as ENGINE_KEY
 from xtoken_services.common.processes.supervised import PYTHON
-from xtoken_services.supervisor.environment import PASSIVE_THREADS, THREADS
+from xtoken_services.supervisor.environment import HUB_TOKEN, PASSIVE_THREADS, THREADS, WANDB_KEY
 
 Kind = Literal["queue", "collator", "rollout", "teacher", "trainer", "writer"]
 STOP_ORDER: tuple[Kind, ...] = ("trainer", "writer", "teacher", "rollout", "collator", "queue")
@@ -32,6 +33,7 @@ class ProcessSpec:
         env: Variables that are added to the supervisor's own environment.
         task: The queue's task whose samples it leases, if it leases any.
         node: Number of its node group.
+        secrets: Names of variables with keys that it uses.
     """
 
     kind: Kind
@@ -41,6 +43,7 @@ class ProcessSpec:
     env: Mapping[str, str] = field(default_factory=dict)
     task: str = ""
     node: int = 0
+    secrets: tuple[str, ...] = ()
 
     def command_line(self, incarnation: int) -> list[str]:
         """Return the command line of one start."""
@@ -120,7 +123,8 @@ class _NodeProcesses:
         task: str = "",
     ) -> ProcessSpec:
         command = cli_command(kind, *arguments)
-        return ProcessSpec(kind, self.prefix + name, group or self.prefix + name, command, env, task, self.node)
+        group, secrets = group or self.prefix + name, secrets_of(self.run.spec, kind)
+        return ProcessSpec(kind, self.prefix + name, group, command, env, task, self.node, secrets)
 
 
 def writer_specs(run: ResolvedRun, resolved_file: Path, store: str) -> tuple[ProcessSpec, ...]:
@@ -136,7 +140,21 @@ def writer_specs(run: ResolvedRun, resolved_file: Path, store: str) -> tuple[Pro
         cli_command("store", "write", str(resolved_file), "--out", store, "--rank", str(rank))
         for rank in range(run.spec.workers.ranks)
     ]
-    return tuple(ProcessSpec("writer", name, name, each, env) for name, each in zip(names, commands, strict=True))
+    secrets = secrets_of(run.spec, "writer")
+    return tuple(
+        ProcessSpec("writer", name, name, each, env, secrets=secrets)
+        for name, each in zip(names, commands, strict=True)
+    )
+
+
+def secrets_of(spec: RunSpec, kind: Kind) -> tuple[str, ...]:
+    """Return the names of the variables with keys that a kind of worker uses."""
+    if kind == "trainer":
+        uses = {HUB_TOKEN: spec.push_to is not None, WANDB_KEY: spec.report.wandb == "online"}
+    else:
+        models = {"teacher": spec.teacher, "writer": spec.teacher, "rollout": (spec.rollout,)}.get(kind, ())
+        uses = {ENGINE_KEY: any(model and model.url and not model.url_key_file for model in models)}
+    return tuple(name for name, used in uses.items() if used)
 
 
 def cli_command(*arguments: str) -> tuple[str, ...]:

@@ -17,8 +17,10 @@ from typing import Any
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import XtokenError
+from xtoken_core.regular_files import access_of_others
 from xtoken_core.transports import remove_stale_files
 from xtoken_services.common.files.input_files import check_input_files
+from xtoken_services.common.files.private_files import OTHERS_WRITE
 from xtoken_services.common.run.resume import RESOLVED, check_output
 from xtoken_services.common.run.status import RunState, RunStatus
 from xtoken_services.supervisor.events import SupervisorEvents
@@ -361,6 +363,10 @@ def prepare_run(
         (output / SUMMARY).unlink()  # the run resumes, with other settings: it has no summary yet
     write_json(output / SPEC, run.spec.model_dump(mode="json"))
     write_json(output / RESOLVED, resolved.model_dump(mode="json"))
+    if access := access_of_others(output.stat(), OTHERS_WRITE):
+        warnings.append(
+            f"the output directory {output} {access}: others may change what the run reads again: chmod 700 it"
+        )
     for warning in warnings:
         run.events.message(warning)
         log.warning("%s", warning)

@@ -41,7 +41,7 @@ def work(link: QueueLink, *, teacher: int, rank: int, name: str | None) -> None:
 
         def report(activity: str) -> None:
             worker.activity(activity)
-            worker.alive()
+            worker.waiting(activity)
 
         with opened_teacher(worker.run, teacher, rank, report, transport) as model:
             if (worker.run.group, rank) == (0, 0):  # the rank that writes the run's evaluations waits for it

@@ -10,14 +10,15 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError
 from torch import Tensor
 
 from xtoken_core.atomic import atomic_rename, atomic_write
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.errors import InputError, OutputError, XtokenError
+from xtoken_services.common.files.private_files import check_private_directory
 from xtoken_services.common.run.resume import (
     BEST,
     RUN,
@@ -70,6 +71,9 @@ class Cursor:
     nonfinite_in_a_row: int = 0
     skipped: dict[int, str] = field(default_factory=dict)
     dead: dict[int, str] = field(default_factory=dict)
+
+
+CURSOR = TypeAdapter(Cursor)
 
 
 class Checkpoints:
@@ -176,9 +180,11 @@ class Checkpoints:
     def _read(self, path: Path, state: Mapping[str, Tensor]) -> Cursor:
         identity, document = read_run_document(path)
         try:
-            cursor = cursor_from(document)
-        except (ValueError, KeyError, TypeError) as error:
-            raise unreadable(path, error) from error
+            cursor = CURSOR.validate_python(document)
+        except ValidationError as error:
+            first = error.errors()[0]
+            name = ".".join(map(str, ("cursor", *first["loc"])))
+            raise unreadable(path, ValueError(f"{name}: {first['msg']}")) from error
         check_identity(path, identity, self.run)
         try:
             read_tensors(path, read_index(path), state, self.group.rank, self.group.size)
@@ -221,10 +227,12 @@ class Checkpoints:
     def _prepare(self, scratch: Path) -> None:
         """Create an empty temporary directory, before any rank writes into it."""
         self.directory.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
+        check_private_directory(self.directory)
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir(mode=PRIVATE)
 
     def _commit(self, scratch: Path, target: Path, document: str) -> None:
+        check_private_directory(self.directory)  # a link would lead to another run's, which are replaced and pruned
         atomic_write(scratch / RUN, document)
         (scratch / RUN).chmod(FILE_MODE)
         if target.is_dir():
@@ -237,6 +245,7 @@ class Checkpoints:
     def _link_best(self) -> None:
         """Point the link `best` to the best checkpoint, once it is written."""
         if self._kept is not None and self.path_of(self._kept).is_dir():
+            check_private_directory(self.directory)
             # Both the writing thread and the training thread may come here; the link is for readers, never read here.
             scratch = self.directory / f".{BEST}.{threading.get_ident()}.tmp"
             scratch.unlink(missing_ok=True)
@@ -260,12 +269,6 @@ def discard(checkpoint: Path) -> None:
     shutil.rmtree(scratch, ignore_errors=True)
     checkpoint.rename(scratch)
     shutil.rmtree(scratch, ignore_errors=True)
-
-
-def cursor_from(document: Mapping[str, Any]) -> Cursor:
-    """Return a cursor from JSON, where all keys are strings."""
-    positions = {name: {int(i): str(why) for i, why in document[name].items()} for name in ("skipped", "dead")}
-    return Cursor(**{**document, **positions})
 
 
 def _reason(error: BaseException) -> str:

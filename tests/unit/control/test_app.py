@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,6 +48,18 @@ def test_readiness_without_database(client: TestClient, runs: Runs) -> None:
     answer = client.get("/readyz")
     assert answer.status_code == 503
     assert answer.json()["age_s"] >= 60 and "the database has not responded" in answer.json()["reason"]
+
+
+def test_readiness_at_a_full_disk(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1 << 30, (1 << 30) - 4096, 4096))  # type: ignore[attr-defined]
+    answer = client.get("/readyz")
+    assert answer.status_code == 503 and answer.json()["reason"] == "the disk of the runs is full"
+
+
+@pytest.mark.parametrize("path", ["/", "/livez", "/v1/runs", "/v1/none", "/metrics", "/openapi.json", "/static/none"])
+def test_no_answer_s_type_is_guessed(client: TestClient, path: str) -> None:
+    for headers in ({}, {"host": "evil.example"}):
+        assert client.get(path, headers=headers).headers["X-Content-Type-Options"] == "nosniff"
 
 
 def test_readiness_with_an_emptied_database(client: TestClient, runs: Runs) -> None:

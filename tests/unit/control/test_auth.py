@@ -12,6 +12,7 @@ from starlette.testclient import WebSocketDenialResponse
 
 from tests.unit.control.stored_runs import HERE, make_runs
 from xtoken_core.errors import ConfigError
+from xtoken_services.cli.options import read_control_token
 from xtoken_services.control import sessions
 from xtoken_services.control.app import create_app
 from xtoken_services.control.auth import COOKIE, Auth, is_loopback, read_token
@@ -40,6 +41,8 @@ def status(runs: Runs, auth: Auth, headers: dict, path: str = "/v1/runs", method
         ({"host": "192.168.1.7:8400"}, 403),
         ({"host": "127.0.0.1.evil.example:8400"}, 403),
         ({"host": "["}, 403),
+        ({"host": "evil.example@127.0.0.1:8400"}, 403),
+        ({"host": "127.0.0.1:8400/evil.example"}, 403),
         ({"origin": "https://evil.example"}, 403),
         ({"origin": "http://127.0.0.1:3000"}, 403),
         ({"origin": "http://127.0.0.1"}, 403),
@@ -147,10 +150,20 @@ def test_web_socket(runs: Runs) -> None:
 def test_remote_address_needs_a_token(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"host 0\.0\.0\.0 is reachable from other machines: a token is required"):
         Auth.of("0.0.0.0", None)
-    assert Auth.of("127.0.0.1", None).token is None
     auth = Auth.of("0.0.0.0", tmp_path / "token")
     assert auth.remote and auth.token == (tmp_path / "token").read_text().strip()
     assert (tmp_path / "token").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_control_plane_has_a_token_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs: Runs) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    auth, file = Auth.of("127.0.0.1", None), tmp_path / "config" / "xtoken" / "control.token"
+    assert [path.stat().st_mode & 0o777 for path in (file, file.parent)] == [0o600, 0o700]
+    assert status(runs, auth, {}) == 401
+    assert status(runs, auth, {"authorization": f"Bearer {file.read_text().strip()}"}) == 200
+    assert Auth.of("127.0.0.1", None).token == auth.token == read_control_token(None, "http://localhost:8400")
+    assert read_control_token(None, "http://elsewhere.example:8400") is None
+    assert read_control_token(None, "http://127.0.0.1.example:8400") is None
 
 
 def test_token_file_must_be_private(tmp_path: Path) -> None:

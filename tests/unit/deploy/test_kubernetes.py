@@ -108,4 +108,20 @@ def test_nothing_runs_as_root_or_twice_over_the_same_volume(pod: dict[str, Any])
     for part in (*pod["initContainers"], *pod["containers"]):
         assert part["securityContext"]["allowPrivilegeEscalation"] is False
         assert part["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+        assert part["securityContext"]["readOnlyRootFilesystem"] is True
     assert find("StatefulSet")["spec"]["replicas"] == 1
+
+
+def test_what_a_run_writes_is_on_a_volume(container: dict[str, Any]) -> None:
+    writable = {mount["mountPath"] for mount in container["volumeMounts"] if not mount.get("readOnly")}
+    assert {"/runs", "/cache", "/tmp", "/dev/shm"} == writable
+
+
+def test_only_pods_of_the_namespace_reach_the_pod(container: dict[str, Any]) -> None:
+    policy, labels = find("NetworkPolicy")["spec"], find("StatefulSet")["spec"]["template"]["metadata"]["labels"]
+    assert policy["podSelector"]["matchLabels"].items() <= labels.items()
+    assert policy["policyTypes"] == ["Ingress", "Egress"]
+    (ingress,) = policy["ingress"]
+    assert ingress["from"] == [{"podSelector": {}}]
+    assert [port["port"] for port in ingress["ports"]] == [port["name"] for port in container["ports"]]
+    assert {port["port"] for rule in policy["egress"] for port in rule["ports"]} == {53}

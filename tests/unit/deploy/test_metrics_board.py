@@ -123,11 +123,17 @@ def test_the_board_lies_where_its_provider_looks() -> None:
     assert home == Path(provider["options"]["path"]) / BOARD.name
 
 
-@pytest.mark.parametrize("name", ["prometheus.yml", "prometheus.remote.yml"])
-def test_prometheus_reads_the_control_plane_and_a_queue(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "token"),
+    [
+        ("prometheus.yml", "/cache/.config/xtoken/control.token"),
+        ("prometheus.remote.yml", "/run/secrets/control-token"),
+    ],
+)
+def test_prometheus_reads_the_control_plane_and_a_queue(name: str, token: str) -> None:
     jobs = {job["job_name"]: job for job in parsed(DEPLOY / "prometheus" / name)["scrape_configs"]}
     settings = (DEPLOY.parent / ".env").read_text(encoding="utf-8")
     (port,) = re.findall(r"^XTOKEN_PORT=(\d+)$", settings, re.MULTILINE)
     assert jobs["xtoken"]["static_configs"] == [{"targets": [f"127.0.0.1:{port}"]}]
     assert set(jobs) == {"xtoken", "xtoken-queue"}
-    assert ("authorization" in jobs["xtoken"]) == (name == "prometheus.remote.yml")
+    assert jobs["xtoken"]["authorization"] == {"credentials_file": token}

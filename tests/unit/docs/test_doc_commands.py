@@ -17,7 +17,7 @@ from xtoken_services.cli.app import app
 GUIDES = [ROOT / "README.md", ROOT / "docs/quickstart.md"]
 """Pages that are followed from the top in a fresh shell."""
 SYSTEM = {
-    ".", "cp", "curl", "df", "docker", "echo", "export", "kubectl", "ls", "mkdir", "nvidia-cuda-mps-control",
+    ".", "cat", "cp", "curl", "df", "docker", "echo", "export", "kubectl", "ls", "mkdir", "nvidia-cuda-mps-control",
     "nvidia-smi", "openssl", "pip", "ray", "sed", "umask",
 }  # fmt: skip
 """Programs of other projects, whose options are not checked."""

@@ -152,12 +152,14 @@ class Generating:
 def test_every_version_is_read_by_the_server(stack: ExitStack, student: Path, tmp_path: Path, kind: str) -> None:
     text = TextTokenizer(AutoTokenizer.from_pretrained(student), "student")
     assert text.eos_id is not None
-    handler = Generating(tmp_path / "rollout-model", text.eos_id)
+    handler = Generating(tmp_path / "run" / "rollout-model", text.eos_id)
     engine = engine_of(stack, student, kind, handler)
     allowed = torch.ones(len(text.tokenizer), dtype=torch.bool)
     vocabulary = Vocabulary(text.table.pieces, allowed, frozenset({text.eos_id}), 0)
     settings = RolloutSpec(max_new_tokens=6, temperature=0.0)
-    sampler = ServedSampler(engine, vocabulary, settings, student, tmp_path / "rollout-model")
+    output = tmp_path / "run"
+    output.mkdir(mode=0o700)
+    sampler = ServedSampler(engine, vocabulary, settings, student, output / "rollout-model")
     prompts = [np.array([5, 6, 7]), np.array([9])]
     writer = WeightsWriter(tmp_path / "weights")
     model: Any = AutoModelForCausalLM.from_pretrained(student)
@@ -165,7 +167,8 @@ def test_every_version_is_read_by_the_server(stack: ExitStack, student: Path, tm
     for step in (3, 4):
         writer.write(model, Version(step, 1))
         assert sampler.load(tmp_path / "weights") == Version(step, 1)
-        sampled = sampler.complete(prompts, [1, 2], lambda: None)
+        assert [path.stat().st_mode & 0o777 for path in (output, output / "rollout-model")] == [0o711, 0o755]
+        sampled = sampler.complete(prompts, [1, 2], lambda _: None)
         outcomes.append([row.ids for row in sampled])
         assert all(row.finished == row.ends == (row.ids[-1] == text.eos_id) for row in sampled)
         with torch.no_grad():
@@ -209,7 +212,7 @@ def test_a_token_that_is_no_text_cuts_a_completion(stack: ExitStack, student: Pa
     vocabulary = Vocabulary([b"x"] * 16, allowed, frozenset({1}), 0)
     engine = engine_of(stack, student, "vllm", answer)
     sampler = ServedSampler(engine, vocabulary, RolloutSpec(), student, tmp_path / "model")
-    [row] = sampler.complete([np.array([5])], [0], lambda: None)
+    [row] = sampler.complete([np.array([5])], [0], lambda _: None)
     assert (row.ids, row.finished) == ([7], False)
 
 

@@ -137,6 +137,20 @@ def test_refused_start_empties_a_directory_that_was_there_before(
             spec.output.rmdir()
 
 
+def test_a_run_directory_is_private_and_one_that_others_may_write_is_warned_about(
+    scripted_spec: Scripted, caplog: pytest.LogCaptureFixture
+) -> None:
+    spec = scripted_spec(2)
+    assert run_locally(spec, show=False).exit_code == 0
+    assert spec.output.stat().st_mode & 0o777 == 0o700
+    assert "others may change" not in caplog.text
+    shutil.rmtree(spec.output)
+    spec.output.mkdir()
+    spec.output.chmod(0o777)
+    assert run_locally(spec, show=False).exit_code == 0
+    assert "is open to other users (mode 0777): others may change what the run reads again" in caplog.text
+
+
 def test_status_has_the_fields_of_the_control_plane(
     scripted_spec: Scripted, capsys: pytest.CaptureFixture[str]
 ) -> None:

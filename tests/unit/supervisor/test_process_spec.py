@@ -11,7 +11,9 @@ from typer.testing import CliRunner
 from tests.unit.supervisor.scripted_run import resolved_run
 from xtoken_core.data_plane.address import Address
 from xtoken_services.cli.app import app
-from xtoken_services.supervisor.process_spec import build_process_specs, threads_of_model_workers
+from xtoken_services.common.http_engine.keys import VARIABLE as ENGINE_KEY
+from xtoken_services.supervisor.environment import HUB_TOKEN, SECRETS, worker_environment
+from xtoken_services.supervisor.process_spec import build_process_specs, threads_of_model_workers, writer_specs
 
 
 def test_processes_of_two_ranks(tmp_path: Path) -> None:
@@ -33,6 +35,22 @@ def test_single_rank_has_no_rendezvous(tmp_path: Path) -> None:
         resolved_run(tmp_path, steps=2), tmp_path / "r.json", [Address.parse("ipc:///private/queue")]
     )
     assert not {"RANK", "WORLD_SIZE"} & set(members[-1].env)
+
+
+def test_only_a_process_that_uses_a_key_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in SECRETS:
+        monkeypatch.setenv(name, f"secret of {name}")
+    run = resolved_run(tmp_path, steps=2)
+    spec = run.spec.model_copy(
+        update={"teacher": (run.spec.teacher[0].model_copy(update={"url": ("http://h:1",)}),), "push_to": "a/b"}
+    )
+    run = run.model_copy(update={"spec": spec})
+    members = build_process_specs(run, tmp_path / "r.json", [Address.parse("ipc:///private/queue")])
+    given = {m.kind: {*worker_environment(m.env, m.secrets)} & {*SECRETS} for m in members}
+    assert given == {"queue": set(), "collator": set(), "teacher": {ENGINE_KEY}, "trainer": {HUB_TOKEN}}
+    (writer,) = writer_specs(run, tmp_path / "r.json", "store")
+    assert writer.secrets == (ENGINE_KEY,)
+    assert not {*worker_environment({})} & {*SECRETS}  # of the fork server
 
 
 def test_commands_are_accepted_by_the_cli(tmp_path: Path) -> None:

@@ -81,11 +81,38 @@ def test_a_damaged_checkpoint_is_named(tmp_path: Path, file: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("step", "x"), ("skipped", [1]), ("dead", {"a": "b"}), ("tokens", {}), ("trained", 0.5)]
+)
+def test_a_cursor_of_another_type_is_named(tmp_path: Path, name: str, value: object) -> None:
+    file = saved(tmp_path) / "run.json"
+    document = json.loads(file.read_text())
+    document["cursor"][name] = value
+    file.write_text(json.dumps(document))
+    with pytest.raises(InputError, match=rf"cursor\.{name}"):
+        Checkpoints(tmp_path / "c", resolved_run(tmp_path)).load(file.parent, WEIGHTS)
+
+
 def test_a_checkpoint_that_others_may_write_is_refused(tmp_path: Path) -> None:
     path = saved(tmp_path)
     path.parent.chmod(0o770)
     with pytest.raises(InputError, match="chmod 700"):
         Checkpoints(tmp_path / "c", resolved_run(tmp_path)).load(path, WEIGHTS)
+
+
+def test_checkpoints_that_became_a_link_are_not_followed(tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    for step in (1, 2, 3, 4):
+        (other / f"step-{step:08d}").mkdir(parents=True, mode=0o700)
+    checkpoints = Checkpoints(tmp_path / "c", resolved_run(tmp_path))
+    (tmp_path / "c").symlink_to(other)
+    checkpoints.save(Cursor(step=4), WEIGHTS)
+    with pytest.raises(OutputError, match="a symbolic link or not a directory"):
+        checkpoints.wait()
+    with pytest.raises(OSError, match="a symbolic link or not a directory"):
+        checkpoints.keep(3)
+    assert sorted(path.name for path in other.iterdir()) == [f"step-{step:08d}" for step in (1, 2, 3, 4)]
+    assert not list(other.glob("*/*"))
 
 
 def test_a_checkpoint_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:

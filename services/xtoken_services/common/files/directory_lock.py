@@ -19,14 +19,14 @@ class OccupiedError(XtokenError):
 
 @contextmanager
 def sole_owner(output: Path) -> Iterator[None]:
-    """Lock a run's output directory, which is created if it is missing.
+    """Lock a run's output directory, which is created for this user alone if it is missing.
 
     Raises:
         OccupiedError: Another run writes there.
         XtokenError: It cannot be created.
     """
     try:
-        output.mkdir(parents=True, exist_ok=True)
+        output.mkdir(mode=0o700, parents=True, exist_ok=True)
         handle = os.open(output, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as error:
         raise XtokenError(f"cannot create the output directory {output}: {error.strerror}") from error

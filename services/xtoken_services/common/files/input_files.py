@@ -11,6 +11,15 @@ from xtoken_core.errors import InputError
 from xtoken_core.projection.fingerprint import projection_header
 from xtoken_core.regular_files import read_json_object
 
+LARGEST = {
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers"), 1 << 12),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "n_head"), 1 << 12),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 1 << 14),
+    **dict.fromkeys(("hidden_size", "n_embd", "intermediate_size", "n_inner", "head_dim"), 1 << 20),
+    **dict.fromkeys(("vocab_size", "max_position_embeddings", "n_positions"), 1 << 26),
+}
+"""Sizes that no model reaches, by name in its configuration: with larger ones a worker would build it for minutes."""
+
 
 def check_input_files(spec: RunSpec) -> None:
     """Refuse a run whose models or projections are missing.
@@ -39,7 +48,12 @@ def read_model_config(what: str, directory: Path) -> dict[str, Any]:
     """
     path = directory / "config.json"
     try:
-        return read_json_object(path)
+        config = read_json_object(path)
+        for part in (config, *(value for value in config.values() if isinstance(value, dict))):
+            for name, most in LARGEST.items():
+                if isinstance(value := part.get(name), (int, float)) and value > most:
+                    raise ValueError(f"{name} = {value:g} is more than {most}")
+        return config
     except OSError as error:
         raise InputError(
             f"cannot read the {what}'s model: {path}: {error.strerror}: it takes a Hugging Face directory"

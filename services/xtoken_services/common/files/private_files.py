@@ -11,23 +11,23 @@ from pathlib import Path
 from xtoken_core.errors import InputError
 from xtoken_core.regular_files import IrregularFileError, access_of_others, open_below, read_open
 
+CONTROL_TOKEN = "xtoken/control.token"
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
-def check_private_directory(path: Path, *, follow: bool = False) -> None:
+def check_private_directory(path: Path) -> None:
     """Refuse a directory that another user owns or may write to.
 
     Args:
         path: The directory.
-        follow: Accept a symbolic link to such a directory.
 
     Raises:
         InputError: Another user owns it or may write to it.
-        OSError: It is no directory, or cannot be read.
+        OSError: It is a symbolic link or no directory, or cannot be read.
     """
-    status = path.stat(follow_symlinks=follow)
+    status = path.lstat()
     if not stat.S_ISDIR(status.st_mode):
-        raise IrregularFileError("not a directory", path)
+        raise IrregularFileError("a symbolic link or not a directory", path)
     _check_writers(path, status, 0o700)
 
 
@@ -71,6 +71,11 @@ def read_private(root: Path, name: str, limit: int) -> bytes:
     """
     with open_private(root, name) as descriptor:
         return read_open(os.dup(descriptor), limit, root / name)
+
+
+def control_token_file() -> Path:
+    """Return the file with the token of this user's control planes; their commands read it too."""
+    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config", CONTROL_TOKEN)
 
 
 def _check_writers(path: Path, status: os.stat_result, mode: int) -> None:

@@ -8,9 +8,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from xtoken_services.common.http_engine.errors import EngineRefusalError
 from xtoken_services.common.http_engine.pool import EnginePool, Replica
-from xtoken_services.common.http_engine.scores import PromptScores, items, member, token_id
+from xtoken_services.common.http_engine.scores import PromptScores, TokenId
+
+
+class _ListedModel(msgspec.Struct):
+    id: str
+    max_model_len: int | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[_ListedModel]
+
+
+class _Tokens(msgspec.Struct):
+    tokens: list[TokenId]
+
+
+read_models = msgspec.json.Decoder(_Models).decode
+read_tokens = msgspec.json.Decoder(_Tokens).decode
 
 
 @dataclass(frozen=True)
@@ -84,18 +103,17 @@ class Engine(ABC):
         Raises:
             EngineRefusalError: It serves another one, or several and none is named.
         """
-        listed = member(self.pool.call("GET", "/v1/models", replica=replica), "data")
-        models = {str(member(one, "id")): one for one in listed} if isinstance(listed, list) else {}
+        listed = self.pool.call("GET", "/v1/models", decode=read_models, replica=replica).data
+        models = {one.id: one.max_model_len for one in listed}
         name = self._wanted or (next(iter(models)) if len(models) == 1 else None)
         if name not in models:
-            shown = ", ".join(sorted(models))[:200] or "none"
+            shown = self.pool.clean(", ".join(sorted(models))) or "none"
             raise EngineRefusalError(
                 f"{self.pool.field}.url: {replica.url} serves {shown}: name the one that is meant "
                 f"({self.pool.field}.url_model)"
             )
-        longest = models[name].get("max_model_len")
         self._name = name
-        return ServedModel(name, longest if isinstance(longest, int) else None)
+        return ServedModel(name, models[name])
 
     @property
     def name(self) -> str:
@@ -156,5 +174,5 @@ class IdsEngine(Engine):
     def tokenize(self, text: str, replica: Replica) -> list[int]:
         """See `Engine.tokenize`."""
         body: dict[str, Any] = {"model": self.name, "prompt": text, "add_special_tokens": True}
-        tokens = member(self.pool.call("POST", "/tokenize", body, replica=replica), "tokens")
-        return [token_id(token, "tokens") for token in items(tokens, len(tokens), "tokens")]
+        answer = self.pool.call("POST", "/tokenize", body, decode=read_tokens, entries=len(text), replica=replica)
+        return answer.tokens

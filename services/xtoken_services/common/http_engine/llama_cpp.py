@@ -15,17 +15,17 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from threading import Lock
-from typing import Any
+from typing import Annotated
 
 import msgspec
 import numpy as np
 
 from xtoken_core.alignment.tables import TEXT
 from xtoken_core.tokenizing import TextTokenizer
-from xtoken_services.common.http_engine.engine import Continuation, Engine, Sampling, ServedModel
+from xtoken_services.common.http_engine.engine import Continuation, Engine, Sampling, ServedModel, read_tokens
 from xtoken_services.common.http_engine.errors import EngineRefusalError, SampleRefusedError
 from xtoken_services.common.http_engine.pool import EnginePool, Replica
-from xtoken_services.common.http_engine.scores import PromptScores, ScoresBuilder, items, log_prob, member, token_id
+from xtoken_services.common.http_engine.scores import LogProb, PromptScores, ScoresBuilder, check_length
 
 EVENT = b"data: "
 LIKELIEST = 1024
@@ -33,6 +33,34 @@ LIKELIEST = 1024
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 SEEDS = 1 << 31
 """Seeds of a request are below this."""
+
+
+Named = dict[str, LogProb]
+"""Log-probabilities of tokens by their texts."""
+
+
+class _LogProbs(msgspec.Struct):
+    tokens: list[str]
+    token_logprobs: list[LogProb | None]
+    top_logprobs: list[Named | None]
+
+
+class _Choice(msgspec.Struct):
+    logprobs: _LogProbs
+    text: str = ""
+    finish_reason: str | None = None
+
+
+class _Usage(msgspec.Struct, frozen=True):
+    prompt_tokens: int = -1
+
+
+class _Completion(msgspec.Struct):
+    choices: Annotated[list[_Choice], msgspec.Meta(min_length=1)]
+    usage: _Usage = _Usage()
+
+
+read_completion = msgspec.json.Decoder(_Completion).decode
 
 
 class LlamaCppEngine(Engine):
@@ -64,8 +92,9 @@ class LlamaCppEngine(Engine):
 
     def tokenize(self, text: str, replica: Replica) -> list[int]:
         """See `Engine.tokenize`."""
-        tokens = member(self.pool.call("POST", "/extras/tokenize", {"input": text}, replica=replica), "tokens")
-        return [token_id(token, "tokens") for token in items(tokens, len(tokens), "tokens")]
+        body, entries = {"input": text}, len(text)
+        answer = self.pool.call("POST", "/extras/tokenize", body, decode=read_tokens, entries=entries, replica=replica)
+        return answer.tokens
 
     def score(self, ids: Sequence[int], k: int, replica: Replica | None = None) -> PromptScores:
         """See `Engine.score`."""
@@ -80,21 +109,24 @@ class LlamaCppEngine(Engine):
             "echo": True,
             "logprobs": k,
         }
-        answer = self.pool.call("POST", "/v1/completions", body, replica=replica)
-        listed = member(answer, "choices", 0, "logprobs")
-        tokens = member(listed, "tokens")
+        entries = len(ids) * (k + 4)
+        answer = self.pool.call(
+            "POST", "/v1/completions", body, decode=read_completion, entries=entries, replica=replica
+        )
+        listed = answer.choices[0].logprobs
+        tokens, values, tops = listed.tokens, listed.token_logprobs, listed.top_logprobs
         # Counted without the begin-of-text token, which is not repeated, and with a generated one or none.
-        same = member(answer, "usage", "prompt_tokens") == len(ids) and len(ids) - 1 <= len(tokens) <= len(ids)
+        same = answer.usage.prompt_tokens == len(ids) and len(ids) - 1 <= len(tokens) <= len(ids)
         if not same or any(self._names.get(name, token) != token for name, token in zip(tokens, ids[1:], strict=False)):
             raise SampleRefusedError("the server tokenizes the text of a sample otherwise than its row")
-        values = items(member(listed, "token_logprobs"), len(tokens), "token_logprobs")
-        tops = items(member(listed, "top_logprobs"), len(tokens), "top_logprobs")
+        check_length(values, len(tokens), "token_logprobs")
+        check_length(tops, len(tokens), "top_logprobs")
         builder = ScoresBuilder(len(ids), k, self.vocab_size)
         if len(ids) > 1:
             first = self._first_token(replica)
             builder.add(0, self._named(first), self._value_of(first, ids[1]))
         for position in range(1, len(tokens)):
-            own = log_prob(values[position], "token_logprobs") if position + 1 < len(ids) else None
+            own = values[position] if position + 1 < len(ids) else None
             builder.add(position, self._named(tops[position]), own)
         return builder.scores()
 
@@ -120,17 +152,20 @@ class LlamaCppEngine(Engine):
             "logprobs": 1,
             "stop": list(sampling.stop),
         }
-        answer = self.pool.call("POST", "/v1/completions", body, replica=replica)
-        if member(answer, "usage", "prompt_tokens") != len(ids):
+        entries = len(ids) + 4 * sampling.max_tokens
+        answer = self.pool.call(
+            "POST", "/v1/completions", body, decode=read_completion, entries=entries, replica=replica
+        )
+        if answer.usage.prompt_tokens != len(ids):
             raise SampleRefusedError("the server tokenizes the text of a prompt otherwise than its row")
-        choice = member(answer, "choices", 0)
-        names = member(choice, "logprobs", "tokens")
-        tokens = [self._names.get(name) for name in items(names, len(names), "tokens")]
+        choice = answer.choices[0]
+        names = choice.logprobs.tokens
+        tokens = [self._names.get(name) for name in names]
         if None in tokens:
-            written = self._text.encode([str(member(choice, "text"))], specials=False)[0].tolist()
+            written = self._text.encode([choice.text], specials=False)[0].tolist()
             pieces = [self._text.table.pieces[token].decode("utf-8", errors="ignore") for token in written]
             tokens = written if pieces == names else tokens
-        finished = choice.get("finish_reason") == "stop"
+        finished = choice.finish_reason == "stop"
         if finished and not sampling.stop and self._text.eos_id is not None:
             tokens.append(self._text.eos_id)
         if None in tokens:
@@ -151,20 +186,14 @@ class LlamaCppEngine(Engine):
         counts = Counter(texts.values())
         return {text: token for token, text in texts.items() if text and counts[text] == 1}
 
-    def _named(self, entries: Any) -> list[tuple[int, float]]:
-        if not isinstance(entries, Mapping):
-            return []
-        return [
-            (self._names[name], log_prob(value, "top_logprobs"))
-            for name, value in entries.items()
-            if name in self._names
-        ]
+    def _named(self, entries: Mapping[str, float] | None) -> list[tuple[int, float]]:
+        return [(self._names[name], value) for name, value in (entries or {}).items() if name in self._names]
 
     def _value_of(self, entries: Mapping[str, float], token: int) -> float:
         """Return a token's log-probability in a distribution; without a name, that of an equal part of the rest."""
         name = self._text.table.pieces[token].decode("utf-8", errors="ignore")
         if self._names.get(name) == token and name in entries:
-            return log_prob(entries[name], "top_logprobs")
+            return entries[name]
         named = self._named(entries)
         rest = 1.0 - float(np.exp([value for _, value in named]).sum())
         return math.log(max(rest, 1e-7) / max(self.vocab_size - len(named), 1))
@@ -191,16 +220,16 @@ class LlamaCppEngine(Engine):
             "stream": True,
             "logprobs": count,
         }
-        answer = self.pool.call("POST", "/v1/completions", body, replica=replica, decode=first_event)
-        entries = member(answer, "choices", 0, "logprobs", "top_logprobs", 0)
-        if not isinstance(entries, Mapping):
+        answer = self.pool.call("POST", "/v1/completions", body, decode=first_event, entries=count, replica=replica)
+        entries = answer.choices[0].logprobs.top_logprobs[:1] if answer else []
+        if not entries or entries[0] is None:
             raise EngineRefusalError("an answer lacks the first token's log-probabilities: check url_engine")
-        return entries
+        return entries[0]
 
 
-def first_event(data: bytearray) -> Any:
-    """Return the first event of an answer in server-sent events, read as JSON."""
+def first_event(data: bytearray) -> _Completion | None:
+    """Return the first event of an answer in server-sent events; None without one."""
     for line in bytes(data).splitlines():
         if line.startswith(EVENT):
-            return msgspec.json.decode(line.removeprefix(EVENT))
+            return read_completion(line.removeprefix(EVENT))
     return None

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import CancelledError
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import msgspec
@@ -17,12 +20,16 @@ from xtoken_services.common.http_engine.errors import EngineError, EngineRefusal
 from xtoken_services.common.http_engine.keys import read_key
 
 log = logging.getLogger("xtoken.engine")
-logging.getLogger("httpx").setLevel(logging.WARNING)  # it would log every request
+for _name in ("httpx", "httpcore"):  # they would log every request, and headers in which a server repeats the key
+    logging.getLogger(_name).setLevel(logging.WARNING)
 
-CONNECT_S = 10.0
+Answer = TypeVar("Answer")
+CONNECT_S, CLOSE_S = 10.0, 5.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 15.0
-MAX_RESPONSE = 1 << 29
-"""Bytes of the longest response that is read."""
+MAX_RESPONSE, SHORT_RESPONSE = 1 << 29, 1 << 20
+"""Bytes of the longest response that is read; of one without lists, and of the rest of any other."""
+ENTRY = 256
+"""Bytes that a token may take in a response, with its name and its log-probability: 100 are usual."""
 TRY_AGAIN = (408, 425, 429, 500, 502, 503, 504)
 """Statuses after which a request is repeated, on another server if there is one."""
 SHOWN = 200
@@ -54,7 +61,7 @@ class Replica:
     """
 
     url: str
-    client: httpx.Client = field(repr=False)
+    client: httpx.AsyncClient = field(repr=False)
     in_flight: int = 0
     failures: int = 0
     free_at: float = 0.0
@@ -79,16 +86,20 @@ class EnginePool:
     def __init__(self, served: ServedSpec, field: str) -> None:
         self.field, self.timeout_s, self.limit = field, served.url_timeout_s, served.url_connections
         self._key = read_key(served.url_key_file, f"{field}.url_key_file")
-        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
+        # A few KB of compressed bytes may be gigabytes of text.
+        headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {self._key}"} if self._key else {})
         limits = httpx.Limits(max_connections=self.limit, max_keepalive_connections=self.limit)
         # trust_env=False: a proxy from the environment must not see the key. Nor must another host: no redirects.
         self.replicas = [
-            Replica(url, httpx.Client(base_url=url, headers=headers, limits=limits, trust_env=False))
+            Replica(url, httpx.AsyncClient(base_url=url, headers=headers, limits=limits, trust_env=False))
             for url in served.url
         ]
         self.requests = self.retries = self.received = 0
         self._changed = threading.Condition()
         self._closed = False
+        # Only an event loop ends a whole exchange at a deadline: a blocking read starts its timeout with every byte.
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._serve, name="requests", daemon=True).start()
 
     def call(
         self,
@@ -96,32 +107,35 @@ class EnginePool:
         path: str,
         body: Any = None,
         *,
+        decode: Callable[[bytearray], Answer],
+        entries: int = 0,
         replica: Replica | None = None,
-        decode: Callable[[bytearray], Any] = msgspec.json.decode,
-    ) -> Any:
+    ) -> Answer:
         """Send a request, and repeat it until it is answered.
 
         Args:
             method: `GET` or `POST`.
             path: Path below a server's address.
             body: Its body, sent as JSON.
-            replica: The server; None: any.
             decode: Reads the answer.
+            entries: Tokens that the answer may list, which bound its length.
+            replica: The server; None: any.
 
         Returns:
             The answer.
 
         Raises:
             EngineError: None has answered in time.
-            EngineRefusalError: A server refuses the request.
+            EngineRefusalError: A server refuses the request, or answers in another form.
         """
         deadline = time.monotonic() + self.timeout_s
         content = None if body is None else msgspec.json.encode(body)
+        most = min(SHORT_RESPONSE + ENTRY * entries, MAX_RESPONSE)
         reason = f"each has {self.limit} requests that it has not answered"
         while True:
             chosen = self._acquire(replica, deadline, reason)
             try:
-                data = self._attempt(chosen, method, path, content, deadline)
+                data = self._attempt(chosen, method, path, content, most, deadline)
             except _TryAgainError as error:
                 reason = f"{chosen.url}: {error}"
                 self._release(chosen, failed=True, pause_s=error.pause_s)
@@ -134,19 +148,44 @@ class EnginePool:
             self._release(chosen)
             try:
                 return decode(data)
+            except msgspec.ValidationError as error:
+                raise EngineRefusalError(
+                    f"{self.field}.url: {chosen.url}{path} gives an answer of another form: {error}: check url_engine"
+                ) from error
             except (msgspec.DecodeError, RecursionError) as error:
                 raise EngineRefusalError(
                     f"{self.field}.url: {chosen.url}{path} answers with something else than JSON: check the address "
                     "and url_engine"
                 ) from error
 
+    def clean(self, text: str) -> str:
+        """Return a server's own words on one line, shortened, without the key that they may repeat."""
+        text = text.replace(self._key, "[key]") if self._key else text
+        printable = "".join(character if character.isprintable() else " " for character in text)
+        return " ".join(printable.split())[:SHOWN]
+
     def close(self) -> None:
         """Close all connections; requests that wait fail."""
         with self._changed:
+            if self._closed:
+                return
             self._closed = True
             self._changed.notify_all()
+        with suppress(TimeoutError):
+            asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(CLOSE_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+    def _serve(self) -> None:
+        self._loop.run_forever()
+        self._loop.close()
+
+    async def _close(self) -> None:
+        requests = asyncio.all_tasks() - {asyncio.current_task()}
+        for request in requests:
+            request.cancel()
+        await asyncio.gather(*requests, return_exceptions=True)
         for replica in self.replicas:
-            replica.client.close()
+            await replica.client.aclose()
 
     def _acquire(self, wanted: Replica | None, deadline: float, reason: str) -> Replica:
         """Wait for a server that may get a request."""
@@ -182,61 +221,79 @@ class EnginePool:
                 replica.failures = 0
             self._changed.notify_all()
 
-    def _attempt(self, replica: Replica, method: str, path: str, content: bytes | None, deadline: float) -> bytearray:
+    def _attempt(
+        self, replica: Replica, method: str, path: str, content: bytes | None, most: int, deadline: float
+    ) -> bytearray:
         """Send a request once, and return the answer."""
         left = max(deadline - time.monotonic(), 0.01)
         if len(self.replicas) > 1:
             left = max(left / 2, 0.01)  # a server that accepts and never answers leaves time for another
-        until = time.monotonic() + left
-        timeout = httpx.Timeout(left, connect=min(CONNECT_S, left))
-        headers = {"Content-Type": "application/json"} if content is not None else {}
+        where = f"{self.field}.url: {replica.url}{path}"
+        with self._changed:
+            if self._closed:
+                raise EngineError(f"{self.field}.url: the connections were closed")
+            exchange = self._exchange(replica, method, path, content, most, left)
+            future = asyncio.run_coroutine_threadsafe(exchange, self._loop)
         try:
-            with replica.client.stream(method, path, content=content, headers=headers, timeout=timeout) as response:
-                status, pause = response.status_code, _seconds(response.headers.get("Retry-After"))
-                data = bytearray()
-                for part in response.iter_bytes():
-                    data += part
-                    if len(data) > MAX_RESPONSE:
-                        raise EngineRefusalError(
-                            f"{self.field}.url: {replica.url}{path} answers with more than {MAX_RESPONSE} bytes: lower "
-                            "topk or context_length"
-                        )
-                    if time.monotonic() > until:
-                        raise _TryAgainError("its answer takes too long")
-        except httpx.TimeoutException as error:
+            status, headers, data = future.result()
+        except CancelledError as error:
+            raise EngineError(f"{self.field}.url: the connections were closed") from error
+        except (httpx.TimeoutException, TimeoutError) as error:
             raise _TryAgainError("no answer") from error
+        except httpx.ProtocolError as error:  # its text repeats what the server sent, which may hold the key
+            raise _TryAgainError("it closes the connection, or answers with something else than HTTP") from error
         except (httpx.TransportError, httpx.InvalidURL) as error:
-            raise _TryAgainError(str(error)[:SHOWN] or type(error).__name__) from error
+            raise _TryAgainError(self.clean(str(error)) or type(error).__name__) from error
+        if (coding := headers.get("Content-Encoding", "identity")) != "identity":
+            raise EngineRefusalError(f"{where} encodes its answer ({self.clean(coding)}), which was not requested")
+        if len(data) > most:
+            raise EngineRefusalError(
+                f"{where} answers with more than {most} bytes: lower topk or context_length, or check url_engine"
+            )
         if status in TRY_AGAIN:
-            raise _TryAgainError(f"status {status}: {self._message(data)}", pause)
+            raise _TryAgainError(f"status {status}: {self._message(data)}", _seconds(headers.get("Retry-After")))
         if status != 200:
             hint = ": it takes another key (url_key_file, or the variable XTOKEN_ENGINE_KEY)" if status == 401 else ""
-            raise EngineRefusalError(
-                f"{self.field}.url: {replica.url}{path} refuses the request with status {status}: "
-                f"{self._message(data)}{hint}"
-            )
+            raise EngineRefusalError(f"{where} refuses the request with status {status}: {self._message(data)}{hint}")
         with self._changed:
             self.requests += 1
             self.received += len(data)
         return data
 
+    async def _exchange(
+        self, replica: Replica, method: str, path: str, content: bytes | None, most: int, limit_s: float
+    ) -> tuple[int, httpx.Headers, bytearray]:
+        """Return status, headers and content of an answer, read until it is longer than `most`.
+
+        Raises:
+            TimeoutError: It is not complete after `limit_s` seconds.
+        """
+        sent = {"Content-Type": "application/json"} if content is not None else {}
+        timeout = httpx.Timeout(None, connect=min(CONNECT_S, limit_s))
+        data = bytearray()
+        async with asyncio.timeout(limit_s):
+            async with replica.client.stream(method, path, content=content, headers=sent, timeout=timeout) as response:
+                async for part in response.aiter_raw():
+                    data += part
+                    if len(data) > most:
+                        break
+                return response.status_code, response.headers, data
+
     def _message(self, data: bytearray) -> str:
-        """Return a server's own message on one line, shortened, without the key that it may repeat."""
-        text = bytes(data[: 16 * SHOWN]).decode("utf-8", errors="replace")
+        """Return the message in an answer, as `clean` does."""
+        text = data.decode("utf-8", errors="replace")
         try:
             document = msgspec.json.decode(data)
             error = document.get("error", document) if isinstance(document, dict) else text
             text = str(error.get("message", error.get("detail", error)) if isinstance(error, dict) else error)
         except (msgspec.DecodeError, RecursionError):
             pass
-        text = text.replace(self._key, "[key]") if self._key else text
-        printable = "".join(character if character.isprintable() else " " for character in text)
-        return " ".join(printable.split())[:SHOWN] or "without a message"
+        return self.clean(text) or "without a message"
 
 
 def _seconds(header: str | None) -> float | None:
     """Return the seconds of a `Retry-After` header; None without one, or if it is a date."""
     try:
-        return min(max(float(header), 0.0), LONGEST_PAUSE_S) if header else None
+        return min(max(0.0, float(header)), LONGEST_PAUSE_S) if header else None  # not a number: 0
     except ValueError:
         return None

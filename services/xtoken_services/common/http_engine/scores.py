@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from jaxtyping import Float, Int
+from msgspec import Meta
 
 from xtoken_services.common.http_engine.errors import EngineRefusalError
 
+TokenId = Annotated[int, Meta(ge=0, lt=1 << 40)]
+"""Token id of an answer."""
+LogProb = Annotated[float, Meta(le=1e-3)]
+"""Log-probability of an answer; above 0 by rounding at most."""
+NOTHING = -9999.0
+"""Log-probability that servers write for tokens of no probability, since JSON has no infinity."""
 Entries = Sequence[tuple[int, float]]
 """Tokens with their log-probabilities."""
 
@@ -61,84 +67,30 @@ class ScoresBuilder:
         """
         ids = np.fromiter((token for token, _ in entries), dtype=np.int64, count=len(entries))
         values = np.fromiter((value for _, value in entries), dtype=np.float64, count=len(entries))
-        possible = (ids >= 0) & (ids < self._vocab_size) & (values > -np.inf)
-        ids, values = ids[possible], values[possible]
+        possible = (ids >= 0) & (ids < self._vocab_size) & (values > NOTHING)
+        ids, values = ids[possible], np.minimum(values[possible], 0.0)
         order = np.argsort(-values, kind="stable")[: self._k]
         self._ids[position, : len(order)] = ids[order]
         self._values[position, : len(order)] = values[order]
         if own is not None:
-            self._own[position] = own
+            self._own[position] = -np.inf if own <= NOTHING else min(own, 0.0)
 
     def scores(self) -> PromptScores:
         """Return the recorded scores."""
         return PromptScores(self._ids, self._values, self._own)
 
 
-def log_prob(value: Any, where: str) -> float:
-    """Return a log-probability of an answer.
-
-    Args:
-        value: A number, at most a rounding above 0; -9999 and the like stand for nothing.
-        where: The part of the answer, for errors.
-
-    Raises:
-        EngineRefusalError: It is none.
-    """
-    number = float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
-    if math.isnan(number) or number > MAX_LOG_PROB:
-        raise EngineRefusalError(f"{where} of an answer is no log-probability: {str(value)[:50]!r}")
-    return -math.inf if number <= NOTHING else min(number, 0.0)
+def token_id(name: str) -> int:
+    """Return the token id in a token's name, `token_id:N`, or -1 for another name."""
+    digits = name.removeprefix("token_id:")
+    return int(digits) if digits.isascii() and digits.isdigit() and len(digits) < 12 else -1
 
 
-MAX_LOG_PROB = 1e-3
-"""Above 0 by rounding at most."""
-NOTHING = -9999.0
-"""Log-probability that servers write for tokens of no probability, since JSON has no infinity."""
-
-
-def token_id(value: Any, where: str) -> int:
-    """Return a token id of an answer.
-
-    Args:
-        value: An integer, as a number or as text.
-        where: The part of the answer, for errors.
+def check_length(value: Sequence[Any], length: int, where: str) -> None:
+    """Refuse a list of an answer that has another length.
 
     Raises:
-        EngineRefusalError: It is none.
+        EngineRefusalError: It has.
     """
-    if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 12:
-        return int(value)
-    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 40:
-        return value
-    raise EngineRefusalError(f"{where} of an answer is no token id: {str(value)[:50]!r}")
-
-
-def items(value: Any, length: int, where: str) -> list[Any]:
-    """Return a list of an answer.
-
-    Args:
-        value: The list.
-        length: Its length.
-        where: The part of the answer, for errors.
-
-    Raises:
-        EngineRefusalError: It is none, or of another length.
-    """
-    if not isinstance(value, list) or len(value) != length:
-        raise EngineRefusalError(f"{where} of an answer is no list of {length} entries: check url_engine")
-    return value
-
-
-def member(value: Any, *path: str | int) -> Any:
-    """Return a part of an answer by its path.
-
-    Raises:
-        EngineRefusalError: The answer has no such part.
-    """
-    for step in path:
-        try:
-            value = value[step]
-        except (KeyError, IndexError, TypeError) as error:
-            name = ".".join(map(str, path))
-            raise EngineRefusalError(f"an answer lacks {name}: check url_engine") from error
-    return value
+    if len(value) != length:
+        raise EngineRefusalError(f"{where} of an answer has {len(value)} entries, not {length}: check url_engine")

@@ -9,13 +9,53 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from xtoken_services.common.http_engine.engine import Continuation, IdsEngine, Sampling
 from xtoken_services.common.http_engine.errors import EngineRefusalError
 from xtoken_services.common.http_engine.pool import Replica
-from xtoken_services.common.http_engine.scores import PromptScores, ScoresBuilder, items, log_prob, member, token_id
+from xtoken_services.common.http_engine.scores import LogProb, PromptScores, ScoresBuilder, TokenId, check_length
 
 SEEDS = 1 << 31
 """Seeds of a request are below this. They count only if the server was started for deterministic inference."""
+
+
+Scored = tuple[LogProb | None, TokenId, str | None]
+"""Log-probability, id and text of a token; the first token of a text has none of the first."""
+
+
+class _Scores(msgspec.Struct):
+    input_token_logprobs: list[Scored]
+    input_top_logprobs: list[list[Scored] | None] | None = None
+    output_top_logprobs: list[list[Scored] | None] | None = None
+
+
+class _Reason(msgspec.Struct):
+    type: str
+    matched: str | int | list[int] | None = None
+
+
+class _Generated(msgspec.Struct):
+    output_token_logprobs: list[Scored]
+    finish_reason: _Reason
+
+
+class _ScoredText(msgspec.Struct):
+    meta_info: _Scores
+
+
+class _Completion(msgspec.Struct):
+    meta_info: _Generated
+
+
+class _Loaded(msgspec.Struct):
+    success: bool
+    message: str = ""
+
+
+read_scores = msgspec.json.Decoder(_ScoredText).decode
+read_completion = msgspec.json.Decoder(_Completion).decode
+read_loaded = msgspec.json.Decoder(_Loaded).decode
 
 
 class SglangEngine(IdsEngine):
@@ -30,18 +70,18 @@ class SglangEngine(IdsEngine):
             "logprob_start_len": 0,
             "top_logprobs_num": k,
         }
-        meta = member(self.pool.call("POST", "/generate", body, replica=replica), "meta_info")
-        own = items(member(meta, "input_token_logprobs"), len(ids), "input_token_logprobs")
-        tops = items(member(meta, "input_top_logprobs"), len(ids), "input_top_logprobs") if k else [[]] * len(ids)
+        entries = len(ids) * (k + 2)
+        meta = self.pool.call("POST", "/generate", body, decode=read_scores, entries=entries, replica=replica).meta_info
+        tops = (meta.input_top_logprobs if k else None) or [None] * len(ids)
+        check_length(meta.input_token_logprobs, len(ids), "input_token_logprobs")
+        check_length(tops, len(ids), "input_top_logprobs")
         builder = ScoresBuilder(len(ids), k, self.vocab_size)
-        for position, (token, entry, entries) in enumerate(zip(ids[1:], own[1:], tops[1:], strict=True)):
-            read, value = _entry(entry, "input_token_logprobs")
-            if read != token:
+        for position, (token, own) in enumerate(zip(ids[1:], meta.input_token_logprobs[1:], strict=True)):
+            if own[0] is None or own[1] != token:
                 raise EngineRefusalError("input_token_logprobs of an answer is of other tokens: check url_engine")
-            builder.add(position, [_entry(one, "input_top_logprobs") for one in entries or ()], value)
-        after = meta.get("output_top_logprobs")
-        if after:
-            builder.add(len(ids) - 1, [_entry(one, "output_top_logprobs") for one in after[0] or ()], None)
+            builder.add(position, _entries(tops[position + 1]), own[0])
+        if meta.output_top_logprobs:
+            builder.add(len(ids) - 1, _entries(meta.output_top_logprobs[0]), None)
         return builder.scores()
 
     def complete(self, ids: Sequence[int], sampling: Sampling, replica: Replica | None = None) -> Continuation:
@@ -59,24 +99,24 @@ class SglangEngine(IdsEngine):
         if sampling.stop:
             parameters["stop"] = list(sampling.stop)
         body = {"input_ids": list(ids), "sampling_params": parameters, "return_logprob": True}
-        meta = member(self.pool.call("POST", "/generate", body, replica=replica), "meta_info")
-        entries = member(meta, "output_token_logprobs")
-        tokens = [_entry(one, "output_token_logprobs")[0] for one in items(entries, len(entries), "tokens")]
-        reason = member(meta, "finish_reason")
-        stops = member(reason, "type") == "stop"
-        return Continuation(tokens, stops, stops and isinstance(reason.get("matched"), str))
+        entries = len(ids) + 4 * sampling.max_tokens
+        meta = self.pool.call(
+            "POST", "/generate", body, decode=read_completion, entries=entries, replica=replica
+        ).meta_info
+        tokens = [token for _, token, _ in meta.output_token_logprobs]
+        stops = meta.finish_reason.type == "stop"
+        return Continuation(tokens, stops, stops and isinstance(meta.finish_reason.matched, str))
 
     def load_weights(self, directory: Path, replica: Replica) -> None:
         """See `Engine.load_weights`."""
         body = {"model_path": str(directory), "flush_cache": True}
-        answer = self.pool.call("POST", "/update_weights_from_disk", body, replica=replica)
-        if member(answer, "success") is not True:
+        answer = self.pool.call("POST", "/update_weights_from_disk", body, decode=read_loaded, replica=replica)
+        if not answer.success:
             raise EngineRefusalError(
-                f"{self.pool.field}.url: {replica.url} has not loaded {directory}: {str(answer.get('message'))[:200]}: "
+                f"{self.pool.field}.url: {replica.url} has not loaded {directory}: {self.pool.clean(answer.message)}: "
                 "let it see the run's output directory under the same path"
             )
 
 
-def _entry(entry: Any, where: str) -> tuple[int, float]:
-    """Return token and log-probability of an entry `[logprob, id, text]`."""
-    return token_id(member(entry, 1), where), log_prob(member(entry, 0), where)
+def _entries(listed: list[Scored] | None) -> list[tuple[int, float]]:
+    return [(token, value) for value, token, _ in listed or () if value is not None]

@@ -8,17 +8,48 @@ started with, which takes `VLLM_SERVER_DEV_MODE=1`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from xtoken_services.common.http_engine.engine import Continuation, IdsEngine, Sampling
 from xtoken_services.common.http_engine.errors import EngineRefusalError
 from xtoken_services.common.http_engine.pool import Replica
-from xtoken_services.common.http_engine.scores import PromptScores, ScoresBuilder, items, log_prob, member, token_id
+from xtoken_services.common.http_engine.scores import (
+    LogProb,
+    PromptScores,
+    ScoresBuilder,
+    TokenId,
+    check_length,
+    token_id,
+)
 
-ID_PREFIX = "token_id:"
-"""Beginning of a token's name with `return_tokens_as_token_ids`."""
+
+class _Entry(msgspec.Struct):
+    logprob: LogProb
+
+
+class _Generated(msgspec.Struct):
+    """Generated tokens, named `token_id:N` by `return_tokens_as_token_ids`."""
+
+    tokens: list[str] | None = None
+    top_logprobs: list[dict[str, LogProb] | None] | None = None
+
+
+class _Choice(msgspec.Struct):
+    logprobs: _Generated | None = None
+    prompt_logprobs: list[dict[TokenId, _Entry] | None] | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+
+class _Completion(msgspec.Struct):
+    choices: Annotated[list[_Choice], msgspec.Meta(min_length=1)]
+
+
+read_completion = msgspec.json.Decoder(_Completion).decode
 
 
 class VllmEngine(IdsEngine):
@@ -36,14 +67,18 @@ class VllmEngine(IdsEngine):
             "return_tokens_as_token_ids": True,
             "add_special_tokens": False,
         }
-        choice = member(self.pool.call("POST", "/v1/completions", body, replica=replica), "choices", 0)
+        choice = self._completion(body, len(ids) * (k + 2), replica)
         builder = ScoresBuilder(len(ids), k, self.vocab_size)
-        listed = items(member(choice, "prompt_logprobs"), len(ids), "prompt_logprobs")
+        listed = choice.prompt_logprobs or []
+        check_length(listed, len(ids), "prompt_logprobs")
         for position, (token, entries) in enumerate(zip(ids[1:], listed[1:], strict=True)):
-            builder.add(position, *_entries(entries, token))
-        generated = choice.get("logprobs")
-        if generated and generated.get("top_logprobs"):
-            builder.add(len(ids) - 1, _named(generated["top_logprobs"][0]), None)
+            if entries is None or token not in entries:
+                raise EngineRefusalError("prompt_logprobs of an answer lacks the text's own token: check url_engine")
+            values = [(name, entry.logprob) for name, entry in entries.items()]
+            builder.add(position, values, entries[token].logprob)
+        if choice.logprobs and choice.logprobs.top_logprobs:
+            after = choice.logprobs.top_logprobs[0] or {}
+            builder.add(len(ids) - 1, [(token_id(name), value) for name, value in after.items()], None)
         return builder.scores()
 
     def complete(self, ids: Sequence[int], sampling: Sampling, replica: Replica | None = None) -> Continuation:
@@ -66,34 +101,20 @@ class VllmEngine(IdsEngine):
         }
         if sampling.stop:
             body["stop"] = list(sampling.stop)
-        choice = member(self.pool.call("POST", "/v1/completions", body, replica=replica), "choices", 0)
-        names = member(choice, "logprobs", "tokens")
-        tokens = [token_id(str(name).removeprefix(ID_PREFIX), "tokens") for name in items(names, len(names), "tokens")]
-        stopped = isinstance(choice.get("stop_reason"), str)
-        return Continuation(tokens, choice.get("finish_reason") == "stop", stopped)
+        choice = self._completion(body, len(ids) + 4 * sampling.max_tokens, replica)
+        names = choice.logprobs.tokens if choice.logprobs else None
+        tokens = [token_id(name) for name in names or ()]
+        if names is None or min(tokens, default=0) < 0:
+            raise EngineRefusalError("logprobs of an answer lacks the ids of its tokens: check url_engine")
+        return Continuation(tokens, choice.finish_reason == "stop", isinstance(choice.stop_reason, str))
 
     def load_weights(self, directory: Path, replica: Replica) -> None:
         """See `Engine.load_weights`; the server must have been started with this directory, in development mode."""
-        self.pool.call("POST", "/collective_rpc", {"method": "reload_weights"}, replica=replica, decode=bytes)
-        self.pool.call("POST", "/reset_prefix_cache", replica=replica, decode=bytes)
+        self.pool.call("POST", "/collective_rpc", {"method": "reload_weights"}, decode=bytes, replica=replica)
+        self.pool.call("POST", "/reset_prefix_cache", decode=bytes, replica=replica)
 
-
-def _entries(entries: Any, own: int) -> tuple[list[tuple[int, float]], float]:
-    """Return a position's tokens, and the log-probability of the text's own, which is always among them."""
-    if not isinstance(entries, Mapping) or str(own) not in entries:
-        raise EngineRefusalError("prompt_logprobs of an answer lacks the text's own token: check url_engine")
-    read = {
-        token_id(name, "prompt_logprobs"): log_prob(member(entry, "logprob"), "prompt_logprobs")
-        for name, entry in entries.items()
-    }
-    return list(read.items()), read[own]
-
-
-def _named(entries: Any) -> list[tuple[int, float]]:
-    """Return the likeliest tokens after the text, named `token_id:N`."""
-    if not isinstance(entries, Mapping):
-        return []
-    return [
-        (token_id(name.removeprefix(ID_PREFIX), "top_logprobs"), log_prob(value, "top_logprobs"))
-        for name, value in entries.items()
-    ]
+    def _completion(self, body: dict[str, Any], entries: int, replica: Replica | None) -> _Choice:
+        answer = self.pool.call(
+            "POST", "/v1/completions", body, decode=read_completion, entries=entries, replica=replica
+        )
+        return answer.choices[0]

@@ -56,6 +56,7 @@ class Worker:
         self._limit = self.run.spec.workers.hang_timeout_s
         self._units = 0
         self._activity = "loading"
+        self._seen: object = None
         self._alive_at = time.monotonic()
         self._done = threading.Event()
 
@@ -85,6 +86,24 @@ class Worker:
         """
         self.beat(units)
         if self.stopping.is_set():
+            raise StopRequested
+
+    def waiting(self, seen: object) -> None:
+        """Report progress as `alive` does, if what was received has changed since the last call.
+
+        Args:
+            seen: What was received so far: while it is the same, a wait counts as no progress.
+
+        Raises:
+            StopRequested: The process was asked to stop.
+            StaleSessionError: The queue has ended the session.
+        """
+        if seen != self._seen:
+            self._seen = seen
+            self.alive()
+        elif self._stale is not None:
+            raise self._stale
+        elif self.stopping.is_set():
             raise StopRequested
 
     def beat(self, units: int = 0) -> None:

@@ -360,7 +360,7 @@ def _max_length(what: str, spec: ModelSpec, config: dict[str, Any]) -> int:
 
 def _writable(output: Path) -> None:
     try:
-        output.mkdir(parents=True, exist_ok=True)
+        output.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise XtokenError(f"cannot make the output directory {output}: {error.strerror}") from error
     if not os.access(output, os.W_OK | os.X_OK):

@@ -93,7 +93,7 @@ def read_run_document(path: Path) -> tuple[RunIdentity, dict[str, Any]]:
         InputError: It cannot be read, is of another version, or others may write to it.
     """
     try:
-        check_private_directory(path.parent, follow=True)
+        check_private_directory(path.parent)
         check_private_directory(path)
         document = parse_object(read_private(path, RUN, RUN_BYTES))
         version = document["version"]
@@ -138,7 +138,10 @@ def check_output(run: ResolvedRun) -> int:
         return 0
     identity, cursor = read_run_document(path)
     check_identity(path, identity, run)
-    return int(cursor.get("step", 0))
+    step = cursor.get("step")
+    if not isinstance(step, int) or step < 0:
+        raise unreadable(path, ValueError("its cursor has no step"))
+    return step
 
 
 def unreadable(path: Path, error: BaseException) -> InputError:

@@ -131,7 +131,6 @@ class OpenFileResponse(FileResponse):
             stat_result=os.fstat(descriptor),
             filename=name,
             media_type="application/octet-stream",
-            headers={"X-Content-Type-Options": "nosniff"},
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
+
 from fastapi import APIRouter, Request, Response
 
 from xtoken_services.control.api.dependencies import Context
 from xtoken_services.control.api.models import Live, Ready
 
 HOUSEKEEPING_LIMIT_S = 30.0
+LEAST_ROOM = 16 << 20
+"""Bytes without which neither a record of a run nor the database can be relied upon."""
 
 router = APIRouter(tags=["health"])
 
@@ -20,9 +24,12 @@ async def live() -> Live:
 
 @router.get("/readyz", responses={503: {"model": Ready}})
 async def ready(context: Context, response: Response) -> Ready:
-    """Check that the database responds and that every active run is supervised. Needs no token."""
+    """Check that the database responds, the disk has room and every active run is supervised. Needs no token."""
     stuck, age = context.runs.stuck(), context.runs.housekeeping_age_s
     reasons = [context.runs.database_error] if context.runs.database_error else []
+    directory = context.runs.directory
+    if directory is not None and shutil.disk_usage(directory).free < LEAST_ROOM:
+        reasons.append("the disk of the runs is full")
     if age > HOUSEKEEPING_LIMIT_S:
         reasons.append(f"the database has not responded for {age:.0f} s")
     if stuck:

@@ -140,7 +140,7 @@ def _created(output: Path) -> Path | None:
         RefusedError: It cannot be created, or has files.
     """
     try:
-        output.mkdir(parents=True)
+        output.mkdir(mode=0o700, parents=True)
         return output
     except FileExistsError:
         if not any(output.iterdir()):

@@ -51,7 +51,7 @@ def download_run_file(run_id: RunId, context: Context) -> Response:
 
 
 def _as_file(name: str) -> dict[str, str]:
-    return {"Content-Disposition": f'attachment; filename="{name}"', "X-Content-Type-Options": "nosniff"}
+    return {"Content-Disposition": f'attachment; filename="{name}"'}
 
 
 def _padded(size: int) -> int:

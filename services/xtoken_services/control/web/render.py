@@ -26,7 +26,6 @@ HEADERS = {
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; font-src 'self'; "
         "connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
     ),
-    "X-Content-Type-Options": "nosniff",
     # Not `no-referrer`: forms would then be sent with `Origin: null`.
     "Referrer-Policy": "same-origin",
     "Cache-Control": "no-store",

@@ -16,7 +16,7 @@ from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import XtokenError
 from xtoken_services.common.files.input_files import check_input_files
 from xtoken_services.common.processes.supervised import MARK, PYTHON
-from xtoken_services.supervisor.environment import PASSIVE_THREADS, THREADS, worker_environment
+from xtoken_services.supervisor.environment import PASSIVE_THREADS, SECRETS, THREADS, worker_environment
 from xtoken_services.supervisor.fork_server import MARK_ROOM, MESSAGE_LIMIT
 from xtoken_services.supervisor.launchers.base import STATUS_FILE
 from xtoken_services.supervisor.process_spec import threads_of_model_workers
@@ -45,6 +45,7 @@ NOT_READ_AT_IMPORT = {
     "WORLD_SIZE",
     "MASTER_ADDR",
     "MASTER_PORT",
+    *SECRETS,
 }
 """Variables in which a worker may differ from the server; one that differs in others is started as a program."""
 OWN = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "OPENBLAS_NUM_THREADS": "1"}

@@ -23,6 +23,7 @@ from xtoken_core.config.spec import RunSpec
 from xtoken_core.data_plane.address import Address
 from xtoken_core.errors import XtokenError
 from xtoken_services.common.processes.supervised import MARK, PYTHON
+from xtoken_services.supervisor.environment import SECRETS
 from xtoken_services.supervisor.launchers.base import (
     NODE_LOST_EXIT,
     STATUS_FILE,
@@ -263,7 +264,7 @@ class Bridge:
 
     def __init__(self, settings: dict[str, Any], log_file: Path) -> None:
         log_file.parent.mkdir(parents=True, exist_ok=True)
-        inherited = {name: value for name, value in os.environ.items() if name != MARK}
+        inherited = {name: value for name, value in os.environ.items() if name not in (MARK, *SECRETS)}
         with log_file.open("ab") as file:
             self._process = subprocess.Popen(
                 [*PYTHON, "xtoken_services.supervisor.launchers.ray_bridge"],

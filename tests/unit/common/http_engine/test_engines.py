@@ -23,7 +23,7 @@ from xtoken_core.tokenizing import TextTokenizer
 from xtoken_core.topk_logits import read_topk
 from xtoken_core.transports.ring import TopKSettings
 from xtoken_services.common.http_engine.check import check_servers
-from xtoken_services.common.http_engine.engine import Engine
+from xtoken_services.common.http_engine.engine import Engine, Sampling
 from xtoken_services.common.http_engine.errors import EngineError, EngineRefusalError
 from xtoken_services.common.http_engine.factory import open_engine
 from xtoken_services.demo.vocabularies import train_teacher_tokenizer
@@ -106,6 +106,36 @@ def test_an_answer_of_another_form(stack: ExitStack, models: dict[str, Path], ki
     recorded = RECORDED[kind][1]["request"]
     with pytest.raises(EngineRefusalError, match="an answer"):
         engine.score(recorded.get("prompt") or recorded["input_ids"], 2)
+
+
+ODD: list[Any] = [
+    None, 7, "x", [], {}, {"choices": []}, {"choices": 7}, {"choices": [[]]}, {"choices": [{"logprobs": 5}]},
+    {"choices": [{"prompt_logprobs": [None, 7, 7], "logprobs": []}]},
+    {"choices": [{"prompt_logprobs": [None, {"3019": 1}, {"315": {"logprob": True}}]}]},
+    {"choices": [{"prompt_logprobs": [None, {"3019": {"logprob": -1}}, {"315": {"logprob": -1}}],
+                  "logprobs": {"top_logprobs": 3}}]},
+    {"meta_info": []}, {"meta_info": {"input_token_logprobs": 5}},
+    {"meta_info": {"input_token_logprobs": [[None, 1, None]] * 3, "input_top_logprobs": [None, 5, 5]}},
+    {"meta_info": {"output_token_logprobs": 7, "finish_reason": "stop"}},
+    {"meta_info": {"output_token_logprobs": [[-1, 1 << 60, None]], "finish_reason": {"type": "stop"}}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_an_odd_answer_is_a_refusal(stack: ExitStack, models: dict[str, Path], kind: str) -> None:
+    answers: list[Any] = []
+    engine = engine_of(stack, kind, models["meant"], lambda *_: (200, {}, answers[0]))
+    replica, recorded = engine.pool.replicas[0], RECORDED[kind][1]["request"]
+    ids = recorded.get("prompt") or recorded["input_ids"]
+    calls = [
+        lambda: engine.served(replica), lambda: engine.tokenize("a", replica), lambda: engine.score(ids, 2),
+        lambda: engine.complete(ids, Sampling(4, 0)),
+    ]  # fmt: skip
+    for odd in ODD:
+        answers[:] = [odd]
+        for call in calls:
+            with pytest.raises(EngineRefusalError):
+                call()
 
 
 def check(engine: Engine, directory: Path, **changes: Any) -> None:

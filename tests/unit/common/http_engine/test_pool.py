@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import resource
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -10,10 +12,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from tests.support.engine_server import Answer, Handler, serving
-from xtoken_core.config.served import ServedSpec
+from tests.support.engine_server import RAW_ATTACKS, Answer, Handler, raw_serving, serving
+from xtoken_core.config.served import ServedSpec, check_waiting
 from xtoken_core.errors import ConfigError, InputError
 from xtoken_services.common.http_engine.errors import EngineError, EngineRefusalError
 from xtoken_services.common.http_engine.keys import VARIABLE, read_key
@@ -45,14 +48,14 @@ def failing(status: int, headers: dict[str, str] | None = None, content: Any = b
 
 def test_an_answer_is_read_as_json(stack: ExitStack) -> None:
     pool = pool_of(stack, ok)
-    assert pool.call("POST", "/x", {"a": [1]}) == {"path": "/x", "body": {"a": [1]}}
+    assert pool.call("POST", "/x", {"a": [1]}, decode=msgspec.json.decode) == {"path": "/x", "body": {"a": [1]}}
     assert (pool.requests, pool.retries) == (1, 0)
 
 
 def test_a_failed_request_goes_to_another_server(stack: ExitStack) -> None:
     pool = pool_of(stack, failing(503), ok)
     for _ in range(4):
-        assert pool.call("GET", "/x")["path"] == "/x"
+        assert pool.call("GET", "/x", decode=msgspec.json.decode)["path"] == "/x"
     assert pool.replicas[0].failures > 0
     assert pool.requests == 4
 
@@ -65,7 +68,7 @@ def test_a_server_that_asks_for_time_gets_it(stack: ExitStack) -> None:
         return (429, {"Retry-After": "0.4"}, {"detail": "busy"}) if len(times) == 1 else (200, {}, 1)
 
     pool = pool_of(stack, busy_once)
-    assert pool.call("GET", "/x") == 1
+    assert pool.call("GET", "/x", decode=msgspec.json.decode) == 1
     assert times[1] - times[0] >= 0.4
     assert pool.retries == 1
 
@@ -80,11 +83,11 @@ def test_a_server_that_accepts_and_never_answers(stack: ExitStack) -> None:
 
     pool = pool_of(stack, hang, ok, url_timeout_s=1.0)
     for _ in range(2):
-        assert pool.call("GET", "/x")["path"] == "/x"
+        assert pool.call("GET", "/x", decode=msgspec.json.decode)["path"] == "/x"
     alone = pool_of(stack, hang, url_timeout_s=0.3)
     began = time.monotonic()
     with pytest.raises(EngineError, match=r"teacher\.0\.url: no server has answered in time; http://.*: no answer"):
-        alone.call("GET", "/x")
+        alone.call("GET", "/x", decode=msgspec.json.decode)
     assert time.monotonic() - began < 5
 
 
@@ -101,7 +104,10 @@ def test_the_number_of_requests_at_a_time_is_bounded(stack: ExitStack) -> None:
         return 200, {}, None
 
     pool = pool_of(stack, count, url_connections=3)
-    threads = [threading.Thread(target=pool.call, args=("GET", "/x")) for _ in range(16)]
+    threads = [
+        threading.Thread(target=pool.call, args=("GET", "/x"), kwargs={"decode": msgspec.json.decode})
+        for _ in range(16)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -121,7 +127,7 @@ def test_the_number_of_requests_at_a_time_is_bounded(stack: ExitStack) -> None:
 def test_a_refusal_is_not_repeated(stack: ExitStack, handler: Handler, message: str) -> None:
     pool = pool_of(stack, handler)
     with pytest.raises(EngineRefusalError, match=message):
-        pool.call("GET", "/x")
+        pool.call("GET", "/x", decode=msgspec.json.decode)
     assert pool.retries == 0
 
 
@@ -136,10 +142,57 @@ def test_a_key_is_sent_and_shown_nowhere(stack: ExitStack, tmp_path: Path, caplo
     errors = []
     for path in ("/no", "/busy"):
         with pytest.raises((EngineError, EngineRefusalError)) as raised:
-            pool.call("GET", path)
+            pool.call("GET", path, decode=msgspec.json.decode)
         errors.append(str(raised.value))
     assert "it takes another key" in errors[0]
     assert KEY not in "".join(errors) + caplog.text + repr(pool.replicas)
+
+
+def test_an_illegal_status_line_is_in_no_log(stack: ExitStack, caplog: pytest.LogCaptureFixture) -> None:
+    def repeat(connection: socket.socket) -> None:
+        connection.sendall(f"HTTP/1.1 {KEY} OK\r\n\r\n".encode())
+
+    url = stack.enter_context(raw_serving(repeat))
+    pool = EnginePool(ServedSpec(url=(url,), url_timeout_s=0.5), "teacher.0")
+    stack.callback(pool.close)
+    caplog.set_level(logging.DEBUG)
+    with pytest.raises(EngineError, match="something else than HTTP") as raised:
+        pool.call("GET", "/x", decode=msgspec.json.decode)
+    assert KEY not in caplog.text + str(raised.value)
+
+
+@pytest.mark.parametrize("name", sorted(RAW_ATTACKS))
+def test_an_exchange_has_one_deadline_and_an_answer_a_bound(stack: ExitStack, name: str) -> None:
+    url = stack.enter_context(raw_serving(RAW_ATTACKS[name]))
+    pool = EnginePool(ServedSpec(url=(url,), url_timeout_s=1.0), "teacher.0")
+    stack.callback(pool.close)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    refused = {"nested_gzip": "encodes its answer", "endless_body": "more than 1048576 bytes"}
+    with pytest.raises((EngineError, EngineRefusalError), match=refused.get(name, "no answer")):
+        pool.call("GET", "/x", decode=msgspec.json.decode)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # KB; the test's own server compresses
+
+
+def test_a_request_that_waits_ends_with_its_pool(stack: ExitStack) -> None:
+    url = stack.enter_context(raw_serving(RAW_ATTACKS["dripped_headers"]))
+    pool = EnginePool(ServedSpec(url=(url,)), "teacher.0")
+    errors: list[Exception] = []
+
+    def call() -> None:
+        try:
+            pool.call("GET", "/x", decode=msgspec.json.decode)
+        except EngineError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    while not pool.replicas[0].in_flight:
+        time.sleep(0.01)
+    pool.close()
+    thread.join(10)
+    assert "the connections were closed" in str(errors)
+    with pytest.raises(EngineError, match="the connections were closed"):
+        pool.call("GET", "/x", decode=msgspec.json.decode)
 
 
 def test_where_a_key_comes_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,3 +219,10 @@ def test_an_address_carries_no_key() -> None:
     assert "sesame" not in str(raised.value.errors()[0]["msg"])  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match="url_model belongs to url"):
         ServedSpec(url_model="x")
+
+
+def test_a_request_may_not_wait_for_longer_than_a_worker() -> None:
+    served = ServedSpec(url=("http://h:1",), url_timeout_s=700.0)
+    with pytest.raises(ValueError, match=r"teacher\.0\.url_timeout_s = 700: .* raise workers\.hang_timeout_s \(600\)"):
+        check_waiting({"rollout": None, "teacher.0": served}, 600.0)
+    check_waiting({"teacher.0": served}, 700.0)

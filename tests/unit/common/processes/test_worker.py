@@ -15,7 +15,7 @@ from xtoken_core.data_plane.address import Address, create_token, read_token
 from xtoken_core.errors import QueueUnreachableError, StaleSessionError
 from xtoken_core.queue.engine import Engine
 from xtoken_services.common.processes import worker as module
-from xtoken_services.common.processes.worker import QueueLink, worker_session
+from xtoken_services.common.processes.worker import QueueLink, StopRequested, worker_session
 from xtoken_services.queue.main import open_run
 from xtoken_services.queue.server import Server
 
@@ -61,6 +61,21 @@ def test_heartbeats_stop_when_the_main_loop_hangs(queue: tuple[str, Engine], tmp
         opened = session.last_seen
         wait_until(lambda: session.phase == "run" and session.last_seen > opened)  # a heartbeat was received
         wait_until(lambda: time.monotonic() - session.last_seen > 0.5)
+
+
+def test_a_wait_without_an_answer_is_no_progress(queue: tuple[str, Engine], tmp_path: Path) -> None:
+    url, engine = queue
+    open_run(engine, resolved_run(tmp_path))
+    with worker_session(QueueLink(url), role="collator", name="c") as worker:
+        worker.waiting(0)
+        at = worker._alive_at
+        worker.waiting(0)
+        assert worker._alive_at == at
+        worker.waiting(1)
+        assert worker._alive_at > at
+        worker.stopping.set()
+        with pytest.raises(StopRequested):
+            worker.waiting(1)
 
 
 def test_an_ended_session_makes_the_worker_leave(queue: tuple[str, Engine], tmp_path: Path) -> None:

@@ -38,6 +38,14 @@ def test_an_empty_output_and_its_own_checkpoint_are_accepted(tmp_path: Path, sav
     assert check_output(saved) == 1, "the step it goes on from"
 
 
+@pytest.mark.parametrize("cursor", [{}, {"step": "1"}, {"step": -1}, {"step": [1]}, {"step": None}], ids=str)
+def test_a_cursor_of_another_type_is_named(saved: ResolvedRun, cursor: dict[str, object]) -> None:
+    file = saved.spec.output / CHECKPOINTS / "step-00000001" / "run.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "cursor": cursor}))
+    with pytest.raises(InputError, match="its cursor has no step: remove it to resume from an older one"):
+        check_output(saved)
+
+
 def test_the_setting_that_differs_is_named(saved: ResolvedRun) -> None:
     with pytest.raises(ConfigError, match=r"another run: what differs is the run's length \(train.max_steps"):
         check_output(saved.model_copy(update={"positions": 24}))
