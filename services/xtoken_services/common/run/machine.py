@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from xtoken_core.transports.shared_files import DIRECTORY
 
 PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
@@ -17,15 +20,19 @@ class Machine:
     Attributes:
         cores: CPU cores that this process may use.
         gpu_bytes: Memory of the smallest GPU; 0 without a GPU.
+        memory_bytes: Memory of the host that can be used now; 0 if unknown.
+        shared_bytes: Bytes that are free in `/dev/shm`; 0 if unknown.
     """
 
     cores: int
     gpu_bytes: int = 0
+    memory_bytes: int = 0
+    shared_bytes: int = 0
 
     @classmethod
     def of_this(cls) -> Machine:
         """Return the machine that this process runs on."""
-        return cls(len(os.sched_getaffinity(0)), _smallest_gpu())
+        return cls(len(os.sched_getaffinity(0)), _smallest_gpu(), available_memory(), _free_bytes(DIRECTORY))
 
 
 def oom_kills() -> int:
@@ -41,6 +48,13 @@ def available_memory() -> int:
         if limit:  # pages of files that nothing has open count as used, and are given back
             available = min(available, max(0, limit - used + _number(cgroup / "memory.stat", "inactive_file")))
     return available
+
+
+def _free_bytes(directory: Path) -> int:
+    try:
+        return shutil.disk_usage(directory).free
+    except OSError:
+        return 0
 
 
 def _cgroups() -> Iterator[Path]:
