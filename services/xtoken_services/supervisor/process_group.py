@@ -228,7 +228,7 @@ class ProcessGroup:
 
     @property
     def out_of_memory(self) -> ManagedProcess | None:
-        """The process that the kernel has killed for lack of memory, as far as its signal and the counts tell."""
+        """The process that the kernel has killed for lack of memory, by its signal and the counts; None without one."""
         killed = next((process for process in self.processes if process.exit_code == -signal.SIGKILL), None)
         return killed if killed is not None and oom_kills() > self.oom_kills else None
 
