@@ -78,6 +78,15 @@ def student_bytes(spec: RunSpec, *, copies: int = COPIES) -> int:
     return (in_float32 if masters else copies * weights) // shards(spec)
 
 
+def checkpoint_bytes(spec: RunSpec) -> int:
+    """Return the bytes of a rank's part of a checkpoint, and of its copy in memory; adapters are not counted."""
+    if spec.train.lora is not None:
+        return 0
+    whole = student_bytes(spec, copies=COPIES_BETWEEN_STEPS)
+    masters = spec.train.master_weights and spec.student.dtype != "float32"
+    return whole - weight_bytes(spec.student.model, spec.student.dtype) if masters and shards(spec) == 1 else whole
+
+
 def shards(spec: RunSpec) -> int:
     """Return the number of ranks that one student is sharded over; 1 without sharding."""
     return spec.workers.nodes * spec.workers.ranks if spec.train.parallel == "fsdp" else 1
@@ -154,8 +163,7 @@ def host_uses(run: ResolvedRun, *, on_gpu: bool) -> Iterator[MemoryUse]:
             generating = spec.workers.nodes * spec.rollout.workers + 1  # and the weights that are published
             weights = weight_bytes(spec.student.model, spec.student.dtype)
             yield MemoryUse("the weights of rollout workers", generating * weights)
-    if spec.train.lora is None:
-        yield MemoryUse("the copy for checkpoints", count * student_bytes(spec, copies=COPIES_BETWEEN_STEPS))
+    yield MemoryUse("the copy for checkpoints", count * checkpoint_bytes(spec))
 
 
 def ring_uses(run: ResolvedRun, *, on_gpu: bool) -> Iterator[MemoryUse]:
@@ -182,7 +190,7 @@ def check_host(run: ResolvedRun, machine: Machine) -> str:
         ConfigError: It keeps more; the text lists the parts, and names the settings.
     """
     spec = run.spec
-    on_gpu = bool(machine.gpu_bytes) and spec.workers.device != "cpu"
+    on_gpu = spec.workers.device == "cuda" or (bool(machine.gpu_bytes) and spec.workers.device != "cpu")
     rings = list(ring_uses(run, on_gpu=on_gpu))
     places = [("host memory (available)", [*host_uses(run, on_gpu=on_gpu), *rings], machine.memory_bytes)]
     if spec.workers.transport != "queue":
@@ -194,7 +202,7 @@ def check_host(run: ResolvedRun, machine: Machine) -> str:
     for where, uses, total in places:
         if total and (why := exceeds_memory(uses, total, where, remedies)):
             raise ConfigError(why)
-    if on_gpu:
+    if on_gpu and machine.gpu_bytes:
         gpu = list(memory_uses(run, 0, max(1, count_gpus()), rings=not rings))
         places.insert(0, ("cuda:0", gpu, machine.gpu_bytes))
     kept = [f"{sum(use.nbytes for use in uses) / GIB:.2f} of {total / GIB:.2f} GiB in {w}" for w, uses, total in places]

@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from xtoken_core.config.spec import DEFAULT_TOPK, padded_length
 from xtoken_core.config.train import OptimizerName, TrainSpec
+from xtoken_core.config.workers import WorkersSpec
 from xtoken_core.regular_files import read_json_object
 from xtoken_core.transports.ring import TOPK_SCALARS
 from xtoken_core.wire.columns import ITEM_SIZES
 
 if TYPE_CHECKING:
     from xtoken_services.common.run.defaults import RunDefaults
+    from xtoken_services.common.run.machine import Machine
 
 FLOAT32 = ITEM_SIZES["float32"]
 USABLE = 0.9
@@ -78,7 +80,8 @@ def fit_memory(defaults: RunDefaults, base: Path, *, on_gpu: bool) -> None:
     try:
         student = _Side(document["student"], base)
         teachers = [_Side(teacher, base) for teacher in document.get("teacher", ())]
-    except Exception:  # the check of the models' files reports what is wrong with them
+        workers = WorkersSpec.model_validate(document.get("workers", {}))
+    except Exception:  # the checks of the settings and the models' files report what is wrong with them
         return
     longest = max(side.context for side in (student, *teachers))
     savers: dict[str, Any] = {}
@@ -86,7 +89,7 @@ def fit_memory(defaults: RunDefaults, base: Path, *, on_gpu: bool) -> None:
     halves = [HIDDEN | NO_MASTERS] if student.item < FLOAT32 else []
     for savers in [_stored_savers(defaults)] if defaults.stored else [{}, HIDDEN, *halves]:
         settings = _with(document, savers)
-        tokens = _tokens_that_fit(defaults, student, teachers, settings, on_gpu=on_gpu)
+        tokens = _tokens_that_fit(defaults.machine, workers, student, teachers, settings, on_gpu=on_gpu)
         if tokens >= longest:
             break
     if not on_gpu and not defaults.stored and tokens >= CPU_TOKENS:
@@ -104,20 +107,25 @@ def fit_memory(defaults: RunDefaults, base: Path, *, on_gpu: bool) -> None:
 
 
 def _tokens_that_fit(
-    defaults: RunDefaults, student: _Side, teachers: list[_Side], settings: dict[str, Any], *, on_gpu: bool
+    machine: Machine,
+    workers: WorkersSpec,
+    student: _Side,
+    teachers: list[_Side],
+    settings: dict[str, Any],
+    *,
+    on_gpu: bool,
 ) -> int:
     """Return the tokens of the largest micro-batch that fits; 0 if not even the models do."""
-    machine, workers = defaults.machine, defaults.document.get("workers", {})
-    slots, kept = int(workers.get("slots", 2)), _kept(student, teachers, settings)
-    signal = slots * sum(_sent(teacher, settings) for teacher in teachers)
+    kept = _kept(student, teachers, settings)
+    signal = workers.slots * sum(_sent(teacher, settings) for teacher in teachers)
     each = signal + _per_token(student, teachers, settings)
     if on_gpu:
         return max(0, int((machine.gpu_bytes * USABLE - kept) / each))
     # Every rank has its models here, and a copy of the student's state, which checkpoints are written from.
-    ranks = int(workers.get("ranks", 1)) * int(workers.get("nodes", 1))
+    ranks = workers.ranks * workers.nodes
     kept += _state(student, settings, fewer=1)
     fits = (machine.memory_bytes * USABLE / ranks - kept) / each
-    if signal and workers.get("transport") != "queue":
+    if signal and workers.transport != "queue":
         fits = min(fits, machine.shared_bytes * USABLE / ranks / signal)
     return max(0, int(fits))
 

@@ -9,7 +9,7 @@ from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import OutputError
 from xtoken_services.common.run.machine import Machine
-from xtoken_services.common.run.memory_estimate import COPIES_BETWEEN_STEPS, check_host, shards, student_bytes
+from xtoken_services.common.run.memory_estimate import check_host, checkpoint_bytes, shards
 from xtoken_services.common.run.resolve import Progress, file_warnings, resolve_run
 
 
@@ -41,10 +41,8 @@ def _check_disk(run: ResolvedRun, output: Path) -> None:
     Raises:
         OutputError: It has none.
     """
-    if run.spec.train.lora is not None:
-        return  # adapters are small
     place = next(path for path in (output, *output.parents) if path.exists())
-    needed = student_bytes(run.spec, copies=COPIES_BETWEEN_STEPS) * shards(run.spec)
+    needed = checkpoint_bytes(run.spec) * shards(run.spec)
     free = shutil.disk_usage(place).free
     if needed > free:
         raise OutputError(
