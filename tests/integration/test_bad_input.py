@@ -268,31 +268,14 @@ def test_an_address_where_nobody_answers_is_named(tmp_path: Path) -> None:
     assert "is the queue running" in line
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Any:
-    """A file system of 256 KiB; where this user may not mount one, the test is skipped."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(place)], capture_output=True, check=False
-    )
-    if mounted.returncode != 0:
-        pytest.skip(f"no file system can be mounted here: {mounted.stderr.decode().strip()}")
-    yield place
-    subprocess.run(["umount", "-l", str(place)], check=True)
-
-
 @pytest.mark.slow
-def test_a_full_disk_at_checkpoint_time_ends_the_run(assets: TinyAssets, tmp_path: Path, small_disk: Path) -> None:
-    data = write_jsonl(tmp_path / "train.jsonl", documents(64, seed=2))
-    raw = raw_spec(assets, tmp_path / "elsewhere")
-    raw["data"]["path"] = str(data)
-    raw["output"] = str(small_disk / "out")
-    line = only_line(xtoken("run", str(run_file(tmp_path, raw))))
-    assert "checkpoint" in line
-    assert "disk is full" in line
-    checkpoints = small_disk / "out" / "checkpoints"
-    assert [path.name for path in checkpoints.iterdir()] == []
+def test_a_full_disk_at_checkpoint_time_ends_the_run(
+    assets: TinyAssets, small_disk: Path, start: Callable[[RunSpec], Crew]
+) -> None:
+    ending = start(tiny_spec(assets, small_disk, records=64)).join()  # without the check of a start
+    assert (ending.state, ending.exit_code) == (RunState.FAILED, 2)
+    assert "checkpoint" in ending.error and "disk is full" in ending.error
+    assert [path.name for path in (small_disk / "out" / "checkpoints").iterdir()] == []
 
 
 @pytest.mark.slow

@@ -21,7 +21,6 @@ class ResolvedModel(ConfigModel):
         head_width: Rows of its head, at least `vocab_size`.
         tokenizer_fingerprint: Hash of the tokenizer's files.
         hidden_size: Columns of its head; 0 if its configuration does not say.
-        max_length: Tokens that it was made for; 0 likewise.
         weights_fingerprint: Of its configuration and weights.
         template_fingerprint: SHA-256 of the chat template that the settings name; empty without one.
     """
@@ -30,7 +29,6 @@ class ResolvedModel(ConfigModel):
     head_width: int
     tokenizer_fingerprint: str
     hidden_size: int = 0
-    max_length: int = 0
     weights_fingerprint: str = ""
     template_fingerprint: str = ""
 

@@ -30,6 +30,8 @@ from xtoken_services.cli.workers import collator, rollout, teacher, trainer
 
 STATUS_VARIABLE = "XTOKEN_STATUS_FILE"
 INTERRUPTED = 130
+CPU_ALLOCATOR = "DefaultCPUAllocator"
+"""In the message of torch's error for memory of the host that cannot be had."""
 
 
 def demo(
@@ -164,7 +166,13 @@ def _fail(error: Exception) -> int:
         traceback.print_exception(error)
     if line is not None:
         typer.echo(f"error: {line}", err=True)
-    return int(getattr(error, "exit_code", 1))
+    return int(getattr(error, "exit_code", 2 if _is_out_of_memory(error) else 1))
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Return whether memory ran out, a GPU's or the host's: the same process would end in the same way again."""
+    # By name and text, as not every command imports torch.
+    return type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError) or CPU_ALLOCATOR in str(error)
 
 
 def _one_line(error: Exception) -> str | None:
@@ -176,8 +184,9 @@ def _one_line(error: Exception) -> str | None:
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         file = f" while writing {error.filename}" if error.filename else ""
         return f"no space is left on the device{file}: free some and start again"
-    if type(error).__name__ == "OutOfMemoryError":  # torch's, compared by name because not every command imports torch
-        reason = str(error).partition(" Including")[0].partition("\n")[0]
+    if _is_out_of_memory(error):
+        reason = str(error).partition(" Including")[0].partition("\n")[0] or "no memory is left on this machine."
+        reason = reason[max(0, reason.find(CPU_ALLOCATOR)) :]
         return f"{reason} Lower train.micro_batch_tokens or workers.slots, or give teachers a GPU of their own"
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"

@@ -10,6 +10,7 @@ from xtoken_services.common.files.input_files import check_input_files
 from xtoken_services.common.processes.progress import spinner
 from xtoken_services.common.run.custom_loss import check_custom_loss, check_importable
 from xtoken_services.common.run.resume import check_output
+from xtoken_services.common.run.worker_checks import check_as_workers
 from xtoken_services.supervisor.launch_check import check_launch
 
 
@@ -21,7 +22,7 @@ def check_run(spec: RunSpec, loss: str | None) -> list[str]:
         loss: `module:Class` of a custom loss.
 
     Returns:
-        Warnings about its settings.
+        An estimate of its memory, and warnings about its settings.
 
     Raises:
         XtokenError: The start would be refused; the text has the reason.
@@ -31,9 +32,11 @@ def check_run(spec: RunSpec, loss: str | None) -> list[str]:
     if loss is not None:
         check_importable(loss)
     check_input_files(spec)
-    from xtoken_services.common.run.resolve import file_warnings, resolve_run  # after the checks that cost nothing
+    from xtoken_services.common.run.start_checks import check_start  # after the checks that cost nothing
 
     with tempfile.TemporaryDirectory(prefix="xtoken-") as directory, spinner("checking the run's files"):
-        resolved = resolve_run(spec.model_copy(update={"output": Path(directory) / "output"}))
+        elsewhere = spec.model_copy(update={"output": Path(directory) / "output"})
+        resolved, lines = check_start(elsewhere, output=spec.output)
+        lines += check_as_workers(resolved)
     check_output(resolved.model_copy(update={"spec": spec}))
-    return list(file_warnings(resolved))
+    return lines

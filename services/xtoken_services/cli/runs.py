@@ -73,7 +73,7 @@ def start(
         with spinner(f"checking {spec.name}", quiet=as_json):
             plan = client.check(spec)
         line = f"{plan['spec']['name']}: {plan['positions']} samples in {plan['steps']} steps; nothing was started"
-        _print(plan, line, as_json)
+        _print(plan, "\n".join([*plan["warnings"], line]), as_json)
         return
     with spinner(f"checking {spec.name}", quiet=as_json):
         status = client.start(spec)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Sequence
 
@@ -12,12 +13,15 @@ from xtoken_core.queue.run.names import COLLATOR
 from xtoken_core.teacher_store.identity import StoreError
 from xtoken_core.teacher_store.store import MissingRecordError, TeacherStore
 from xtoken_core.wire.messages import Block
+from xtoken_services.common.files.jsonl import replace_file
 from xtoken_services.common.processes.worker import QueueLink, Worker, worker_session
+from xtoken_services.common.run.status import SAMPLE
 from xtoken_services.common.stores.teacher_stores import open_store, skip_condition
 from xtoken_services.common.text.collation import (
     BadRecordError,
     collate_positions,
     end_run,
+    look_at_sample,
     make_collator,
     open_data,
     row_counts,
@@ -39,6 +43,7 @@ def work(link: QueueLink, *, name: str | None) -> None:
     with worker_session(link, role=COLLATOR, name=name or "collator-0") as worker:
         worker.activity("loading tokenizers")
         loop = CollatorLoop(worker, make_collator(worker.run), open_data(worker.run))
+        loop.look_at_sample()
         worker.phase("run")
         loop.serve()
 
@@ -61,6 +66,20 @@ class CollatorLoop:
         self.collator, self.index = collator, index
         self.counts = row_counts(self.run)
         self.stores = stores_to_skip(self.run)
+
+    def look_at_sample(self) -> None:
+        """Look at a sample of the run; the first collator stores what it has found.
+
+        Raises:
+            InputError: No record can be used.
+            OutputError: The result cannot be written.
+        """
+        try:
+            found = look_at_sample(self.run, self.collator, self.index, self.counts)
+        except BadRecordError as error:
+            end_run(self.worker, str(error))
+        if self.run.group == 0 and self.worker.name.endswith("collator-0"):
+            replace_file(self.run.spec.output / SAMPLE, json.dumps(found))
 
     def serve(self) -> None:
         """Collate until the run ends."""

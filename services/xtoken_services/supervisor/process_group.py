@@ -14,6 +14,7 @@ from pathlib import Path
 
 from xtoken_core.regular_files import open_below
 from xtoken_services.common.processes.supervised import MARK
+from xtoken_services.common.run.machine import oom_kills
 from xtoken_services.supervisor import os_process
 from xtoken_services.supervisor.environment import worker_environment
 from xtoken_services.supervisor.events import Attempt, SupervisorEvents
@@ -137,6 +138,7 @@ class ProcessGroup:
 
     Attributes:
         incarnation: Number of the last start; it names the logs.
+        oom_kills: The machine's count of processes killed for lack of memory, before the last start.
         due: Time of the next start while the group waits, by `time.monotonic`.
         restarts: Starts beyond the first.
 
@@ -164,6 +166,7 @@ class ProcessGroup:
         self.state = GroupState.WAITING
         self.incarnation = first_incarnation - 1
         self.started_at = 0.0
+        self.oom_kills = 0
         self.due = 0.0
         self.restarts = 0
 
@@ -181,7 +184,7 @@ class ProcessGroup:
         """
         self.incarnation += 1
         self.restarts += self.started_at > 0
-        self.state, self.started_at = GroupState.RUNNING, time.monotonic()
+        self.state, self.started_at, self.oom_kills = GroupState.RUNNING, time.monotonic(), oom_kills()
         rendezvous = launcher.rendezvous(self.processes[0].spec.node) if len(self.processes) > 1 else {}
         for process in self.processes:
             process.handle, process.exit_code = None, None
@@ -210,7 +213,7 @@ class ProcessGroup:
             logs: Directory of the logs.
         """
         self.restarts = restarts
-        self.state, self.started_at = GroupState.RUNNING, time.monotonic()
+        self.state, self.started_at, self.oom_kills = GroupState.RUNNING, time.monotonic(), oom_kills()
         for process in self.processes:
             process.handle = handles.get(process.spec.name)
             process.exit_code = None if process.handle else 0
@@ -222,6 +225,12 @@ class ProcessGroup:
         if failed is None and not any(process.alive for process in self.processes):
             self.state = GroupState.FINISHED
         return failed
+
+    @property
+    def out_of_memory(self) -> ManagedProcess | None:
+        """The process that the kernel has killed for lack of memory, by its signal and the counts; None without one."""
+        killed = next((process for process in self.processes if process.exit_code == -signal.SIGKILL), None)
+        return killed if killed is not None and oom_kills() > self.oom_kills else None
 
     def restart_at(self, due: float) -> None:
         """Wait for a restart at this time, by `time.monotonic`."""

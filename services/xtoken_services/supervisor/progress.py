@@ -33,7 +33,7 @@ LOADING_ACTIVITY = "loading"
 MOST_NAMES = 4
 BAR_WIDTH = 24
 LOSSES = ("loss", "ce_loss", "kl_loss")
-HIDDEN_METRICS = (*LOSSES, "step", "time", "seconds", "tokens", "tokens_per_second")
+HIDDEN_METRICS = (*LOSSES, "step", "time", "seconds", "tokens", "tokens_per_second", "skipped_total", "truncated_total")
 HIDDEN_PREFIXES = ("chunk_kl_", "chunk_count_")
 STATE_STYLES = {"running": "green", "finished": "dim", "waiting": "yellow", "stopped": "dim"}
 
@@ -180,9 +180,9 @@ class LineView:
         self._print(STOPPING_NOW if now else STOPPING)
 
     def end(self, status: RunStatus) -> None:
-        """Print how the run ended, after what only its end shows to be wrong."""
-        self._warn(status)
-        self._print(final_line(status))
+        """Print how the run ended, after all that is wrong with it."""
+        for line in [*_warning_lines(status), final_line(status)]:
+            self._print(line)
 
     def _warn(self, status: RunStatus) -> None:
         warnings = warnings_of(status)

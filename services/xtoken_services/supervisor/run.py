@@ -318,13 +318,12 @@ Resolve = Callable[[Run], tuple[ResolvedRun, list[str]]]
 
 
 def resolve_here(run: Run) -> tuple[ResolvedRun, list[str]]:
-    """Resolve a run in this process; see `resolve_run`."""
+    """Resolve a run in this process; see `check_start`."""
     check_input_files(run.spec)
     # Missing files are reported above, before these imports: they take longer than starting Python.
-    from xtoken_services.common.run.resolve import file_warnings, resolve_run
+    from xtoken_services.common.run.start_checks import check_start
 
-    resolved = resolve_run(run.spec, run.note_check)
-    return resolved, list(file_warnings(resolved))
+    return check_start(run.spec, run.note_check)
 
 
 def prepare_run(

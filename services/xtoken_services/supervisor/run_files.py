@@ -15,7 +15,7 @@ from xtoken_core.errors import InputError
 from xtoken_core.regular_files import open_below
 from xtoken_services.common.run.metric_lines import is_better
 from xtoken_services.common.run.resume import CHECKPOINTS, checkpoints_in
-from xtoken_services.common.run.status import RunState, RunStatus
+from xtoken_services.common.run.status import SAMPLE, RunState, RunStatus
 from xtoken_services.supervisor.json_files import MAX_LINE_BYTES, parse_line, read_json
 from xtoken_services.supervisor.run_record import SUMMARY
 
@@ -130,5 +130,5 @@ def with_files(status: RunStatus, last: dict[str, Any] | None, evaluations: Curv
     with suppress(InputError):
         checkpoint = max(checkpoints_in(status.output / CHECKPOINTS), default=None)
     summary = read_json(status.output / SUMMARY) if status.state == RunState.COMPLETED else None
-    files = {"last": last, "checkpoint": checkpoint, "summary": summary, **evaluations.evaluations()}
-    return status.model_copy(update=files)
+    files = {"last": last, "checkpoint": checkpoint, "summary": summary, "sample": read_json(status.output / SAMPLE)}
+    return status.model_copy(update=files | evaluations.evaluations())

@@ -46,6 +46,11 @@ QUEUE_GRACE_S = 5.0
 RESTART_GRACE_S = 5.0
 SUPERVISOR_FAILED = "its supervisor has failed: this is an error in xtoken, see the log"
 
+OUT_OF_MEMORY = (
+    "the machine, or its cgroup, ran out of memory: lower train.micro_batch_tokens, workers.slots or workers.ranks, "
+    'use teacher.content = "hidden" or "topk", or give the run more memory'
+)
+
 
 class RunFailed(Exception):  # noqa: N818 - ends the loop, and reaches the caller as a RunResult
     """The run cannot continue.
@@ -73,8 +78,9 @@ class Supervisor:
     """Runs the processes of one run until it completes, fails or is stopped.
 
     Queues are started first, and a worker once the queue of its node answers. A worker that exits with 0 has finished,
-    with the status of a ConfigError or InputError it ends the run, with any other it is restarted. The run is complete
-    when all trainers, or writers of a store, have finished and every queue reports that all its positions are done.
+    with the status of a ConfigError or InputError it ends the run, with any other it is restarted, unless the kernel
+    has killed it for lack of memory. The run is complete when all trainers, or writers of a store, have finished and
+    every queue reports that all its positions are done.
 
     Args:
         status: The run before its processes exist: its id is in their marks, its output has logs and `run.json`, its
@@ -308,6 +314,8 @@ class Supervisor:
         line = process.last_log_line()
         if process.exit_code == ConfigError.exit_code:
             raise RunFailed(f"{process.spec.name}: {line}", ConfigError.exit_code)
+        if (killed := group.out_of_memory) is not None and not self._nodes.machine(killed.spec.node):
+            raise RunFailed(f"{killed.spec.name} was killed: {OUT_OF_MEMORY}", ConfigError.exit_code)
         self._nodes.poll()  # a queue that has given up the run knows the reason better than its workers
         self._check_given_up()
         detail = f": {line}" if line else ""

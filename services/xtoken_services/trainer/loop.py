@@ -273,6 +273,8 @@ class TrainerLoop:
             "memory_peak_bytes": peak_memory(self.student.device),
             "skipped": list(outcome.skipped),
             "dead": list(outcome.dead),
+            "skipped_total": len(self.cursor.skipped),
+            "truncated_total": self.cursor.truncated,
         }
         if self._peak_flops is not None:
             flops = self._flops_per_token * step.tokens

@@ -206,12 +206,13 @@ def finish(worker: Worker, loop: TrainerLoop, exported: Cursor, tokenizer: Any, 
         writes: This rank writes the files.
 
     Raises:
-        XtokenError: Positions are missing or counted twice.
+        XtokenError: No step has changed the weights, or positions are missing or counted twice.
     """
-    model = loop.student.full_model(worker.run.spec)
+    run, output, cursor = worker.run, worker.run.spec.output, loop.cursor
+    check_trained(run, cursor)
+    model = loop.student.full_model(run.spec)
     if not writes or model is None:
         return
-    run, output, cursor = worker.run, worker.run.spec.output, loop.cursor
     summary = position_counts(run, cursor)
     skipped, dead = summary["skipped"], summary["dead"]
     overlap = set(cursor.skipped) & set(cursor.dead)
@@ -229,6 +230,23 @@ def finish(worker: Worker, loop: TrainerLoop, exported: Cursor, tokenizer: Any, 
         summary["pushed"] = push_model(output / "model", run.spec.push_to)
     replace_file(output / "summary.json", json.dumps(summary, indent=2) + os.linesep)
     log.info("done: %d trained, %d skipped, %d dead of %d", cursor.trained, skipped, dead, run.positions)
+
+
+def check_trained(run: ResolvedRun, cursor: Cursor) -> None:
+    """Refuse to export a student that no step has changed.
+
+    Raises:
+        InputError: The text has the reason.
+    """
+    if cursor.updates:
+        return
+    reason = next(iter((cursor.skipped | cursor.dead).values()), "")
+    whys = [f"{len(cursor.skipped) + len(cursor.dead)} were skipped (first: {reason})"] if reason else []
+    if cursor.nonfinite:
+        whys.append(f"{cursor.nonfinite} steps had no finite loss or gradient")
+    elif cursor.trained:
+        whys.append(f"{cursor.trained} have no token that counts in the loss")
+    raise InputError(f"nothing was trained, no model is written: of {run.positions} samples {', '.join(whys)}")
 
 
 def held_out_summary(evaluations: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import typer
 from typer.testing import CliRunner
 
@@ -56,6 +57,22 @@ def test_expected_failure_is_one_line(
     monkeypatch.delenv(cli.DEBUG_VARIABLE, raising=False)
     assert fail_with(error, monkeypatch) == status
     assert capsys.readouterr().err.splitlines() == [line]
+
+
+def test_memory_that_cannot_be_had_is_one_line_and_no_reason_to_restart(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(RuntimeError) as host:
+        torch.empty(1 << 50, dtype=torch.uint8)
+    of_gpu = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 1.00 GiB free. Including non-PyTorch memory, …"
+    for error, begin in (
+        (host.value, "error: DefaultCPUAllocator: can't allocate memory: you tried to allocate 1125899906842624 bytes"),
+        (torch.OutOfMemoryError(of_gpu), "error: CUDA out of memory. Tried to allocate 2.00 GiB."),
+        (MemoryError(), "error: no memory is left on this machine."),
+    ):
+        assert fail_with(error, monkeypatch) == 2
+        [line] = capsys.readouterr().err.splitlines()
+        assert line.startswith(begin) and "Lower train.micro_batch_tokens or workers.slots" in line
 
 
 def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

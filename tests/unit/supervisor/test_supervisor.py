@@ -15,6 +15,7 @@ import pytest
 
 from tests.unit.supervisor.scripted_run import ScriptedRun, alive
 from xtoken_core.data_plane.address import Address, create_token
+from xtoken_services.common.run import machine
 from xtoken_services.common.run.status import RunState
 from xtoken_services.supervisor.launchers.local import LocalLauncher
 from xtoken_services.supervisor.process_group import RecoveredGroup
@@ -66,6 +67,22 @@ def test_killed_workers_are_restarted(scripted: ScriptedRun) -> None:
     for name in ("collator-0", "teacher-0-0", "trainer-0"):
         assert attempts(scripted, name) == 2, name
         assert record(scripted)["workers"][name]["attempt"] == 2
+
+
+def test_a_worker_killed_for_lack_of_memory_ends_the_run(
+    scripted: ScriptedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = tmp_path / "vmstat"
+    counts.write_text("pgfault 12\noom_kill 3\n")
+    monkeypatch.setattr(machine, "PROC", tmp_path)
+    scripted.start(steps=12, trainer_0=[HELD_UNTIL_RESTARTED])
+    scripted.until_step(3)
+    counts.write_text("pgfault 13\noom_kill 4\n")
+    os.kill(scripted.pid("trainer-0"), signal.SIGKILL)
+    ending = scripted.wait()
+    assert (ending.state, ending.exit_code) == (RunState.FAILED, 2)
+    assert ending.error.startswith("trainer-0 was killed: the machine, or its cgroup, ran out of memory: lower train")
+    assert attempts(scripted, "trainer-0") == 1
 
 
 def test_killed_queue_is_restarted_and_rewound(scripted: ScriptedRun) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from xtoken_core.config.spec import ModelSpec
 from xtoken_core.errors import ConfigError, InputError, first_line
@@ -91,6 +91,7 @@ def load_model(
     """
     path = check_allowed(directory or spec.model, f"the {what}'s model")
     check_model_directory(path)
+    check_architecture(path, what)
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             path,
@@ -109,6 +110,23 @@ def load_model(
     if packed:
         check_packing(model, what)
     return model
+
+
+def check_architecture(directory: Path, what: str) -> None:
+    """Refuse a model that transformers has no causal language model for.
+
+    Raises:
+        InputError: It has none, or its configuration cannot be read.
+    """
+    try:
+        config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # transformers raises whatever a damaged configuration leads to
+        raise InputError(f"cannot load the {what}'s model from {directory}: {first_line(error)}") from error
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise InputError(
+            f"the {what}'s model in {directory} is of the type {config.model_type!r}: transformers "
+            f"{transformers.__version__} has no causal language model of it, so name another model"
+        )
 
 
 def head_width(model: PreTrainedModel) -> int:

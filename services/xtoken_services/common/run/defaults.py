@@ -39,8 +39,8 @@ FILLED = (
     "eval.every",
     "train.micro_batch_tokens",
 )
-"""Settings that models, text and machine decide where a run file leaves them out. Others change with them only to fit a
-GPU (`xtoken_services.common.run.memory_fit`)."""
+"""Settings that models, text and machine decide where a run file leaves them out. Others change with them only to fit
+the memory (`xtoken_services.common.run.memory_fit`)."""
 
 
 @dataclass
@@ -222,8 +222,9 @@ def _fill_defaults(defaults: RunDefaults, base: Path) -> None:
         return  # the specification names what is missing
     fill_model_defaults(defaults, base)
     _fill_evaluation(defaults, base)
-    if machine.gpu_bytes and not _on_cpu(document):
-        fit_memory(defaults, base)
+    on_gpu = bool(machine.gpu_bytes) and not _on_cpu(document)
+    if on_gpu or machine.memory_bytes:
+        fit_memory(defaults, base, on_gpu=on_gpu)
 
 
 def fill_model_defaults(defaults: RunDefaults, base: Path) -> None:

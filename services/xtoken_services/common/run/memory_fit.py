@@ -1,4 +1,4 @@
-"""Micro-batch and memory settings that fit a run to its GPU, where the run file leaves them out. No torch."""
+"""Micro-batch and memory settings that fit a run to its GPU or host, where the run file leaves them out. No torch."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xtoken_core.config.spec import DEFAULT_TOPK, padded_length
-from xtoken_core.config.train import OptimizerName
+from xtoken_core.config.train import OptimizerName, TrainSpec
+from xtoken_core.config.workers import WorkersSpec
 from xtoken_core.regular_files import read_json_object
 from xtoken_core.transports.ring import TOPK_SCALARS
 from xtoken_core.wire.columns import ITEM_SIZES
 
 if TYPE_CHECKING:
     from xtoken_services.common.run.defaults import RunDefaults
+    from xtoken_services.common.run.machine import Machine
 
 FLOAT32 = ITEM_SIZES["float32"]
 USABLE = 0.9
-"""Fraction of a GPU's memory that is planned for: the rest is the driver's, the libraries' and fragmentation."""
+"""Fraction of the memory that is planned for: the rest is the driver's, the libraries' and fragmentation."""
 COPIES = 4
 """Values that a student keeps per weight: the weight, its gradient, AdamW's two moments."""
 FEWER: dict[OptimizerName, int] = {"adamw": 0, "adamw8bit": 1, "muon": 1, "adafactor": 2}
@@ -24,6 +26,8 @@ FEWER: dict[OptimizerName, int] = {"adamw": 0, "adamw8bit": 1, "muon": 1, "adafa
 none; that Muon leaves embedding and head to AdamW is not counted."""
 LARGEST = 16384
 """Tokens of a micro-batch at most: larger ones are hardly faster."""
+CPU_TOKENS: int = TrainSpec.model_fields["micro_batch_tokens"].default
+"""The same on a CPU."""
 BLOCK_ROWS = 2048
 """Positions of a block of a head that is multiplied block by block."""
 ACTIVATIONS = 34
@@ -62,12 +66,13 @@ class _Side:
         self.topk = int(settings.get("topk", DEFAULT_TOPK))
 
 
-def fit_memory(defaults: RunDefaults, base: Path) -> None:
+def fit_memory(defaults: RunDefaults, base: Path, *, on_gpu: bool) -> None:
     """Fill in the micro-batch, and what saves memory as far as it is needed for one sample.
 
     Args:
         defaults: The run file's document, complete but for these settings.
         base: Directory of relative paths.
+        on_gpu: The models are on GPUs; on CPUs nothing is filled in if the settings' own defaults fit.
     """
     document = defaults.document
     if defaults.given("train.micro_batch_tokens"):
@@ -75,25 +80,54 @@ def fit_memory(defaults: RunDefaults, base: Path) -> None:
     try:
         student = _Side(document["student"], base)
         teachers = [_Side(teacher, base) for teacher in document.get("teacher", ())]
-    except Exception:  # the check of the models' files reports what is wrong with them
+        workers = WorkersSpec.model_validate(document.get("workers", {}))
+    except Exception:  # the checks of the settings and the models' files report what is wrong with them
         return
     longest = max(side.context for side in (student, *teachers))
     savers: dict[str, Any] = {}
     tokens = 0
-    for savers in [_stored_savers(defaults)] if defaults.stored else [{}, HIDDEN, HIDDEN | NO_MASTERS]:
+    halves = [HIDDEN | NO_MASTERS] if student.item < FLOAT32 else []
+    for savers in [_stored_savers(defaults)] if defaults.stored else [{}, HIDDEN, *halves]:
         settings = _with(document, savers)
-        left = defaults.machine.gpu_bytes * USABLE - _kept(student, teachers, settings)
-        tokens = int(left / _per_token(student, teachers, settings)) if left > 0 else 0
+        tokens = _tokens_that_fit(defaults.machine, workers, student, teachers, settings, on_gpu=on_gpu)
         if tokens >= longest:
             break
+    if not on_gpu and not defaults.stored and tokens >= CPU_TOKENS:
+        return
     for name, value in savers.items():
         for setting in _settings_named(name, teachers):
-            defaults.fill(setting, value, "to fit the GPU")
-    fits = max(longest, min(tokens, LARGEST) // longest * longest)
+            defaults.fill(setting, value, "to fit the GPU" if on_gpu else "to fit the memory")
+    fits = max(longest, min(tokens, LARGEST if on_gpu else CPU_TOKENS) // longest * longest)
     why = f"for a GPU of {defaults.machine.gpu_bytes / GIB:.0f} GiB"
+    if not on_gpu:
+        why = f"for {defaults.machine.memory_bytes / GIB:.1f} GiB of memory"
     if "custom" in _modes(document):
         why += ", without the custom loss's own memory"
     defaults.fill("train.micro_batch_tokens", fits, why)
+
+
+def _tokens_that_fit(
+    machine: Machine,
+    workers: WorkersSpec,
+    student: _Side,
+    teachers: list[_Side],
+    settings: dict[str, Any],
+    *,
+    on_gpu: bool,
+) -> int:
+    """Return the tokens of the largest micro-batch that fits; 0 if not even the models do."""
+    kept = _kept(student, teachers, settings)
+    signal = workers.slots * sum(_sent(teacher, settings) for teacher in teachers)
+    each = signal + _per_token(student, teachers, settings)
+    if on_gpu:
+        return max(0, int((machine.gpu_bytes * USABLE - kept) / each))
+    # Every rank has its models here, and a copy of the student's state, which checkpoints are written from.
+    ranks = workers.ranks * workers.nodes
+    kept += _state(student, settings, fewer=1)
+    fits = (machine.memory_bytes * USABLE / ranks - kept) / each
+    if signal and workers.transport != "queue":
+        fits = min(fits, machine.shared_bytes * USABLE / ranks / signal)
+    return max(0, int(fits))
 
 
 def _modes(document: dict[str, Any]) -> list[Any]:
@@ -133,27 +167,31 @@ def _with(document: dict[str, Any], savers: dict[str, Any]) -> dict[str, Any]:
 
 def _kept(student: _Side, teachers: list[_Side], settings: dict[str, Any]) -> float:
     """Return the bytes that stay between micro-batches, and the block of logits of a head that is multiplied so."""
-    masters = settings["train.master_weights"] and student.item < FLOAT32
-    copies = COPIES - FEWER.get(settings["train.optimizer"], 0)
-    state = student.weights * (copies * FLOAT32 + student.item if masters else copies * student.item)
     block = 0
     if settings["student.blockwise_head"]:
         widths = student.vocabulary * LOGITS_COPIES + sum(2 * teacher.vocabulary for teacher in teachers)
         block = BLOCK_ROWS * widths * student.item
-    return state + block + sum(teacher.weights * teacher.item for teacher in teachers)
+    return _state(student, settings) + block + sum(teacher.weights * teacher.item for teacher in teachers)
+
+
+def _state(student: _Side, settings: dict[str, Any], *, fewer: int = 0) -> int:
+    """Return the bytes of weights, gradients and moments; of `fewer` of them for each weight."""
+    masters = settings["train.master_weights"] and student.item < FLOAT32
+    copies = COPIES - FEWER.get(settings["train.optimizer"], 0) - fewer
+    return student.weights * (copies * FLOAT32 + student.item if masters else copies * student.item)
+
+
+def _sent(teacher: _Side, settings: dict[str, Any]) -> int:
+    """Return the bytes of one token in a slot."""
+    content = teacher.content or settings["teacher.content"]
+    if content == "topk":
+        return (2 * teacher.topk + TOPK_SCALARS) * FLOAT32
+    return (teacher.hidden if content == "hidden" else teacher.vocabulary) * teacher.item
 
 
 def _per_token(student: _Side, teachers: list[_Side], settings: dict[str, Any]) -> float:
-    """Return the bytes that one more token of a micro-batch takes on both sides."""
-
-    def sent(teacher: _Side) -> int:
-        """Return the bytes of one token in a slot."""
-        content = teacher.content or settings["teacher.content"]
-        if content == "topk":
-            return (2 * teacher.topk + TOPK_SCALARS) * FLOAT32
-        return (teacher.hidden if content == "hidden" else teacher.vocabulary) * teacher.item
-
-    per_teacher = sum(2 * sent(t) + t.hidden * t.item * 8 for t in teachers)
+    """Return the bytes that one more token of a micro-batch takes on both sides, without the slots."""
+    per_teacher = sum(t.hidden * t.item * 8 for t in teachers)
     logits = 0 if settings["student.blockwise_head"] else student.vocabulary * student.item * LOGITS_COPIES
     layers = 1 if settings["student.checkpoint_activations"] else ACTIVATIONS
     activations = student.hidden * student.item * (student.layers * layers + ACTIVATIONS)

@@ -23,10 +23,11 @@ from xtoken_services.common.files.input_files import check_input_files, read_mod
 from xtoken_services.common.models.packable import why_not_packed
 from xtoken_services.common.models.tensor_parallel import check_divided
 from xtoken_services.common.models.weights import check_weights, served_fingerprint, weights_fingerprint
+from xtoken_services.common.run.metric_lines import finite
 from xtoken_services.common.run.teacher_checks import check_teachers, same_tokenizer_of
 from xtoken_services.common.stores.teacher_stores import check_stores
 from xtoken_services.common.tables.pair_files import cache_of, check_special_tokens, kind_of, pair_file
-from xtoken_services.common.text.training_text import mixture_of, open_held_out, open_index, resolve_text
+from xtoken_services.common.text.training_text import documents_of, mixture_of, open_held_out, open_index, resolve_text
 from xtoken_services.common.tokenizers.chat_templates import read_chat_template
 from xtoken_services.common.tokenizers.vocabulary import has_chat_template, vocabulary_size
 
@@ -34,6 +35,8 @@ STUDENT_TOKEN_BYTES = 25  # id and mask int64, exact bool, chunk id int64
 TEACHER_TOKEN_BYTES = 25
 PAIR_BYTES = 2
 ROW_BYTES = 128  # scalars and offsets
+MOST_TOKENS = 1 << 30
+"""Longest context that is believed of a configuration."""
 MOST_PASSES = 4
 """Passes over a text up to which repeated records are about as good as new ones (Muennighoff et al., 2023,
 https://arxiv.org/abs/2305.16264)."""
@@ -200,11 +203,8 @@ def file_warnings(run: ResolvedRun) -> Iterator[str]:
         passes = run.positions * samples / (run.epoch * records)
         if passes > MOST_PASSES:
             yield f"data.sources.{number}: its {records} records are read {passes:.0f} times"
-    names = ["student", *(f"teacher.{number}" for number in range(len(run.teachers)))]
-    lengths = (run.spec.student.context_length, *(teacher.context_length for teacher in run.spec.teacher))
-    for name, length, model in zip(names, lengths, (run.student, *run.teachers), strict=True):
-        if 0 < model.max_length < length:
-            yield f"{name}.context_length = {length}: the model was made for {model.max_length} tokens"
+    if run.spec.eval is not None and not run.spec.holds_back and (same := _trained_on(run.spec)):
+        yield f"{same} is also training text: bits per byte of it say nothing about other text"
     if data.long == "split" and not run.piece_bytes:
         yield 'data.long = "split" does nothing: no record of the text is plain text'
     if run.packing_obstacle:
@@ -212,6 +212,20 @@ def file_warnings(run: ResolvedRun) -> Iterator[str]:
     yield from _without_effect(run)
     if train.warmup_steps > run.steps:
         yield f"the run ends after {run.steps} steps, its warm-up would after train.warmup_steps = {train.warmup_steps}"
+
+
+def _trained_on(spec: RunSpec) -> str:
+    """Return the name of an evaluation's text that a run trains on, as a file or as the same content; or nothing."""
+    assert spec.eval is not None
+    trained = list(documents_of(spec))
+    digests = {index.fingerprint for index in trained}
+    files = {path for text in spec.data.texts for path in text.paths}
+    texts = {"eval.path": spec.eval.paths, **{f"eval.also {name}": (p,) for name, p in spec.eval.also_by_name.items()}}
+    for name, paths in texts.items():
+        same = open_index(spec, paths, spec.eval.field).fingerprint in digests
+        if same or not files.isdisjoint(paths):
+            return name
+    return ""
 
 
 def _without_effect(run: ResolvedRun) -> Iterator[str]:
@@ -325,6 +339,7 @@ def _model(what: str, spec: ModelSpec) -> ResolvedModel:
             f"the {what}'s head has {width} rows, its tokenizer {spec.tokenizer_dir} has {vocabulary} ids: "
             "they do not belong together"
         )
+    _check_context(what, spec, text)
     fingerprint = tokenizer_fingerprint(spec.tokenizer_dir)
     hidden = text.get("hidden_size", text.get("n_embd"))
     return ResolvedModel(
@@ -332,22 +347,26 @@ def _model(what: str, spec: ModelSpec) -> ResolvedModel:
         head_width=width,
         tokenizer_fingerprint=fingerprint,
         hidden_size=hidden if isinstance(hidden, int) else 0,
-        max_length=_max_length(what, spec, text),
         weights_fingerprint=served_fingerprint(served) if served else weights_fingerprint(spec.model),
         template_fingerprint=_template_fingerprint(what, spec),
     )
 
 
-def _max_length(what: str, spec: ModelSpec, config: dict[str, Any]) -> int:
-    """Return the longest text that a model was made for; 0 if its configuration does not say.
+def _check_context(what: str, spec: ModelSpec, config: dict[str, Any]) -> None:
+    """Refuse a context longer than what a model was made for, as far as its configuration says that.
 
     Raises:
-        ConfigError: It has no positions for what it would be given, padding included.
+        ConfigError: It is, or the model has no positions for the padding.
     """
     learned = config.get("n_positions")
     longest = learned if learned is not None else config.get("max_position_embeddings")
     if not isinstance(longest, int):
-        return 0
+        return
+    scaling = config.get("rope_scaling") or config.get("rope_parameters")
+    if isinstance(scaling, dict):  # YaRN and others: a factor of the length before
+        numbers = finite(scaling)
+        before = numbers.get("original_max_position_embeddings", longest)
+        longest = max(longest, min(MOST_TOKENS, int(numbers.get("factor", 1) * before)))
     has_no_more = learned is not None or config.get("model_type") in LEARNED_POSITIONS
     if has_no_more and padded_length(spec.context_length) > longest:
         most = longest // PAD_MULTIPLE * PAD_MULTIPLE
@@ -355,7 +374,10 @@ def _max_length(what: str, spec: ModelSpec, config: dict[str, Any]) -> int:
             f"the {what}'s context_length = {spec.context_length}: {spec.model} has {longest} positions, and rows are "
             f"padded to a multiple of {PAD_MULTIPLE}: lower it to {most}"
         )
-    return longest
+    if spec.context_length > longest:
+        raise ConfigError(
+            f"the {what}'s context_length = {spec.context_length}: {spec.model} was made for {longest} tokens: lower it"
+        )
 
 
 def _writable(output: Path) -> None:

@@ -15,12 +15,49 @@ MOST_UNREACHABLE = 0.1
 LEAST_FRACTION = 0.05
 UNREACHABLE = "unreachable_mass"
 PAST_BEST = "best"
+MOST_LEFT_OUT = 0.1
+"""Part of the samples that may be skipped, or cut, without a warning."""
+LEAST_SAMPLES = 20
+"""Samples of a run under way of which such a part is said."""
 
 
 def warnings_of(status: RunStatus) -> dict[str, str]:
     """Return the warnings of a run, one line each, by the metric that they are about."""
-    known = unreachable_warnings(status.metrics) | _without_effect(status) | _worse(status) | _past_best(status)
-    return known | _weak_teacher(status)
+    counted = left_out_warnings(*_left_out(status))
+    metrics = unreachable_warnings(status.metrics) | _without_effect(status)
+    return counted | metrics | _worse(status) | _past_best(status) | _weak_teacher(status)
+
+
+def left_out_warnings(counts: Mapping[str, Any], of: float) -> dict[str, str]:
+    """Return warnings that many samples are skipped or cut.
+
+    Args:
+        counts: Numbers of `skipped` and `truncated` ones, and the `reason` of one that is skipped.
+        of: Number of all of them.
+    """
+    skipped, cut = (finite(counts).get(name, 0) for name in ("skipped", "truncated"))
+    lines = {}
+    if skipped > MOST_LEFT_OUT * of:
+        reason = f" ({counts['reason']})" if counts.get("reason") else ""
+        lines["skipped"] = f"{skipped:.0f} of {of:.0f} samples are skipped, for they cannot be used{reason}"
+    if cut > MOST_LEFT_OUT * of:
+        lines["truncated"] = (
+            f"{cut:.0f} of {of:.0f} samples are cut at a context, what follows there is not trained: raise "
+            'student.context_length and teacher.context_length, or set data.long = "split"'
+        )
+    return lines
+
+
+def _left_out(status: RunStatus) -> tuple[Mapping[str, Any], float]:
+    """Return the skipped and cut samples, and how many there are: of the run, its steps so far, or the first look."""
+    summary, last, sample = finite(status.summary), finite(status.last), status.sample or {}
+    reason = {"reason": sample.get("reason", "")}
+    if "skipped" in summary:
+        return summary | reason, sum(summary.get(name, 0) for name in ("trained", "skipped", "dead"))
+    done = (last.get("step", -1) + 1) * finite(table(status.spec, "train")).get("samples_per_step", 0)
+    if done < LEAST_SAMPLES or "skipped_total" not in last:
+        return sample, finite(sample).get("positions", 0)
+    return {"skipped": last["skipped_total"], "truncated": last.get("truncated_total", 0)} | reason, done
 
 
 def unreachable_warnings(last: Mapping[str, Any]) -> dict[str, str]:

@@ -13,6 +13,8 @@ from pydantic import BaseModel, ConfigDict
 from xtoken_core.config.spec import RunSpec
 from xtoken_services.common.run.metric_lines import BITS, finite, table
 
+SAMPLE = "sample.json"
+"""File of a run's directory with what a look at a sample of its text has found."""
 RECENT_STEPS = 20
 """Steps whose mean duration is extrapolated."""
 
@@ -121,6 +123,8 @@ class RunStatus(RunSummary):
     """Metrics of the evaluation with the fewest bits per byte, without that before any step."""
     checkpoint: int | None = None
     """Step of the newest checkpoint."""
+    sample: dict[str, Any] | None = None
+    """Samples evenly spread over the run: how many were looked at, and how many of them are skipped or cut."""
     summary: dict[str, Any] | None = None
     """Number of positions by outcome, once the run is complete."""
     spec: dict[str, Any] = {}

@@ -29,6 +29,8 @@ log = logging.getLogger("xtoken.worker")
 
 MAX_REASON = 2000
 """Longest reason of a tombstone, in characters."""
+LOOKED_AT = 64
+"""Positions that are collated before the first step, to see what will be skipped or cut."""
 
 
 def serve_blocks(worker: Worker, fill: Callable[[Block], None]) -> None:
@@ -134,6 +136,31 @@ def collate_positions(
         position, reason = next(iter(tombstones.items()))
         raise BadRecordError(f"bad record at position {position}: {reason} (data.on_bad_record = fail)")
     return [readable[at][0] for at in rows.records], rows.columns, tombstones | skipped
+
+
+def look_at_sample(
+    run: ResolvedRun, collator: CrossTokenizerCollator, index: TextIndex, counts: Counts
+) -> dict[str, Any]:
+    """Collate positions that lie evenly in a run, and count what is skipped or cut; arguments as `collate_positions`.
+
+    Returns:
+        The numbers of `positions`, `skipped` and `truncated` ones, and why the first one is skipped.
+
+    Raises:
+        BadRecordError: None can be used, or one cannot and `on_bad_record` is "fail".
+    """
+    per_step = run.spec.train.samples_per_step
+    texts = per_step - run.spec.prompts_per_step  # the first ones of a step; rollout workers have the others
+    total = run.positions if texts == per_step else run.positions // per_step * texts
+    number = min(LOOKED_AT, total)
+    chosen = [divmod(at * total // number, texts) for at in range(number)]
+    positions = [step * per_step + rest for step, rest in chosen]
+    ids, columns, reasons = collate_positions(run, collator, index, counts, positions)
+    reason = next(iter(reasons.values()), "")
+    if number and not ids:
+        raise BadRecordError(f"none of {number} samples, evenly spread over the run, can be used; the first: {reason}")
+    cut = sum(columns[schema.TRUNCATED.name].values.cast("?")) if ids else 0
+    return {"positions": number, "skipped": number - len(ids), "truncated": cut, "reason": reason}
 
 
 def row_counts(run: ResolvedRun) -> Counts:

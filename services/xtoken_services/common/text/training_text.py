@@ -72,7 +72,7 @@ def measure_pieces(
     """
     if spec.data.long != "split":
         return 0
-    texts = [text for part in _documents(spec, progress) for text in _sample(part)]
+    texts = [text for part in documents_of(spec, progress) for text in _sample(part)]
     return _measure(spec, same_tokenizer, texts) if texts else 0
 
 
@@ -84,7 +84,7 @@ def open_text(spec: RunSpec, limit: int, progress: Callable[[int, int], None] | 
         limit: Bytes of a piece at most; 0: documents are not divided.
         progress: As of `resolve_text`.
     """
-    documents = list(_documents(spec, progress))
+    documents = list(documents_of(spec, progress))
     parts: list[DataIndex | PieceIndex] = list(documents)
     if limit:
         parts = [PieceIndex.build(part, limit, cache_dir=_cache(spec), progress=progress) for part in documents]
@@ -99,7 +99,8 @@ def mixture_of(spec: RunSpec, index: TextIndex) -> tuple[tuple[int, int], ...]:
     return tuple(zip(records, spec.data.samples_per_epoch(records), strict=False))
 
 
-def _documents(spec: RunSpec, progress: Callable[[int, int], None] | None) -> Iterator[DataIndex]:
+def documents_of(spec: RunSpec, progress: Callable[[int, int], None] | None = None) -> Iterator[DataIndex]:
+    """Yield the index of every training text, of which each record is a document."""
     for text in spec.data.texts:
         part: Part | None = "train" if spec.holds_back else None
         yield open_index(spec, text.paths, text.field or spec.data.field, progress, part)

@@ -49,6 +49,8 @@ class DryRun(Document):
     queue_bytes: int
     """Upper bound of the samples between collators and trainer, in bytes."""
     processes: list[str]
+    warnings: list[str] = []  # noqa: RUF012 - pydantic copies it
+    """An estimate of its memory, and warnings about its settings and text."""
 
 
 class RunMetrics(Document):

@@ -19,6 +19,7 @@ from xtoken_core.data_plane.address import Address
 from xtoken_services.common.files.input_files import check_input_files
 from xtoken_services.common.run.resolve import largest_row
 from xtoken_services.common.run.status import RunState, RunStatus
+from xtoken_services.common.run.worker_checks import check_as_workers
 from xtoken_services.control.api.dependencies import AppContext, Context, RunId, problems_of
 from xtoken_services.control.api.examples import RUNS
 from xtoken_services.control.api.models import AnyRunSpec, DryRun, RunPage
@@ -169,13 +170,16 @@ def dry_run_of(context: AppContext, spec: RunSpec, defaults: list[str]) -> DryRu
         roots = context.runs.validator.roots
         # Its token of the Hub, which the child has not, was looked for above.
         checked = spec.model_copy(update={"output": scratch, "push_to": None})
-        resolved, _ = inspect_run(checked, lambda activity, done: None, roots.environment if roots is not None else {})
+        environment = roots.environment if roots is not None else {}
+        resolved, warnings = inspect_run(checked, lambda activity, done: None, environment, output=spec.output)
+        warnings += check_as_workers(resolved, environment)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
         _dry_runs.release()
     return DryRun(
         spec=spec,
         defaults=defaults,
+        warnings=warnings,
         records=resolved.records,
         positions=resolved.positions,
         steps=resolved.steps,

@@ -1,12 +1,13 @@
 """Inspection of a run's files in a child process, for a control plane: the files are another user's.
 
-A request is a specification, its result `{"resolved": ..., "warnings": [...]}`.
+A request is a specification with its output directory, its result `{"resolved": ..., "warnings": [...]}`.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from xtoken_core.config.resolved import ResolvedRun
@@ -19,13 +20,16 @@ SILENCE_S = 120.0
 REPORT_S = 0.5
 
 
-def inspect_run(spec: RunSpec, progress: Progress, environment: Mapping[str, str]) -> tuple[ResolvedRun, list[str]]:
-    """Resolve a run in a child process; see `xtoken_services.common.run.resolve.resolve_run`.
+def inspect_run(
+    spec: RunSpec, progress: Progress, environment: Mapping[str, str], *, output: Path | None = None
+) -> tuple[ResolvedRun, list[str]]:
+    """Resolve a run in a child process; see `xtoken_services.common.run.start_checks.check_start`.
 
     Args:
         spec: The run.
         progress: Called with what takes long, in words, and the part (0 to 1) of it that is done.
         environment: Variables of the child: the roots that it may read.
+        output: As of `check_start`.
 
     Returns:
         The run with what its files say, and warnings about its settings.
@@ -38,7 +42,7 @@ def inspect_run(spec: RunSpec, progress: Progress, environment: Mapping[str, str
         if activity:  # something takes long
             progress(activity, done)
 
-    request = spec.model_dump(mode="json")
+    request = {"spec": spec.model_dump(mode="json"), "output": output or spec.output}
     try:
         answer = ask_child(__name__, request, silence_s=SILENCE_S, environment=environment, progress=report)
     except ChildError as error:
@@ -56,10 +60,10 @@ def main(request: dict[str, Any], progress: Progress) -> dict[str, Any]:
             printed_at = time.monotonic()
             progress(activity, done)
 
-    from xtoken_services.common.run.resolve import file_warnings, resolve_run
+    from xtoken_services.common.run.start_checks import check_start
 
-    run = resolve_run(RunSpec.model_validate(request), report)
-    return {"resolved": run.model_dump(mode="json"), "warnings": list(file_warnings(run))}
+    run, warnings = check_start(RunSpec.model_validate(request["spec"]), report, output=Path(request["output"]))
+    return {"resolved": run.model_dump(mode="json"), "warnings": warnings}
 
 
 if __name__ == "__main__":

@@ -18,10 +18,12 @@ from xtoken_core.transports.ring import RingShape
 from xtoken_services.common.batches.step_plan import ring_shape
 from xtoken_services.common.processes.supervised import MARK
 from xtoken_services.common.run.memory_estimate import (
+    FLOAT32,
     GIB,
     MemoryUse,
     check_room,
     check_teacher,
+    checkpoint_bytes,
     custom_loss_memory,
     exceeds_memory,
     memory_shortage,
@@ -61,6 +63,8 @@ def test_a_student_keeps_what_was_counted(tmp_path: Path, dtype: str, master_wei
         m for part in optimizer.parts for of_weight in part.state.values() for m in of_weight.values() if m.numel() > 1
     ]
     assert student_bytes(run.spec) == sum(kept.values()) + sum(moment.nbytes for moment in moments)
+    steps = FLOAT32 * len(student.trainable)  # that each weight has taken
+    assert checkpoint_bytes(run.spec) + steps == sum(value.nbytes for value in optimizer.state().values())
 
 
 def test_ranks_share_a_student_and_adapters_need_none_of_it(tmp_path: Path) -> None:

@@ -31,6 +31,10 @@ def test_odd_value(tmp_path: Path, key: str, odd: Any) -> None:
         resolve._model("student", model)
     assert "\n" not in str(refused.value)
     try:
-        assert resolve._max_length("student", model, {**config, key: odd}) is not None
+        for scaling in (
+            {"rope_scaling": odd},
+            {"rope_scaling": {"factor": odd, "original_max_position_embeddings": odd}},
+        ):
+            resolve._check_context("student", model, {**config, key: odd, **scaling})
     except XtokenError as error:
         assert "\n" not in str(error)

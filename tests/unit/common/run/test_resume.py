@@ -180,9 +180,3 @@ def test_settings_that_no_mode_reads_are_named(tmp_path: Path, loss: dict[str, A
     run = resolved_run(tmp_path)
     changed = run.model_copy(update={"spec": run.spec.model_copy(update={"loss": LossConfig(**loss)})})
     assert list(file_warnings(changed)) == said
-
-
-def test_a_context_beyond_what_a_model_was_made_for_is_told(tmp_path: Path) -> None:
-    run = resolved_run(tmp_path)
-    found = run.model_copy(update={"teachers": (run.teachers[0].model_copy(update={"max_length": 80}),)})
-    assert list(file_warnings(found)) == ["teacher.0.context_length = 96: the model was made for 80 tokens"]

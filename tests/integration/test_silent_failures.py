@@ -1,0 +1,214 @@
+"""Runs that cannot end well: each is refused or fails with its reason, and none leaves a model behind."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.integration.conftest import Crew
+from tests.support.forks import ForkLauncher
+from tests.support.tiny_run import TinyAssets, documents, steps_of, tiny_spec, write_jsonl
+from xtoken_core.config.spec import RunSpec
+from xtoken_core.errors import XtokenError
+from xtoken_services.cli.dry_run import check_run
+from xtoken_services.common.run import machine, resolve
+from xtoken_services.common.run.defaults import load_run
+from xtoken_services.common.run.run_warnings import warnings_of
+from xtoken_services.common.run.status import RunState
+from xtoken_services.supervisor.json_files import last_line
+from xtoken_services.supervisor.local_run import run_locally
+from xtoken_services.supervisor.run_files import Curve, with_files
+
+Start = Callable[..., Crew]
+REFUSING = (
+    "{% if messages[0].role == 'user' %}{{ raise_exception('no user here') }}{% endif %}{{ messages[0].content }}"
+)
+
+
+def chats(directory: Path, count: int) -> Path:
+    """Conversations of one message each."""
+    file = directory / "user.jsonl"
+    lines = [json.dumps({"messages": [{"role": "user", "content": text}]}) for text in documents(count, seed=5)]
+    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return file
+
+
+def refusing(assets: TinyAssets, directory: Path, data: Path, **changes: Any) -> RunSpec:
+    """A run whose chat templates take no user's message."""
+    template = directory / "refusing.jinja"
+    template.write_text(REFUSING, encoding="utf-8")
+    student = {"model": assets.student, "context_length": 64, "chat_template": template}
+    teacher = [assets.first_teacher(chat_template=template)]
+    return tiny_spec(assets, directory, data={"path": data}, student=student, teacher=teacher, **changes)
+
+
+def failed(crew: Crew) -> str:
+    """The reason of a run that has failed once and for all, without a model."""
+    ending = crew.join()
+    assert (ending.state, ending.exit_code) == (RunState.FAILED, 2), ending
+    assert not (crew.spec.output / "model").exists() and not (crew.spec.output / "summary.json").exists()
+    return ending.error
+
+
+def has_memory(directory: Path, available: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let this process find so many bytes of memory available, in a file as the kernel writes it."""
+    directory.mkdir(exist_ok=True)
+    (directory / "meminfo").write_text(f"MemAvailable: {available >> 10} kB\n")
+    monkeypatch.setattr(machine, "PROC", directory)
+
+
+def refusals(spec: RunSpec) -> set[str]:
+    """The reasons for which a dry run and a start refuse a run; neither leaves anything."""
+    found = set()
+    for begin in (lambda: check_run(spec, None), lambda: run_locally(spec, show=False)):
+        with pytest.raises(XtokenError) as refused:
+            begin()
+        found.add(str(refused.value))
+        assert not spec.output.exists()
+    return found
+
+
+def test_a_run_that_the_memory_cannot_hold_is_refused_and_defaults_are_made_to_fit(
+    assets: TinyAssets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = tiny_spec(assets, tmp_path, train={"micro_batch_tokens": 8192})
+    has_memory(tmp_path / "proc", 24 << 20, monkeypatch)
+    [reason] = refusals(spec)
+    assert reason.startswith("host memory (available) has 0.02 GiB, the run keeps 0.03 there before any activation (")
+    assert "signal in 2 slots 0.02" in reason and "lower train.micro_batch_tokens = 8192 or" in reason
+    (tmp_path / "run.toml").write_text(
+        f'student = "{assets.student}"\nteacher = "{assets.teacher}"\ndata = "train.jsonl"\n', encoding="utf-8"
+    )
+    has_memory(tmp_path / "proc", 24 << 20, monkeypatch)
+    fitted, notes = load_run(tmp_path / "run.toml")
+    assert 320 <= fitted.train.micro_batch_tokens < 2048
+    assert any("of memory)" in note for note in notes)
+    [memory, *_] = check_run(fitted, None)
+    assert memory.startswith("memory: before any activation the run keeps 0.00 of 0.02 GiB in host memory (available)")
+    has_memory(tmp_path / "proc", 1 << 30, monkeypatch)
+    roomy, notes = load_run(tmp_path / "run.toml")
+    assert roomy.train.micro_batch_tokens == 8192 and not any("micro_batch" in note for note in notes)
+
+
+def test_a_run_whose_signals_shared_memory_cannot_hold_is_refused(
+    assets: TinyAssets, tmp_path: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "DIRECTORY", small_disk)
+    [reason] = refusals(tiny_spec(assets, tmp_path))
+    assert reason.startswith("/dev/shm has 0.00 GiB") and "lower train.micro_batch_tokens = 320 or" in reason
+
+
+def test_a_disk_without_room_for_a_checkpoint_is_named(assets: TinyAssets, tmp_path: Path, small_disk: Path) -> None:
+    reasons = refusals(tiny_spec(assets, tmp_path).model_copy(update={"output": small_disk / "out"}))
+    assert all(reason.startswith(f"the disk of {small_disk / 'out'} has ") for reason in reasons), reasons
+    assert all("bytes free, a checkpoint takes " in reason for reason in reasons)
+
+
+def unknown_architecture(directory: Path, assets: TinyAssets) -> TinyAssets:
+    """A student of a kind that transformers has only an encoder with a decoder for."""
+    student = directory / "t5"
+    shutil.copytree(assets.student, student)
+    config = json.loads((student / "config.json").read_text("utf-8"))
+    (student / "config.json").write_text(json.dumps({**config, "model_type": "t5"}), encoding="utf-8")
+    return replace(assets, student=student)
+
+
+def test_a_model_without_a_causal_language_model_is_refused_by_dry_run_and_start(
+    assets: TinyAssets, tmp_path: Path, start: Start, forking: ForkLauncher
+) -> None:
+    spec = tiny_spec(unknown_architecture(tmp_path, assets), tmp_path, train={"packing": "off"})
+    with pytest.raises(XtokenError) as refused:
+        check_run(spec, None)
+    assert "is of the type 't5': transformers" in str(refused.value)
+    assert not spec.output.exists()
+    assert failed(start(spec, forking)) == f"trainer-0: {refused.value}"
+
+
+def test_a_context_beyond_the_models_is_refused(assets: TinyAssets, tmp_path: Path) -> None:
+    student = {"model": assets.student, "context_length": 257}
+    [reason] = refusals(tiny_spec(assets, tmp_path, student=student, train={"micro_batch_tokens": 512}))
+    assert reason == f"the student's context_length = 257: {assets.student} was made for 256 tokens: lower it"
+    config = json.loads((assets.student / "config.json").read_text("utf-8"))
+    wide = RunSpec.model_validate(tiny_spec(assets, tmp_path, student={**student, "context_length": 1024},
+                                            train={"micro_batch_tokens": 2048}).model_dump()).student  # fmt: skip
+    scaled = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+    resolve._check_context("student", wide, {**config, "rope_parameters": scaled})
+    with pytest.raises(XtokenError, match="made for 512 tokens"):
+        resolve._check_context("student", wide, {**config, "rope_scaling": {**scaled, "factor": 2.0}})
+
+
+def test_a_dry_run_refuses_a_text_without_a_usable_record_as_the_start_does(assets: TinyAssets, tmp_path: Path) -> None:
+    spec = refusing(assets, tmp_path, chats(tmp_path, 40))
+    with pytest.raises(XtokenError, match=r"none of 40 samples, evenly spread over the run, can be used; the first: "):
+        check_run(spec, None)
+    assert not spec.output.exists()
+
+
+def test_a_dry_run_warns_of_cut_documents_and_of_evaluation_text_that_is_trained_on(
+    assets: TinyAssets, tmp_path: Path
+) -> None:
+    long = write_jsonl(tmp_path / "long.jsonl", [" ".join(documents(20, seed=n)) for n in range(24)])
+    copied = tmp_path / "copied.jsonl"
+    shutil.copyfile(long, copied)
+    other = write_jsonl(tmp_path / "other.jsonl", documents(9, seed=77))
+    spec = tiny_spec(assets, tmp_path, data={"path": long}, eval={"path": copied})
+    lines = check_run(spec, None)
+    assert "eval.path is also training text: bits per byte of it say nothing about other text" in lines
+    assert any(line.startswith("24 of 24 samples are cut at a context") for line in lines), lines
+    both = {"path": [long, other]}
+    among = check_run(tiny_spec(assets, tmp_path, data=both, eval={"path": other}), None)
+    assert any(line.startswith("eval.path is also training text") for line in among)
+    fresh = check_run(tiny_spec(assets, tmp_path, data={"path": other}, eval={"path": copied}), None)
+    assert [line for line in fresh if not line.startswith("memory: ")] == []
+
+
+def test_a_run_without_a_usable_record_ends_before_its_first_step(
+    assets: TinyAssets, tmp_path: Path, start: Start, forking: ForkLauncher
+) -> None:
+    crew = start(refusing(assets, tmp_path, chats(tmp_path, 40)), forking)
+    reason = failed(crew)
+    assert "none of 40 samples, evenly spread over the run, can be used" in reason
+    assert "user.jsonl:" in reason and "no user here" in reason
+    assert steps_of(crew.spec.output) == []
+
+
+def test_a_run_whose_every_loss_is_not_finite_writes_no_model(
+    assets: TinyAssets, tmp_path: Path, start: Start, forking: ForkLauncher
+) -> None:
+    student = tmp_path / "nan"
+    shutil.copytree(assets.student, student)
+    weights = load_file(student / "model.safetensors")
+    save_file({k: torch.full_like(v, torch.nan) for k, v in weights.items()}, student / "model.safetensors")
+    spec = tiny_spec(replace(assets, student=student), tmp_path, records=16, train={"packing": "off"})
+    crew = start(spec, forking)
+    assert "nothing was trained, no model is written: of 16 samples 2 steps had no finite loss" in failed(crew)
+
+
+def test_many_skipped_and_cut_samples_are_said_from_the_start_to_the_end(
+    assets: TinyAssets, tmp_path: Path, start: Start, forking: ForkLauncher
+) -> None:
+    mixed = [json.dumps({"text": text}) for text in documents(14, seed=4, words=12)]
+    mixed += chats(tmp_path, 10).read_text("utf-8").splitlines()
+    long = json.dumps({"text": " ".join(documents(20, seed=6))})
+    data = tmp_path / "mixed.jsonl"
+    data.write_text("\n".join([*mixed, *[long] * 8]) + "\n", encoding="utf-8")
+    crew = start(refusing(assets, tmp_path, data), forking)
+    crew.complete()
+    status = with_files(crew.supervisor.status(), last_line(crew.spec.output / "steps.jsonl"), Curve(tmp_path / "none"))
+    assert status.summary is not None and status.summary["skipped"] == 10
+    before = status.model_copy(update={"last": None, "summary": None})
+    under_way = status.model_copy(update={"summary": None})
+    for said in (before, under_way, status):
+        lines = warnings_of(said)
+        assert lines["skipped"].startswith("10 of 32 samples are skipped"), lines
+        assert "no user here" in lines["skipped"]
+        assert lines["truncated"].startswith("8 of 32 samples are cut at a context")
+    assert status.last is not None and (status.last["skipped_total"], status.last["truncated_total"]) == (10, 8)
