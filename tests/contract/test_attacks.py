@@ -251,6 +251,18 @@ def test_the_guard_cuts_senders_first_then_the_newest() -> None:
         assert accepted.cut() == [0, 1, 2, 3, 4, 6, 7, 8, 9, 10, 11]
 
 
+def test_idle_connections_are_not_silent_while_the_server_reads_nothing() -> None:
+    with guarded(2, 1 << 40) as (accepted, guard):
+        accepted.send(0)
+        guard.heard = dict.fromkeys(accepted.open(), 20.0)
+        guard.drained_at = 20.05
+        guard.check(20.3)
+        assert accepted.cut() == [0]
+        guard.drained_at = 20.35
+        guard.check(20.4)
+        assert accepted.cut() == [0, 1]
+
+
 def test_idle_connections_are_cut_only_if_the_excess_lasts() -> None:
     with guarded(3, -(1 << 40)) as (accepted, guard):
         guard.check(19.95)

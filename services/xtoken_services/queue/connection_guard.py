@@ -23,8 +23,8 @@ log = logging.getLogger("xtoken.queue")
 
 SPARE_BYTES = 64 << 20
 HELD_FACTOR = 1.25
-SILENT_S = 0.1
-"""Time without a complete message after which a peer may be disconnected."""
+SILENT_S, BUSY_S = 0.1, 0.5
+"""Time without a complete message after which a peer may be disconnected, and for how long the server may read none."""
 LONG_S, SHORT_S = 0.02, 0.002
 """Time between two checks, at most; the short one while memory climbs, and after a cut."""
 MOVED_BYTES = 1 << 20
@@ -44,12 +44,14 @@ class ConnectionGuard:
 
     Attributes:
         heard: Time of the last complete message (monotonic clock) by file descriptor, set by the server.
+        drained_at: Time at which the server had read every complete message, set by the server.
     """
 
     def __init__(self, connections: Connections, allowance: int, held: Callable[[], int]) -> None:
         self.connections = connections
         self.allowance, self._held = allowance, held
         self.heard: dict[int, float] = {}
+        self.drained_at = 0.0
         self._excess_before = self._disconnected = 0
         self._reset(0.0)
         # What the process needs before any client: interpreter, libraries, a replayed journal's overhead.
@@ -136,13 +138,13 @@ class ConnectionGuard:
             idle: Those that are not sending count too.
         """
         accepted = self.connections.open()
-        silent = [
-            number for number, since in accepted.items() if now - max(since, self.heard.get(number, since)) > SILENT_S
-        ]
+        last = {number: max(since, self.heard.get(number, since)) for number, since in accepted.items()}
+        silent = [number for number, heard in last.items() if now - heard > SILENT_S]
         sending = _with_unread_bytes(silent)
-        return sorted(
-            silent if idle else sending, key=lambda number: (number in sending, accepted[number]), reverse=True
-        )
+        # What an idle client has sent may wait for a busy server.
+        read_until = max(self.drained_at, now - BUSY_S)
+        victims = [number for number in silent if number in sending or (idle and read_until - last[number] > SILENT_S)]
+        return sorted(victims, key=lambda number: (number in sending, accepted[number]), reverse=True)
 
 
 def _with_unread_bytes(numbers: Iterable[int]) -> set[int]:

@@ -152,6 +152,7 @@ class Server:
             try:
                 frames = receive_frames(self._socket, 1 + MAX_FRAMES)
             except zmq.Again:
+                self._guard.drained_at = time.monotonic()
                 return
             except TooManyFramesError as error:
                 self._drop_message(error.first)
@@ -162,6 +163,7 @@ class Server:
             self._guard.heard[self._peers.get(peer, DISCONNECTED)] = time.monotonic()
             self._on_message(peer, frames[1:])
             if not readable(self._socket):
+                self._guard.drained_at = time.monotonic()
                 return
 
     def _drop_message(self, first: zmq.Frame) -> None:
