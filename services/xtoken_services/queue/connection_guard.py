@@ -25,7 +25,7 @@ SPARE_BYTES = 64 << 20
 HELD_FACTOR = 1.25
 SILENT_S, BUSY_S = 0.1, 0.5
 """Time without a complete message after which a peer may be disconnected, and for how long the server may read none."""
-LONG_S, SHORT_S = 0.02, 0.002
+LONG_S, SHORT_S = 0.05, 0.002
 """Time between two checks, at most; the short one while memory climbs, and after a cut."""
 MOVED_BYTES = 1 << 20
 FEW = 4
