@@ -7,6 +7,7 @@ import random
 import secrets
 import struct
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
@@ -24,6 +25,8 @@ from xtoken_services.queue.server import FAILED
 MANY_IDS = 65_536
 BIG_ID = 1 << 40
 """First id of long lists: nine bytes each in msgpack."""
+FRAME_BYTES = 60 << 20
+"""A frame that a queue with the stage's limit receives."""
 REFUSED = (RefusedError, UnreachableError, OSError, zmq.ZMQError)
 
 
@@ -103,6 +106,24 @@ def endless_message(target: Target, rng: random.Random, seconds: float) -> None:
     attacker = Attacker(target.queue)
     attacker.flood(1 << 30, frame=rng.choice((1, 100, 10_000, 1 << 20)), seconds=seconds / 2)
     attacker.close()
+
+
+def parts_of_messages(target: Target, rng: random.Random, seconds: float) -> None:
+    """Send a part of a large message on each of many connections, beside others that send nothing."""
+    end = time.monotonic() + seconds
+    part, many = bytes(rng.choice((1 << 16, 1 << 20, 1 << 25))), rng.choice((4, 200, 1200))
+    with ExitStack() as stack:
+        for _ in range(rng.choice((0, 1500))):
+            stack.callback(Attacker(target.queue).close)
+        held: deque[Attacker] = deque()
+        while time.monotonic() < end:
+            with suppress(OSError):
+                held.append(Attacker(target.queue))
+                stack.callback(held[-1].close)
+                held[-1].begin(FRAME_BYTES)
+                held[-1].socket.sendall(part)
+            if len(held) > many:
+                held.popleft().close()
 
 
 def poisoned_offsets(target: Target, rng: random.Random, seconds: float) -> None:
@@ -338,7 +359,8 @@ def lock_out(target: Target, rng: random.Random, seconds: float) -> None:
 ATTACKS: dict[str, Attack] = {
     f"queue.{attack.__name__}": attack
     for attack in (
-        empty_frames, endless_message, poisoned_offsets, odd_columns, mutated_messages, nested_header, empty_rows,
-        parked_gets, parked_claims, documents, kept_answers, object_rows, long_names, stolen_sessions, lock_out,
+        empty_frames, endless_message, parts_of_messages, poisoned_offsets, odd_columns, mutated_messages,
+        nested_header, empty_rows, parked_gets, parked_claims, documents, kept_answers, object_rows, long_names,
+        stolen_sessions, lock_out,
     )
 }  # fmt: skip

@@ -35,12 +35,13 @@ class Attacker:
 
     def send(self, body: bytes, *, more: bool) -> None:
         """One frame."""
-        flags = MORE if more else 0
-        if len(body) > 255:
-            self.socket.sendall(struct.pack(">BQ", flags | LONG, len(body)))
-        else:
-            self.socket.sendall(bytes([flags, len(body)]))
+        self.begin(len(body), more=more)
         self.socket.sendall(body)
+
+    def begin(self, nbytes: int, *, more: bool = True) -> None:
+        """What comes before the bytes of a frame."""
+        flags = MORE if more else 0
+        self.socket.sendall(struct.pack(">BQ", flags | LONG, nbytes) if nbytes > 255 else bytes([flags, nbytes]))
 
     def flood(self, nbytes: int, *, frame: int = CHUNK, seconds: float = 30.0) -> int:
         """Send one message that never ends, until so many bytes are sent or the queue has cut it; returns how many."""

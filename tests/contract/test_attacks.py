@@ -38,8 +38,7 @@ from xtoken_core.data_plane.zmq_transport import ZmqTransport
 from xtoken_core.errors import QueueUnreachableError
 from xtoken_core.wire import messages as m
 from xtoken_core.wire.bounds import MAX_FRAMES, MAX_IDS
-from xtoken_services.queue.connection_guard import ConnectionGuard
-from xtoken_services.queue.endpoint import Endpoint
+from xtoken_services.queue.connection_guard import SPARE_BYTES, ConnectionGuard
 
 LONGEST_WAIT_S = 5.0
 """Of an honest request, on a machine that does other work too."""
@@ -199,15 +198,80 @@ def test_the_memory_guard_needs_no_descriptor() -> None:
     assert done.stdout == "True\n", done.stderr
 
 
-def test_the_guard_never_raises_its_allowance(short_tmp: Path, caplog: pytest.LogCaptureFixture) -> None:
+class Accepted:
+    """Connections as the guard sees them, each accepted a second after the last one."""
+
+    def __init__(self, stack: ExitStack, count: int) -> None:
+        self.pairs = [[stack.enter_context(end) for end in socket.socketpair()] for _ in range(count)]
+
+    def open(self) -> dict[int, float]:
+        return {server.fileno(): float(number) for number, (server, _) in enumerate(self.pairs)}
+
+    def send(self, number: int) -> None:
+        """Send a byte that is never read."""
+        self.pairs[number][1].sendall(b"a")
+
+    def cut(self) -> list[int]:
+        """The numbers of those that are shut down."""
+        gone = []
+        for number, (_, client) in enumerate(self.pairs):
+            with suppress(BlockingIOError):
+                client.recv(1, socket.MSG_DONTWAIT)
+                gone.append(number)
+        return gone
+
+
+@contextmanager
+def guarded(count: int, excess: int) -> Iterator[tuple[Accepted, ConnectionGuard]]:
+    """A guard whose process has so many bytes more than it allows."""
+    with ExitStack() as stack:
+        accepted: Any = Accepted(stack, count)
+        yield accepted, ConnectionGuard(accepted, -excess, lambda: 0)
+
+
+def test_the_guard_never_raises_its_allowance() -> None:
     """It cuts silent peers again and again, ever more rarely where that does not help."""
-    endpoint = Endpoint(ipc_address(short_tmp / "guard"), max_frame=1 << 20, max_connections=16)
-    guard = ConnectionGuard(endpoint.connections, allowance=-(1 << 40), burst=64)
-    for _ in range(200):
-        guard.check(0)
-        assert guard.exceeded
-    endpoint.close()
-    assert 5 < caplog.text.count("above the allowance") < 15
+    with guarded(1, 1 << 40) as (accepted, guard):
+        cuts = set()
+        for tenth in range(1, 300):
+            guard.check(tenth / 10)
+            cuts |= set(guard.heard.values())
+        assert accepted.cut() == [0]
+        assert 5 < len(cuts) < 20
+
+
+def test_the_guard_cuts_senders_first_then_the_newest() -> None:
+    with guarded(12, 1 << 40) as (accepted, guard):
+        accepted.send(2)
+        accepted.send(5)
+        guard.heard[list(accepted.open())[5]] = 19.95
+        guard.check(20.0)
+        assert accepted.cut() == [2, 9, 10, 11]
+        guard.check(20.002)
+        assert accepted.cut() == [0, 1, 2, 3, 4, 6, 7, 8, 9, 10, 11]
+
+
+def test_idle_connections_are_not_silent_while_the_server_reads_nothing() -> None:
+    with guarded(2, 1 << 40) as (accepted, guard):
+        accepted.send(0)
+        guard.heard = dict.fromkeys(accepted.open(), 20.0)
+        guard.drained_at = 20.05
+        guard.check(20.3)
+        assert accepted.cut() == [0]
+        guard.drained_at = 20.35
+        guard.check(20.4)
+        assert accepted.cut() == [0, 1]
+
+
+def test_idle_connections_are_cut_only_if_the_excess_lasts() -> None:
+    with guarded(3, -(1 << 40)) as (accepted, guard):
+        guard.check(19.95)
+        guard.allowance = -SPARE_BYTES // 2
+        accepted.send(1)
+        guard.check(20.0)
+        assert accepted.cut() == [1]
+        guard.check(25.0)
+        assert accepted.cut() == [0, 1, 2]
 
 
 def test_a_wrong_token_is_answered_at_once(short_tmp: Path) -> None:

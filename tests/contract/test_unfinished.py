@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import msgpack
@@ -80,6 +80,25 @@ def test_a_message_without_an_end_is_cut(short_tmp: Path, transport: str, frame:
         assert grown() < MEMORY + SPARE_BYTES + BETWEEN_LOOKS
         for attacker in attackers:
             attacker.close()
+
+
+@pytest.mark.parametrize(("idle", "parts", "part"), [(1000, 4, 1 << 30), (0, 600, 1 << 20)])
+def test_parts_of_messages_are_cut_beside_idle_connections(short_tmp: Path, idle: int, parts: int, part: int) -> None:
+    """Many connections take the queue no longer to notice, and need not be sending any more."""
+    address = ipc_address(short_tmp / f"u-{idle}")
+    with watched(address) as (grown, _), ExitStack() as stack:
+        waiting = [stack.enter_context(closing(Attacker(address))) for _ in range(idle)]
+        place = Place("library", address=address)
+        busy = place.worker()
+        busy.call("open", partition="p", tasks=[{"name": "a", "requires": ["x"]}])
+        attackers = [stack.enter_context(closing(Attacker(address))) for _ in range(parts)]
+        for number, attacker in enumerate(attackers):
+            attacker.flood(part)
+            busy.call("put", partition="p", ids=[number], columns={"x": ints([number])})
+        place.leave()
+        assert any(attacker.cut(0.01) for attacker in attackers)
+        assert sum(not one.cut(0.001) for one in waiting) >= idle / 2
+        assert grown() < MEMORY + SPARE_BYTES + BETWEEN_LOOKS
 
 
 def test_unread_replies_are_dropped(short_tmp: Path) -> None:

@@ -1,16 +1,21 @@
 """Guard against peers that make the queue hold memory beside its samples: endless messages, replies never read.
 
 libzmq keeps the parts of a message until the last one has come. It limits neither their number nor their sum, and does
-not report how much it holds for which peer. So the guard watches the memory of the process: while that exceeds what
-samples explain, it disconnects all peers that have completed no message lately, the offenders among them. For the
-others this is a lost connection, and their clients ask again on a new one.
+not report how much it holds for which peer. So a thread watches the memory of the process, however busy the server is.
+While that exceeds what samples explain, it disconnects peers that have completed no message lately, the offenders among
+them. For the others this is a lost connection, and their clients ask again on a new one.
 """
 
 from __future__ import annotations
 
 import gc
 import logging
+import select
+import threading
+import time
+from collections.abc import Callable, Iterable
 
+from xtoken_core.wire.bounds import MAX_CONNECTIONS
 from xtoken_services.queue.connections import Connections, disconnect
 from xtoken_services.queue.memory import resident_bytes, trim
 
@@ -18,10 +23,15 @@ log = logging.getLogger("xtoken.queue")
 
 SPARE_BYTES = 64 << 20
 HELD_FACTOR = 1.25
-# Full turns of the loop for which a peer may be silent: one can fall between two of its messages.
-TURNS = 2
-MAX_PAUSE = 64
-"""Checks between two cuts that did not help, at most."""
+SILENT_S, BUSY_S = 0.1, 0.5
+"""Time without a complete message after which a peer may be disconnected, and for how long the server may read none."""
+LONG_S, SHORT_S = 0.05, 0.002
+"""Time between two checks, at most; the short one while memory climbs, and after a cut."""
+MOVED_BYTES = 1 << 20
+FEW = 4
+"""Peers of the first cut; while memory stays above the allowance, each cut takes twice as many as the last one."""
+MAX_PAUSE_S = 6.4
+"""Time between two cuts that did not help, at most."""
 
 
 class ConnectionGuard:
@@ -30,69 +40,116 @@ class ConnectionGuard:
     Args:
         connections: Connections of the server's socket.
         allowance: Bytes allowed beside `HELD_FACTOR` times what is held and the process's initial memory; never raised.
-        burst: Most messages that one turn of the server's loop receives.
-        held: Bytes of samples and bookkeeping that are held already.
+        held: Returns the bytes of samples and bookkeeping; called on the guard's thread.
 
     Attributes:
-        exceeded: Memory was above the allowance when last checked.
+        heard: Time of the last complete message (monotonic clock) by file descriptor, set by the server.
+        drained_at: Time at which the server had read every complete message, set by the server.
     """
 
-    def __init__(self, connections: Connections, allowance: int, burst: int, held: int = 0) -> None:
+    def __init__(self, connections: Connections, allowance: int, held: Callable[[], int]) -> None:
         self.connections = connections
-        self.allowance, self._burst = allowance, burst
-        self.exceeded = False
-        self._last_heard: dict[int, int] = {}
-        self._turn = 0
-        self._pause = self._next_pause = 0
+        self.allowance, self._held = allowance, held
+        self.heard: dict[int, float] = {}
+        self.drained_at = 0.0
+        self._excess_before = self._disconnected = 0
+        self._reset(0.0)
         # What the process needs before any client: interpreter, libraries, a replayed journal's overhead.
-        self._baseline = resident_bytes() - held
+        self._baseline = resident_bytes() - held()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="connection guard", daemon=True)
 
-    def heard(self, number: int) -> None:
-        """Record a complete message from the connection with this file descriptor."""
-        if number in self._last_heard:
-            self._last_heard[number] = self._turn
+    def start(self) -> None:
+        """Check memory on a thread until `close`."""
+        self._thread.start()
 
-    def check(self, held: int) -> None:
-        """Check memory and disconnect silent peers; to be called regularly between two turns of the server's loop.
+    def close(self) -> None:
+        """End the thread, if it was started."""
+        self._over.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _watch(self) -> None:
+        pause = LONG_S
+        while not self._over.wait(pause):
+            pause = self.check(time.monotonic())
+
+    def check(self, now: float) -> float:
+        """Check memory, disconnect silent peers if there is too much, and return the time until the next check.
 
         Args:
-            held: Bytes of samples and bookkeeping.
+            now: Time by the monotonic clock.
         """
-        self._turn += 1
-        present = self.connections.open()
-        # New connections count as heard just now; closed ones leave, since their numbers are used again.
-        self._last_heard = {number: self._last_heard.get(number, self._turn) for number in present}
-        excess = self._excess(held)
-        if excess > 0:
+        excess = self._excess()
+        if excess > self._excess_at_cut + MOVED_BYTES:  # it climbs
+            self._next_cut = now
+        if excess > 0 and now >= self._next_cut:
             # Only what is really held may cost peers their connections: garbage and free pages go first.
             gc.collect(0)
             trim()
-            excess = self._excess(held)
-        self.exceeded = excess > 0
-        if not self.exceeded:
-            self._pause = self._next_pause = 0
-        elif self._pause > 0:
-            self._pause -= 1
-        else:
-            self._cut(excess)
+            excess = self._excess()
+        moved, self._excess_before = excess - self._excess_before, excess
+        if excess <= 0:
+            self._reset(now)
+            return SHORT_S if moved > MOVED_BYTES else LONG_S
+        # While memory falls, what the last cut freed is still being returned.
+        if now >= self._next_cut and moved > -MOVED_BYTES:
+            self._cut(excess, now)
+        return min(self._pause, LONG_S)
 
-    def _cut(self, excess: int) -> None:
-        """Disconnect the silent peers; each time that this has not helped doubles the pause until the next."""
-        victims = self._silent()
+    def _reset(self, now: float) -> None:
+        self._within_at, self._excess_at_cut = now, 0
+        self._cut_size, self._pause, self._next_cut = FEW, SHORT_S, now
+
+    def _cut(self, excess: int, now: float) -> None:
+        """Disconnect silent peers; each time that memory has not moved since doubles the pause until the next cut."""
+        # A peer that has just connected may not be silent yet: idle ones are not cut in its place at once.
+        lasts = excess > SPARE_BYTES or now - self._within_at > SILENT_S
+        victims = self._silent(now, idle=lasts)[: self._cut_size]
         for number in victims:
             disconnect(number)
-            del self._last_heard[number]
-        log.warning("memory is %d bytes above the allowance: disconnecting %d peers", excess, len(victims))
-        self._pause = self._next_pause
-        # If cutting does not help, the cause is another: no more cuts in every turn.
-        self._next_pause = min(2 * self._next_pause + 1, MAX_PAUSE)
+            # Its descriptor stays open until libzmq notices.
+            self.heard[number] = now
+        if victims:
+            before = self._disconnected.bit_length()
+            self._disconnected += len(victims)
+            self._cut_size = min(2 * self._cut_size, MAX_CONNECTIONS)
+            # At powers of two: an attack writes a few lines, not one per cut.
+            if self._disconnected.bit_length() > before:
+                log.warning(
+                    "memory is %d bytes above the allowance: %d peers disconnected so far", excess, self._disconnected
+                )
+        # If cutting does not help, the cause is another.
+        helped_or_climbs = abs(excess - self._excess_at_cut) > MOVED_BYTES
+        self._pause = SHORT_S if helped_or_climbs else min(2 * self._pause, MAX_PAUSE_S)
+        self._next_cut, self._excess_at_cut = now + self._pause, excess
 
-    def _excess(self, held: int) -> int:
+    def _excess(self) -> int:
         """Return the bytes that this process uses beyond its allowance."""
-        return resident_bytes() - self._baseline - int(held * HELD_FACTOR) - self.allowance
+        return resident_bytes() - self._baseline - int(self._held() * HELD_FACTOR) - self.allowance
 
-    def _silent(self) -> list[int]:
-        """Return connections without a complete message for so long that the loop would have read one from each."""
-        # With many peers a turn reads from a part of them, so all get the turns that a reading from each takes.
-        turns = TURNS + 2 * len(self._last_heard) // self._burst
-        return [number for number, turn in self._last_heard.items() if self._turn - turn > turns]
+    def _silent(self, now: float, *, idle: bool) -> list[int]:
+        """Return connections without a complete message lately: those that are sending first, then the newest.
+
+        Idle connections hold little, and clients that were there before an attack are older than it.
+
+        Args:
+            now: Time by the monotonic clock.
+            idle: Those that are not sending count too.
+        """
+        accepted = self.connections.open()
+        last = {number: max(since, self.heard.get(number, since)) for number, since in accepted.items()}
+        silent = [number for number, heard in last.items() if now - heard > SILENT_S]
+        sending = _with_unread_bytes(silent)
+        # What an idle client has sent may wait for a busy server.
+        read_until = max(self.drained_at, now - BUSY_S)
+        victims = [number for number in silent if number in sending or (idle and read_until - last[number] > SILENT_S)]
+        return sorted(victims, key=lambda number: (number in sending, accepted[number]), reverse=True)
+
+
+def _with_unread_bytes(numbers: Iterable[int]) -> set[int]:
+    """Return which of these file descriptors have unread bytes."""
+    poll = select.poll()
+    for number in numbers:
+        poll.register(number, select.POLLIN)
+    return {number for number, _ in poll.poll(0)}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import socket as sockets
 import threading
+import time
 from collections import Counter
 from contextlib import suppress
 
@@ -46,6 +47,7 @@ class Connections:
         self._socket = socket
         self._lock = threading.Lock()
         self._address: dict[int, str] = {}
+        self._accepted: dict[int, float] = {}
         self._counts: Counter[str] = Counter()
         self._pending: dict[int, None] = {}
         self._closing: set[int] = set()
@@ -63,10 +65,10 @@ class Connections:
         self._socket.disable_monitor()
         self._thread.join()
 
-    def open(self) -> set[int]:
-        """Return the descriptors of the present connections."""
+    def open(self) -> dict[int, float]:
+        """Return the times (monotonic clock) at which the present connections were accepted, by descriptor."""
         with self._lock:
-            return set(self._address) - self._closing
+            return {number: at for number, at in self._accepted.items() if number not in self._closing}
 
     def is_full(self, address: str) -> bool:
         """Return whether an address has more connections than it may."""
@@ -106,7 +108,7 @@ class Connections:
         """Record a new connection; return the one to close for it, if there are too many."""
         self._remove(number)
         address = address_of(number)
-        self._address[number] = address
+        self._address[number], self._accepted[number] = address, time.monotonic()
         self._counts[address] += 1
         self._pending[number] = None
         if not self._is_full(address):
@@ -124,6 +126,7 @@ class Connections:
         address = self._address.pop(number, None)
         if address is None:
             return
+        del self._accepted[number]
         self._pending.pop(number, None)
         if number in self._closing:
             self._closing.discard(number)

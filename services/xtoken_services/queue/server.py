@@ -37,9 +37,9 @@ from xtoken_services.queue.write_ahead_log import WriteAheadLog
 
 log = logging.getLogger("xtoken.queue")
 
-# Silence is counted in seconds and ends sessions; connections are checked more often, since memory can fill in between.
+# Silence is counted in seconds and ends sessions; the loop comes back more often, to waiting requests and to stop.
 TICK_S = 0.25
-CHECK_S = 0.1
+RECEIVE_S = 0.1
 SKIP_S = 0.1
 """How long the frames of an oversized message are received only to be dropped."""
 # Messages of one turn of the loop: replies, retries and the signal to stop wait for no more than these.
@@ -80,12 +80,11 @@ class Server:
         self.exporter = None if metrics_port is None else Exporter(metrics_port, self.metrics.registry)
         self._endpoint = Endpoint(address, max_frame=engine.memory_limit, max_connections=connection_limit())
         self._guard = ConnectionGuard(
-            self._endpoint.connections, engine.memory_limit + SPARE_BYTES, BURST, engine.nbytes + engine.budget.used
+            self._endpoint.connections, engine.memory_limit + SPARE_BYTES, lambda: engine.nbytes + engine.budget.used
         )
         self._use_socket()
         self.waiting = Waiting(engine, self._retry)
         self._peers: OrderedDict[bytes, int] = OrderedDict()
-        self._heard: set[bytes] = set()
         self._outbox: list[tuple[bytes, m.Reply, Sequence[memoryview]]] = []
         self._memory = MemoryTrimmer(engine.nbytes)
         self._session_ended = False
@@ -101,7 +100,8 @@ class Server:
         """Answer requests until the server is stopped, then close the socket and remove its file."""
         # Once all that lives as long as the process is there, the objects of a replayed journal among it.
         freeze_gc()
-        next_tick = next_check = time.monotonic()
+        next_tick = time.monotonic()
+        self._guard.start()
         try:
             while not self._stop:
                 self._receive_burst()
@@ -112,9 +112,6 @@ class Server:
                     next_tick = now + TICK_S
                 self._answer_waiting(now)
                 self._send_out()
-                if now >= next_check:
-                    self._check_connections()
-                    next_check = now + CHECK_S
                 if self.exporter is not None:
                     self.scrapes.serve(lambda: stats_document(self.engine))
         finally:
@@ -122,6 +119,7 @@ class Server:
 
     def close(self) -> None:
         """Close the socket and remove its file."""
+        self._guard.close()
         self._endpoint.close()
         if self.exporter is not None:
             self.exporter.close()
@@ -130,16 +128,8 @@ class Server:
 
     def _use_socket(self) -> None:
         self._socket = self._endpoint.socket
-        self._socket.rcvtimeo = int(CHECK_S * 1000)
+        self._socket.rcvtimeo = int(RECEIVE_S * 1000)
         self._guard.connections = self._endpoint.connections
-
-    def _check_connections(self) -> None:
-        """Report the peers that have sent a message to the guard, and let it act."""
-        for peer in self._heard:
-            # A descriptor that is closed by now is unknown to the guard, which ignores it.
-            self._guard.heard(self._peers.get(peer, DISCONNECTED))
-        self._heard.clear()
-        self._guard.check(self.engine.nbytes + self.engine.budget.used)
 
     def _answer_waiting(self, now: float) -> None:
         """Answer waiting requests that the end of a session concerns, then those whose time is over."""
@@ -162,6 +152,7 @@ class Server:
             try:
                 frames = receive_frames(self._socket, 1 + MAX_FRAMES)
             except zmq.Again:
+                self._guard.drained_at = time.monotonic()
                 return
             except TooManyFramesError as error:
                 self._drop_message(error.first)
@@ -169,9 +160,10 @@ class Server:
             peer = frames[0].bytes
             if peer not in self._peers:
                 self._remember_peer(peer, frames[0])
-            self._heard.add(peer)
+            self._guard.heard[self._peers.get(peer, DISCONNECTED)] = time.monotonic()
             self._on_message(peer, frames[1:])
             if not readable(self._socket):
+                self._guard.drained_at = time.monotonic()
                 return
 
     def _drop_message(self, first: zmq.Frame) -> None:
@@ -186,7 +178,6 @@ class Server:
             return
         log.warning("a message has frames without end: replacing the socket, all peers must connect again")
         self._peers.clear()
-        self._heard.clear()
         self._endpoint.renew()
         self._use_socket()
 
