@@ -109,8 +109,8 @@ METHODS = {
     "alm1": _alm("ALM, tau 1", 1.0),
     "alm100": _alm("ALM, tau 100", 100.0),
     "chain": _chain("chain, one weight to the end"),
-    "chain_fading": _chain("chain, fading (default)", kl_loss_weight_end=0.0),
-    "chain_adaptive": _chain("chain, adaptive", kl_loss_weight_end="adaptive"),
+    "chain_fading": _chain("chain, fading", kl_loss_weight_end=0.0),
+    "chain_adaptive": _chain("chain, adaptive (default)", kl_loss_weight_end="adaptive"),
     "chain_alm1": Method(
         "chain and ALM, tau 1",
         CHAIN | {"teacher_modes": ["chain", "alm"], "alm_temperature": 1.0},

@@ -15,7 +15,7 @@ NOT_SHOWN = (summary.BASELINE, "chain_unconditioned", "chain_no_end", "chain_unc
 OTHERS = (summary.CHAIN, "alm1", "p_kl", "uld", "bpm")
 """Beside the default in the table; of the published losses ULD was the best one with equal weights on the text that all
 are tried on, and BPM is with the best of three."""
-ON_EVERY_TEXT = {summary.DEFAULT: "default", summary.CHAIN: "one weight"}
+ON_EVERY_TEXT = {summary.DEFAULT: "fading", summary.CHAIN: "one weight"}
 """Shown for every text in the picture."""
 NOISE = 0.01
 """Bits per byte: three standard deviations of a method over data seeds."""
@@ -75,7 +75,7 @@ def table(result: Mapping[str, Any]) -> str:
     result = with_sweeps(result)
     titles = " | ".join(methods.TITLES[name] for name in OTHERS)
     lines = [
-        f"| text | teacher alone | cross-entropy | default: chain, fading | its gain | {titles} |",
+        f"| text | teacher alone | cross-entropy | chain, fading | its gain | {titles} |",
         f"|---|---|---|---|---|{'---|' * len(OTHERS)}",
     ]
     for name in sorted(_compared(result), key=lambda name: _least_gain(result, name)):
@@ -100,10 +100,10 @@ def worse(result: Mapping[str, Any]) -> str:
     result = with_sweeps(result)
     default, constant = (_losses(result, method) for method in (summary.DEFAULT, summary.CHAIN))
     if default:
-        lines = [f"**The default loss, chain that fades, is worse than cross-entropy** by {' and by '.join(default)}."]
+        lines = [f"**Chain that fades is worse than cross-entropy** by {' and by '.join(default)}."]
     else:
         lines = [
-            "On every text we trained on, the default loss was at least as good on the test split as "
+            "On every one of these texts chain that fades was at least as good on the test split as "
             f"cross-entropy.{_within_noise(result)}{_on_validation(result)}"
         ]
     lines += _forgotten(result)
@@ -130,8 +130,8 @@ def fitted_rates(result: Mapping[str, Any]) -> str:
     rate = result["conditions"][SWEPT[0]]["rates"][0]
     return (
         f"**On {text}, most of the gain came from a poor learning rate.** At {rate:g} cross-entropy reaches "
-        f"{ce[0]:.3f}, at smaller rates {ce[1]:.3f}, and the default's gain shrinks from {gains[0]} to {gains[1]}. On "
-        f"handbook-de, 0.5 MB, where all losses have a sweep, {rate:g} is cross-entropy's best."
+        f"{ce[0]:.3f}, at smaller rates {ce[1]:.3f}, and the gain of chain that fades shrinks from {gains[0]} to "
+        f"{gains[1]}. On handbook-de, 0.5 MB, where all losses have a sweep, {rate:g} is cross-entropy's best."
     )
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.pages import render, write
-from experiments.real import methods, overview, predictions, speed, summary
+from experiments.real import adaptive, methods, overview, predictions, speed, summary
 
 ROOT = Path(__file__).parents[2]
 RESULT = Path(__file__).parent / "results" / "real.json"
@@ -50,10 +50,15 @@ def page(result: dict[str, Any]) -> str:
         tasks=[entry for entry in compared if entry.get("tasks")],
         judged=verdicts["as predicted"] + verdicts["**not**"],
         missed=verdicts["**not**"],
-        missing=[name for name in methods.CONDITIONS if name not in {entry["name"] for entry in conditions}],
+        missing=[
+            name
+            for name in methods.CONDITIONS
+            if name not in {entry["name"] for entry in conditions} and not name.startswith(("qwen-", "gemma-"))
+        ],
         untried=[titles[name] for name in methods.METHODS if name not in {run["method"] for run in result["runs"]}],
         runs=len(result["runs"]),
         speed=_speed(),
+        adaptive=adaptive.section(),
     )
 
 

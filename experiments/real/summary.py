@@ -12,7 +12,7 @@ from experiments.real.methods import METHODS, MICRO_BATCH_TOKENS
 
 VALIDATION = "bits_per_byte"
 BASELINE, CHAIN, DEFAULT = "ce", "chain", "chain_fading"
-"""Cross-entropy alone, chain with one weight to the end, and the product's default: chain that fades."""
+"""Cross-entropy alone, chain with one weight to the end, and chain that fades, the default of `results/real.json`."""
 FIRST_SEED = 0
 TASK = "task_accuracy_"
 _GROUP = ("condition", "method", "weight", "seed")
