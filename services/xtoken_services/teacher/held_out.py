@@ -41,7 +41,7 @@ def measure_held_out(
     if run.spec.eval is None:
         return None
     name = run.spec.teacher_name(teacher)
-    text = open_held_out(run.spec, lambda _done, _all: report("reading the held-out text"))
+    text = open_held_out(run.spec, lambda done, _all: report(f"reading the held-out text: {done}"))
     if read_result(run.spec, teacher, text.fingerprint) is not None:
         return None
     key = f"held-out-{text.fingerprint[:16]}-{run.spec.eval.max_bytes}.json"

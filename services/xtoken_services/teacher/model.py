@@ -224,7 +224,7 @@ class TeacherModel(Teacher):
             batch_tokens=batch_tokens,
             device=self.device,
             max_bytes=max_bytes,
-            progress=lambda: self.report("measuring the held-out text"),
+            on_fraction=lambda done: self.report(f"measuring the held-out text: {done:.0%}"),
             outputs=outputs,
             packed_outputs=outputs if packed else None,
         )
