@@ -21,6 +21,9 @@ def state(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for train, name in ((train_student_tokenizer, SMOLLM2), (train_teacher_tokenizer, GEMMA3)):
         train(documents(40, seed=1), directory / "models" / name, vocabulary=420)
         make_model(directory / "models" / name, seed=0, extra_rows=0)
+        config = directory / "models" / name / "config.json"
+        longer = json.loads(config.read_text()) | {"max_position_embeddings": 1024}  # the experiments' contexts
+        config.write_text(json.dumps(longer))
     (directory / "texts").mkdir()
     for split in ("train", "validation"):
         write_jsonl(directory / "texts" / f"handbook-de.{split}.jsonl", documents(20, seed=len(split)))
