@@ -54,6 +54,19 @@ def test_harmless_metrics_are_not() -> None:
     assert warnings_of(changed(begun, **fading)).keys() == {"kl_fraction"}
 
 
+def test_a_teacher_is_compared_with_the_student() -> None:
+    def told(teacher: float) -> RunStatus:
+        first, last = ({**each, "teacher_bits_per_byte": teacher} for each in EVALUATIONS.values())
+        return status(last=None, first_evaluation=first, evaluation={**last, "bits_per_byte": 2.08})
+
+    worse = warnings_of(told(2.4))["teacher_bits_per_byte"]
+    assert "before any training: 2.4000 and 2.3290 bits per byte" in worse
+    assert warnings_of(told(1.831)) == {}
+    assert "the teacher has 1.8310, 50% of the distance to it is covered" in final_line(told(1.831))
+    assert "covered" not in final_line(told(2.4)) and "the teacher has 2.4000" in final_line(told(2.4))
+    assert ("teacher", "1.8310") in metrics_of(told(1.831))
+
+
 def test_a_run_that_keeps_its_best_student_is_judged_by_that() -> None:
     best = {"best_evaluation": {"step": 40, "bits_per_byte": 2.1}}
     kept = status(**best, spec={"eval": {"keep_best": True}})
