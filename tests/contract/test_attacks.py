@@ -127,9 +127,12 @@ def test_connections_without_a_handshake_shut_no_client_out(short_tmp: Path, tra
     started = start_queue(address, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (64, 256)))
     try:
         with ExitStack() as held:
-            for _ in range(400):
+            for number in range(400):
                 held.enter_context(suppress(OSError))
                 held.enter_context(_connected(address))
+                # At an ipc address libzmq itself ends the process on a burst that is faster than the queue, which
+                # docs/operations.md lists as not defended.
+                time.sleep(0.02 if transport == "ipc" and number % 32 == 31 else 0)
             place = Place("library", address=address)
             begin = time.monotonic()
             assert place.worker().call("stats")["document"]

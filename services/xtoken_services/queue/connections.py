@@ -31,7 +31,7 @@ EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNE
 def connection_limit() -> int:
     """Raise the limit of descriptors, and return the largest number of connections that it leaves room for."""
     limit = raise_descriptor_limit()
-    return MAX_CONNECTIONS if limit is None else max(min(MAX_CONNECTIONS, limit * 3 // 4 - RESERVE), LEAST)
+    return MAX_CONNECTIONS if limit is None else max(min(MAX_CONNECTIONS, limit // 2 - RESERVE), LEAST)
 
 
 class Connections:
