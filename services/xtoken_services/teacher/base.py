@@ -83,6 +83,24 @@ class TeacherBatch:
         return [(row, slice(0, length)) for row, length in enumerate(self.lengths)]
 
 
+@dataclass(frozen=True)
+class HeldOutText:
+    """A text on which a teacher is measured.
+
+    Attributes:
+        tokenizer: The teacher's.
+        documents: As of `xtoken_core.evaluation.evaluate`, and so are the next three.
+        packed: The teacher takes packed rows.
+    """
+
+    tokenizer: Any
+    documents: Iterable[str]
+    context_length: int
+    batch_tokens: int
+    max_bytes: int
+    packed: bool
+
+
 class RefusedSamplesError(XtokenError):
     """A teacher cannot take some samples of a micro-batch.
 
@@ -147,25 +165,8 @@ class Teacher(ABC):
         del memory
         return nullcontext()
 
-    def evaluate(
-        self,
-        tokenizer: Any,
-        documents: Iterable[str],
-        *,
-        context_length: int,
-        batch_tokens: int,
-        max_bytes: int,
-        packed: bool,
-    ) -> EvalResult:
+    def evaluate(self, text: HeldOutText) -> EvalResult:
         """Measure it on text.
-
-        Args:
-            tokenizer: Its tokenizer.
-            documents: As of `xtoken_core.evaluation.evaluate`.
-            context_length: Likewise.
-            batch_tokens: Likewise.
-            max_bytes: Likewise.
-            packed: It takes packed rows.
 
         Raises:
             InputError: The text or the tokenizer does not allow it.

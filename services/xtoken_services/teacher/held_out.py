@@ -15,7 +15,7 @@ from xtoken_core.errors import InputError
 from xtoken_services.common.run.teacher_result import read_result, write_result
 from xtoken_services.common.text.training_text import open_held_out
 from xtoken_services.common.tokenizers.loading import load_tokenizer
-from xtoken_services.teacher.base import Teacher
+from xtoken_services.teacher.base import HeldOutText, Teacher
 from xtoken_services.teacher.stored import StoredTeacher
 
 log = logging.getLogger("xtoken.teacher")
@@ -70,7 +70,7 @@ def _measured(run: ResolvedRun, teacher: int, model: Teacher, documents: Any) ->
     settings = run.spec.teacher[teacher]
     assert run.spec.eval is not None
     with torch.compiler.set_stance("force_eager"):  # many widths, each seldom
-        result = model.evaluate(
+        text = HeldOutText(
             load_tokenizer(settings.tokenizer_dir, run.spec.teacher_name(teacher)),
             documents,
             context_length=settings.context_length,
@@ -78,6 +78,7 @@ def _measured(run: ResolvedRun, teacher: int, model: Teacher, documents: Any) ->
             max_bytes=run.spec.eval.max_bytes,
             packed=run.packed,
         )
+        result = model.evaluate(text)
     if model.device.type == "cuda":
         torch.cuda.empty_cache()  # the ring is outside torch's allocator
     return asdict(result)

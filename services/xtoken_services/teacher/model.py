@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,7 +22,7 @@ from xtoken_core.topk_logits import largest_logits, write_topk
 from xtoken_core.transports.ring import TopKSettings
 from xtoken_services.common.models.logits_check import logits_are_heads
 from xtoken_services.common.models.packed_attention import packed_inputs
-from xtoken_services.teacher.base import Teacher, TeacherBatch
+from xtoken_services.teacher.base import HeldOutText, Teacher, TeacherBatch
 from xtoken_services.teacher.quantized import local_part
 
 log = logging.getLogger("xtoken.teacher")
@@ -197,16 +197,7 @@ class TeacherModel(Teacher):
             largest = largest_logits(logits, targets[start : start + CHUNK_TOKENS].unsqueeze(0), settings)
             write_topk(largest, out.flatten(0, 1)[start : start + CHUNK_TOKENS].unsqueeze(0))
 
-    def evaluate(
-        self,
-        tokenizer: Any,
-        documents: Iterable[str],
-        *,
-        context_length: int,
-        batch_tokens: int,
-        max_bytes: int,
-        packed: bool,
-    ) -> EvalResult:
+    def evaluate(self, text: HeldOutText) -> EvalResult:
         """See `Teacher.evaluate`."""
 
         def outputs(tokens: Tensor, row: PackedRow | None = None) -> WholeLogits:
@@ -218,15 +209,15 @@ class TeacherModel(Teacher):
 
         return evaluate(
             self.model,
-            tokenizer,
-            documents,
-            context_length=context_length,
-            batch_tokens=batch_tokens,
+            text.tokenizer,
+            text.documents,
+            context_length=text.context_length,
+            batch_tokens=text.batch_tokens,
             device=self.device,
-            max_bytes=max_bytes,
+            max_bytes=text.max_bytes,
             on_fraction=lambda done: self.report(f"measuring the held-out text: {done:.0%}"),
             outputs=outputs,
-            packed_outputs=outputs if packed else None,
+            packed_outputs=outputs if text.packed else None,
         )
 
     @torch.inference_mode()

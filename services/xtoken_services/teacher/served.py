@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +23,7 @@ from xtoken_services.common.http_engine.engine import Engine
 from xtoken_services.common.http_engine.errors import SampleRefusedError
 from xtoken_services.common.http_engine.results import results_of
 from xtoken_services.common.http_engine.scores import PromptScores
-from xtoken_services.teacher.base import RefusedSamplesError, Teacher, TeacherBatch
+from xtoken_services.teacher.base import HeldOutText, RefusedSamplesError, Teacher, TeacherBatch
 
 log = logging.getLogger("xtoken.teacher")
 
@@ -81,20 +80,11 @@ class ServedTeacher(Teacher):
             raise RefusedSamplesError(list(refused), f"{self.name}: {next(iter(refused.values()))}")
         view.copy_(self.rows(scores, batch.parts(), view.shape))
 
-    def evaluate(
-        self,
-        tokenizer: Any,
-        documents: Iterable[str],
-        *,
-        context_length: int,
-        batch_tokens: int,
-        max_bytes: int,
-        packed: bool,
-    ) -> EvalResult:
+    def evaluate(self, text: HeldOutText) -> EvalResult:
         """See `Teacher.evaluate`."""
-        del batch_tokens, packed
         # A request is a window with its last target, which must fit the server too.
-        windows, sizes = read_windows(tokenizer, documents, context_length=context_length - 1, max_bytes=max_bytes)
+        length = text.context_length - 1
+        windows, sizes = read_windows(text.tokenizer, text.documents, context_length=length, max_bytes=text.max_bytes)
         nll, hits = 0.0, 0
 
         def waiting(answered: int) -> None:

@@ -7,6 +7,7 @@ import math
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from xtoken_services.common.http_engine.engine import Engine, Sampling
 from xtoken_services.common.http_engine.errors import EngineError, EngineRefusalError
 from xtoken_services.common.http_engine.factory import open_engine
 from xtoken_services.demo.vocabularies import train_teacher_tokenizer
+from xtoken_services.teacher.base import HeldOutText
 from xtoken_services.teacher.model import TeacherModel
 from xtoken_services.teacher.served import ServedTeacher
 
@@ -174,17 +176,11 @@ def test_a_served_model_gives_what_a_loaded_one_does(
         torch.testing.assert_close(served.log_rest, loaded.log_rest, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(served.own[:, :-1], loaded.own[:, :-1], rtol=1e-4, atol=1e-5)
     tokenizer = AutoTokenizer.from_pretrained(directory)
-    measured, by_server = (
-        each.evaluate(
-            tokenizer, documents(3, seed=3), context_length=32, batch_tokens=512, max_bytes=4096, packed=False
-        )
-        for each in (model, teacher)
-    )
+    text_of_32 = HeldOutText(tokenizer, documents(3, seed=3), 32, batch_tokens=512, max_bytes=4096, packed=False)
+    measured, by_server = (each.evaluate(text_of_32) for each in (model, teacher))
     # The server's windows are one token shorter: a request has the last target too.
     assert by_server.tokens == measured.tokens and by_server.bytes == measured.bytes
-    longer = teacher.evaluate(
-        tokenizer, documents(3, seed=3), context_length=33, batch_tokens=512, max_bytes=4096, packed=False
-    )
+    longer = teacher.evaluate(replace(text_of_32, context_length=33))
     assert longer.bits_per_byte == pytest.approx(measured.bits_per_byte, rel=1e-4)
     assert longer.next_token_accuracy == measured.next_token_accuracy
     outside = read_topk(rows[:, -4:], settings)
