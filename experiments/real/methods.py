@@ -8,9 +8,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from experiments.jobs import Job
+from experiments.real import word_problems
 from experiments.real.tasks import PROMPTS, TASKS
 
 SMOLLM2, GEMMA3, QWEN15 = "smollm2-135m-instruct", "gemma3-270m", "qwen2.5-coder-1.5b-instruct"
+QWEN05 = "qwen2.5-coder-0.5b-instruct"
+"""A student with its teacher's tokenizer, QWEN15's."""
 CONTINUED = "smollm2-continued-de"
 """SmolLM2 after ten times the German text: a teacher with the student's tokenizer."""
 CHAT = "chat-en"
@@ -136,6 +139,7 @@ METHODS = {
         teacher=CONTINUED,
         micro_batch_tokens=HALF_STEP_TOKENS,
     ),
+    "kd_same": Method("KD, one tokenizer, adaptive", {"vocab_topk": "none"}, _named("even"), hidden=True),
     "samples": Method(
         "cross-entropy, teacher's samples",
         weights={"ce": (0.0, 1.0)},
@@ -156,7 +160,7 @@ OTHER_RATES = (1e-4, 4e-4)
 SMALL_RATES = (2e-5, 5e-5)
 """For Gemma as the student: 2e-4, tried first, was too large for cross-entropy."""
 TASK_TOKENS = 8
-"""Tokens of a completion."""
+"""Tokens of a completion, where a condition states no other number."""
 STUDENT_CONTEXT, TEACHER_CONTEXT = 768, 512
 
 
@@ -177,6 +181,7 @@ class Condition:
         evaluations: Evaluations of a run after the one before its first step.
         contexts: Most tokens of the student's and of the teacher's rows.
         documents: Documents a step.
+        task_tokens: Tokens of a task's completion.
     """
 
     student: str
@@ -191,6 +196,7 @@ class Condition:
     evaluations: int = 6
     contexts: tuple[int, int] = (STUDENT_CONTEXT, TEACHER_CONTEXT)
     documents: int = 24
+    task_tokens: int = TASK_TOKENS
 
 
 _GERMAN = ("manual-de", "handbook-en", "handbook-fr")
@@ -226,6 +232,21 @@ CONDITIONS |= {
     for pair, teacher in TEACHERS.items()
     for name, text in _TEXTS.items()
 }
+
+_QWEN_GERMAN = CONDITIONS["qwen-de-500k"]
+CONDITIONS |= {
+    "qwen-de-500k-to-gemma": replace(
+        _QWEN_GERMAN, student=GEMMA3, rates=(2e-5, 5e-5, 1e-4, 2e-4), note="to Gemma 3 270M"
+    ),
+    "qwen-de-500k-to-qwen": replace(
+        _QWEN_GERMAN, student=QWEN05, rates=(5e-5, 1e-4), contexts=(512, 512), note="to Qwen 0.5B, one tokenizer"
+    ),
+    "qwen-problems": Condition(
+        SMOLLM2, QWEN15, word_problems.SOURCE, 10_000_000, ("handbook-en",), 240, rates=(1e-4, 2e-4, 4e-4),
+        tasks=(word_problems.TASK,), note="the teacher's answers", evaluations=4, contexts=(512, 512), documents=32,
+        task_tokens=word_problems.ANSWER_TOKENS,
+    ),
+}  # fmt: skip
 
 PATIENCE = 2
 """A run ends after so many evaluations in a row that were no better on validation than its best one."""
@@ -341,7 +362,7 @@ def _train(cell: Cell, steps: int) -> dict[str, Any]:
 
 def _tasks(condition: Condition) -> dict[str, Any]:
     files = [f"texts/{name}.jsonl" for name in condition.tasks]
-    return {"path": files, "max_prompts": PROMPTS, "max_new_tokens": TASK_TOKENS}
+    return {"path": files, "max_prompts": PROMPTS, "max_new_tokens": condition.task_tokens}
 
 
 def projection_file(condition: Condition) -> str:
