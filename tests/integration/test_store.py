@@ -30,7 +30,8 @@ from xtoken_core.tokenizing import TextTokenizer
 from xtoken_services.common.run.resolve import resolve_run
 from xtoken_services.common.run.status import RunState
 from xtoken_services.common.stores.store_build import build_spec, divided_as
-from xtoken_services.common.stores.teacher_stores import check_stores, missing_steps, skip_condition
+from xtoken_services.common.stores.store_records import check_stores, missing_steps
+from xtoken_services.common.stores.teacher_stores import skip_condition
 from xtoken_services.common.text import measured_text
 from xtoken_services.common.text.collation import open_data
 from xtoken_services.common.text.run_order import record_of

@@ -22,10 +22,10 @@ from xtoken_services.common.files.allowed_paths import check_allowed, readable_r
 from xtoken_services.common.files.input_files import check_input_files, read_model_config
 from xtoken_services.common.models.packable import why_not_packed
 from xtoken_services.common.models.tensor_parallel import check_divided
-from xtoken_services.common.models.weights import check_weights, served_fingerprint, weights_fingerprint
+from xtoken_services.common.models.weight_checks import check_weights, served_fingerprint, weights_fingerprint
 from xtoken_services.common.run.metric_lines import finite
 from xtoken_services.common.run.teacher_checks import check_teachers, same_tokenizer_of
-from xtoken_services.common.stores.teacher_stores import check_stores
+from xtoken_services.common.stores.store_records import check_stores
 from xtoken_services.common.tables.pair_files import cache_of, check_special_tokens, pair_file
 from xtoken_services.common.text.measured_text import resolve_text
 from xtoken_services.common.text.training_text import documents_of, mixture_of, open_held_out, open_index

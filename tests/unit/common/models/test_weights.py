@@ -13,7 +13,8 @@ from tests.unit.trainer.students import make_model
 from xtoken_core.errors import InputError
 from xtoken_core.model_files import INDEX, WHOLE, check_model_directory, weight_files
 from xtoken_services.common.files.allowed_paths import Roots
-from xtoken_services.common.models.weights import check_weights, weight_count, weights_fingerprint
+from xtoken_services.common.models.weight_checks import check_weights, weights_fingerprint
+from xtoken_services.common.models.weights import weight_count
 
 
 @pytest.fixture
