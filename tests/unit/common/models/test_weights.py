@@ -53,7 +53,7 @@ def test_other_weights_and_another_configuration_have_another_fingerprint(model:
 
 
 def test_the_last_byte_of_a_large_file_counts(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xtoken_services.common.models.weights.ENDS", 64)
+    monkeypatch.setattr("xtoken_services.common.models.weight_checks.ENDS", 64)
     before, data = weights_fingerprint(model), bytearray((model / WHOLE).read_bytes())
     data[-1] ^= 1
     (model / WHOLE).write_bytes(data)
