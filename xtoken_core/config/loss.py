@@ -31,6 +31,8 @@ TABLE_MODES: frozenset[LossMode] = frozenset({"chain"})
 """Modes that read the chain tables of the two tokenizers."""
 TOPK_MODES: frozenset[LossMode] = frozenset({"p_kl", "alm", "chain"})
 """Modes that compare with a teacher given by its largest logits."""
+PairKind = Literal["projection", "chain"]
+"""Contents of a file: the projection that P-KL and gold read, or the chain tables."""
 FLAGS = ("gold_loss", "xtoken_loss", "uld_loss", "alm_loss")
 FLAGS_OF_MODE: dict[LossMode, frozenset[str]] = {
     "p_kl": frozenset(),
@@ -402,3 +404,10 @@ def _check_flags(mode: Any, is_set: dict[str, bool]) -> None:
     for flag, value in is_set.items():
         if value != (flag in own):
             raise ValueError(f'mode = "{mode}" and {flag} = {str(value).lower()} exclude each other: unset {flag}')
+
+
+def kind_of(mode: LossMode) -> PairKind | None:
+    """Return the kind of file about a pair of tokenizers that a mode reads; None: none."""
+    if mode in TABLE_MODES:
+        return "chain"
+    return "projection" if mode in PROJECTING_MODES else None
