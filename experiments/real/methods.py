@@ -114,6 +114,8 @@ METHODS = {
     "chain": _chain("chain, one weight to the end"),
     "chain_fading": _chain("chain, fading", kl_loss_weight_end=0.0),
     "chain_adaptive": _chain("chain, adaptive (default)", kl_loss_weight_end="adaptive"),
+    "adaptive_level": _chain("chain, adaptive, 0 once level (dropped)", kl_loss_weight_end="adaptive"),
+    "adaptive_past": _chain("chain, adaptive, 0 at .05 ahead (dropped)", kl_loss_weight_end="adaptive"),
     "chain_alm1": Method(
         "chain and ALM, tau 1",
         CHAIN | {"teacher_modes": ["chain", "alm"], "alm_temperature": 1.0},
@@ -150,6 +152,9 @@ METHODS = {
 }
 
 
+DROPPED = ("adaptive_level", "adaptive_past")
+"""Forms of the adaptive weight that were tried, `clip(behind / .05)` and `clip(1 + behind / .05)`: the result file has
+them, the library no longer does."""
 TITLES = {name: method.title for name, method in METHODS.items()}
 
 RATES = (1e-4, 2e-4, 4e-4)
