@@ -24,8 +24,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --no-compile $(PIP_INDEX) -c constraints.txt torch -e ".[dev,triton,lora,tensorboard$$(test -e /proc/driver/nvidia/version && echo ,gpu)]"
 	@touch $@
 
-LOCK := $(BIN)/uv pip compile --quiet --no-header --no-annotate --generate-hashes --no-emit-index-url \
-	--python-version 3.11 --python-platform x86_64-manylinux_2_28 pyproject.toml - --extra all
+LOCK := $(BIN)/uv pip compile --quiet --python $(BIN)/python --generate-hashes --no-header --no-annotate pyproject.toml - --extra all
 
 lock: $(STAMP)  ## hash the packages of both images, for deploy/lock; of torch the CPU builds at TORCH_INDEX
 	$(BIN)/python -m pip install --quiet uv
