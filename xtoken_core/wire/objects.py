@@ -154,7 +154,8 @@ def _walk(row: bytes, room: int) -> tuple[int, int]:
             if count:
                 if len(unfinished) > MAX_OBJECT_DEPTH:
                     raise QueueError("too_large", TOO_DEEP)
-                if run := OF_ONE_BYTE[family].match(row, at, at + places):
+                # The match takes as long as two values.
+                if places > 8 and (run := OF_ONE_BYTE[family].match(row, at, at + places)):
                     at, places = run.end(), places - len(run[0])
                 unfinished.append(iter(range(places) if family == MAP else range(1, 2 * places, 2)))
                 break
