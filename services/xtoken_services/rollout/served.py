@@ -72,7 +72,7 @@ class ServedSampler:
         for replica in self.engine.pool.replicas:
             if not self.engine.name:
                 self.engine.served(replica)
-            self.engine.load_weights(self.directory, replica)
+            self.engine.load_weights(self.directory, f"{version.tag}-{version.step}", replica)
         return version
 
     def complete(

@@ -154,11 +154,12 @@ class Engine(ABC):
             SampleRefusedError: The server cannot take this text.
         """
 
-    def load_weights(self, directory: Path, replica: Replica) -> None:
-        """Request that a server reads its weights again.
+    def load_weights(self, directory: Path, version: str, replica: Replica) -> None:
+        """Request that a server reads its weights again; from then on it completes prompts with no others.
 
         Args:
             directory: Directory of the model, which the server sees under the same path.
+            version: Name of these weights.
             replica: The server.
 
         Raises:

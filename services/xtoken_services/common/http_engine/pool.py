@@ -110,6 +110,7 @@ class EnginePool:
         decode: Callable[[bytearray], Answer],
         entries: int = 0,
         replica: Replica | None = None,
+        usable: Callable[[Answer, Replica], bool] | None = None,
     ) -> Answer:
         """Send a request, and repeat it until it is answered.
 
@@ -120,6 +121,8 @@ class EnginePool:
             decode: Reads the answer.
             entries: Tokens that the answer may list, which bound its length.
             replica: The server; None: any.
+            usable: Called with an answer and its server; if it returns False, the request is repeated. Its own time
+                is not that of the request.
 
         Returns:
             The answer.
@@ -146,17 +149,25 @@ class EnginePool:
                 self._release(chosen)
                 raise
             self._release(chosen)
-            try:
-                return decode(data)
-            except msgspec.ValidationError as error:
-                raise EngineRefusalError(
-                    f"{self.field}.url: {chosen.url}{path} gives an answer of another form: {error}: check url_engine"
-                ) from error
-            except (msgspec.DecodeError, RecursionError) as error:
-                raise EngineRefusalError(
-                    f"{self.field}.url: {chosen.url}{path} answers with something else than JSON: check the address "
-                    "and url_engine"
-                ) from error
+            answer = self._decoded(data, decode, chosen.url + path)
+            began = time.monotonic()
+            if usable is None or usable(answer, chosen):
+                return answer
+            deadline += time.monotonic() - began
+            reason = f"{chosen.url}: its answers cannot be used"
+            self.retries += 1
+
+    def _decoded(self, data: bytearray, decode: Callable[[bytearray], Answer], where: str) -> Answer:
+        try:
+            return decode(data)
+        except msgspec.ValidationError as error:
+            raise EngineRefusalError(
+                f"{self.field}.url: {where} gives an answer of another form: {error}: check url_engine"
+            ) from error
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise EngineRefusalError(
+                f"{self.field}.url: {where} answers with something else than JSON: check the address and url_engine"
+            ) from error
 
     def clean(self, text: str) -> str:
         """Return a server's own words on one line, shortened, without the key that they may repeat."""

@@ -5,20 +5,25 @@ Written from its documentation (native APIs, sampling parameters). Not run yet.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import msgspec
 
 from xtoken_services.common.http_engine.engine import Continuation, IdsEngine, Sampling
 from xtoken_services.common.http_engine.errors import EngineRefusalError
-from xtoken_services.common.http_engine.pool import Replica
+from xtoken_services.common.http_engine.pool import EnginePool, Replica
 from xtoken_services.common.http_engine.scores import LogProb, PromptScores, ScoresBuilder, TokenId, check_length
+
+log = logging.getLogger("xtoken.engine")
 
 SEEDS = 1 << 31
 """Seeds of a request are below this. They count only if the server was started for deterministic inference."""
-
+LOADS = 3
+"""Attempts to load weights into a server: it may be started again in between."""
 
 Scored = tuple[LogProb | None, TokenId, str | None]
 """Log-probability, id and text of a token; the first token of a text has none of the first."""
@@ -38,6 +43,7 @@ class _Reason(msgspec.Struct):
 class _Generated(msgspec.Struct):
     output_token_logprobs: list[Scored]
     finish_reason: _Reason
+    weight_version: str | None = None
 
 
 class _ScoredText(msgspec.Struct):
@@ -53,13 +59,23 @@ class _Loaded(msgspec.Struct):
     message: str = ""
 
 
+class _Model(msgspec.Struct):
+    weight_version: str | None = None
+
+
 read_scores = msgspec.json.Decoder(_ScoredText).decode
 read_completion = msgspec.json.Decoder(_Completion).decode
 read_loaded = msgspec.json.Decoder(_Loaded).decode
+read_model = msgspec.json.Decoder(_Model).decode
 
 
 class SglangEngine(IdsEngine):
-    """SGLang."""
+    """SGLang. A server that is started again has the weights of its start: every answer names its version."""
+
+    def __init__(self, pool: EnginePool, model: str | None, vocab_size: int) -> None:
+        super().__init__(pool, model, vocab_size)
+        self._weights: tuple[Path, str] | None = None
+        self._reloading = Lock()
 
     def score(self, ids: Sequence[int], k: int, replica: Replica | None = None) -> PromptScores:
         """See `Engine.score`."""
@@ -101,21 +117,49 @@ class SglangEngine(IdsEngine):
         body = {"input_ids": list(ids), "sampling_params": parameters, "return_logprob": True}
         entries = len(ids) + 4 * sampling.max_tokens
         meta = self.pool.call(
-            "POST", "/generate", body, decode=read_completion, entries=entries, replica=replica
+            "POST", "/generate", body, decode=read_completion, entries=entries, replica=replica, usable=self._is_current
         ).meta_info
         tokens = [token for _, token, _ in meta.output_token_logprobs]
         stops = meta.finish_reason.type == "stop"
         return Continuation(tokens, stops, stops and isinstance(meta.finish_reason.matched, str))
 
-    def load_weights(self, directory: Path, replica: Replica) -> None:
+    def load_weights(self, directory: Path, version: str, replica: Replica) -> None:
         """See `Engine.load_weights`."""
-        body = {"model_path": str(directory), "flush_cache": True}
-        answer = self.pool.call("POST", "/update_weights_from_disk", body, decode=read_loaded, replica=replica)
-        if not answer.success:
-            raise EngineRefusalError(
-                f"{self.pool.field}.url: {replica.url} has not loaded {directory}: {self.pool.clean(answer.message)}: "
-                "let it see the run's output directory under the same path"
-            )
+        body = {"model_path": str(directory), "flush_cache": True, "weight_version": version}
+        for _ in range(LOADS):
+            answer = self.pool.call("POST", "/update_weights_from_disk", body, decode=read_loaded, replica=replica)
+            if not answer.success:
+                raise EngineRefusalError(
+                    f"{self.pool.field}.url: {replica.url} has not loaded {directory}: "
+                    f"{self.pool.clean(answer.message)}: let it see the run's output directory under the same path"
+                )
+            if (served := self._version_of(replica)) == version:
+                self._weights = directory, version
+                return
+        raise EngineRefusalError(
+            f"{self.pool.field}.url: {replica.url} has loaded {directory} and names its weights {served!r}, not "
+            f"{version!r}: use an SGLang that takes weight_version, and let no other run update this server"
+        )
+
+    def _is_current(self, answer: _Completion, replica: Replica) -> bool:
+        """Return whether an answer is a whole completion of the last weights; let its server load them if not."""
+        meta = answer.meta_info
+        if self._weights is not None and meta.weight_version != self._weights[1]:
+            directory, version = self._weights
+            with self._reloading:
+                if self._version_of(replica) != version:
+                    log.warning(
+                        "%s generates with the weights %r, not %r: has it been started again? Loading them",
+                        replica.url,
+                        self.pool.clean(str(meta.weight_version)),
+                        version,
+                    )
+                    self.load_weights(directory, version, replica)
+            return False
+        return meta.finish_reason.type != "abort"
+
+    def _version_of(self, replica: Replica) -> str | None:
+        return self.pool.call("GET", "/model_info", decode=read_model, replica=replica).weight_version
 
 
 def _entries(listed: list[Scored] | None) -> list[tuple[int, float]]:

@@ -108,7 +108,7 @@ class VllmEngine(IdsEngine):
             raise EngineRefusalError("logprobs of an answer lacks the ids of its tokens: check url_engine")
         return Continuation(tokens, choice.finish_reason == "stop", isinstance(choice.stop_reason, str))
 
-    def load_weights(self, directory: Path, replica: Replica) -> None:
+    def load_weights(self, directory: Path, version: str, replica: Replica) -> None:
         """See `Engine.load_weights`; the server must have been started with this directory, in development mode."""
         self.pool.call("POST", "/collective_rpc", {"method": "reload_weights"}, decode=bytes, replica=replica)
         self.pool.call("POST", "/reset_prefix_cache", decode=bytes, replica=replica)
