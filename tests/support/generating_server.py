@@ -1,7 +1,8 @@
 """A server that generates with weights which are updated, as vLLM 0.24.0 and SGLang 0.5.23 do in what a client sees.
 
-Their published request and response models, and the code behind them, say: which fields a request may have, what a process
-that starts again lacks, that cached keys and values stay while any request runs, and what a pause does to running ones.
+Their published request and response models, and the code behind them, say which fields a request may have, what a
+process that starts again lacks, that cached keys and values stay while any request runs, and what a pause does to
+running ones.
 """
 
 from __future__ import annotations
@@ -158,6 +159,11 @@ class GeneratingServer:
             self.paused, self._let_go = True, True
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self.running)
+
+    def abort(self) -> None:
+        """Let the running requests end, as another client may demand."""
+        self._pause()
+        self._resume()
 
     def _resume(self) -> None:
         with self._changed:

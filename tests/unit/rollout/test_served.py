@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import torch
@@ -196,6 +199,41 @@ def test_no_completion_is_of_the_weights_of_a_restarted_server(run: Run) -> None
         run.publish()
         run.check(*PROMPTS)
     assert count > 40
+
+
+def test_keys_and_values_of_old_weights_go_though_a_request_runs(run: Run) -> None:
+    run.publish()
+    run.check(*PROMPTS)
+    run.server.held = [8, 8]
+    body = {"prompt": [8, 8], "max_tokens": 6, "input_ids": [8, 8], "sampling_params": {"max_new_tokens": 6}}
+    path = "/generate" if run.begin != run.directory else "/v1/completions"
+    url = run.engine.pool.replicas[0].url + path
+    abandoned = threading.Thread(target=httpx.post, args=(url,), kwargs={"json": body, "timeout": 60}, daemon=True)
+    abandoned.start()
+    assert run.server.holding.wait(20)
+    run.publish()
+    run.check(*PROMPTS)
+    abandoned.join(20)
+    assert not (abandoned.is_alive() or run.server.paused)
+
+
+def test_a_server_of_another_directory_is_refused(stack: ExitStack, student: Path, tmp_path: Path) -> None:
+    run = Run(stack, student, tmp_path / "run", "vllm")
+    run.server = GeneratingServer(student, run.end)
+    with pytest.raises(EngineRefusalError, match=r"was started with .*student0: start it with .*rollout-model"):
+        run.publish()
+
+
+def test_an_aborted_completion_is_repeated(run: Run) -> None:
+    run.publish()
+    run.server.held = PROMPTS[0]
+    with ThreadPoolExecutor() as threads:
+        checked = threads.submit(run.check, *PROMPTS)
+        assert run.server.holding.wait(20)
+        run.server.held = None
+        run.server.abort()
+        checked.result(60)
+    assert run.engine.pool.retries == 1
 
 
 def test_a_worker_killed_while_it_copies_leaves_no_incomplete_directory(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from xtoken_services.common.http_engine.scores import PromptScores, TokenId
 class _ListedModel(msgspec.Struct):
     id: str
     max_model_len: int | None = None
+    root: str | None = None
 
 
 class _Models(msgspec.Struct):
@@ -39,10 +41,12 @@ class ServedModel:
     Attributes:
         name: Its name.
         max_length: Tokens of the longest text, generated ones included; None: the server does not say.
+        root: Directory that it was started with; None: the server does not say.
     """
 
     name: str
     max_length: int | None
+    root: str | None = None
 
 
 @dataclass(frozen=True)
@@ -104,7 +108,7 @@ class Engine(ABC):
             EngineRefusalError: It serves another one, or several and none is named.
         """
         listed = self.pool.call("GET", "/v1/models", decode=read_models, replica=replica).data
-        models = {one.id: one.max_model_len for one in listed}
+        models = {one.id: one for one in listed}
         name = self._wanted or (next(iter(models)) if len(models) == 1 else None)
         if name not in models:
             shown = self.pool.clean(", ".join(sorted(models))) or "none"
@@ -113,7 +117,7 @@ class Engine(ABC):
                 f"({self.pool.field}.url_model)"
             )
         self._name = name
-        return ServedModel(name, models[name])
+        return ServedModel(name, models[name].max_model_len, models[name].root)
 
     @property
     def name(self) -> str:
@@ -177,3 +181,12 @@ class IdsEngine(Engine):
         body: dict[str, Any] = {"model": self.name, "prompt": text, "add_special_tokens": True}
         answer = self.pool.call("POST", "/tokenize", body, decode=read_tokens, entries=len(text), replica=replica)
         return answer.tokens
+
+    @contextmanager
+    def _paused(self, replica: Replica, pause: str, resume: str, body: Any = None) -> Iterator[None]:
+        """Let a server generate nothing meanwhile: beside a running request it keeps keys and values of old weights."""
+        self.pool.call("POST", pause, body, decode=bytes, replica=replica)
+        try:
+            yield
+        finally:
+            self.pool.call("POST", resume, body and {}, decode=bytes, replica=replica)

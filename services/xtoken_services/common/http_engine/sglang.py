@@ -127,7 +127,8 @@ class SglangEngine(IdsEngine):
         """See `Engine.load_weights`."""
         body = {"model_path": str(directory), "flush_cache": True, "weight_version": version}
         for _ in range(LOADS):
-            answer = self.pool.call("POST", "/update_weights_from_disk", body, decode=read_loaded, replica=replica)
+            with self._paused(replica, "/pause_generation", "/continue_generation", {"mode": "abort"}):
+                answer = self.pool.call("POST", "/update_weights_from_disk", body, decode=read_loaded, replica=replica)
             if not answer.success:
                 raise EngineRefusalError(
                     f"{self.pool.field}.url: {replica.url} has not loaded {directory}: "

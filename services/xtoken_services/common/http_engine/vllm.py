@@ -109,12 +109,28 @@ class VllmEngine(IdsEngine):
         return Continuation(tokens, choice.finish_reason == "stop", isinstance(choice.stop_reason, str))
 
     def load_weights(self, directory: Path, version: str, replica: Replica) -> None:
-        """See `Engine.load_weights`; the server must have been started with this directory, in development mode."""
-        self.pool.call("POST", "/collective_rpc", {"method": "reload_weights"}, decode=bytes, replica=replica)
-        self.pool.call("POST", "/reset_prefix_cache", decode=bytes, replica=replica)
+        """See `Engine.load_weights`; the server must have been started with this directory, in development mode.
+
+        Its answers name no version. One that is started again reads the last weights, if it reads this directory.
+        """
+        root = self.served(replica).root
+        if root is not None and Path(root).parts[-2:] != directory.parts[-2:]:
+            raise EngineRefusalError(
+                f"{self.pool.field}.url: {replica.url} was started with {self.pool.clean(root)}: start it with "
+                f"{directory}, so that it has the last weights if it is started again"
+            )
+        with self._paused(replica, "/pause?mode=wait", "/resume"):
+            self.pool.call("POST", "/collective_rpc", {"method": "reload_weights"}, decode=bytes, replica=replica)
+            self.pool.call("POST", "/reset_prefix_cache", decode=bytes, replica=replica)
 
     def _completion(self, body: dict[str, Any], entries: int, replica: Replica | None) -> _Choice:
         answer = self.pool.call(
-            "POST", "/v1/completions", body, decode=read_completion, entries=entries, replica=replica
+            "POST",
+            "/v1/completions",
+            body,
+            decode=read_completion,
+            entries=entries,
+            replica=replica,
+            usable=lambda answer, _: answer.choices[0].finish_reason != "abort",
         )
         return answer.choices[0]
