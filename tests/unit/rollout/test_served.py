@@ -217,6 +217,16 @@ def test_keys_and_values_of_old_weights_go_though_a_request_runs(run: Run) -> No
     assert not (abandoned.is_alive() or run.server.paused)
 
 
+def test_a_prompt_that_a_server_refuses_has_no_completion(run: Run) -> None:
+    run.publish()
+    run.server.max_length = 20
+    row, refused = run.sampler.complete([np.array([5, 6]), np.arange(5, 20)], [1, 2], lambda _: None)
+    assert (row.ids, refused.ids) == (run.expected([5, 6])[0], [])
+    run.server.max_length = 6
+    with pytest.raises(EngineRefusalError, match="status 400: Requested token count exceeds"):
+        run.sampler.complete([np.array([5])], [1], lambda _: None)
+
+
 def test_a_server_of_another_directory_is_refused(stack: ExitStack, student: Path, tmp_path: Path) -> None:
     run = Run(stack, student, tmp_path / "run", "vllm")
     run.server = GeneratingServer(student, run.end)

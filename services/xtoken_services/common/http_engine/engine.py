@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
-from xtoken_services.common.http_engine.errors import EngineRefusalError
+from xtoken_services.common.http_engine.errors import BadRequestError, EngineRefusalError, SampleRefusedError
 from xtoken_services.common.http_engine.pool import EnginePool, Replica
 from xtoken_services.common.http_engine.scores import PromptScores, TokenId
+
+Answer = TypeVar("Answer")
 
 
 class _ListedModel(msgspec.Struct):
@@ -181,6 +183,18 @@ class IdsEngine(Engine):
         body: dict[str, Any] = {"model": self.name, "prompt": text, "add_special_tokens": True}
         answer = self.pool.call("POST", "/tokenize", body, decode=read_tokens, entries=len(text), replica=replica)
         return answer.tokens
+
+    def _answer(self, send: Callable[[dict[str, Any]], Answer], body: dict[str, Any], field: str) -> Answer:
+        """Send a request about the text whose tokens are in a field of it.
+
+        Raises:
+            SampleRefusedError: A server refuses it, and takes the same request about the first token alone.
+        """
+        try:
+            return send(body)
+        except BadRequestError as error:
+            send(body | {field: body[field][:1]})
+            raise SampleRefusedError(str(error)) from error
 
     @contextmanager
     def _paused(self, replica: Replica, pause: str, resume: str, body: Any = None) -> Iterator[None]:

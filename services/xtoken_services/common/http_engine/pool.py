@@ -16,7 +16,7 @@ import httpx
 import msgspec
 
 from xtoken_core.config.served import ServedSpec
-from xtoken_services.common.http_engine.errors import EngineError, EngineRefusalError
+from xtoken_services.common.http_engine.errors import BadRequestError, EngineError, EngineRefusalError
 from xtoken_services.common.http_engine.keys import read_key
 
 log = logging.getLogger("xtoken.engine")
@@ -32,6 +32,8 @@ ENTRY = 256
 """Bytes that a token may take in a response, with its name and its log-probability: 100 are usual."""
 TRY_AGAIN = (408, 425, 429, 500, 502, 503, 504)
 """Statuses after which a request is repeated, on another server if there is one."""
+BAD_REQUEST = (400, 413, 422)
+"""Statuses of a refusal for what the request says."""
 SHOWN = 200
 """Characters of a server's own message in an error."""
 
@@ -129,7 +131,8 @@ class EnginePool:
 
         Raises:
             EngineError: None has answered in time.
-            EngineRefusalError: A server refuses the request, or answers in another form.
+            BadRequestError: A server refuses the request for what it says.
+            EngineRefusalError: It refuses it for another reason, or answers in another form.
         """
         deadline = time.monotonic() + self.timeout_s
         content = None if body is None else msgspec.json.encode(body)
@@ -265,7 +268,8 @@ class EnginePool:
             raise _TryAgainError(f"status {status}: {self._message(data)}", _seconds(headers.get("Retry-After")))
         if status != 200:
             hint = ": it takes another key (url_key_file, or the variable XTOKEN_ENGINE_KEY)" if status == 401 else ""
-            raise EngineRefusalError(f"{where} refuses the request with status {status}: {self._message(data)}{hint}")
+            kind = BadRequestError if status in BAD_REQUEST else EngineRefusalError
+            raise kind(f"{where} refuses the request with status {status}: {self._message(data)}{hint}")
         with self._changed:
             self.requests += 1
             self.received += len(data)

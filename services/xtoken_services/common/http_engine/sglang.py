@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -87,7 +88,8 @@ class SglangEngine(IdsEngine):
             "top_logprobs_num": k,
         }
         entries = len(ids) * (k + 2)
-        meta = self.pool.call("POST", "/generate", body, decode=read_scores, entries=entries, replica=replica).meta_info
+        send = partial(self.pool.call, "POST", "/generate", decode=read_scores, entries=entries, replica=replica)
+        meta = self._answer(send, body, "input_ids").meta_info
         tops = (meta.input_top_logprobs if k else None) or [None] * len(ids)
         check_length(meta.input_token_logprobs, len(ids), "input_token_logprobs")
         check_length(tops, len(ids), "input_top_logprobs")
@@ -116,9 +118,8 @@ class SglangEngine(IdsEngine):
             parameters["stop"] = list(sampling.stop)
         body = {"input_ids": list(ids), "sampling_params": parameters, "return_logprob": True}
         entries = len(ids) + 4 * sampling.max_tokens
-        meta = self.pool.call(
-            "POST", "/generate", body, decode=read_completion, entries=entries, replica=replica, usable=self._is_current
-        ).meta_info
+        send = partial(self.pool.call, "POST", "/generate", decode=read_completion, entries=entries, replica=replica)
+        meta = self._answer(partial(send, usable=self._is_current), body, "input_ids").meta_info
         tokens = [token for _, token, _ in meta.output_token_logprobs]
         stops = meta.finish_reason.type == "stop"
         return Continuation(tokens, stops, stops and isinstance(meta.finish_reason.matched, str))

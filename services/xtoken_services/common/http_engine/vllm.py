@@ -9,6 +9,7 @@ started with, which takes `VLLM_SERVER_DEV_MODE=1`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -124,13 +125,13 @@ class VllmEngine(IdsEngine):
             self.pool.call("POST", "/reset_prefix_cache", decode=bytes, replica=replica)
 
     def _completion(self, body: dict[str, Any], entries: int, replica: Replica | None) -> _Choice:
-        answer = self.pool.call(
+        send = partial(
+            self.pool.call,
             "POST",
             "/v1/completions",
-            body,
             decode=read_completion,
             entries=entries,
             replica=replica,
             usable=lambda answer, _: answer.choices[0].finish_reason != "abort",
         )
-        return answer.choices[0]
+        return self._answer(send, body, "prompt").choices[0]
