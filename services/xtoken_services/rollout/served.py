@@ -112,11 +112,14 @@ class ServedSampler:
             log.warning("%s", error)
             return Sampled()
         ids, ends = list(answer.ids[: settings.max_new_tokens]), self.vocabulary.ends
+        log_probs = [min(value, 0.0) for value in answer.log_probs[: settings.max_new_tokens]]
         if answer.finished and not answer.stopped and ids[-1:] and ids[-1] not in ends:
             ids.append(min(ends))  # a program may leave the end of the text out of its answer
+            log_probs.append(0.0)  # nothing follows whose weight it would change
         kept = next((at for at, token in enumerate(ids) if not self._may_be(token)), len(ids))
         whole = kept == len(ids)
-        return Sampled(ids[:kept], whole and ids[-1:] != [] and ids[-1] in ends, whole and answer.stopped)
+        ended = whole and ids[-1:] != [] and ids[-1] in ends
+        return Sampled(ids[:kept], ended, whole and answer.stopped, log_probs=log_probs[:kept])
 
     def _may_be(self, token: int) -> bool:
         """Return False for a token that spells no text: a server samples from the whole head."""

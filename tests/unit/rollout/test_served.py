@@ -97,6 +97,7 @@ def test_a_documented_completion(stack: ExitStack, student: Path, kind: str, rec
     completion = engine.complete([5, 6], WHOLE)
     assert seen[-1] == (recorded["path"], recorded["request"])
     assert (completion.ids, completion.finished, completion.stopped) == ([7, 8], True, True)
+    assert completion.log_probs == (-0.5, -0.1)
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
@@ -164,7 +165,9 @@ class Run:
         """Complete prompts, and compare the completions with those of the weights of now."""
         sampled = self.sampler.complete([np.array(ids) for ids in prompts], list(range(len(prompts))), lambda _: None)
         for ids, row in zip(prompts, sampled, strict=True):
-            assert row.ids == self.expected(ids)[0]
+            tokens, log_probs = self.expected(ids)
+            assert row.ids == tokens
+            assert row.log_probs == pytest.approx(log_probs)
             assert row.finished == row.ends == (row.ids[-1] == self.end)
 
 
@@ -277,7 +280,7 @@ def test_a_token_that_is_no_text_cuts_a_completion(stack: ExitStack, student: Pa
     engine = engine_of(stack, student, "vllm", answer)
     sampler = ServedSampler(engine, vocabulary, RolloutSpec(), student, tmp_path / "model")
     [row] = sampler.complete([np.array([5])], [0], lambda _: None)
-    assert (row.ids, row.finished) == ([7], False)
+    assert (row.ids, row.finished, row.log_probs) == ([7], False, [-0.5])
 
 
 def test_a_server_that_does_not_load_the_weights(stack: ExitStack, student: Path, tmp_path: Path) -> None:

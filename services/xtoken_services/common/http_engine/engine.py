@@ -77,11 +77,14 @@ class Continuation:
         ids: Its tokens as sampled, the end of the text included if the server gives it.
         finished: It ended by itself, not at the limit of its length.
         stopped: A stop string ended it.
+        log_probs: Of its tokens, by the whole head, at temperature 1 if the program or the request has it so; empty:
+            the program gives none.
     """
 
     ids: list[int]
     finished: bool
     stopped: bool = False
+    log_probs: tuple[float, ...] = ()
 
 
 class Engine(ABC):

@@ -121,8 +121,10 @@ class SglangEngine(IdsEngine):
         send = partial(self.pool.call, "POST", "/generate", decode=read_completion, entries=entries, replica=replica)
         meta = self._answer(partial(send, usable=self._is_current), body, "input_ids").meta_info
         tokens = [token for _, token, _ in meta.output_token_logprobs]
+        values = tuple(value for value, _, _ in meta.output_token_logprobs if value is not None)
+        check_length(values, len(tokens), "output_token_logprobs")
         stops = meta.finish_reason.type == "stop"
-        return Continuation(tokens, stops, stops and isinstance(meta.finish_reason.matched, str))
+        return Continuation(tokens, stops, stops and isinstance(meta.finish_reason.matched, str), values)
 
     def load_weights(self, directory: Path, version: str, replica: Replica) -> None:
         """See `Engine.load_weights`."""

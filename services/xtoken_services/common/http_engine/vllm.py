@@ -36,6 +36,7 @@ class _Generated(msgspec.Struct):
     """Generated tokens, named `token_id:N` by `return_tokens_as_token_ids`."""
 
     tokens: list[str] | None = None
+    token_logprobs: list[LogProb] = []
     top_logprobs: list[dict[str, LogProb] | None] | None = None
 
 
@@ -107,7 +108,9 @@ class VllmEngine(IdsEngine):
         tokens = [token_id(name) for name in names or ()]
         if names is None or min(tokens, default=0) < 0:
             raise EngineRefusalError("logprobs of an answer lacks the ids of its tokens: check url_engine")
-        return Continuation(tokens, choice.finish_reason == "stop", isinstance(choice.stop_reason, str))
+        values = tuple(choice.logprobs.token_logprobs) if choice.logprobs else ()
+        check_length(values, len(tokens), "token_logprobs")
+        return Continuation(tokens, choice.finish_reason == "stop", isinstance(choice.stop_reason, str), values)
 
     def load_weights(self, directory: Path, version: str, replica: Replica) -> None:
         """See `Engine.load_weights`; the server must have been started with this directory, in development mode.
