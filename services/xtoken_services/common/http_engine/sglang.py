@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from xtoken_services.common.http_engine.engine import Continuation, IdsEngine, Sampling
-from xtoken_services.common.http_engine.errors import EngineRefusalError
+from xtoken_services.common.http_engine.errors import BadRequestError, EngineRefusalError
 from xtoken_services.common.http_engine.pool import EnginePool, Replica
 from xtoken_services.common.http_engine.scores import LogProb, PromptScores, ScoresBuilder, TokenId, check_length
 
@@ -55,18 +55,12 @@ class _Completion(msgspec.Struct):
     meta_info: _Generated
 
 
-class _Loaded(msgspec.Struct):
-    success: bool
-    message: str = ""
-
-
 class _Model(msgspec.Struct):
     weight_version: str | None = None
 
 
 read_scores = msgspec.json.Decoder(_ScoredText).decode
 read_completion = msgspec.json.Decoder(_Completion).decode
-read_loaded = msgspec.json.Decoder(_Loaded).decode
 read_model = msgspec.json.Decoder(_Model).decode
 
 
@@ -130,13 +124,11 @@ class SglangEngine(IdsEngine):
         """See `Engine.load_weights`."""
         body = {"model_path": str(directory), "flush_cache": True, "weight_version": version}
         for _ in range(LOADS):
-            with self._paused(replica, "/pause_generation", "/continue_generation", {"mode": "abort"}):
-                answer = self.pool.call("POST", "/update_weights_from_disk", body, decode=read_loaded, replica=replica)
-            if not answer.success:
-                raise EngineRefusalError(
-                    f"{self.pool.field}.url: {replica.url} has not loaded {directory}: "
-                    f"{self.pool.clean(answer.message)}: let it see the run's output directory under the same path"
-                )
+            try:
+                with self._paused(replica, "/pause_generation", "/continue_generation", {"mode": "abort"}):
+                    self.pool.call("POST", "/update_weights_from_disk", body, decode=bytes, replica=replica)
+            except BadRequestError as error:
+                raise EngineRefusalError(f"{error}: let it see {directory} under the same path") from error
             if (served := self._version_of(replica)) == version:
                 self._weights = directory, version
                 return
