@@ -1,6 +1,6 @@
 """SGLang: its own `/generate`, with the log-probabilities of the input.
 
-Written from its documentation (native APIs, sampling parameters). Not run yet.
+Written after the request and response models of 0.5.23. Not run yet.
 """
 
 from __future__ import annotations

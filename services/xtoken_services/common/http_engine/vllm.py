@@ -1,9 +1,8 @@
 """vLLM: completions of no text, with the log-probabilities of the prompt (`prompt_logprobs`).
 
-Written from its documentation (Completions API of the OpenAI-compatible server, sleep mode). Not run
-yet. A server of a teacher needs `--max-logprobs` of at least `teacher.topk`; its
-default is 20. One that generates reads new weights by `reload_weights` of its workers, from the directory that it was
-started with, which takes `VLLM_SERVER_DEV_MODE=1`.
+Written after the request and response models of 0.24.0. Not run yet. A server of a teacher needs `--max-logprobs` of at
+least `teacher.topk`; its default is 20. One that generates reads new weights by `reload_weights` of its workers, from
+the directory that it was started with, which takes `VLLM_SERVER_DEV_MODE=1`.
 """
 
 from __future__ import annotations
