@@ -36,7 +36,8 @@ VLLM = {
     "path": "/v1/completions",
     "request": {
         "model": "m", "prompt": [5, 6], "max_tokens": 4, "temperature": 0.7, "top_p": 0.9, "top_k": 9,
-        "min_p": 0.0, "repetition_penalty": 1.0, "seed": (1 << 40) + 3, "stop": ["\n"], "logprobs": 1,
+        "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
+        "seed": (1 << 40) + 3, "stop": ["\n"], "logprobs": 1,
         "return_tokens_as_token_ids": True,
         "add_special_tokens": False,
     },
@@ -52,7 +53,8 @@ SGLANG = {
         "input_ids": [5, 6], "return_logprob": True,
         "sampling_params": {
             "max_new_tokens": 4, "temperature": 0.7, "top_p": 0.9, "top_k": 9, "min_p": 0.0, "repetition_penalty": 1.0,
-            "sampling_seed": ((1 << 40) + 3) % (1 << 31), "stop": ["\n"],
+            "presence_penalty": 0.0, "frequency_penalty": 0.0, "sampling_seed": ((1 << 40) + 3) % (1 << 31),
+            "stop": ["\n"],
         },
     },
     "answer": {"text": " a", "meta_info": {

@@ -106,6 +106,8 @@ class SglangEngine(IdsEngine):
             # Left out, both may be the defaults of the model's generation_config.json.
             "min_p": 0.0,
             "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
             "sampling_seed": sampling.seed % SEEDS,
         }
         if sampling.stop:

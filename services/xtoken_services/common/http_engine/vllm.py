@@ -95,6 +95,8 @@ class VllmEngine(IdsEngine):
             "top_k": -1 if sampling.top_k is None else sampling.top_k,
             "min_p": 0.0,
             "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
             "seed": sampling.seed,
             "logprobs": 1,
             "return_tokens_as_token_ids": True,
