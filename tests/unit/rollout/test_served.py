@@ -78,8 +78,9 @@ def student(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def engine_of(stack: ExitStack, student: Path, kind: str, handler: Any) -> Any:
-    served = RolloutSpec(url=(stack.enter_context(serving(handler)),), url_engine=kind, url_timeout_s=20.0)
+def engine_of(stack: ExitStack, student: Path, kind: str, *handlers: Any) -> Any:
+    urls = tuple(stack.enter_context(serving(handler)) for handler in handlers)
+    served = RolloutSpec(url=urls, url_engine=kind, url_timeout_s=20.0)
     text = TextTokenizer(AutoTokenizer.from_pretrained(student), "student")
     engine = open_engine(served, "rollout", len(text.tokenizer), text)
     stack.callback(engine.pool.close)
@@ -122,19 +123,19 @@ def test_what_a_run_leaves_out_is_not_left_to_the_model(stack: ExitStack, studen
 class Run:
     """A run whose completions a server generates, with a student that changes from version to version."""
 
-    def __init__(self, stack: ExitStack, student: Path, output: Path, kind: str, **settings: Any) -> None:
+    def __init__(self, stack: ExitStack, student: Path, output: Path, kind: str, servers: int = 1) -> None:
         text = TextTokenizer(AutoTokenizer.from_pretrained(student), "student")
         assert text.eos_id is not None
         self.end, self.directory = text.eos_id, output / "rollout-model"
         # SGLang starts with the student's directory, vLLM with the one that the run writes.
         self.begin = student if kind == "sglang" else self.directory
         self.server = GeneratingServer(self.begin, self.end)
-        self.engine = engine_of(stack, student, kind, lambda *request: self.answer(*request))
+        self.engine = engine_of(stack, student, kind, *[lambda *request: self.answer(*request)] * servers)
         allowed = torch.ones(len(text.tokenizer), dtype=torch.bool)
         vocabulary = Vocabulary(text.table.pieces, allowed, frozenset({self.end}), 0)
-        spec = RolloutSpec(**({"max_new_tokens": 6, "temperature": 0.0} | settings))
+        spec = RolloutSpec(max_new_tokens=6, temperature=0.0)
         output.mkdir(mode=0o700)
-        self.sampler = ServedSampler(self.engine, vocabulary, spec, student, self.directory)
+        self.sampler = ServedSampler(self.engine, vocabulary, spec, student, self.directory, longest=64)
         self.model: Any = AutoModelForCausalLM.from_pretrained(student)
         self.published = output.parent / "weights"
         self.writer = WeightsWriter(self.published)
@@ -239,6 +240,27 @@ def test_a_server_of_another_directory_is_refused(stack: ExitStack, student: Pat
         run.publish()
 
 
+def test_a_server_that_takes_shorter_texts_is_refused(run: Run) -> None:
+    run.server.max_length = 63
+    with pytest.raises(EngineRefusalError, match="takes 63 tokens, and a prompt with its completion may have 64"):
+        run.publish()
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_servers_load_weights_side_by_side(stack: ExitStack, student: Path, tmp_path: Path, kind: str) -> None:
+    run = Run(stack, student, tmp_path / "run", kind, servers=2)
+    both = threading.Barrier(2)
+
+    def answer(method: str, path: str, body: Any, headers: dict[str, str]) -> Answer:
+        if path in ("/collective_rpc", "/update_weights_from_disk"):
+            both.wait(20)
+        return run.server(method, path, body, headers)
+
+    run.answer = answer  # type: ignore[method-assign]
+    run.publish()
+    run.check(*PROMPTS)
+
+
 def test_an_aborted_completion_is_repeated(run: Run) -> None:
     run.publish()
     run.server.held = PROMPTS[0]
@@ -266,8 +288,8 @@ def test_a_worker_killed_while_it_copies_leaves_no_incomplete_directory(
     directory = tmp_path / "rollout-model"
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(shutil, "copyfile", dying)
-        ServedSampler(engine, vocabulary, RolloutSpec(), student, directory).load(tmp_path / "weights")
-    ServedSampler(engine, vocabulary, RolloutSpec(), student, directory).load(tmp_path / "weights")
+        ServedSampler(engine, vocabulary, RolloutSpec(), student, directory, longest=64).load(tmp_path / "weights")
+    ServedSampler(engine, vocabulary, RolloutSpec(), student, directory, longest=64).load(tmp_path / "weights")
     assert {file.name for file in directory.iterdir()} == {file.name for file in student.iterdir()}
     for file in student.iterdir():
         assert file.suffix == ".safetensors" or (directory / file.name).read_bytes() == file.read_bytes()
@@ -280,7 +302,7 @@ def test_a_token_that_is_no_text_cuts_a_completion(stack: ExitStack, student: Pa
     allowed = torch.tensor([True] * 8 + [False] * 8)
     vocabulary = Vocabulary([b"x"] * 16, allowed, frozenset({1}), 0)
     engine = engine_of(stack, student, "vllm", answer)
-    sampler = ServedSampler(engine, vocabulary, RolloutSpec(), student, tmp_path / "model")
+    sampler = ServedSampler(engine, vocabulary, RolloutSpec(), student, tmp_path / "model", longest=64)
     [row] = sampler.complete([np.array([5])], [0], lambda _: None)
     assert (row.ids, row.finished, row.log_probs) == ([7], False, [-0.5])
 
