@@ -249,11 +249,15 @@ def test_a_server_that_takes_shorter_texts_is_refused(run: Run) -> None:
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 def test_servers_load_weights_side_by_side(stack: ExitStack, student: Path, tmp_path: Path, kind: str) -> None:
     run = Run(stack, student, tmp_path / "run", kind, servers=2)
-    both = threading.Barrier(2)
+    loading: set[str] = set()
+    changed = threading.Condition()
 
     def answer(method: str, path: str, body: Any, headers: dict[str, str]) -> Answer:
         if path in ("/collective_rpc", "/update_weights_from_disk"):
-            both.wait(20)
+            with changed:
+                loading.add(headers["Host"])
+                changed.notify_all()
+                changed.wait_for(lambda: len(loading) == 2, 30)
         return run.server(method, path, body, headers)
 
     run.answer = answer  # type: ignore[method-assign]
