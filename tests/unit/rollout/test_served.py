@@ -246,6 +246,19 @@ def test_a_server_that_takes_shorter_texts_is_refused(run: Run) -> None:
         run.publish()
 
 
+def test_a_server_that_is_updated_gets_no_prompts(run: Run) -> None:
+    held: list[bool] = []
+
+    def answer(method: str, path: str, body: Any, headers: dict[str, str]) -> Answer:
+        if path in ("/collective_rpc", "/update_weights_from_disk"):
+            held.append(run.engine.pool.replicas[0].held)
+        return run.server(method, path, body, headers)
+
+    run.answer = answer  # type: ignore[method-assign]
+    run.publish()
+    assert held == [True] and not run.engine.pool.replicas[0].held
+
+
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 def test_servers_load_weights_side_by_side(stack: ExitStack, student: Path, tmp_path: Path, kind: str) -> None:
     run = Run(stack, student, tmp_path / "run", kind, servers=2)

@@ -202,8 +202,9 @@ class IdsEngine(Engine):
     @contextmanager
     def _paused(self, replica: Replica, pause: str, resume: str, body: Any = None) -> Iterator[None]:
         """Let a server generate nothing meanwhile: beside a running request it keeps keys and values of old weights."""
-        self.pool.call("POST", pause, body, decode=bytes, replica=replica)
-        try:
-            yield
-        finally:
-            self.pool.call("POST", resume, body and {}, decode=bytes, replica=replica)
+        with self.pool.holding(replica):
+            self.pool.call("POST", pause, body, decode=bytes, replica=replica)
+            try:
+                yield
+            finally:
+                self.pool.call("POST", resume, body and {}, decode=bytes, replica=replica)

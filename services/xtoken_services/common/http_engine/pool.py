@@ -6,9 +6,9 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -60,6 +60,7 @@ class Replica:
         in_flight: Requests that it has not answered yet.
         failures: Failures since its last answer.
         free_at: Time on the monotonic clock before which it gets no request.
+        held: It gets only requests that name it.
     """
 
     url: str
@@ -67,6 +68,7 @@ class Replica:
     in_flight: int = 0
     failures: int = 0
     free_at: float = 0.0
+    held: bool = False
 
 
 class EnginePool:
@@ -158,7 +160,8 @@ class EnginePool:
                 return answer
             deadline += time.monotonic() - began
             reason = f"{chosen.url}: its answers cannot be used"
-            self.retries += 1
+            with self._changed:
+                self.retries += 1
 
     def _decoded(self, data: bytearray, decode: Callable[[bytearray], Answer], where: str) -> Answer:
         try:
@@ -171,6 +174,17 @@ class EnginePool:
             raise EngineRefusalError(
                 f"{self.field}.url: {where} answers with something else than JSON: check the address and url_engine"
             ) from error
+
+    @contextmanager
+    def holding(self, replica: Replica) -> Iterator[None]:
+        """Give a server only requests that name it: others would take all its connections while it is paused."""
+        replica.held = True
+        try:
+            yield
+        finally:
+            with self._changed:
+                replica.held = False
+                self._changed.notify_all()
 
     def clean(self, text: str) -> str:
         """Return a server's own words on one line, shortened, without the key that they may repeat."""
@@ -207,7 +221,8 @@ class EnginePool:
         with self._changed:
             while not self._closed:
                 now = time.monotonic()
-                free = [one for one in candidates if one.in_flight < self.limit and one.free_at <= now]
+                possible = [one for one in candidates if one is wanted or not one.held]
+                free = [one for one in possible if one.in_flight < self.limit and one.free_at <= now]
                 if free and now < deadline:
                     chosen = min(free, key=lambda one: (one.in_flight, one.failures))
                     chosen.in_flight += 1
