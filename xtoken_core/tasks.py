@@ -180,7 +180,7 @@ def _number(text: str, last: bool = False) -> Decimal | None:
 
 
 def _last_boxed(text: str) -> str | None:
-    r"""Return what the last `\boxed{}` of a text holds; None without one that is closed.
+    r"""Return the content of the last `\boxed{}` of a text; None if it is not closed, or there is none.
 
     >>> _last_boxed(r"\boxed{1}, so \boxed{\frac{1}{2}}."), _last_boxed(r"\boxed{1")
     ('\\frac{1}{2}', None)

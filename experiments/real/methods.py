@@ -160,6 +160,7 @@ TITLES = {name: method.title for name, method in METHODS.items()}
 RATES = (1e-4, 2e-4, 4e-4)
 """Swept where all methods are compared. Of 5e-5, 1e-4 and 2e-4, tried first, the largest was best for every method."""
 ONE_RATE = (2e-4,)
+WIDE_RATES = (5e-5, *RATES, 8e-4, 1.6e-3)
 OTHER_RATES = (1e-4, 4e-4)
 """For cross-entropy and the default, beside the one rate that all methods have on a text."""
 SMALL_RATES = (2e-5, 5e-5)
@@ -233,7 +234,7 @@ _TEXTS = {text: replace(CONDITIONS[text], evaluations=number) for text, number i
     )
 }
 CONDITIONS |= {
-    f"{pair}-{name}": replace(text, teacher=teacher, others=("handbook-en",), rates=(*RATES, 8e-4), note=pair)
+    f"{pair}-{name}": replace(text, teacher=teacher, others=("handbook-en",), rates=WIDE_RATES, note=pair)
     for pair, teacher in TEACHERS.items()
     for name, text in _TEXTS.items()
 }
