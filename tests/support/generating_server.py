@@ -18,6 +18,8 @@ from transformers import AutoModelForCausalLM
 from tests.support.engine_server import Answer
 
 OK: Answer = (200, {}, b"")
+LOADING = threading.Lock()
+"""Of all servers: `from_pretrained` replaces methods of transformers' classes meanwhile. Two at a time leave them so."""
 FIELDS = {
     # io_struct.py of SGLang: UpdateWeightFromDiskReqInput, PauseGenerationReqInput, ContinueGenerationReqInput.
     "/update_weights_from_disk": {
@@ -52,7 +54,6 @@ class GeneratingServer:
         self.version, self.paused, self.updating, self.running = "default", False, False, 0
         self._let_go = False
         self._changed = threading.Condition()
-        self._loading = threading.Lock()
         self._cache: dict[tuple[int, ...], list[tuple[int, float]]] = {}
         self._model: Any = None
         self._path = start
@@ -144,7 +145,8 @@ class GeneratingServer:
         return 200, {}, {"choices": [choice]}
 
     def _load(self, path: Path) -> None:
-        self._path, self._model = path, AutoModelForCausalLM.from_pretrained(path).eval()
+        with LOADING:
+            self._path, self._model = path, AutoModelForCausalLM.from_pretrained(path).eval()
 
     def _flushed(self) -> bool:
         with self._changed:
@@ -188,9 +190,8 @@ class GeneratingServer:
                 with self._changed:
                     self._changed.wait_for(lambda: self._let_go)
                 return []
-            with self._loading:
-                if self._model is None:
-                    self._load(self._path)
+            if self._model is None:
+                self._load(self._path)
             if tuple(ids) not in self._cache:
                 self._cache[tuple(ids)] = self._greedy(ids, most)
             return self._cache[tuple(ids)]
