@@ -19,7 +19,7 @@ from tests.support.engine_server import Answer
 
 OK: Answer = (200, {}, b"")
 LOADING = threading.Lock()
-"""Of all servers: `from_pretrained` replaces methods of transformers' classes meanwhile; two at a time leave them so."""
+"""Of all servers: `from_pretrained` replaces methods of transformers' classes meanwhile; two at once leave them so."""
 FIELDS = {
     # io_struct.py of SGLang: UpdateWeightFromDiskReqInput, PauseGenerationReqInput, ContinueGenerationReqInput.
     "/update_weights_from_disk": {
