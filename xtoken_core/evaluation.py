@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import NamedTuple
+from itertools import accumulate, groupby
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from xtoken_core.dataset.records import Document
 from xtoken_core.errors import InputError
 from xtoken_core.losses.lazy_logits import HeadProjection, WholeLogits, row_logits
 from xtoken_core.packing import PackedRow
-from xtoken_core.tokenizing import TextTokenizer
+from xtoken_core.tokenizing import ConversationError, TextTokenizer
 
 _ROWS_IN_FLOAT32 = 1024
 
@@ -27,9 +28,9 @@ class EvalResult:
 
     Attributes:
         bits_per_byte: `nll_nats / ln 2 / bytes`: bits to encode one byte of the text with the model.
-        nll_nats: Negative log-likelihood of every token of the text, summed, in nats.
-        bytes: UTF-8 bytes of the text.
-        tokens: Tokens of the text, each predicted once.
+        nll_nats: Negative log-likelihood of every scored token, summed, in nats.
+        bytes: UTF-8 bytes of the scored text.
+        tokens: Its tokens, each predicted once.
         next_token_accuracy: Fraction of the tokens to which the model gave the highest probability.
         documents: Number of documents.
     """
@@ -58,7 +59,7 @@ class Window:
 def evaluate(
     model: nn.Module,
     tokenizer: PreTrainedTokenizerBase,
-    documents: Iterable[str],
+    documents: Iterable[Document],
     *,
     context_length: int,
     batch_tokens: int,
@@ -84,7 +85,7 @@ def evaluate(
         context_length: Tokens of context at most.
         batch_tokens: Padded tokens of one forward pass, unless a single window is longer.
         device: Device of the forward pass.
-        max_bytes: Limit of the text, in UTF-8 bytes.
+        max_bytes: Limit of the scored text, in UTF-8 bytes.
         progress: Called after every document that was tokenized and after every batch; what it raises ends the
             evaluation.
         outputs: What gives the logits of `input_ids` `[B, T]` instead of the model's call, as a tensor or as a head
@@ -145,19 +146,19 @@ def _after_batch(
 
 def read_windows(
     tokenizer: PreTrainedTokenizerBase,
-    documents: Iterable[str],
+    documents: Iterable[Document],
     *,
     context_length: int,
     max_bytes: int,
     progress: Callable[[], None] = lambda: None,
 ) -> tuple[list[Window], list[int]]:
-    """Return the windows of all documents that `evaluate` reads, and each document's size in bytes.
+    """Return the windows of all documents that `evaluate` reads, and the bytes that are scored of each.
 
     Args:
         tokenizer: As of `evaluate`, and so are the others.
-        documents: Text.
+        documents: Texts and records.
         context_length: Inputs of a window at most.
-        max_bytes: Limit of the text.
+        max_bytes: Limit of the scored text.
         progress: Called after every document.
 
     Raises:
@@ -167,14 +168,68 @@ def read_windows(
     start, again = _beginning(encoder)
     windows: list[Window] = []
     sizes: list[int] = []
-    for text, size in _up_to(documents, max_bytes):
-        ids = encoder.encode([text], specials=False)[0].tolist()
-        windows += cut_windows(ids, start=start, again=again, context_length=context_length)
-        sizes.append(size)
+    for document in documents:
+        if isinstance(document, str):
+            ids = encoder.encode([document], specials=False)[0].tolist()
+            cut, size = cut_windows(ids, start=start, again=again, context_length=context_length), _size(document)
+        else:
+            ids, learn, size = _answers(encoder, document)
+            if size and learn[0]:
+                ids, learn = [*start, *ids], [*[0] * len(start), *learn]
+            cut = answer_windows(ids, learn, context_length)
+        if sizes and sum(sizes) + size > max_bytes:
+            break
+        if size:
+            windows += cut
+            sizes.append(size)
         progress()
     if not sizes:
         raise InputError("there is no held-out text to evaluate on")
     return windows, sizes
+
+
+def _size(text: str) -> int:
+    return len(text.encode("utf-8"))
+
+
+def _answers(encoder: TextTokenizer, record: Mapping[str, Any]) -> tuple[list[int], list[int], int]:
+    """Return a record's tokens, 1 for each token of an answer, and the answers' bytes; nothing if it has none."""
+    if "completion" in record:
+        prompt, rest = encoder.begin(record["prompt"]).tolist(), encoder.proceed(record["completion"]).tolist()
+        return [*prompt, *rest], [*[0] * len(prompt), *[1] * len(rest)], _size(record["completion"])
+    try:
+        text, found = encoder.render(record["messages"])
+    except ConversationError:
+        return [], [], 0
+    spans = list(found.values())
+    ids, learn = encoder.tokenize_spans(text, spans)
+    return ids.tolist(), learn.tolist(), sum(_size(text[begin:end]) for begin, end in spans)
+
+
+def answer_windows(ids: list[int], learn: list[int], context_length: int) -> list[Window]:
+    """Cut the answers of a record into windows, each after as much of what is before as there is room for.
+
+    Where an answer is longer than the rest of a window, half of each window is left for what is before.
+
+    >>> [(w.inputs, w.targets) for w in answer_windows([1, 2, 3, 4, 5], [0, 0, 1, 1, 1], context_length=4)]
+    [([1, 2, 3], [3, 4]), ([1, 2, 3, 4], [5])]
+
+    Args:
+        ids: Tokens of the record; the first is of no answer.
+        learn: 1 for each token of an answer, 0 for others.
+        context_length: Inputs of a window at most.
+    """
+    windows: list[Window] = []
+    at = 0
+    for is_answer, group in groupby(learn):
+        end = at + len(list(group))
+        while is_answer and at < end:
+            behind = min(end, at + context_length - min(at, context_length // 2))
+            first = max(0, behind - 1 - context_length)
+            windows.append(Window(ids[first : behind - 1], ids[at:behind]))
+            at = behind
+        at = end
+    return windows
 
 
 def cut_windows(ids: list[int], *, start: list[int], again: list[int], context_length: int) -> list[Window]:
@@ -226,18 +281,6 @@ def _beginning(encoder: TextTokenizer) -> tuple[list[int], list[int]]:
         f"the tokenizer {tokenizer.name_or_path!r} has neither a BOS nor an EOS token: "
         "without one, a document's first token cannot be predicted"
     )
-
-
-def _up_to(documents: Iterable[str], max_bytes: int) -> Iterator[tuple[str, int]]:
-    """Yield non-empty documents with their sizes in bytes, as long as they fit."""
-    total = 0
-    for text in documents:
-        size = len(text.encode("utf-8"))
-        if total and total + size > max_bytes:
-            return
-        if size:
-            yield text, size
-        total += size
 
 
 def _batches(windows: list[Window], batch_tokens: int) -> Iterator[list[Window]]:

@@ -169,10 +169,15 @@ class DataIndex:
 
     def documents(self) -> Iterator[str]:
         """Yield every usable record in order, as plain text (see `Record.document`)."""
-        for number in range(len(self)):
-            record = self._read_one(number)
-            if isinstance(record, Record):
-                yield record.document
+        return (record.document for record in self._usable())
+
+    def values(self) -> Iterator[dict[str, Any]]:
+        """Yield the value of every usable record in order (see `Record`)."""
+        return (record.value for record in self._usable())
+
+    def _usable(self) -> Iterator[Record]:
+        records = map(self._read_one, range(len(self)))
+        return (record for record in records if isinstance(record, Record))
 
     def _read_one(self, number: int) -> Record | BadRecord:
         return self._read_row(number, *self._locate(number))

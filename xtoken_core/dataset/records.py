@@ -34,6 +34,8 @@ class Record:
         return "\n".join(message["content"] for message in self.value["messages"])
 
 
+Document = str | Mapping[str, Any]
+"""What an evaluation reads: a text, or a record's value with an answer, of which only the answer is scored."""
 PIECE = "piece"
 """Key of a record's value beside `text`, if it is a `Piece` of a document."""
 

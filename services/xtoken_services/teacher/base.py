@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from xtoken_core.dataset.records import Document
 from xtoken_core.errors import InputError, XtokenError
 from xtoken_core.evaluation import EvalResult
 from xtoken_core.packing import PackedRow
@@ -94,7 +95,7 @@ class HeldOutText:
     """
 
     tokenizer: Any
-    documents: Iterable[str]
+    documents: Iterable[Document]
     context_length: int
     batch_tokens: int
     max_bytes: int

@@ -13,7 +13,7 @@ import torch
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.errors import InputError
 from xtoken_services.common.run.teacher_result import read_result, write_result
-from xtoken_services.common.text.training_text import open_held_out
+from xtoken_services.common.text.training_text import open_held_out, scored_documents
 from xtoken_services.common.tokenizers.loading import load_tokenizer
 from xtoken_services.teacher.base import HeldOutText, Teacher
 from xtoken_services.teacher.stored import StoredTeacher
@@ -50,7 +50,7 @@ def measure_held_out(
         if isinstance(model, StoredTeacher):
             result = json.loads(model.store.files.read(key))
         else:
-            result = _measured(run, teacher, model, text.documents())
+            result = _measured(run, teacher, model, scored_documents(run.spec, text))
     except (InputError, ValueError) as error:
         log.warning("%s has no result on the held-out text: %s", name, error)
         return None

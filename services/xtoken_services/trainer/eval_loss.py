@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from xtoken_core import schema
 from xtoken_core.collate import CrossTokenizerCollator
 from xtoken_core.config.resolved import ResolvedRun
+from xtoken_core.dataset.records import Document
 from xtoken_core.errors import InputError
 from xtoken_core.losses import CrossTokenizerDistillationLoss, combine_metrics
 from xtoken_core.losses.chunk_classes import CLASSES, COUNT, MEAN
@@ -58,7 +59,7 @@ class EvalLoss:
         run: The run.
         loss: Its loss.
         tokenizer: The student's.
-        documents: Texts; the first `DOCUMENTS` that are not empty are taken.
+        documents: Texts and records; the first `DOCUMENTS` are taken.
         progress: Called after every tokenizer that was loaded, and after every batch; it may raise to stop.
     """
 
@@ -67,7 +68,7 @@ class EvalLoss:
         run: ResolvedRun,
         loss: CrossTokenizerDistillationLoss,
         tokenizer: Any,
-        documents: Iterable[str],
+        documents: Iterable[Document],
         *,
         progress: Callable[[], None] = lambda: None,
     ) -> None:
@@ -87,7 +88,7 @@ class EvalLoss:
             ctx_length_teacher=[teacher.context_length for teacher in spec.teacher],
             append_eos=spec.data.append_eos,
         )
-        texts = [{"text": text} for text in islice(filter(str.strip, documents), DOCUMENTS)]
+        texts = [{"text": each} if isinstance(each, str) else each for each in islice(documents, DOCUMENTS)]
         longest = max(model.context_length for model in (spec.student, *spec.teacher))
         rows = max(1, spec.train.micro_batch_tokens // longest)
         count = row_counts(run)

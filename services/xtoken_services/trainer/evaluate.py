@@ -21,7 +21,7 @@ from xtoken_services.common.files.jsonl import JsonLines
 from xtoken_services.common.processes.worker import Worker
 from xtoken_services.common.run.metric_lines import TEACHER_BITS
 from xtoken_services.common.run.teacher_result import read_result
-from xtoken_services.common.text.training_text import open_held_out, open_index
+from xtoken_services.common.text.training_text import open_held_out, open_index, scored_documents
 from xtoken_services.trainer.eval_loss import EvalLoss
 from xtoken_services.trainer.eval_samples import EvalSamples
 from xtoken_services.trainer.eval_tasks import EvalTasks
@@ -110,7 +110,11 @@ class Evaluator:
                     self._heartbeat()
                     if self._eval_loss is None:
                         self._eval_loss = EvalLoss(
-                            self.worker.run, self.loss, self.tokenizer, index.documents(), progress=self._heartbeat
+                            self.worker.run,
+                            self.loss,
+                            self.tokenizer,
+                            scored_documents(self.spec, index),
+                            progress=self._heartbeat,
                         )
                     row |= self._eval_loss.measure(student, kl_loss_weight, progress=self._heartbeat)
         finally:
@@ -156,7 +160,7 @@ class Evaluator:
         return evaluate(
             student,
             self.tokenizer,
-            index.documents(),
+            scored_documents(self.spec, index),
             context_length=self.spec.student.context_length,
             batch_tokens=self.spec.train.micro_batch_tokens,
             device=student.device,

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from tests.support.vocabularies import unigram
 from xtoken_core.errors import InputError
-from xtoken_core.evaluation import cut_windows, evaluate, sum_nll_and_hits
+from xtoken_core.evaluation import answer_windows, cut_windows, evaluate, sum_nll_and_hits
 
 TEXTS = ["def f(x):\n    return x + 1\n", "é", "", "日本語のテキスト and more of it 🙂" * 3, "a"]
 
@@ -220,3 +220,55 @@ def test_long_rows_are_summed_in_pieces_without_loss(dtype: torch.dtype) -> None
     assert nll.item() == pytest.approx(each[mask.flatten()].sum().item(), rel=1e-6)
     assert hits.item() == ((logits.argmax(-1) == targets) & mask).sum().item()
     assert torch.equal(logits, before)
+
+
+def record_nll(model: LlamaForCausalLM, ids: list[int], learn: list[int], context: int) -> float:
+    """Predict each learnt token of a record that fits the context from all tokens before it."""
+    assert len(ids) <= context
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([ids])).logits[0, :, :].double().log_softmax(-1)
+    return -sum(logits[at - 1, ids[at]].item() for at in range(1, len(ids)) if learn[at])
+
+
+def test_of_records_only_the_answers_are_scored(tokenizer: PreTrainedTokenizerFast) -> None:
+    model = llama(len(tokenizer)).eval()
+    template = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}\n{% endfor %}"
+    tokenizer.chat_template = template + "{% if add_generation_prompt %}[assistant]{% endif %}"
+    talk = [("user", "2 + 2?"), ("assistant", "4, é"), ("user", "and 3?"), ("assistant", "It is 7.")]
+    records = [
+        {"prompt": "Say é: ", "completion": "é!"},
+        {"prompt": "", "completion": "bare"},
+        {"messages": [{"role": role, "content": content} for role, content in talk]},
+        {"messages": [{"role": "user", "content": "no answer"}]},
+        "a text",
+    ]
+    result = evaluate(model, tokenizer, records, context_length=80, batch_tokens=128, device="cpu", max_bytes=10**6)
+    parts = [
+        [("Say é: ", 0), ("é!", 1)],
+        [("<s>", 0), ("bare", 1)],
+        [part for role, said in talk for part in ((f"[{role}]", 0), (said, int(role == "assistant")), ("\n", 0))],
+        [("<s>", 0), ("a text", 1)],
+    ]
+    expected = 0.0
+    for record in parts:
+        rows = [
+            (token, learn) for text, learn in record for token in tokenizer(text, add_special_tokens=False)["input_ids"]
+        ]
+        expected += record_nll(model, [token for token, _ in rows], [learn for _, learn in rows], 80)
+    scored = sum(len(text.encode()) for record in parts for text, learn in record if learn)
+    assert result.nll_nats == pytest.approx(expected, rel=1e-5)
+    assert (result.bytes, result.tokens, result.documents) == (scored, scored, 4)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(0, 1), min_size=1, max_size=30), st.integers(1, 12))
+def test_windows_of_answers_have_every_learnt_token_once(learn: list[int], context: int) -> None:
+    learn = [0, *learn]
+    ids = list(range(len(learn)))  # every token is its own position
+    windows = answer_windows(ids, learn, context)
+    assert [target for window in windows for target in window.targets] == [at for at in ids if learn[at]]
+    for window in windows:
+        first = window.targets[0] - (len(window.inputs) - len(window.targets)) - 1
+        assert window.inputs == list(range(first, window.targets[-1]))
+        assert len(window.inputs) <= context
+        assert first == 0 or len(window.skipped) + 1 >= context // 2

@@ -8,6 +8,7 @@ from pathlib import Path
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.dataset import DataIndex, JoinedIndex, PieceIndex, TextIndex
 from xtoken_core.dataset.held_out import Part
+from xtoken_core.dataset.records import Document
 from xtoken_services.common.files.allowed_paths import check_allowed
 
 
@@ -30,6 +31,13 @@ def open_held_out(spec: RunSpec, progress: Callable[[int, int], None] | None = N
     if spec.holds_back:
         return open_index(spec, spec.data.paths, spec.data.field, progress, part="held_out")
     return open_index(spec, spec.eval.paths, spec.eval.field, progress)
+
+
+def scored_documents(spec: RunSpec, text: DataIndex) -> Iterator[Document]:
+    """Return what an evaluation reads of a held-out text: with `data.train_on = "all"` records as plain text."""
+    if spec.data.train_on == "all":
+        return text.documents()
+    return (value.get("text", value) for value in text.values())
 
 
 def open_text(spec: RunSpec, limit: int, progress: Callable[[int, int], None] | None = None) -> TextIndex:

@@ -20,7 +20,7 @@ from xtoken_core.errors import ConfigError, InputError
 from xtoken_services.cli.starter import find_inputs, starter_text
 from xtoken_services.common.run.defaults import load_run
 from xtoken_services.common.run.machine import Machine
-from xtoken_services.common.text.training_text import open_held_out, open_text
+from xtoken_services.common.text.training_text import open_held_out, open_text, scored_documents
 from xtoken_services.supervisor.run_record import SPEC, write_json
 
 CPU, GPU_24 = Machine(cores=2), Machine(cores=16, gpu_bytes=24 << 30)
@@ -64,6 +64,19 @@ def test_three_lines_are_a_run(workspace: Path) -> None:
     assert all(map(is_held_out, lines[held_out])) and not any(map(is_held_out, lines[trained]))
     assert any(note.startswith("student.context_length = 512") for note in notes)
     assert any(note.startswith("teacher.context_length") for note in notes)
+
+
+def test_answers_alone_are_scored_where_they_alone_are_learnt(workspace: Path) -> None:
+    talk = [{"role": "user", "content": "two?"}, {"role": "assistant", "content": "2"}]
+    rows = [{"text": "plain"}, {"prompt": "one? ", "completion": "1"}, {"messages": talk}]
+    (workspace / "held-out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    scored = {}
+    for learnt in ("completions", "all"):
+        run = f'{SHORT}[eval]\npath = "held-out.jsonl"\n[data]\npath = "text.jsonl"\ntrain_on = "{learnt}"\n'
+        (workspace / "run.toml").write_text(run.replace('data = "text.jsonl"\n', "", 1))
+        spec, _ = load_run(workspace / "run.toml", machine=CPU)
+        scored[learnt] = list(scored_documents(spec, open_held_out(spec)))
+    assert scored == {"completions": ["plain", *rows[1:]], "all": ["plain", "one? 1", "two?\n2"]}
 
 
 def test_named_settings_stay(workspace: Path) -> None:
