@@ -20,7 +20,7 @@ from typing import Any
 
 from experiments.jobs import Job, finished
 from experiments.real import word_problems
-from experiments.real.methods import CHAT, CONDITIONS, CONTINUED, SMOLLM2, Cell, Condition, samples_file
+from experiments.real.methods import CHAT, CONDITIONS, CONTINUED, SMOLLM2, Cell, samples_file
 from experiments.real.models import MissingSourceError
 from xtoken_core.atomic import atomic_write
 
@@ -81,17 +81,17 @@ def write_chat(state: Path, device: str) -> None:
         _write(target, _limited(pairs, _CHAT_SPLITS[split]))
 
 
-def write_answers(state: Path, condition: Condition, device: str) -> None:
-    """Write the word problems with the greedy answers of a condition's teacher.
+def write_answers(state: Path, name: str, device: str) -> None:
+    """Write the word problems with the greedy answers of a condition's teacher, and how many of them are right.
 
     Args:
         state: Directory of models and texts.
-        condition: The condition.
+        name: The condition.
         device: Where the teacher generates.
     """
     if (state / "texts" / f"{word_problems.SOURCE}.test.jsonl").is_file():
         return
-    model, tokenizer = _load(state / "models" / condition.teacher, device)
+    model, tokenizer = _load(state / "models" / CONDITIONS[name].teacher, device)
 
     def answers(conversations: list[list[dict[str, str]]]) -> Iterator[str | None]:
         prompts = [
@@ -101,7 +101,8 @@ def write_answers(state: Path, condition: Condition, device: str) -> None:
             # A text that the limit cut has no number at its end.
             yield text.strip() if word_problems.ENDS.search(text) else None
 
-    word_problems.write_problems(state / "texts", answers)
+    right = word_problems.write_problems(state / "texts", answers)
+    atomic_write(state / f"teacher-{name}.json", json.dumps({f"task_accuracy_{word_problems.TASK}": right}) + "\n")
 
 
 def questions(documents: Sequence[str]) -> list[str]:

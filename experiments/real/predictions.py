@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from experiments.real.methods import SEEDS
-from experiments.real.summary import VALIDATION, Outcome, chosen, outcomes
+from experiments.real.summary import TASK, VALIDATION, Outcome, chosen, outcomes
 
 FILE = Path(__file__).parent / "predictions.toml"
+PARTS = ("share", "steps", "accuracy")
+"""Figures that are told in percent."""
 
 
 def compare(result: Mapping[str, Any]) -> Iterator[str]:
@@ -32,7 +34,7 @@ def compare(result: Mapping[str, Any]) -> Iterator[str]:
             continue
         mean = statistics.fmean(values)
         verdict = "as predicted" if holds(mean, low, high) else "**not**"
-        outcome = f"{mean:{'.0%' if prediction.get('figure') in ('share', 'steps') else '+.3f'}} ({len(values)})"
+        outcome = f"{mean:{'.1%' if prediction.get('figure') in PARTS else '+.3f'}} ({len(values)})"
         yield f"| {prediction['condition']} | {prediction['says']} | {limits} | {outcome} | {verdict} |"
 
 
@@ -105,7 +107,8 @@ def _figure(
     `less`, if it names none, is the method's bits per byte minus the fewest of the others', at the best step on
     validation or, with `last`, at the last one. `begun` is the method's minus its own before training. `share` is how
     much of the way from the other to the teacher the method covers. `steps` is the step at which it has what the other
-    ends with, as a fraction of the other's steps.
+    ends with, as a fraction of the other's steps. `accuracy` is the method's on the condition's task less the highest
+    of the others.
 
     Args:
         result: The result file's content.
@@ -115,8 +118,12 @@ def _figure(
     """
     key = f"{VALIDATION}_{text}"
     ends = [curve[-1] if prediction.get("last") else min(curve, key=lambda row: row[VALIDATION]) for curve in curves]
-    own, *others = (row[key] for row in ends)
     figure = prediction.get("figure", "less")
+    if figure == "accuracy":
+        (task,) = result["conditions"][prediction["condition"]]["tasks"]
+        right, *beside = (row[f"{TASK}{task}"] for row in ends)
+        return right - max(beside)
+    own, *others = (row[key] for row in ends)
     if figure == "begun":
         return own - curves[0][0][key]
     if figure == "share":

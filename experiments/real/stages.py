@@ -124,7 +124,7 @@ def make_controls(state: Path, planned: Sequence[Cell], *, until: float, device:
         controls.write_chat(state, device)
     for cell in planned:
         if CONDITIONS[cell.condition].source == word_problems.SOURCE:
-            controls.write_answers(state, CONDITIONS[cell.condition], device)
+            controls.write_answers(state, cell.condition, device)
         if METHODS[cell.method].samples:
             write_sample(state / "texts", replace(cell, method=BASELINE))
             controls.write_teacher_samples(state, cell, device)

@@ -15,13 +15,17 @@ from typing import Any
 
 from experiments.real.models import MissingSourceError
 from xtoken_core.atomic import atomic_write
+from xtoken_core.config.eval import Match
+from xtoken_core.tasks import accuracy_of, read_prompts
 
 SOURCE = "problems-en"
 TASK = "problems-en.task"
 TRAINED, HELD_OUT = 5_120, 1_200
-"""Problems; of the held-out ones the first 200 are for validation, the next 200 for the test text."""
-SPLIT = 200
+"""Problems; of the held-out ones one half is for validation and the task, the other for the test text."""
+SPLIT = HELD_OUT // 2
+"""600 answers are the 64 KiB that an adaptive weight reads at least."""
 ANSWER_TOKENS = 96
+MATCH: Match = "last_number"
 ENDS = re.compile(r"answer is [-$\d,.]+\s*$")
 ASKED = "{question} Think step by step in short sentences and end with 'The answer is N.'"
 SOLVED = (
@@ -122,8 +126,11 @@ def asking(question: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": ASKED.format(question=question)}]
 
 
-def write_problems(texts: Path, generate: Callable[[list[list[dict[str, str]]]], Iterator[str | None]]) -> None:
+def write_problems(texts: Path, generate: Callable[[list[list[dict[str, str]]]], Iterator[str | None]]) -> float:
     """Write the task, and the answers of a teacher as records with `messages` in three splits.
+
+    Returns:
+        Fraction of the task's problems that the teacher answers right; an answer without an end is wrong.
 
     Args:
         texts: Directory of the texts.
@@ -134,19 +141,21 @@ def write_problems(texts: Path, generate: Callable[[list[list[dict[str, str]]]],
     """
     all_of_them = list(problems(TRAINED + HELD_OUT))
     held_out = all_of_them[TRAINED:]
-    task = ({"messages": asking(question), "answer": answer, "match": "last_number"} for question, answer in held_out)
+    task = ({"messages": asking(question), "answer": answer, "match": MATCH} for question, answer in held_out)
     atomic_write(texts / f"{TASK}.jsonl", _lines(task))
-    answered = all_of_them[: TRAINED + 2 * SPLIT]
-    answers = list(generate([conversation(question) for question, _ in answered]))
+    answers = list(generate([conversation(question) for question, _ in all_of_them]))
     if sum(answer is not None for answer in answers) < len(answers) // 2:
         raise MissingSourceError("the teacher ended fewer than half of its answers: ask for shorter ones")
     records = [
         {"messages": [*asking(question), {"role": "assistant", "content": answer}]} if answer else None
-        for (question, _), answer in zip(answered, answers, strict=True)
+        for (question, _), answer in zip(all_of_them, answers, strict=True)
     ]
     ends = {"train": (0, TRAINED), "validation": (TRAINED, TRAINED + SPLIT), "test": (TRAINED + SPLIT, len(records))}
     for split, (first, last) in ends.items():
         atomic_write(texts / f"{SOURCE}.{split}.jsonl", _lines(filter(None, records[first:last])))
+    prompts = read_prompts(texts / f"{TASK}.jsonl", MATCH, HELD_OUT)
+    right, _ = accuracy_of(prompts, ([answer or ""] for answer in answers[TRAINED:]))
+    return right
 
 
 def _lines(records: Any) -> str:
