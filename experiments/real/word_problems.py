@@ -21,9 +21,9 @@ from xtoken_core.tasks import accuracy_of, read_prompts
 SOURCE = "problems-en"
 TASK = "problems-en.task"
 TRAINED, HELD_OUT = 5_120, 1_200
-"""Problems; of the held-out ones one half is for validation and the task, the other for the test text."""
-SPLIT = HELD_OUT // 2
-"""600 answers are the 64 KiB that an adaptive weight reads at least."""
+"""Problems; of the held-out ones the first are for validation and the task, the others for the test text."""
+VALIDATION = 900
+"""Their answers are the 64 KiB that an adaptive weight reads at least."""
 ANSWER_TOKENS = 96
 MATCH: Match = "last_number"
 ENDS = re.compile(r"answer is [-$\d,.]+\s*$")
@@ -150,7 +150,8 @@ def write_problems(texts: Path, generate: Callable[[list[list[dict[str, str]]]],
         {"messages": [*asking(question), {"role": "assistant", "content": answer}]} if answer else None
         for (question, _), answer in zip(all_of_them, answers, strict=True)
     ]
-    ends = {"train": (0, TRAINED), "validation": (TRAINED, TRAINED + SPLIT), "test": (TRAINED + SPLIT, len(records))}
+    tested = TRAINED + VALIDATION
+    ends = {"train": (0, TRAINED), "validation": (TRAINED, tested), "test": (tested, len(records))}
     for split, (first, last) in ends.items():
         atomic_write(texts / f"{SOURCE}.{split}.jsonl", _lines(filter(None, records[first:last])))
     prompts = read_prompts(texts / f"{TASK}.jsonl", MATCH, HELD_OUT)
