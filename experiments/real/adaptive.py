@@ -9,8 +9,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from experiments.real import methods, plan, predictions
-from experiments.real.summary import BASELINE, CHAIN, FIRST_SEED, VALIDATION, Outcome, outcomes
+from experiments.real import methods, plan, predictions, word_problems
+from experiments.real.summary import BASELINE, CHAIN, FIRST_SEED, TASK, VALIDATION, Outcome, outcomes
 
 RESULT = Path(__file__).parent / "results" / "strong.json"
 ADAPTIVE, FADING = "chain_adaptive", "chain_fading"
@@ -26,7 +26,7 @@ def section() -> dict[str, Any]:
     result = json.loads(RESULT.read_text(encoding="utf-8"))
     verdicts = Counter(row.rsplit("|", 2)[1].strip() for row in predictions.compare(result))
     missed = verdicts["**not**"]
-    tables = {"table": table(result), "forms": forms(result), "students": students(result)}
+    tables = {f.__name__: f(result) for f in (table, forms, students, problems, p_kl)}
     return {**result, **tables, "judged": missed + verdicts["as predicted"], "missed": missed}
 
 
@@ -82,6 +82,35 @@ def students(result: Mapping[str, Any]) -> str:
                 share = "" if method == BASELINE else f"{(ce - bits) / (ce - teacher):.0%}"
                 cells = (condition["note"], methods.TITLES[method], f"{outcome.rate:g}", f"{bits:.3f}", share)
                 lines.append(f"| {' | '.join(cells)} | {outcome.bits[ENGLISH]:.3f} |")
+    return "\n".join(lines)
+
+
+def p_kl(result: Mapping[str, Any]) -> str:
+    """Return what P-KL gains on German over cross-entropy with each data seed."""
+    found, text = _by_method(result), f"{result['conditions'][plan.GERMAN]['source']}.test"
+    ces, own = found[plan.GERMAN, BASELINE], found[plan.GERMAN, "p_kl_scaled"]
+    return ", ".join(f"{ces[seed].bits[text] - own[seed].bits[text]:+.3f}" for seed in sorted(own))
+
+
+def problems(result: Mapping[str, Any]) -> str:
+    """Return the runs on word problems: right answers half-way and at the end, bits per byte of answers, English."""
+    right = f"{TASK}{word_problems.TASK}"
+    runs = [run for run in result["runs"] if run["condition"] == plan.PROBLEMS]
+    lines = [
+        "| | rate | right answers: before, after half of the steps, at the end | bits per byte of held-out answers, "
+        "before and at the end | English |",
+        "|---|---|---|---|---|",
+        f"| the teacher, shown two solved problems | | {result['teachers'][plan.PROBLEMS][right]:.1%} | | |",
+    ]
+    for run in sorted(runs, key=lambda run: run["curve"][-1][right]):
+        curve = run["curve"]
+        half = next(row for row in curve if 2 * row["step"] >= run["steps"])
+        cells = (
+            ", ".join(f"{row[right]:.1%}" for row in (curve[0], half, curve[-1])),
+            ", ".join(f"{row[f'{VALIDATION}_{word_problems.SOURCE}.test']:.3f}" for row in (curve[0], curve[-1])),
+            f"{curve[-1][f'{VALIDATION}_{ENGLISH}']:.3f}",
+        )
+        lines.append(f"| {methods.TITLES[run['method']]} | {run['rate']:g} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
