@@ -151,8 +151,8 @@ def make_chain_topk(shape: Shape, device: torch.device) -> Workload:
     topk = TopKSettings(shape.listed, shape.teacher_vocab, 1.0)
     largest = largest_logits(teacher, sides[1].predicted, topk)
     listed = largest.with_own(sides[1].predicted, sides[1].chunk >= 0)
-    lists = listed.log_probs(), listed.ids, listed.log_rest.exp(), largest.own_scaled()
-    settings = ChainTopKSettings(text.chunks, shape.student_vocab)
+    lists = listed.log_probs(), listed.ids, listed.log_rest.exp()
+    settings = ChainTopKSettings(text.chunks)
     least = 3 * nbytes(student) + sum(nbytes(x) for x in lists)
     return Workload((student, *lists, *sides, tables, settings), student, least)
 

@@ -242,9 +242,9 @@ def _chain_case(**settings: Any) -> OpCase:
     return OpCase(_chain(**settings), batched, _pad_chain, lambda out: out[:B, :T_T], "student_logits")
 
 
-def _chain_topk(k: int, least_mass: float, T: float = 1.0, conditioning: bool = True) -> OpCase:
+def _chain_topk(k: int, T: float = 1.0, conditioning: bool = True) -> OpCase:
     """The chain's texts with the teacher's k largest logits and the texts' own tokens; the head is padded twice."""
-    batched = ("student_logits", "log_probs", "ids", "tail", "own", "student", "teacher")
+    batched = ("student_logits", "log_probs", "ids", "tail", "student", "teacher")
     options = ChainOptions(conditioning, True, True)
     base = _chain(temperature=T, options=options)
 
@@ -253,17 +253,14 @@ def _chain_topk(k: int, least_mass: float, T: float = 1.0, conditioning: bool = 
         teacher, tables = inputs["teacher"], inputs["tables"]
         largest = largest_logits(inputs["teacher_logits"], teacher.predicted, TopKSettings(k, V_T, T))
         listed = largest.with_own(teacher.predicted, teacher.chunk >= 0)
-        settings = ChainTopKSettings(P_CHAIN, V_S + 2, options, T, least_mass)
-        given = {
-            "log_probs": listed.log_probs(), "ids": listed.ids, "tail": listed.log_rest.exp(),
-            "own": largest.own_scaled(),
-        }  # fmt: skip
+        settings = ChainTopKSettings(P_CHAIN, options, T)
+        given = {"log_probs": listed.log_probs(), "ids": listed.ids, "tail": listed.log_rest.exp()}
         sides = {"student": inputs["student"], "teacher": teacher}
         return {"student_logits": inputs["student_logits"]} | given | sides | {"tables": tables, "settings": settings}
 
     def pad(inputs: Inputs) -> Inputs:
         padded = _pad_chain(inputs)
-        for name, fill in (("log_probs", -1.0), ("ids", -1), ("tail", 0.5), ("own", -1.0)):
+        for name, fill in (("log_probs", -1.0), ("ids", -1), ("tail", 0.5)):
             padded[name] = extend(extend(inputs[name], 4, 1, fill), 2, 0, fill)
         return padded
 
@@ -276,7 +273,7 @@ def _largest_logits(k: int, T: float = 1.0) -> OpCase:
     def make(dtype: torch.dtype, device: torch.device) -> Inputs:
         logits = extend(rand(B, T_T, V_T + 100, dtype=dtype, device=device, seed=1), 3, 2, 9.0)
         targets = ids(B, T_T, high=V_T, device=device, seed=10)
-        settings = {"k": k, "vocab_size": V_T + 100, "mass": None, "temperature": T}
+        settings = {"k": k, "vocab_size": V_T + 100, "temperature": T}
         return {"logits": logits, "targets": targets} | settings
 
     def pad(inputs: Inputs) -> Inputs:
@@ -360,11 +357,7 @@ CASES: dict[str, dict[str, OpCase]] = {
         "wide_head_T2": _with_targets(_p_kl_cross_entropy(5, temperature=2.0)),
     },
     "chain": {"": _chain_case(), "T2": _chain_case(temperature=2.0, options=ChainOptions(False, True, True))},
-    "chain_topk": {
-        "": _chain_topk(6, 0.4),
-        "alm": _chain_topk(3, 1.0),
-        "T2": _chain_topk(40, 0.0, 2.0, conditioning=False),
-    },
+    "chain_topk": {"": _chain_topk(6), "few": _chain_topk(3), "T2": _chain_topk(40, 2.0, conditioning=False)},
     "gold": {
         "cut": _chunked(_gold(uncommon_topk=6)),
         "reverse_T2": _chunked(_gold(uncommon_topk=100, reverse=True, temperature=2.0)),

@@ -99,8 +99,8 @@ def chain(x: Drawn):
 
 def chain_topk(x: Drawn):
     listed = torch.zeros(x.B, x.T_t, 20)
-    given = listed, listed.long(), listed[..., 0].clone(), listed[..., 0].clone()
-    return TritonChainTopKOp()(x.student, *given, *x.sides(), tables(), ChainTopKSettings(x.P, HEAD))
+    given = listed, listed.long(), listed[..., 0].clone()
+    return TritonChainTopKOp()(x.student, *given, *x.sides(), tables(), ChainTopKSettings(x.P))
 
 
 def gold(x: Drawn):

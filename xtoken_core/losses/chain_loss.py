@@ -146,13 +146,12 @@ class ChainLoss(ChunkLoss):
         together = inputs.with_tokens and self.listed_op.reads_once
         settings = ChainTopKSettings(
             pairing.max_chunks,
-            self.student_vocab_size,
             self.options,
             self.config.temperature,
             with_cross_entropy=together,
             generated=self._form(pairing),
         )
-        given = log_probs, listed.ids, tail, teacher.own_scaled()
+        given = log_probs, listed.ids, tail
         result: ChainTopKResult = self.listed_op(student_logits, *given, *sides, self.tables, settings)
         tokens = None if result.losses is None or result.hits is None else (result.losses, result.hits)
         if inputs.with_tokens and tokens is None:

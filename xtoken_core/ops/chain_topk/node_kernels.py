@@ -400,16 +400,6 @@ def least_listed(listed_ptr, chunk_ptr, first_ptr, size_ptr, events, chunk, ther
     return least
 
 
-@triton.jit
-def sum_of_tokens(value_ptr, first_ptr, size_ptr, chunk, there, total):
-    """Add the values of one side's positions of some chunks."""
-    first = tl.load(first_ptr + chunk, mask=there, other=0)
-    size = tl.load(size_ptr + chunk, mask=there, other=0)
-    for i in range(tl.max(size, axis=0)):
-        total += tl.load(value_ptr + first + i, mask=there & (i < size), other=0.0)
-    return total
-
-
 @triton.jit(do_not_specialize=["s_events", "t_events", "chunks"])
 def chain_listed_part_kernel(
     chunk_ptr,
@@ -428,15 +418,12 @@ def chain_listed_part_kernel(
     s_size_ptr,
     t_first_ptr,
     t_size_ptr,
-    s_likely_ptr,
-    t_likely_ptr,
     parts_ptr,
     listed_ptr,
-    likely_ptr,
     chunks,
     BLOCK: tl.constexpr,
 ):
-    """Compute each chunk's parts, the least listed mass at its nodes, and both sides' likelihoods of its tokens."""
+    """Compute each chunk's parts, and the least listed mass at its nodes."""
     chunk = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = chunk < chunks
     starts = tl.load(chunk_ptr + chunk, mask=there, other=-1) >= 0
@@ -451,12 +438,7 @@ def chain_listed_part_kernel(
     least = tl.full((BLOCK,), 1.0, dtype=tl.float32)
     least = least_listed(s_listed_ptr, s_chunk_ptr, t_first_ptr, t_size_ptr, s_events, chunk, there, least)
     least = least_listed(t_listed_ptr, t_chunk_ptr, s_first_ptr, s_size_ptr, t_events, chunk, there, least)
-    likely = tl.zeros((BLOCK,), dtype=tl.float32)
     tl.store(parts_ptr + chunk, tl.load(start_ptr + chunk, mask=starts, other=0.0), mask=there)
     tl.store(parts_ptr + chunks + chunk, inner, mask=there)
     tl.store(parts_ptr + 2 * chunks + chunk, end, mask=there)
     tl.store(listed_ptr + chunk, least, mask=there)
-    own = sum_of_tokens(s_likely_ptr, s_first_ptr, s_size_ptr, chunk, there, likely)
-    tl.store(likely_ptr + chunk, own, mask=there)
-    own = sum_of_tokens(t_likely_ptr, t_first_ptr, t_size_ptr, chunk, there, likely)
-    tl.store(likely_ptr + chunks + chunk, own, mask=there)
