@@ -10,7 +10,7 @@ JOBS ?= 2
 TORCH_INDEX ?=
 PIP_INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX),)
 
-.PHONY: help install demo lint format type test test-all test-browser test-docker check-gpu-service test-deploy docs mutants fuzz fuzz-parsers attack bench-checkpoint bench-store bench-queue bench-queue-compare bench-queue-load bench-queue-peer bench-collate bench-startup bench-ops bench-e2e bench-on-policy bench-e2e-mps bench-e2e-two-gpus bench-divided-teacher bench-node-groups bench-kills bench-control clean
+.PHONY: help install demo lock lint format type test test-all test-browser test-docker check-gpu-service test-deploy docs mutants fuzz fuzz-parsers attack bench-checkpoint bench-store bench-queue bench-queue-compare bench-queue-load bench-queue-peer bench-collate bench-startup bench-ops bench-e2e bench-on-policy bench-e2e-mps bench-e2e-two-gpus bench-divided-teacher bench-node-groups bench-kills bench-control clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -23,6 +23,16 @@ $(STAMP): pyproject.toml constraints.txt
 	@# Modules are compiled when they are first imported, most of them never: that saves a minute here.
 	$(BIN)/python -m pip install --quiet --no-compile $(PIP_INDEX) -c constraints.txt torch -e ".[dev,triton,lora,tensorboard$$(test -e /proc/driver/nvidia/version && echo ,gpu)]"
 	@touch $@
+
+LOCK := $(BIN)/uv pip compile --quiet --python $(BIN)/python --generate-hashes --no-header --no-annotate pyproject.toml - --extra all
+
+lock: $(STAMP)  ## hash the packages of both images, for deploy/lock; of torch the CPU builds at TORCH_INDEX
+	$(BIN)/python -m pip install --quiet uv
+	@# What stands in deploy/lock keeps its version if constraints.txt allows it: torch and triton of the GPU image do.
+	mkdir -p build && grep -vE '^(torch|triton)==' constraints.txt > build/constraints-gpu.txt
+	echo hatchling | $(LOCK) -c constraints.txt -o deploy/lock/cpu.txt \
+		--find-links $(or $(TORCH_INDEX),https://download.pytorch.org/whl/cpu)/torch/ > /dev/null
+	echo hatchling | $(LOCK) --extra gpu --extra wandb -c build/constraints-gpu.txt -o deploy/lock/gpu.txt > /dev/null
 
 demo: $(STAMP)  ## distil a small teacher into a smaller student, all processes real, on this machine
 	$(BIN)/xtoken demo

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 import hashlib
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -28,6 +29,7 @@ def kernel_files() -> list[Path]:
     return sorted(path for path in OPS.rglob("*.py") if path.name.endswith(KERNEL_FILES))
 
 
+@cache
 def kernel_hash() -> str:
     """Return the SHA-256 of the computation in all kernel files, independent of where each file lies."""
     return hash_of(path.read_text(encoding="utf-8") for path in kernel_files())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
@@ -20,6 +21,8 @@ KEYS = {"prompt", "messages", "answer", "choices", "match"}
 _GROUPS = r"(?!0)\d{1,3}(?:,\d{3})+(?!,?\d)"
 NUMBER = re.compile(rf"[-+\N{{MINUS SIGN}}]?(?:(?:{_GROUPS}|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{{1,3}}(?!\d))?")
 LONGEST_NUMBER = 1000
+BOXED = "\\boxed{"
+NUMBERS = ("number", "last_number")
 
 
 @dataclass(frozen=True)
@@ -44,9 +47,12 @@ class Prompt:
         """Return True if a completion gives an accepted answer."""
         if self.match == "contains":
             return any(_plain(answer) in _plain(completion) for answer in self.answers)
-        if self.match == "number":
-            first = _first_number(completion)
-            return first is not None and first in map(_first_number, self.answers)
+        if self.match in NUMBERS:
+            found = _number(completion, last=self.match == "last_number")
+            return found is not None and found in map(_number, self.answers)
+        if self.match == "boxed":
+            boxed = _last_boxed(completion)
+            return boxed is not None and any(_same(boxed, answer) for answer in self.answers)
         if self.match == "choice":
             chosen = _first_choice(completion, self.choices)
             return chosen is not None and _plain(chosen) in map(_plain, self.answers)
@@ -118,7 +124,7 @@ def _prompt(line: bytes, match: Match) -> Prompt:
         raise ValueError("`choices` and match = choice need each other")
     if choices and not {*map(_plain, answers)} <= {*map(_plain, choices)}:
         raise ValueError("its answer is none of its choices")
-    if chosen == "number" and any(_first_number(answer) is None for answer in answers):
+    if chosen in NUMBERS and any(_number(answer) is None for answer in answers):
         raise ValueError("its answer is no number")
     return Prompt(text, tuple(_messages(messages)), answers, choices, chosen)
 
@@ -152,24 +158,52 @@ def _plain(text: str) -> str:
     return " ".join(text.casefold().split())
 
 
-def _first_number(text: str) -> Decimal | None:
-    """Return the first number in a text, without separators of thousands.
+def _number(text: str, last: bool = False) -> Decimal | None:
+    """Return the first number in a text, or the last one, without separators of thousands.
 
     A comma separates thousands only where every group behind the first has three digits, the first has one to three
     and no leading zero, and no other digit or comma with a digit follows; any other comma ends the number.
 
-    >>> _first_number("about 1,234.50 or 7"), _first_number("1e-05 metres")
-    (Decimal('1234.50'), Decimal('0.00001'))
-    >>> _first_number("1,2,3"), _first_number("May 5,2024"), _first_number("1,234,56")
+    >>> _number("about 1,234.50 or 7"), _number("about 1,234.50 or 7.", last=True), _number("1e-05 metres")
+    (Decimal('1234.50'), Decimal('7'), Decimal('0.00001'))
+    >>> _number("1,2,3"), _number("May 5,2024"), _number("1,234,56")
     (Decimal('1'), Decimal('5'), Decimal('1'))
     """
-    match = NUMBER.search(text)
-    if match is None or len(match[0]) > LONGEST_NUMBER:
+    numbers = NUMBER.finditer(text)
+    found = deque(numbers, maxlen=1).pop() if last and NUMBER.search(text) else next(numbers, None)
+    if found is None or len(found[0]) > LONGEST_NUMBER:
         return None
     try:
-        return Decimal(match[0].replace(",", "").replace("\N{MINUS SIGN}", "-"))
+        return Decimal(found[0].replace(",", "").replace("\N{MINUS SIGN}", "-"))
     except InvalidOperation:
         return None
+
+
+def _last_boxed(text: str) -> str | None:
+    r"""Return the content of the last `\boxed{}` of a text; None if it is not closed, or there is none.
+
+    >>> _last_boxed(r"\boxed{1}, so \boxed{\frac{1}{2}}."), _last_boxed(r"\boxed{1")
+    ('\\frac{1}{2}', None)
+    """
+    _, box, rest = text.rpartition(BOXED)
+    depth = 1
+    for at, character in enumerate(rest if box else ""):
+        depth += (character == "{") - (character == "}")
+        if not depth:
+            return rest[:at]
+    return None
+
+
+def _same(found: str, answer: str) -> bool:
+    """Return True for two equal numbers, or equal texts but for spaces and case.
+
+    >>> _same("1,000", "1000.0"), _same("x + 1", "X+1"), _same("7 apples", "7")
+    (True, True, False)
+    """
+    whole = [NUMBER.fullmatch(text.strip()) for text in (found, answer)]
+    if all(whole):
+        return _number(found) == _number(answer)
+    return "".join(found.casefold().split()) == "".join(answer.casefold().split())
 
 
 def _first_choice(text: str, choices: Sequence[str]) -> str | None:

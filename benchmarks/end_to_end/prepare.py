@@ -11,10 +11,10 @@ from pathlib import Path
 from benchmarks.end_to_end.assets import PAIRS, Assets, make_assets, make_tokenizers
 from benchmarks.end_to_end.pipeline import complete
 from benchmarks.end_to_end.variants import LOSSES, Variant, run_spec
-from xtoken_core.config.loss import PROJECTING_MODES
+from xtoken_core.config.loss import PROJECTING_MODES, kind_of
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.projection.fingerprint import tokenizer_fingerprint
-from xtoken_services.common.tables.pair_files import cache_of, kind_of, pair_file
+from xtoken_services.common.tables.pair_files import cache_of, pair_file
 
 
 def prepared(arguments: argparse.Namespace, variants: Sequence[Variant], documents: int) -> Assets:

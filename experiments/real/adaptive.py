@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-from experiments.real import methods, predictions
-from experiments.real.summary import BASELINE, CHAIN, VALIDATION, Outcome, outcomes
+from experiments.real import methods, plan, predictions
+from experiments.real.summary import BASELINE, CHAIN, FIRST_SEED, VALIDATION, Outcome, outcomes
 
 RESULT = Path(__file__).parent / "results" / "strong.json"
 ADAPTIVE, FADING = "chain_adaptive", "chain_fading"
-OTHERS = (CHAIN, FADING, "p_kl_scaled", "alm1")
+OTHERS = (CHAIN, FADING, "p_kl_scaled", "alm1", "bpm", "x_token_v6")
+TEXTS = (plan.PYTHON, plan.GERMAN, plan.FRENCH, plan.WEAK, plan.WEAK_LONG)
 TEACHER_NAMES = {methods.QWEN15: "Qwen2.5-Coder-1.5B", methods.GEMMA3: "Gemma 3 270M"}
 ENGLISH = "handbook-en.test"
 NOT_RUN = "not run"
 
 
 def section() -> dict[str, Any]:
-    """Return the result file's content, with the table and the numbers of predictions that were judged and not met."""
+    """Return the result file's content, with its tables and the numbers of predictions judged and not met."""
     result = json.loads(RESULT.read_text(encoding="utf-8"))
     verdicts = Counter(row.rsplit("|", 2)[1].strip() for row in predictions.compare(result))
     missed = verdicts["**not**"]
-    return {**result, "table": table(result), "judged": missed + verdicts["as predicted"], "missed": missed}
+    tables = {"table": table(result), "forms": forms(result), "students": students(result)}
+    return {**result, **tables, "judged": missed + verdicts["as predicted"], "missed": missed}
 
 
 def table(result: Mapping[str, Any]) -> str:
@@ -35,36 +38,84 @@ def table(result: Mapping[str, Any]) -> str:
     """
     titles = " | ".join(methods.TITLES[name] for name in OTHERS)
     lines = [
-        "| text | teacher, alone | before | cross-entropy | default: chain, adaptive | its gain | part of the way to "
-        f"the teacher | steps to cross-entropy's best | {titles} | English: before, cross-entropy, default |",
+        "| text | teacher, alone | before | cross-entropy | default: chain, adaptive | its gain, each data seed | "
+        f"part of the way to the teacher | steps to cross-entropy's best | {titles} | English: before, cross-entropy, "
+        "default |",
         f"|---|---|---|---|---|---|---|---|{'---|' * len(OTHERS)}---|",
     ]
-    found = {(each.condition, each.method): each for each in outcomes(result)}
-    return "\n".join([*lines, *(_line(result, found, name) for name in result["conditions"])])
+    found = _by_method(result)
+    names = [name for name in result["conditions"] if name in TEXTS]
+    return "\n".join([*lines, *(_line(result, found, name) for name in names)])
 
 
-def _line(result: Mapping[str, Any], found: Mapping[tuple[str, str], Outcome], name: str) -> str:
+def forms(result: Mapping[str, Any]) -> str:
+    """Return the forms of the weight with a teacher that the student passes: bits per byte, best and last step."""
+    names = [name for name in TEXTS if result["conditions"][name]["teacher"] == methods.GEMMA3]
+    texts = [f"{result['conditions'][name]['size'] / 1e6:g} MB: best step, last step" for name in names]
+    lines = [f"| weight of the divergence | {' | '.join(texts)} |", f"|---|{'---|' * len(names)}"]
+    found = _by_method(result)
+    for method in (BASELINE, CHAIN, FADING, *methods.DROPPED, ADAPTIVE):
+        cells = []
+        for name in names:
+            outcome = found[name, method][FIRST_SEED]
+            text = f"{result['conditions'][name]['source']}.test"
+            last = _curve(result, outcome)[-1][f"{VALIDATION}_{text}"]
+            cells.append(f"{outcome.bits[text]:.3f}, {last:.3f}")
+        lines.append(f"| {methods.TITLES[method]} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def students(result: Mapping[str, Any]) -> str:
+    """Return every method of the other students: its best rate, bits per byte, and its part of the way."""
+    lines = [
+        "| student | method | rate | bits per byte | part of the way from cross-entropy to the teacher | English |",
+        "|---|---|---|---|---|---|",
+    ]
+    found = _by_method(result)
+    for name in (plan.TO_GEMMA, plan.TO_QWEN):
+        condition = result["conditions"][name]
+        text = f"{condition['source']}.test"
+        teacher, ce = result["teachers"][name][f"{VALIDATION}_{text}"], found[name, BASELINE][FIRST_SEED].bits[text]
+        for method in (BASELINE, CHAIN, FADING, *methods.DROPPED, ADAPTIVE, "kd_same"):
+            if outcome := found.get((name, method), {}).get(FIRST_SEED):
+                bits = outcome.bits[text]
+                share = "" if method == BASELINE else f"{(ce - bits) / (ce - teacher):.0%}"
+                cells = (condition["note"], methods.TITLES[method], f"{outcome.rate:g}", f"{bits:.3f}", share)
+                lines.append(f"| {' | '.join(cells)} | {outcome.bits[ENGLISH]:.3f} |")
+    return "\n".join(lines)
+
+
+def _by_method(result: Mapping[str, Any]) -> dict[tuple[str, str], dict[int, Outcome]]:
+    """Return the outcomes by condition and method, then by data seed."""
+    found: dict[tuple[str, str], dict[int, Outcome]] = defaultdict(dict)
+    for each in outcomes(result):
+        found[each.condition, each.method][each.seed] = each
+    return found
+
+
+def _line(result: Mapping[str, Any], found: Mapping[tuple[str, str], Mapping[int, Outcome]], name: str) -> str:
     condition = result["conditions"][name]
     text = f"{condition['source']}.test"
-    ce, default = found[name, BASELINE], found[name, ADAPTIVE]
+    ces, defaults = found[name, BASELINE], found[name, ADAPTIVE]
+    ce, default = ces[FIRST_SEED], defaults[FIRST_SEED]
     before = _curve(result, ce)[0]
     teacher = result["teachers"][name][f"{VALIDATION}_{text}"]
-    behind, gain = ce.bits[text] - teacher, ce.bits[text] - default.bits[text]
-    gains = [
-        f"{ce.bits[text] - found[name, other].bits[text]:+.3f}" if (name, other) in found else NOT_RUN
-        for other in OTHERS
-    ]
+    seeds = sorted(ces.keys() & defaults.keys())
+    own = [ces[seed].bits[text] - defaults[seed].bits[text] for seed in seeds]
+    gain, behind = fmean(own), fmean(ces[seed].bits[text] for seed in seeds) - teacher
+    each = f" ({', '.join(f'{one:.3f}' for one in own)})" if len(own) > 1 else ""
+    others = [found.get((name, other), {}).get(FIRST_SEED) for other in OTHERS]
     english = (before[f"{VALIDATION}_{ENGLISH}"], ce.bits[ENGLISH], default.bits[ENGLISH])
     cells = [
         f"{condition['source']}, {condition['size'] / 1e6:g} MB",
         f"{TEACHER_NAMES[condition['teacher']]}: {teacher:.3f}",
         f"{before[f'{VALIDATION}_{text}']:.3f}",
-        f"{ce.bits[text]:.3f} at {ce.rate:g}",
-        f"{default.bits[text]:.3f} at {default.rate:g}",
-        f"**{gain:+.3f}**",
+        f"{fmean(ces[seed].bits[text] for seed in seeds):.3f} at {ce.rate:g}",
+        f"{fmean(defaults[seed].bits[text] for seed in seeds):.3f} at {default.rate:g}",
+        f"**{gain:+.3f}**{each}",
         f"{gain / behind:.0%}" if behind > 0 else "passes it",
-        _steps(result, ce, default),
-        *gains,
+        ", ".join(_steps(result, ces[seed], defaults[seed]) for seed in seeds),
+        *(NOT_RUN if other is None else f"{ce.bits[text] - other.bits[text]:+.3f}" for other in others),
         ", ".join(f"{bits:.3f}" for bits in english),
     ]
     return f"| {' | '.join(cells)} |"

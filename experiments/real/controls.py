@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from experiments.jobs import Job, finished
-from experiments.real.methods import CHAT, CONDITIONS, CONTINUED, SMOLLM2, Cell, samples_file
+from experiments.real import word_problems
+from experiments.real.methods import CHAT, CONDITIONS, CONTINUED, SMOLLM2, Cell, Condition, samples_file
 from experiments.real.models import MissingSourceError
 from xtoken_core.atomic import atomic_write
 
@@ -78,6 +79,29 @@ def write_chat(state: Path, device: str) -> None:
         answers = _generated(model, tokenizer, prompts, ANSWER_TOKENS, seed=0, with_prompt=False)
         pairs = (f"{question}\n\n{answer.strip()}" for question, answer in zip(asked, answers, strict=False))
         _write(target, _limited(pairs, _CHAT_SPLITS[split]))
+
+
+def write_answers(state: Path, condition: Condition, device: str) -> None:
+    """Write the word problems with the greedy answers of a condition's teacher.
+
+    Args:
+        state: Directory of models and texts.
+        condition: The condition.
+        device: Where the teacher generates.
+    """
+    if (state / "texts" / f"{word_problems.SOURCE}.test.jsonl").is_file():
+        return
+    model, tokenizer = _load(state / "models" / condition.teacher, device)
+
+    def answers(conversations: list[list[dict[str, str]]]) -> Iterator[str | None]:
+        prompts = [
+            tokenizer.apply_chat_template(each, add_generation_prompt=True, return_dict=False) for each in conversations
+        ]
+        for text in _generated(model, tokenizer, prompts, word_problems.ANSWER_TOKENS, seed=None, with_prompt=False):
+            # A text that the limit cut has no number at its end.
+            yield text.strip() if word_problems.ENDS.search(text) else None
+
+    word_problems.write_problems(state / "texts", answers)
 
 
 def questions(documents: Sequence[str]) -> list[str]:
@@ -191,12 +215,15 @@ def _load(directory: Path, device: str) -> tuple[Any, Any]:
 
 
 def _generated(
-    model: Any, tokenizer: Any, prompts: Sequence[list[int]], tokens: int, *, seed: int, with_prompt: bool = True
+    model: Any, tokenizer: Any, prompts: Sequence[list[int]], tokens: int, *, seed: int | None, with_prompt: bool = True
 ) -> Iterator[str]:
-    """Yield a completion of each prompt at temperature 1, in their order, batch by batch."""
+    """Yield a completion of each prompt in their order: the most likely tokens without a seed, else temperature 1."""
     import torch
 
-    torch.manual_seed(seed)
+    drawing: dict[str, Any] = {"do_sample": False}
+    if seed is not None:
+        torch.manual_seed(seed)
+        drawing = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     for start in range(0, len(prompts), _BATCH):
         batch = prompts[start : start + _BATCH]
@@ -208,8 +235,8 @@ def _generated(
             mask[index, width - len(prompt) :] = 1
         with torch.no_grad():
             made = model.generate(
-                ids.to(model.device), attention_mask=mask.to(model.device), do_sample=True, temperature=1.0,
-                top_k=0, top_p=1.0, max_new_tokens=tokens, pad_token_id=pad,
+                ids.to(model.device), attention_mask=mask.to(model.device), max_new_tokens=tokens, pad_token_id=pad,
+                **drawing,
             )  # fmt: skip
         for prompt, row in zip(batch, made, strict=True):
             own = row[width - len(prompt) :] if with_prompt else row[width:]

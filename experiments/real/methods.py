@@ -8,9 +8,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from experiments.jobs import Job
+from experiments.real import word_problems
 from experiments.real.tasks import PROMPTS, TASKS
 
 SMOLLM2, GEMMA3, QWEN15 = "smollm2-135m-instruct", "gemma3-270m", "qwen2.5-coder-1.5b-instruct"
+QWEN05 = "qwen2.5-coder-0.5b-instruct"
+"""A student with its teacher's tokenizer, QWEN15's."""
 CONTINUED = "smollm2-continued-de"
 """SmolLM2 after ten times the German text: a teacher with the student's tokenizer."""
 CHAT = "chat-en"
@@ -111,6 +114,8 @@ METHODS = {
     "chain": _chain("chain, one weight to the end"),
     "chain_fading": _chain("chain, fading", kl_loss_weight_end=0.0),
     "chain_adaptive": _chain("chain, adaptive (default)", kl_loss_weight_end="adaptive"),
+    "adaptive_level": _chain("chain, adaptive, 0 once level (dropped)", kl_loss_weight_end="adaptive"),
+    "adaptive_past": _chain("chain, adaptive, 0 at .05 ahead (dropped)", kl_loss_weight_end="adaptive"),
     "chain_alm1": Method(
         "chain and ALM, tau 1",
         CHAIN | {"teacher_modes": ["chain", "alm"], "alm_temperature": 1.0},
@@ -136,6 +141,7 @@ METHODS = {
         teacher=CONTINUED,
         micro_batch_tokens=HALF_STEP_TOKENS,
     ),
+    "kd_same": Method("KD, one tokenizer, adaptive", {"vocab_topk": "none"}, _named("even"), hidden=True),
     "samples": Method(
         "cross-entropy, teacher's samples",
         weights={"ce": (0.0, 1.0)},
@@ -146,17 +152,21 @@ METHODS = {
 }
 
 
+DROPPED = ("adaptive_level", "adaptive_past")
+"""Forms of the adaptive weight that were tried, `clip(behind / .05)` and `clip(1 + behind / .05)`: the result file has
+them, the library no longer does."""
 TITLES = {name: method.title for name, method in METHODS.items()}
 
 RATES = (1e-4, 2e-4, 4e-4)
 """Swept where all methods are compared. Of 5e-5, 1e-4 and 2e-4, tried first, the largest was best for every method."""
 ONE_RATE = (2e-4,)
+WIDE_RATES = (5e-5, *RATES, 8e-4, 1.6e-3)
 OTHER_RATES = (1e-4, 4e-4)
 """For cross-entropy and the default, beside the one rate that all methods have on a text."""
 SMALL_RATES = (2e-5, 5e-5)
 """For Gemma as the student: 2e-4, tried first, was too large for cross-entropy."""
 TASK_TOKENS = 8
-"""Tokens of a completion."""
+"""Tokens of a completion, where a condition states no other number."""
 STUDENT_CONTEXT, TEACHER_CONTEXT = 768, 512
 
 
@@ -177,6 +187,7 @@ class Condition:
         evaluations: Evaluations of a run after the one before its first step.
         contexts: Most tokens of the student's and of the teacher's rows.
         documents: Documents a step.
+        task_tokens: Tokens of a task's completion.
     """
 
     student: str
@@ -191,6 +202,7 @@ class Condition:
     evaluations: int = 6
     contexts: tuple[int, int] = (STUDENT_CONTEXT, TEACHER_CONTEXT)
     documents: int = 24
+    task_tokens: int = TASK_TOKENS
 
 
 _GERMAN = ("manual-de", "handbook-en", "handbook-fr")
@@ -222,10 +234,25 @@ _TEXTS = {text: replace(CONDITIONS[text], evaluations=number) for text, number i
     )
 }
 CONDITIONS |= {
-    f"{pair}-{name}": replace(text, teacher=teacher, others=("handbook-en",), rates=(*RATES, 8e-4), note=pair)
+    f"{pair}-{name}": replace(text, teacher=teacher, others=("handbook-en",), rates=WIDE_RATES, note=pair)
     for pair, teacher in TEACHERS.items()
     for name, text in _TEXTS.items()
 }
+
+_QWEN_GERMAN = CONDITIONS["qwen-de-500k"]
+CONDITIONS |= {
+    "qwen-de-500k-to-gemma": replace(
+        _QWEN_GERMAN, student=GEMMA3, rates=(2e-5, 5e-5, 1e-4, 2e-4), note="to Gemma 3 270M"
+    ),
+    "qwen-de-500k-to-qwen": replace(
+        _QWEN_GERMAN, student=QWEN05, rates=(5e-5, 1e-4), contexts=(512, 512), note="to Qwen 0.5B, one tokenizer"
+    ),
+    "qwen-problems": Condition(
+        SMOLLM2, QWEN15, word_problems.SOURCE, 10_000_000, ("handbook-en",), 240, rates=(1e-4, 2e-4, 4e-4),
+        tasks=(word_problems.TASK,), note="the teacher's answers", evaluations=4, contexts=(512, 512), documents=32,
+        task_tokens=word_problems.ANSWER_TOKENS,
+    ),
+}  # fmt: skip
 
 PATIENCE = 2
 """A run ends after so many evaluations in a row that were no better on validation than its best one."""
@@ -341,7 +368,7 @@ def _train(cell: Cell, steps: int) -> dict[str, Any]:
 
 def _tasks(condition: Condition) -> dict[str, Any]:
     files = [f"texts/{name}.jsonl" for name in condition.tasks]
-    return {"path": files, "max_prompts": PROMPTS, "max_new_tokens": TASK_TOKENS}
+    return {"path": files, "max_prompts": PROMPTS, "max_new_tokens": condition.task_tokens}
 
 
 def projection_file(condition: Condition) -> str:

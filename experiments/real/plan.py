@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from experiments.real.methods import CONDITIONS, GEMMA3, METHODS, QWEN15, SEEDS, Cell
+from experiments.real.methods import CONDITIONS, GEMMA3, METHODS, QWEN05, QWEN15, SEEDS, Cell
 
 PYTHON, GERMAN, FRENCH, WEAK, WEAK_LONG = (
     "qwen-python-32m", "qwen-de-500k", "qwen-fr-500k", "gemma-de-2m", "gemma-de-6m"
 )  # fmt: skip
+TO_GEMMA, TO_QWEN, PROBLEMS = "qwen-de-500k-to-gemma", "qwen-de-500k-to-qwen", "qwen-problems"
 PLAN = (
     (PYTHON, "ce", (4e-4, 2e-4, 1e-4)),
     (PYTHON, "chain_adaptive", (2e-4, 1e-4)),
@@ -33,16 +34,36 @@ PLAN = (
     (WEAK_LONG, "chain_adaptive", (2e-4,)),
     (WEAK_LONG, "chain_fading", (2e-4,)),
     (WEAK_LONG, "chain", (2e-4,)),
+    (GERMAN, "chain_adaptive", (1.6e-3,)),
+    (GERMAN, "p_kl_scaled", (8e-4,)),
+    (PROBLEMS, "ce", (2e-4, 4e-4, 1e-4)),
+    (PROBLEMS, "chain_adaptive", (2e-4, 4e-4, 1e-4)),
+    (TO_GEMMA, "ce", (5e-5, 1e-4)),
+    (TO_GEMMA, "chain_adaptive", (5e-5,)),
+    (TO_QWEN, "ce", (5e-5, 1e-4)),
+    (TO_QWEN, "kd_same", (5e-5, 1e-4)),
+    (PROBLEMS, "p_kl_scaled", (2e-4,)),
+    (PYTHON, "ce", (5e-5,)),
+    (PYTHON, "p_kl_scaled", (1e-4,)),
+    (TO_GEMMA, "chain_fading", (1e-4,)),
+    (TO_GEMMA, "chain", (1e-4,)),
+    (GERMAN, "bpm", (4e-4,)),
+    (GERMAN, "x_token_v6", (4e-4,)),
 )
 """Condition, method with its first weights, and learning rates, on the first data seed."""
 OTHER_SEEDS = (
-    (GERMAN, "ce", 2e-4), (GERMAN, "chain_adaptive", 4e-4),
-    (PYTHON, "ce", 4e-4), (PYTHON, "chain_adaptive", 4e-4),
+    (PYTHON, "ce", 1e-4), (PYTHON, "ce", 5e-5), (PYTHON, "chain_adaptive", 2e-4),
+    (GERMAN, "ce", 4e-4), (GERMAN, "chain_adaptive", 8e-4),
+    (FRENCH, "ce", 4e-4), (FRENCH, "chain_adaptive", 8e-4),
 )  # fmt: skip
-"""What runs on the other data seeds afterwards."""
+"""What runs on the other data seeds, at the rates that were best on the first one: before what is new on it."""
+FIRST_RUNS = 33
+"""Runs of the plan that were made before the other data seeds."""
 GIB = {"": 26.0, GEMMA3: 20.0, QWEN15: 23.5}
 """GPU memory of a run by its teacher, as seen at its end; without one its micro-batches are larger."""
 UNKNOWN_GIB = 26.0
+STUDENT_GIB = {GEMMA3: 12.0, QWEN05: 14.0}
+"""What a larger student than SmolLM2 takes beside that."""
 
 
 def planned() -> list[Cell]:
@@ -51,7 +72,7 @@ def planned() -> list[Cell]:
     others = [(*each, seed) for seed in SEEDS[1:] for each in OTHER_SEEDS]
     return [
         Cell(condition, method, METHODS[method].first_weight, rate, seed)
-        for condition, method, rate, seed in (*first, *others)
+        for condition, method, rate, seed in (*first[:FIRST_RUNS], *others, *first[FIRST_RUNS:])
     ]
 
 
@@ -63,7 +84,7 @@ def planned_rates(condition: str, method: str) -> tuple[float, ...]:
 
 def gib_of(cell: Cell) -> float:
     """Return the GPU memory that is set aside for a run, in GiB."""
-    return GIB.get(teacher_of(cell), UNKNOWN_GIB)
+    return GIB.get(teacher_of(cell), UNKNOWN_GIB) + STUDENT_GIB.get(CONDITIONS[cell.condition].student, 0.0)
 
 
 def teacher_of(cell: Cell) -> str:
@@ -73,6 +94,7 @@ def teacher_of(cell: Cell) -> str:
 
 
 def has_models(state: Path, cell: Cell) -> bool:
-    """Return True if the run's student and teacher are there."""
-    models = state / "models"
-    return (models / CONDITIONS[cell.condition].student).is_dir() and (models / teacher_of(cell)).is_dir()
+    """Return True if the run's student, teacher and text are there."""
+    condition, models = CONDITIONS[cell.condition], state / "models"
+    text = state / "texts" / f"{condition.source}.train.jsonl"
+    return text.is_file() and (models / condition.student).is_dir() and (models / teacher_of(cell)).is_dir()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.real.machines import joined_machines
-from experiments.real.methods import CONDITIONS, METHODS, SEEDS, Cell, cells
+from experiments.real.methods import CONDITIONS, DROPPED, METHODS, SEEDS, Cell, cells
 from experiments.real.plan import planned_rates
 from experiments.real.summary import VALIDATION, choices, outcomes
 from xtoken_core.atomic import atomic_write
@@ -115,6 +115,8 @@ def rates_of(condition: str, method: str, weight: str, rows: Sequence[Mapping[st
         rows: Runs of a result file.
     """
     rates, first = planned_rates(condition, method), METHODS[method].first_weight
+    if method in DROPPED:
+        return tuple(row["rate"] for row in rows if (row["condition"], row["method"]) == (condition, method))
     if weight == first:
         return rates
     found = [

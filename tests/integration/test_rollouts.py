@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from tests.integration.conftest import Crew
+from tests.support.engine_server import Answer, serving
 from tests.support.forks import ForkLauncher
+from tests.support.generating_server import GeneratingServer
 from tests.support.tiny_run import TinyAssets, make_assets, steps_of, tiny_spec
 from tests.support.trained_student import train_briefly
 from xtoken_core.config.spec import RunSpec
@@ -94,6 +97,28 @@ def test_half_of_a_step_is_generated(
     assert ("CUDA graph of" in logs["rollout"]) == ("cuda_graphs" in form)
     assert "without CUDA graphs" not in logs["rollout"]
     assert "publishing the weights on the host" not in logs["trainer"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_completions_of_a_server_that_is_started_again(
+    writing: TinyAssets, tmp_path: Path, start: Start, engine: str
+) -> None:
+    begin = writing.student if engine == "sglang" else tmp_path / "out" / "rollout-model"
+    end = AutoTokenizer.from_pretrained(writing.student).eos_token_id
+    servers = [GeneratingServer(begin, end)]
+
+    def answer(*request: Any) -> Answer:
+        if len(servers[-1].seen) > 20:
+            servers.append(GeneratingServer(begin, end))
+        return servers[-1](*request)
+
+    with serving(answer) as url:
+        form = {"mode": "chain", "beta": 0.5, "importance_cap": 2.0, "max_staleness": 1, "temperature": 0.0}
+        spec = on_policy(writing, tmp_path, url=url, url_engine=engine, **form)
+        lines = start(spec).complete()
+    assert [i for line in lines for i in line["ids"]] == list(range(24))
+    assert len(servers) > 1 and all(0 < line["importance_weight_t0"] <= 2 for line in lines)
 
 
 @pytest.mark.slow

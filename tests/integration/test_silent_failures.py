@@ -21,7 +21,9 @@ from xtoken_core.errors import XtokenError
 from xtoken_services.cli.dry_run import check_run
 from xtoken_services.common.run import machine, resolve
 from xtoken_services.common.run.defaults import load_run
+from xtoken_services.common.run.resolve import file_warnings, resolve_run
 from xtoken_services.common.run.run_warnings import warnings_of
+from xtoken_services.common.run.start_checks import check_start
 from xtoken_services.common.run.status import RunState
 from xtoken_services.supervisor.json_files import last_line
 from xtoken_services.supervisor.local_run import run_locally
@@ -91,7 +93,7 @@ def test_a_run_that_the_memory_cannot_hold_is_refused_and_defaults_are_made_to_f
     fitted, notes = load_run(tmp_path / "run.toml")
     assert 320 <= fitted.train.micro_batch_tokens < 2048
     assert any("of memory)" in note for note in notes)
-    [memory, *_] = check_run(fitted, None)
+    _, [memory, *_] = check_start(fitted)
     assert memory.startswith("memory: before any activation the run keeps 0.00 of 0.02 GiB in host memory (available)")
     has_memory(tmp_path / "proc", 1 << 30, monkeypatch)
     roomy, notes = load_run(tmp_path / "run.toml")
@@ -164,10 +166,10 @@ def test_a_dry_run_warns_of_cut_documents_and_of_evaluation_text_that_is_trained
     assert "eval.path is also training text: bits per byte of it say nothing about other text" in lines
     assert any(line.startswith("24 of 24 samples are cut at a context") for line in lines), lines
     both = {"path": [long, other]}
-    among = check_run(tiny_spec(assets, tmp_path, data=both, eval={"path": other}), None)
+    among = file_warnings(resolve_run(tiny_spec(assets, tmp_path, data=both, eval={"path": other})))
     assert any(line.startswith("eval.path is also training text") for line in among)
-    fresh = check_run(tiny_spec(assets, tmp_path, data={"path": other}, eval={"path": copied}), None)
-    assert [line for line in fresh if not line.startswith("memory: ")] == []
+    fresh = resolve_run(tiny_spec(assets, tmp_path, data={"path": other}, eval={"path": copied}))
+    assert list(file_warnings(fresh)) == []
 
 
 def test_a_run_without_a_usable_record_ends_before_its_first_step(

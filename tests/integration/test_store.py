@@ -30,8 +30,9 @@ from xtoken_core.tokenizing import TextTokenizer
 from xtoken_services.common.run.resolve import resolve_run
 from xtoken_services.common.run.status import RunState
 from xtoken_services.common.stores.store_build import build_spec, divided_as
-from xtoken_services.common.stores.teacher_stores import check_stores, missing_steps, skip_condition
-from xtoken_services.common.text import training_text
+from xtoken_services.common.stores.store_records import check_stores, missing_steps
+from xtoken_services.common.stores.teacher_stores import skip_condition
+from xtoken_services.common.text import measured_text
 from xtoken_services.common.text.collation import open_data
 from xtoken_services.common.text.run_order import record_of
 from xtoken_services.control.validation import SpecValidator
@@ -94,7 +95,7 @@ def test_a_build_divides_long_documents_as_its_run_does(
     def measured(_module: str, request: dict[str, Any], **_: Any) -> int:
         return int(min(context for _, _, context in request["sides"]))
 
-    monkeypatch.setattr(training_text, "ask_child", measured)  # the measurement itself imports transformers
+    monkeypatch.setattr(measured_text, "ask_child", measured)  # the measurement itself imports transformers
     teachers: list[dict[str, Any]] = [
         {"model": assets.teacher, "context_length": 96, "content": "hidden"},
         {"model": assets.other_teacher, "context_length": 32},

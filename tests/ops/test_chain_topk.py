@@ -89,6 +89,7 @@ def check(arguments, reference=None):
         pytest.param((WHOLE, SPLIT), 3, {}, id="student_is_whole"),
         pytest.param((SPLIT, WHOLE), 4, {"temperature": 2.0}, id="teacher_is_whole"),
         pytest.param((BY_THREE, UNGROUPED), 5, {}, id="words_end_inside_tokens"),
+        pytest.param((BY_THREE, UNGROUPED), 1000, {}, id="words_end_inside_tokens_all_listed", marks=slow),
         pytest.param((WHOLE, SPLIT), 2, {"options": ChainOptions(False, True, True)}, id="unconditioned", marks=slow),
         pytest.param((SPLIT, WHOLE), 5, {"options": ChainOptions(True, False, True)}, id="no_end_terms", marks=slow),
         pytest.param((WHOLE, WHOLE), 3, {}, id="one_tokenizer", marks=slow),

@@ -165,6 +165,9 @@ class ModelHandler:
         if path == "/tokenize":
             return 200, {}, {"tokens": self.tokenizer(body["prompt"])["input_ids"]}
         answer = {"/v1/completions": self.vllm, "/generate": self.sglang}.get(path)
+        ids = (body or {}).get("prompt") or (body or {}).get("input_ids") or ()
+        if len(ids) + 1 > self.max_length:
+            return 400, {}, {"error": {"message": f"maximum context length is {self.max_length} tokens", "code": 400}}
         return (404, {}, {"detail": "Not Found"}) if answer is None else (200, {}, answer(body))
 
     @torch.no_grad()

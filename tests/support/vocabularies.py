@@ -145,6 +145,7 @@ def sentencepiece_bpe(prefix: str = "first") -> PreTrainedTokenizerFast:
     return fast(tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>", pad_token="</s>")
 
 
+@cache
 def slow_sentencepiece() -> BertGenerationTokenizer:
     return BertGenerationTokenizer(
         vocab_file=str(SENTENCEPIECE), bos_token="<s>", eos_token="</s>", unk_token="<unk>", pad_token="<unk>"

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from xtoken_core.config.base import ConfigModel, Count, OrNone
 
-Match = Literal["exact", "number", "choice", "contains"]
+Match = Literal["exact", "number", "last_number", "boxed", "choice", "contains"]
 """How a completion is compared with the answer."""
 HELD_OUT_PERCENT = 2
 """Percent of the records of `data.path` that are held out where no text is named."""
@@ -31,8 +31,9 @@ class TasksSpec(ConfigModel):
     its own."""
     match: Match = "exact"
     """`exact`: the first line of the completion is the answer. `number`: the first number in it is; a comma belongs to
-    a number only as in `12,345.6`, not in `5,2024` or `1,2,3`. `choice`: of the record's `choices`, the first that
-    occurs in it is. `contains`: the answer occurs anywhere in it."""
+    a number only as in `12,345.6`, not in `5,2024` or `1,2,3`. `last_number`: the last number in it is. `boxed`: what
+    its last `\\boxed{}` holds is. `choice`: of the record's `choices`, the first that occurs in it is. `contains`: the
+    answer occurs anywhere in it."""
     max_prompts: Count = 200
     """Prompts of each task, the first ones of its file."""
     max_new_tokens: Count = 32

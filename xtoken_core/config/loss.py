@@ -31,6 +31,8 @@ TABLE_MODES: frozenset[LossMode] = frozenset({"chain"})
 """Modes that read the chain tables of the two tokenizers."""
 TOPK_MODES: frozenset[LossMode] = frozenset({"p_kl", "alm", "chain"})
 """Modes that compare with a teacher given by its largest logits."""
+PairKind = Literal["projection", "chain"]
+"""Contents of a file: the projection that P-KL and gold read, or the chain tables."""
 FLAGS = ("gold_loss", "xtoken_loss", "uld_loss", "alm_loss")
 FLAGS_OF_MODE: dict[LossMode, frozenset[str]] = {
     "p_kl": frozenset(),
@@ -56,8 +58,8 @@ PUBLIC_CE_LOSS_SCALE = 0.1
 """Weight of the cross-entropy that is not set, as published, for every mode but chain."""
 ADAPTIVE = "adaptive"
 """`kl_loss_weight_end` that is not set, for chain beside a cross-entropy."""
-MARGIN = 0.05
-"""Bits per byte by which a student is worse than its teacher while an adaptive weight is whole."""
+MARGIN = 0.1
+"""Bits per byte by which a student is better than its teacher once an adaptive weight is 0."""
 IN_PLACE = "gradient_in_place needs a single teacher with another tokenizer: others read the logits"
 READ_BY: dict[str, tuple[LossMode, ...]] = {"vocab_topk": ("p_kl",), "uncommon_topk": ("gold", "h_kl")}
 """The modes that read a setting of the method's public configuration; others leave it alone."""
@@ -120,10 +122,10 @@ class LossConfig(ConfigModel):
     kl_loss_weight: NonNegative = 1.0
     """Weight of the KD term."""
     kl_loss_weight_end: OrNone[NonNegative | Literal["adaptive"]] = "adaptive"
-    """"adaptive": the KD term has `kl_loss_weight` until the student comes within 0.05 bits per byte of its best
-    teacher on the held-out text, then less in proportion, and 0 once it has passed it. A number: the weight at the last
-    step, reached in equal parts from the first one. "none": the weight is the same at every step. The default is "none"
-    where no teacher's mode is chain, and with `ce_loss_scale = 0`, `dynamic_loss_scaling` or `[rollout]`."""
+    """"adaptive": the KD term has `kl_loss_weight` until the student passes its best teacher on the held-out text,
+    then less in proportion, and 0 once it is ahead by 0.1 bits per byte. A number: the weight at the last step, reached
+    in equal parts from the first one. "none": the weight is the same at every step. The default is "none" where no
+    teacher's mode is chain, and with `ce_loss_scale = 0`, `dynamic_loss_scaling` or `[rollout]`."""
     ce_loss_scale: NonNegative = 1.0
     """Weight of the cross-entropy. In modes other than chain the default is 0.1, as published."""
     dynamic_loss_scaling: bool = False
@@ -184,7 +186,7 @@ class LossConfig(ConfigModel):
         """
         first, last = self.kl_loss_weight, self.last_kl_loss_weight
         if self.kl_loss_weight_end == ADAPTIVE:
-            return first if behind is None else first * min(max(behind / MARGIN, 0.0), 1.0)
+            return first if behind is None else first * min(max(1.0 + behind / MARGIN, 0.0), 1.0)
         if steps < 2:
             return first
         done = min(step / (steps - 1), 1.0)
@@ -402,3 +404,10 @@ def _check_flags(mode: Any, is_set: dict[str, bool]) -> None:
     for flag, value in is_set.items():
         if value != (flag in own):
             raise ValueError(f'mode = "{mode}" and {flag} = {str(value).lower()} exclude each other: unset {flag}')
+
+
+def kind_of(mode: LossMode) -> PairKind | None:
+    """Return the kind of file about a pair of tokenizers that a mode reads; None: none."""
+    if mode in TABLE_MODES:
+        return "chain"
+    return "projection" if mode in PROJECTING_MODES else None

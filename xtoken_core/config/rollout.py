@@ -107,8 +107,10 @@ def _obstacle(run: RunSpec, *, only_prompts: bool) -> str:
         return "completions are compared with a teacher, and this run has none: name a [teacher]"
     if any(teacher.store is not None for teacher in run.teacher):
         return "stored output is of given text: unset teacher.store"
-    if run.loss.importance_cap is not None and run.rollout is not None and run.rollout.url:
-        return "log-probabilities for loss.importance_cap are not requested from servers: unset it or rollout.url"
+    if run.loss.importance_cap is not None and run.rollout is not None and run.rollout.url_engine == "sglang":
+        at = run.rollout.temperature
+        if at not in (0.0, 1.0):
+            return f"SGLang gives log-probabilities at temperature = {at:g}, loss.importance_cap needs 1: set it to 1"
     if run.loss.dynamic_loss_scaling:
         return "completions have no cross-entropy to scale by: set loss.dynamic_loss_scaling to false"
     if only_prompts and run.loss.kl_loss_weight == 0:

@@ -9,10 +9,10 @@ import hashlib
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Literal
 
 from safetensors import SafetensorError, safe_open
 
+from xtoken_core.config.loss import PairKind
 from xtoken_core.projection.fingerprint import (
     FORMAT,
     FORMAT_KEY,
@@ -25,8 +25,6 @@ from xtoken_core.projection.fingerprint import (
 from xtoken_core.regular_files import descriptor_path
 from xtoken_core.user_cache import user_cache
 
-PairKind = Literal["projection", "chain"]
-"""Contents of a file: the projection that P-KL and gold read, or the chain tables."""
 CHAIN_FORMAT = "xtoken-chain-4"
 FORMATS: dict[PairKind, str] = {"projection": FORMAT, "chain": CHAIN_FORMAT}
 NAMES: dict[PairKind, str] = {"projection": "projection", "chain": "chain tables"}

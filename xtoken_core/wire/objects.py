@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import datetime
 import itertools
+import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -38,6 +39,10 @@ COUNTED = {
     **{0xDE + n: (MAP, 2 << n, 0) for n in range(2)},
 }
 """What another first byte begins, how many bytes of a count follow it, and the count if there are none."""
+_KEYS = rb"[\x00-\x7f\xa0\xc0\xc2\xc3\xe0-\xff]"
+_VALUES = rb"[\x00-\x80\x90\xa0\xc0\xc2\xc3\xe0-\xff]"
+OF_ONE_BYTE = {LIST: re.compile(rb"%b++" % _VALUES), MAP: re.compile(rb"(?:%b%b)++" % (_KEYS, _VALUES))}
+"""What a list or map begins with as long as every place in it has one byte: a small integer, nil, a bool, or empty."""
 
 BAD_KEY = "the keys of a map in an object row are text, bytes or numbers"
 TOO_DEEP = f"an object row is nested deeper than {MAX_OBJECT_DEPTH} levels"
@@ -142,13 +147,17 @@ def _walk(row: bytes, room: int) -> tuple[int, int]:
             # The decoder makes tuples of lists in keys, which no peer in another language could send back.
             if not place & 1:
                 raise QueueError("bad_request", BAD_KEY)
-            room -= count * 2 if family == MAP else count
+            places = 2 * count if family == MAP else count
+            room -= places
             if room < 0:  # before anything else is done for a list whose count can be any number
                 raise QueueError("too_large", TOO_MANY)
             if count:
                 if len(unfinished) > MAX_OBJECT_DEPTH:
                     raise QueueError("too_large", TOO_DEEP)
-                unfinished.append(iter(range(2 * count) if family == MAP else range(1, 2 * count, 2)))
+                # The match takes as long as two values.
+                if places > 8 and (run := OF_ONE_BYTE[family].match(row, at, at + places)):
+                    at, places = run.end(), places - len(run[0])
+                unfinished.append(iter(range(places) if family == MAP else range(1, 2 * places, 2)))
                 break
         else:
             unfinished.pop()

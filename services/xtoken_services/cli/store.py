@@ -124,7 +124,8 @@ def _plan_of(spec: RunSpec, target: str, run: RunSpec) -> dict[str, Any]:
     from xtoken_core.teacher_store.store import TeacherStore, numpy_dtype
     from xtoken_services.common.run.resolve import resolve_run
     from xtoken_services.common.stores.store_build import divided_as
-    from xtoken_services.common.stores.teacher_stores import records_of, skip_condition
+    from xtoken_services.common.stores.store_records import records_of
+    from xtoken_services.common.stores.teacher_stores import skip_condition
 
     resolved = divided_as(resolve_run(spec), run)
     identity = identity_of(resolved, 0)

@@ -15,7 +15,7 @@ from xtoken_core.teacher_store.store import MissingRecordError, TeacherStore
 from xtoken_core.wire.messages import Block
 from xtoken_services.common.files.jsonl import replace_file
 from xtoken_services.common.processes.worker import QueueLink, Worker, worker_session
-from xtoken_services.common.run.status import SAMPLE
+from xtoken_services.common.run.metric_lines import SAMPLE
 from xtoken_services.common.stores.teacher_stores import open_store, skip_condition
 from xtoken_services.common.text.collation import (
     BadRecordError,

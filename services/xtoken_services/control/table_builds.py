@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from xtoken_core.config.loss import PairKind
 from xtoken_core.errors import XtokenError
-from xtoken_core.projection.pair_cache import NAMES, PairKind
+from xtoken_core.projection.pair_cache import NAMES
 from xtoken_services.common.processes.child_process import BUILD_SILENCE_S, ask_child
 
 log = logging.getLogger("xtoken.control")

@@ -242,7 +242,8 @@ def make_sampler(run: ResolvedRun, tokenizer: TextTokenizer, device: torch.devic
         file = spec.student.model / "generation_config.json"
         defaults = read_json_object(file).get("eos_token_id") if file.is_file() else None
         vocabulary = vocabulary_of(tokenizer, defaults, width=run.student.vocab_size)
-        return ServedSampler(engine, vocabulary, spec.rollout, spec.student.model, spec.output / MODEL)
+        student, longest = spec.student, spec.student.context_length
+        return ServedSampler(engine, vocabulary, spec.rollout, student.model, spec.output / MODEL, longest=longest)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     model = load_model(spec.student, "student", device).eval()  # type: ignore[no-untyped-call]

@@ -18,7 +18,8 @@ from xtoken_services.common.generation.published_weights import Version, read_we
 from xtoken_services.common.generation.sampling import Sampled
 from xtoken_services.common.generation.vocabulary import Vocabulary
 from xtoken_services.common.http_engine.engine import Engine, Sampling
-from xtoken_services.common.http_engine.errors import SampleRefusedError
+from xtoken_services.common.http_engine.errors import EngineRefusalError, SampleRefusedError
+from xtoken_services.common.http_engine.pool import Replica
 from xtoken_services.common.http_engine.results import results_of
 
 log = logging.getLogger("xtoken.rollout")
@@ -40,13 +41,21 @@ class ServedSampler:
         settings: Lengths and distribution.
         student: Directory of the student's configuration and tokenizer.
         directory: Where the weights are written for the servers.
+        longest: Tokens of the longest prompt with its completion.
     """
 
     def __init__(
-        self, engine: Engine, vocabulary: Vocabulary, settings: RolloutSpec, student: Path, directory: Path
+        self,
+        engine: Engine,
+        vocabulary: Vocabulary,
+        settings: RolloutSpec,
+        student: Path,
+        directory: Path,
+        *,
+        longest: int,
     ) -> None:
         self.engine, self.vocabulary, self.settings = engine, vocabulary, settings
-        self.student, self.directory = student, directory
+        self.student, self.directory, self.longest = student, directory, longest
         self._has_files = False
         self._allowed = vocabulary.allowed.tolist()
         self._threads = ThreadPoolExecutor(
@@ -69,10 +78,9 @@ class ServedSampler:
             self._copy_missing()
             self._has_files = True
         atomic_write(self.directory / WHOLE, payload)
-        for replica in self.engine.pool.replicas:
-            if not self.engine.name:
-                self.engine.served(replica)
-            self.engine.load_weights(self.directory, replica)
+        name = f"{version.tag}-{version.step}"
+        loads = [self._threads.submit(self._load, name, replica) for replica in self.engine.pool.replicas]
+        results_of(loads, lambda _: None)
         return version
 
     def complete(
@@ -89,6 +97,15 @@ class ServedSampler:
             for prompt, seed in zip(prompts, seeds, strict=True)
         ]
         return results_of(futures, progress)
+
+    def _load(self, version: str, replica: Replica) -> None:
+        served = self.engine.served(replica)
+        if served.max_length is not None and served.max_length < self.longest:
+            raise EngineRefusalError(
+                f"{self.engine.pool.field}.url: {replica.url} takes {served.max_length} tokens, and a prompt with its "
+                f"completion may have {self.longest}: lower student.context_length, or start the server with more"
+            )
+        self.engine.load_weights(self.directory, version, replica)
 
     def _copy_missing(self) -> None:
         """Copy the student's files that the directory lacks, each whole: a worker may have been killed at this."""
@@ -112,11 +129,14 @@ class ServedSampler:
             log.warning("%s", error)
             return Sampled()
         ids, ends = list(answer.ids[: settings.max_new_tokens]), self.vocabulary.ends
+        log_probs = [min(value, 0.0) for value in answer.log_probs[: settings.max_new_tokens]]
         if answer.finished and not answer.stopped and ids[-1:] and ids[-1] not in ends:
             ids.append(min(ends))  # a program may leave the end of the text out of its answer
+            log_probs.append(0.0)  # nothing follows whose weight it would change
         kept = next((at for at, token in enumerate(ids) if not self._may_be(token)), len(ids))
         whole = kept == len(ids)
-        return Sampled(ids[:kept], whole and ids[-1:] != [] and ids[-1] in ends, whole and answer.stopped)
+        ended = whole and ids[-1:] != [] and ids[-1] in ends
+        return Sampled(ids[:kept], ended, whole and answer.stopped, log_probs=log_probs[:kept])
 
     def _may_be(self, token: int) -> bool:
         """Return False for a token that spells no text: a server samples from the whole head."""

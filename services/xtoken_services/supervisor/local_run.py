@@ -10,7 +10,8 @@ from functools import partial
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import XtokenError
 from xtoken_services.common.files.directory_lock import OccupiedError
-from xtoken_services.common.run.custom_loss import check_custom_loss, check_importable
+from xtoken_services.common.run.custom_loss import check_custom_loss
+from xtoken_services.common.run.loss_import import check_importable
 from xtoken_services.common.run.status import RunState
 from xtoken_services.supervisor.interrupts import POLL_S, Interrupts
 from xtoken_services.supervisor.json_files import last_line

@@ -13,9 +13,9 @@ from typing import Any
 
 from xtoken_core.errors import InputError
 from xtoken_core.regular_files import open_below
-from xtoken_services.common.run.metric_lines import is_better
+from xtoken_services.common.run.metric_lines import SAMPLE, is_better
 from xtoken_services.common.run.resume import CHECKPOINTS, checkpoints_in
-from xtoken_services.common.run.status import SAMPLE, RunState, RunStatus
+from xtoken_services.common.run.status import RunState, RunStatus
 from xtoken_services.supervisor.json_files import MAX_LINE_BYTES, parse_line, read_json
 from xtoken_services.supervisor.run_record import SUMMARY
 

@@ -17,7 +17,7 @@ from xtoken_core.teacher_store.store import TeacherStore
 from xtoken_services.common.run.resume import RESOLVED, check_output
 from xtoken_services.common.run.status import RunState
 from xtoken_services.common.stores.store_build import build_spec, divided_as
-from xtoken_services.common.stores.teacher_stores import check_stores, missing_steps, records_of
+from xtoken_services.common.stores.store_records import check_stores, missing_steps, records_of
 from xtoken_services.supervisor.interrupts import POLL_S
 from xtoken_services.supervisor.launchers.forks import ForkServer
 from xtoken_services.supervisor.process_spec import writer_specs

@@ -38,7 +38,8 @@ from xtoken_core.wire.columns import select_rows
 from xtoken_services.common.batches.step_plan import plan_step, ring_shape
 from xtoken_services.common.files.jsonl import JsonLines
 from xtoken_services.common.processes.worker import StopRequested, set_by_signals
-from xtoken_services.common.stores.teacher_stores import missing_steps, skip_condition
+from xtoken_services.common.stores.store_records import missing_steps
+from xtoken_services.common.stores.teacher_stores import skip_condition
 from xtoken_services.common.text.collation import collate_positions, make_collator, open_data, row_counts
 from xtoken_services.common.text.run_order import record_of
 from xtoken_services.teacher.base import RefusedSamplesError, Teacher, TeacherBatch

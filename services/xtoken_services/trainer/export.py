@@ -17,11 +17,10 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from xtoken_core.atomic import atomic_rename, sync_tree
-from xtoken_core.config.loss import ADAPTIVE
+from xtoken_core.config.loss import ADAPTIVE, kind_of
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.errors import OutputError
 from xtoken_core.projection.pair_cache import NAMES
-from xtoken_services.common.tables.pair_files import kind_of
 from xtoken_services.trainer.card_names import base_model, licences, text_names
 from xtoken_services.trainer.checkpoint import Cursor
 

@@ -6,7 +6,7 @@ import logging
 import math
 from collections import deque
 
-from xtoken_core.config.loss import ADAPTIVE
+from xtoken_core.config.loss import ADAPTIVE, MARGIN
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_services.common.run.metric_lines import BITS, TEACHER_BITS, finite
 from xtoken_services.trainer.distributed import RankGroup
@@ -58,8 +58,8 @@ class KdWeight:
         if why or not after_start:
             return None
         behind = math.fsum(after_start) / len(after_start) - rows[-1][TEACHER_BITS]
-        if behind <= 0 and (self.behind is None or self.behind > 0):
-            log.info("the student has passed its teacher on held-out text: it learns from the text alone")
+        if behind <= -MARGIN and (self.behind is None or self.behind > -MARGIN):
+            log.info("the student is ahead of its teacher on held-out text: it learns from the text alone")
         return behind
 
     def _log_constant(self, why: str) -> None:

@@ -16,8 +16,8 @@ from xtoken_core.losses import combine_metrics
 from xtoken_services.common.batches.step_plan import StepPlan, plan_fields, plan_step
 from xtoken_services.common.files.jsonl import JsonLines, replace_file
 from xtoken_services.common.processes.worker import WAIT_S, StopRequested, Worker
+from xtoken_services.common.run.metric_lines import unreachable_warnings
 from xtoken_services.common.run.resume import CHECKPOINTS, RESOLVED
-from xtoken_services.common.run.run_warnings import unreachable_warnings
 from xtoken_services.trainer.best import BestFollower
 from xtoken_services.trainer.checkpoint import Checkpoints, Cursor
 from xtoken_services.trainer.distributed import RankGroup

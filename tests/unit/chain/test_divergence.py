@@ -191,6 +191,7 @@ def test_equals_loops_in_many_cases(student, teacher, documents, chosen, seed):
 @NUMERAL_CASES
 def test_digit_groups_equal_loops_in_many_cases(student, teacher, documents, chosen, seed):
     compare(student, teacher, documents, chosen, seed)
+    compare(student, teacher, documents, chosen, seed, k=1 + seed % len(teacher.vocab))
 
 
 @pytest.mark.slow
@@ -213,6 +214,14 @@ def test_generated_rows_equal_loops(student, teacher, documents, chosen, seed, b
 @settings(QUICK, max_examples=15)
 @CASES
 def test_largest_probabilities_of_the_teacher_equal_loops(student, teacher, documents, chosen, seed):
+    compare(student, teacher, documents, chosen, seed, k=1 + seed % len(teacher.vocab))
+
+
+@settings(QUICK, max_examples=15)
+@example(BY_THREE, UNGROUPED, ["12.", "12 12", "..s", "'."], ChainOptions(), 4)
+@example(BY_THREE, UNGROUPED, ["12.12 1", "1"], ChainOptions(), len(UNGROUPED.vocab) - 1)  # all are listed
+@NUMERAL_CASES
+def test_largest_probabilities_of_digit_groups_equal_loops(student, teacher, documents, chosen, seed):
     compare(student, teacher, documents, chosen, seed, k=1 + seed % len(teacher.vocab))
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from fastapi.testclient import TestClient
 
-from xtoken_core.projection.pair_cache import PairKind
+from xtoken_core.config.loss import PairKind
 from xtoken_services.common.files.allowed_paths import Roots
 from xtoken_services.control import table_builds
 from xtoken_services.control.table_builds import BusyError, TableBuild, TableBuilds

@@ -19,6 +19,7 @@ from xtoken_core.wire import (
     gather_rows,
     messages,
     object_column,
+    objects,
     select_rows,
 )
 from xtoken_core.wire.bounds import MAX_OBJECT_DEPTH, MAX_OBJECT_VALUES
@@ -123,6 +124,20 @@ def test_object_rows_are_checked_as_the_decoder_reads_them(value, at, piece):
             assert not expected
         else:
             assert expected
+
+
+@pytest.mark.parametrize("row", [[{}] * 1000, {k: [] for k in range(100)} | {"k": [0] * 1000}], ids=["list", "map"])
+def test_values_of_one_byte_are_not_read_one_by_one(row, monkeypatch):
+    read = []
+
+    class Sizes(list):
+        def __getitem__(self, first):
+            read.append(first)
+            return super().__getitem__(first)
+
+    monkeypatch.setattr(objects, "PLAIN_SIZES", Sizes(objects.PLAIN_SIZES))
+    check_objects([object_column([row])])
+    assert len(read) < 10
 
 
 def plain(value):

@@ -134,11 +134,19 @@ def test_planned_runs_are_made_in_order_as_their_models_come(tmp_path: Path, mon
     offered: list[list[str]] = []
     monkeypatch.setattr(stages, "prepare", lambda state, cells: None)
     monkeypatch.setattr(stages, "run_all", lambda state, jobs, **_: [offered.append([job.name for job in jobs()])])
+    (tmp_path / "texts").mkdir()
+    for source in {CONDITIONS[cell.condition].source for cell in planned}:
+        (tmp_path / "texts" / f"{source}.train.jsonl").touch()
     for name in (SMOLLM2, QWEN15):
         (tmp_path / "models" / name).mkdir(parents=True)
         stages.runs(tmp_path, planned, side_by_side=1, until=0.0, device="cpu", steps=None, partly=True)
-    assert offered[0] == [cell.name for cell in planned if cell.method == "ce"]
-    assert offered[1] == [cell.name for cell in planned if plan.teacher_of(cell) != GEMMA3]
+    assert offered[0] == [
+        cell.name for cell in planned if cell.method == "ce" and CONDITIONS[cell.condition].student == SMOLLM2
+    ]
+    whole = {"", SMOLLM2, QWEN15}
+    assert offered[1] == [
+        cell.name for cell in planned if {plan.teacher_of(cell), CONDITIONS[cell.condition].student} <= whole
+    ]
 
 
 def write_run(state: Path, cell: Cell, bits: float, *, start: float = 1.9) -> None:

@@ -18,7 +18,8 @@ from xtoken_core.losses.alm import chunk_log_likelihood
 from xtoken_core.losses.common import ChunkView
 from xtoken_core.losses.custom import import_loss, losses_with
 from xtoken_core.schema import with_numbers
-from xtoken_services.common.run.custom_loss import check_custom_loss, check_importable
+from xtoken_services.common.run.custom_loss import check_custom_loss
+from xtoken_services.common.run.loss_import import check_importable
 from xtoken_services.control.validation import RefusedError, SpecValidator
 from xtoken_services.supervisor.process_spec import build_process_specs
 

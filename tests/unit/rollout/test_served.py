@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.support.engine_server import Answer, serving
+from tests.support.generating_server import GeneratingServer
 from tests.support.tiny_run import documents, make_model
 from xtoken_core.config.rollout import RolloutSpec
 from xtoken_core.tokenizing import TextTokenizer
@@ -32,7 +36,8 @@ VLLM = {
     "path": "/v1/completions",
     "request": {
         "model": "m", "prompt": [5, 6], "max_tokens": 4, "temperature": 0.7, "top_p": 0.9, "top_k": 9,
-        "min_p": 0.0, "repetition_penalty": 1.0, "seed": (1 << 40) + 3, "stop": ["\n"], "logprobs": 1,
+        "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
+        "seed": (1 << 40) + 3, "stop": ["\n"], "logprobs": 1,
         "return_tokens_as_token_ids": True,
         "add_special_tokens": False,
     },
@@ -48,7 +53,8 @@ SGLANG = {
         "input_ids": [5, 6], "return_logprob": True,
         "sampling_params": {
             "max_new_tokens": 4, "temperature": 0.7, "top_p": 0.9, "top_k": 9, "min_p": 0.0, "repetition_penalty": 1.0,
-            "sampling_seed": ((1 << 40) + 3) % (1 << 31), "stop": ["\n"],
+            "presence_penalty": 0.0, "frequency_penalty": 0.0, "sampling_seed": ((1 << 40) + 3) % (1 << 31),
+            "stop": ["\n"],
         },
     },
     "answer": {"text": " a", "meta_info": {
@@ -72,8 +78,9 @@ def student(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def engine_of(stack: ExitStack, student: Path, kind: str, handler: Any) -> Any:
-    served = RolloutSpec(url=(stack.enter_context(serving(handler)),), url_engine=kind, url_timeout_s=20.0)
+def engine_of(stack: ExitStack, student: Path, kind: str, *handlers: Any) -> Any:
+    urls = tuple(stack.enter_context(serving(handler)) for handler in handlers)
+    served = RolloutSpec(url=urls, url_engine=kind, url_timeout_s=20.0)
     text = TextTokenizer(AutoTokenizer.from_pretrained(student), "student")
     engine = open_engine(served, "rollout", len(text.tokenizer), text)
     stack.callback(engine.pool.close)
@@ -93,6 +100,7 @@ def test_a_documented_completion(stack: ExitStack, student: Path, kind: str, rec
     completion = engine.complete([5, 6], WHOLE)
     assert seen[-1] == (recorded["path"], recorded["request"])
     assert (completion.ids, completion.finished, completion.stopped) == ([7, 8], True, True)
+    assert completion.log_probs == (-0.5, -0.1)
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
@@ -112,84 +120,184 @@ def test_what_a_run_leaves_out_is_not_left_to_the_model(stack: ExitStack, studen
     assert (sent["top_k"], sent["min_p"], sent["repetition_penalty"]) == (-1, 0.0, 1.0)
 
 
-class Generating:
-    """A model behind the protocols of vLLM and SGLang that is decoded greedily and reads its weights when asked."""
+class Run:
+    """A run whose completions a server generates, with a student that changes from version to version."""
 
-    def __init__(self, directory: Path, end: int) -> None:
-        self.directory, self.end, self.model, self.seen = directory, end, None, []
+    def __init__(self, stack: ExitStack, student: Path, output: Path, kind: str, servers: int = 1) -> None:
+        text = TextTokenizer(AutoTokenizer.from_pretrained(student), "student")
+        assert text.eos_id is not None
+        self.end, self.directory = text.eos_id, output / "rollout-model"
+        # SGLang starts with the student's directory, vLLM with the one that the run writes.
+        self.begin = student if kind == "sglang" else self.directory
+        self.server = GeneratingServer(self.begin, self.end)
+        self.engine = engine_of(stack, student, kind, *[lambda *request: self.answer(*request)] * servers)
+        allowed = torch.ones(len(text.tokenizer), dtype=torch.bool)
+        vocabulary = Vocabulary(text.table.pieces, allowed, frozenset({self.end}), 0)
+        spec = RolloutSpec(max_new_tokens=6, temperature=0.0)
+        output.mkdir(mode=0o700)
+        self.sampler = ServedSampler(self.engine, vocabulary, spec, student, self.directory, longest=64)
+        self.model: Any = AutoModelForCausalLM.from_pretrained(student)
+        self.published = output.parent / "weights"
+        self.writer = WeightsWriter(self.published)
+        stack.callback(self.writer.close)
+        self.step = 2
 
-    def __call__(self, method: str, path: str, body: Any, headers: dict[str, str]) -> Answer:
-        self.seen.append(path)
-        if path == "/v1/models":
-            return 200, {}, {"data": [{"id": "m"}]}
-        if path in ("/collective_rpc", "/update_weights_from_disk"):
-            assert body in ({"method": "reload_weights"}, {"model_path": str(self.directory), "flush_cache": True})
-            self.model = AutoModelForCausalLM.from_pretrained(self.directory).eval()
-            return 200, {}, {"success": True}
-        if path == "/reset_prefix_cache":
-            return 200, {}, b""
-        ids = self.greedy(body.get("prompt") or body["input_ids"])
-        finished = ids[-1] == self.end
-        if path == "/generate":
-            reason = {"type": "stop", "matched": self.end} if finished else {"type": "length"}
-            return 200, {}, {"meta_info": {
-                "finish_reason": reason, "output_token_logprobs": [[0.0, token, None] for token in ids]
-            }}  # fmt: skip
-        names = [f"token_id:{token}" for token in ids]
-        reason = "stop" if finished else "length"
-        return 200, {}, {"choices": [{"finish_reason": reason, "stop_reason": None, "logprobs": {"tokens": names}}]}
+    def answer(self, *request: Any) -> Answer:
+        return self.server(*request)
 
     @torch.no_grad()
-    def greedy(self, ids: list[int]) -> list[int]:
-        assert self.model is not None
-        row = list(ids)
-        while len(row) < len(ids) + 6 and row[-1] != self.end:
-            row.append(int(self.model(torch.tensor([row])).logits[0, -1].argmax()))
-        return row[len(ids) :]
+    def publish(self) -> None:
+        """Change the weights and let the sampler load them."""
+        self.step += 1
+        weight = self.model.get_input_embeddings().weight
+        weight += torch.randn(weight.shape, generator=torch.Generator().manual_seed(self.step))
+        self.writer.write(self.model, Version(self.step, 1))
+        assert self.sampler.load(self.published) == Version(self.step, 1)
+
+    @torch.no_grad()
+    def expected(self, prompt: list[int]) -> tuple[list[int], list[float]]:
+        """A completion and its log-probabilities by the weights of now."""
+        row, values = list(prompt), []
+        while len(values) < 6 and row[-1] != self.end:
+            log_probs = self.model(torch.tensor([row])).logits[0, -1].double().log_softmax(-1)
+            row.append(int(log_probs.argmax()))
+            values.append(float(log_probs.max()))
+        return row[len(prompt) :], values
+
+    def check(self, *prompts: list[int]) -> None:
+        """Complete prompts, and compare the completions with those of the weights of now."""
+        sampled = self.sampler.complete([np.array(ids) for ids in prompts], list(range(len(prompts))), lambda _: None)
+        for ids, row in zip(prompts, sampled, strict=True):
+            tokens, log_probs = self.expected(ids)
+            assert row.ids == tokens
+            assert row.log_probs == pytest.approx(log_probs)
+            assert row.finished == row.ends == (row.ids[-1] == self.end)
+
+
+@pytest.fixture(params=["vllm", "sglang"])
+def run(request: pytest.FixtureRequest, stack: ExitStack, student: Path, tmp_path: Path) -> Run:
+    return Run(stack, student, tmp_path / "run", request.param)
+
+
+PROMPTS = [[5, 6, 7], [9], [11, 12], [13, 5], [6, 6, 8], [7]]
+
+
+def test_every_version_is_read_by_the_server(run: Run) -> None:
+    for _ in range(2):
+        run.publish()
+        output = run.directory.parent
+        assert [path.stat().st_mode & 0o777 for path in (output, run.directory)] == [0o711, 0o755]
+        run.check(*PROMPTS)
+
+
+def test_no_completion_is_of_the_weights_of_a_restarted_server(run: Run) -> None:
+    count = 0
+
+    def answer(*request: Any) -> Answer:
+        nonlocal count
+        count += 1
+        if count % 9 == 0:
+            run.server = GeneratingServer(run.begin, run.end)
+        return run.server(*request)
+
+    run.answer = answer  # type: ignore[method-assign]
+    for _ in range(5):
+        run.publish()
+        run.check(*PROMPTS)
+    assert count > 40
+
+
+def test_keys_and_values_of_old_weights_go_though_a_request_runs(run: Run) -> None:
+    run.publish()
+    run.check(*PROMPTS)
+    run.server.held = [8, 8]
+    body = {"prompt": [8, 8], "max_tokens": 6, "input_ids": [8, 8], "sampling_params": {"max_new_tokens": 6}}
+    path = "/generate" if run.begin != run.directory else "/v1/completions"
+    url = run.engine.pool.replicas[0].url + path
+    abandoned = threading.Thread(target=httpx.post, args=(url,), kwargs={"json": body, "timeout": 60}, daemon=True)
+    abandoned.start()
+    assert run.server.holding.wait(20)
+    run.publish()
+    run.check(*PROMPTS)
+    abandoned.join(20)
+    assert not (abandoned.is_alive() or run.server.paused)
+
+
+def test_a_prompt_that_a_server_refuses_has_no_completion(run: Run) -> None:
+    run.publish()
+    run.server.max_length = 20
+    row, refused = run.sampler.complete([np.array([5, 6]), np.arange(5, 20)], [1, 2], lambda _: None)
+    assert (row.ids, refused.ids) == (run.expected([5, 6])[0], [])
+    run.server.max_length = 6
+    with pytest.raises(EngineRefusalError, match="status 400: Requested token count exceeds"):
+        run.sampler.complete([np.array([5])], [1], lambda _: None)
+
+
+def test_a_server_of_another_directory_is_refused(stack: ExitStack, student: Path, tmp_path: Path) -> None:
+    run = Run(stack, student, tmp_path / "run", "vllm")
+    run.server = GeneratingServer(student, run.end)
+    with pytest.raises(EngineRefusalError, match=r"was started with .*student0: start it with .*rollout-model"):
+        run.publish()
+
+
+def test_a_server_that_takes_shorter_texts_is_refused(run: Run) -> None:
+    run.server.max_length = 63
+    with pytest.raises(EngineRefusalError, match="takes 63 tokens, and a prompt with its completion may have 64"):
+        run.publish()
+
+
+def test_a_server_that_is_updated_gets_no_prompts(run: Run) -> None:
+    held: list[bool] = []
+
+    def answer(method: str, path: str, body: Any, headers: dict[str, str]) -> Answer:
+        if path in ("/collective_rpc", "/update_weights_from_disk"):
+            held.append(run.engine.pool.replicas[0].held)
+        return run.server(method, path, body, headers)
+
+    run.answer = answer  # type: ignore[method-assign]
+    run.publish()
+    assert held == [True] and not run.engine.pool.replicas[0].held
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
-def test_every_version_is_read_by_the_server(stack: ExitStack, student: Path, tmp_path: Path, kind: str) -> None:
-    text = TextTokenizer(AutoTokenizer.from_pretrained(student), "student")
-    assert text.eos_id is not None
-    handler = Generating(tmp_path / "run" / "rollout-model", text.eos_id)
-    engine = engine_of(stack, student, kind, handler)
-    allowed = torch.ones(len(text.tokenizer), dtype=torch.bool)
-    vocabulary = Vocabulary(text.table.pieces, allowed, frozenset({text.eos_id}), 0)
-    settings = RolloutSpec(max_new_tokens=6, temperature=0.0)
-    output = tmp_path / "run"
-    output.mkdir(mode=0o700)
-    sampler = ServedSampler(engine, vocabulary, settings, student, output / "rollout-model")
-    prompts = [np.array([5, 6, 7]), np.array([9])]
-    writer = WeightsWriter(tmp_path / "weights")
-    model: Any = AutoModelForCausalLM.from_pretrained(student)
-    outcomes = []
-    for step in (3, 4):
-        writer.write(model, Version(step, 1))
-        assert sampler.load(tmp_path / "weights") == Version(step, 1)
-        assert [path.stat().st_mode & 0o777 for path in (output, output / "rollout-model")] == [0o711, 0o755]
-        sampled = sampler.complete(prompts, [1, 2], lambda _: None)
-        outcomes.append([row.ids for row in sampled])
-        assert all(row.finished == row.ends == (row.ids[-1] == text.eos_id) for row in sampled)
-        with torch.no_grad():
-            expected = int(model(torch.tensor([[5, 6, 7]])).logits[0, -1].argmax())
-            assert sampled[0].ids[0] == expected
-            model.get_input_embeddings().weight += torch.randn(model.get_input_embeddings().weight.shape)
-    writer.close()
-    assert outcomes[0] != outcomes[1]
+def test_servers_load_weights_side_by_side(stack: ExitStack, student: Path, tmp_path: Path, kind: str) -> None:
+    run = Run(stack, student, tmp_path / "run", kind, servers=2)
+    loading: set[str] = set()
+    changed = threading.Condition()
+
+    def answer(method: str, path: str, body: Any, headers: dict[str, str]) -> Answer:
+        if path in ("/collective_rpc", "/update_weights_from_disk"):
+            with changed:
+                loading.add(headers["Host"])
+                changed.notify_all()
+                changed.wait_for(lambda: len(loading) == 2, 30)
+        return run.server(method, path, body, headers)
+
+    run.answer = answer  # type: ignore[method-assign]
+    run.publish()
+    run.check(*PROMPTS)
+
+
+def test_an_aborted_completion_is_repeated(run: Run) -> None:
+    run.publish()
+    run.server.held = PROMPTS[0]
+    with ThreadPoolExecutor() as threads:
+        checked = threads.submit(run.check, *PROMPTS)
+        assert run.server.holding.wait(20)
+        run.server.held = None
+        run.server.abort()
+        checked.result(60)
+    assert run.engine.pool.retries == 1
 
 
 def test_a_worker_killed_while_it_copies_leaves_no_incomplete_directory(
     stack: ExitStack, student: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def answer(method: str, path: str, body: Any, headers: dict[str, str]) -> Answer:
-        return 200, {}, {"success": True, "data": [{"id": "m"}]}
-
     def dying(source: Path, target: Path) -> None:
         target.write_bytes(source.read_bytes()[:3])
         raise KeyboardInterrupt
 
-    engine = engine_of(stack, student, "sglang", answer)
+    engine = engine_of(stack, student, "sglang", GeneratingServer(student, end=0))
     writer = WeightsWriter(tmp_path / "weights")
     stack.callback(writer.close)
     writer.write(AutoModelForCausalLM.from_pretrained(student), Version(0, 1))
@@ -197,8 +305,8 @@ def test_a_worker_killed_while_it_copies_leaves_no_incomplete_directory(
     directory = tmp_path / "rollout-model"
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(shutil, "copyfile", dying)
-        ServedSampler(engine, vocabulary, RolloutSpec(), student, directory).load(tmp_path / "weights")
-    ServedSampler(engine, vocabulary, RolloutSpec(), student, directory).load(tmp_path / "weights")
+        ServedSampler(engine, vocabulary, RolloutSpec(), student, directory, longest=64).load(tmp_path / "weights")
+    ServedSampler(engine, vocabulary, RolloutSpec(), student, directory, longest=64).load(tmp_path / "weights")
     assert {file.name for file in directory.iterdir()} == {file.name for file in student.iterdir()}
     for file in student.iterdir():
         assert file.suffix == ".safetensors" or (directory / file.name).read_bytes() == file.read_bytes()
@@ -211,18 +319,24 @@ def test_a_token_that_is_no_text_cuts_a_completion(stack: ExitStack, student: Pa
     allowed = torch.tensor([True] * 8 + [False] * 8)
     vocabulary = Vocabulary([b"x"] * 16, allowed, frozenset({1}), 0)
     engine = engine_of(stack, student, "vllm", answer)
-    sampler = ServedSampler(engine, vocabulary, RolloutSpec(), student, tmp_path / "model")
+    sampler = ServedSampler(engine, vocabulary, RolloutSpec(), student, tmp_path / "model", longest=64)
     [row] = sampler.complete([np.array([5])], [0], lambda _: None)
-    assert (row.ids, row.finished) == ([7], False)
+    assert (row.ids, row.finished, row.log_probs) == ([7], False, [-0.5])
 
 
 def test_a_server_that_does_not_load_the_weights(stack: ExitStack, student: Path, tmp_path: Path) -> None:
+    engine = engine_of(stack, student, "sglang", GeneratingServer(student, end=0))
+    with pytest.raises(EngineRefusalError, match=r"Failed to get model config: let it see .* under the same path"):
+        engine.load_weights(tmp_path, "1-0", engine.pool.replicas[0])
+
+
+def test_a_server_without_versions_is_refused(stack: ExitStack, student: Path) -> None:
     def answer(method: str, path: str, body: Any, headers: dict[str, str]) -> Answer:
-        return 200, {}, {"success": False, "message": "no such directory"}
+        return 200, {}, {"success": True}
 
     engine = engine_of(stack, student, "sglang", answer)
-    with pytest.raises(EngineRefusalError, match=r"has not loaded .*: no such directory: let it see"):
-        engine.load_weights(tmp_path, engine.pool.replicas[0])
+    with pytest.raises(EngineRefusalError, match="names its weights None, not '1-0': use an SGLang that"):
+        engine.load_weights(student, "1-0", engine.pool.replicas[0])
 
 
 def test_a_program_without_new_weights_is_refused() -> None:

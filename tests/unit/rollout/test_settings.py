@@ -31,7 +31,10 @@ def spec(rollout: dict[str, Any], **parts: Any) -> RunSpec:
         ({}, {"teacher": []}, "this run has none"),
         ({}, {"teacher": [STORED]}, "stored output is of given text"),
         ({}, {"loss": {"dynamic_loss_scaling": True}}, "no cross-entropy to scale by"),
-        ({"url": "http://a:1"}, {"loss": {"importance_cap": 2.0}}, "are not requested from servers"),
+        (
+            {"url": "http://a:1", "url_engine": "sglang", "temperature": 0.7}, {"loss": {"importance_cap": 2.0}},
+            "SGLang gives log-probabilities at temperature = 0.7",
+        ),
         ({}, {"loss": {"kl_loss_weight": 0.0}}, "by the divergence alone"),
         ({}, {"loss": {"kl_loss_weight_end": 0.5}}, "unset loss.kl_loss_weight_end"),
         ({}, {"workers": {"nodes": 2}}, "single node group"),

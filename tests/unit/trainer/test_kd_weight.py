@@ -30,15 +30,15 @@ def test_the_mean_of_the_last_three_evaluations_decides(tmp_path: Path) -> None:
     run = adaptive(tmp_path)
     follower, lines = KdWeight(run, RankGroup(0, 1)), JsonLines(run.spec.output / "eval.jsonl")
     weights = []
-    for step, bits in enumerate((0.5, 1.2, 1.05, 0.9, 0.99, 0.95)):
+    for step, bits in enumerate((0.5, 1.1, 0.95, 0.8, 0.89, 0.85)):
         lines.append(line(step, bits))
         follower.update(step)
         weights.append(follower.at(step))
-    # The student of step 0 decides nothing; means: 1.2, 1.125, 1.05, .98, .947
-    assert weights == pytest.approx([2.0, 2.0, 2.0, 2.0, 0.0, 0.0])
-    lines.append(line(6, 1.135))
+    # The student of step 0 decides nothing; means: 1.1, 1.025, .95, .88, .847
+    assert weights == pytest.approx([2.0, 2.0, 2.0, 1.0, 0.0, 0.0])
+    lines.append(line(6, 1.035))
     follower.update(6)
-    assert follower.at(6) == pytest.approx(2.0 * (0.99 + 0.95 + 1.135 - 3) / 3 / 0.05), "and it may rise again"
+    assert follower.at(6) == pytest.approx(2.0 * (1 + (0.89 + 0.85 + 1.035 - 3) / 3 / 0.1)), "and it may rise again"
     resumed = KdWeight(run, RankGroup(0, 1))
     resumed.update(6)
     assert resumed.at(6) == follower.at(6)

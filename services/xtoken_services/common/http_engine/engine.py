@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
-from xtoken_services.common.http_engine.errors import EngineRefusalError
+from xtoken_services.common.http_engine.errors import BadRequestError, EngineRefusalError, SampleRefusedError
 from xtoken_services.common.http_engine.pool import EnginePool, Replica
 from xtoken_services.common.http_engine.scores import PromptScores, TokenId
+
+Answer = TypeVar("Answer")
 
 
 class _ListedModel(msgspec.Struct):
     id: str
     max_model_len: int | None = None
+    root: str | None = None
 
 
 class _Models(msgspec.Struct):
@@ -39,10 +43,12 @@ class ServedModel:
     Attributes:
         name: Its name.
         max_length: Tokens of the longest text, generated ones included; None: the server does not say.
+        root: Directory that it was started with; None: the server does not say.
     """
 
     name: str
     max_length: int | None
+    root: str | None = None
 
 
 @dataclass(frozen=True)
@@ -71,11 +77,14 @@ class Continuation:
         ids: Its tokens as sampled, the end of the text included if the server gives it.
         finished: It ended by itself, not at the limit of its length.
         stopped: A stop string ended it.
+        log_probs: Of its tokens, by the whole head, at temperature 1 if the program or the request has it so; empty:
+            the program gives none.
     """
 
     ids: list[int]
     finished: bool
     stopped: bool = False
+    log_probs: tuple[float, ...] = ()
 
 
 class Engine(ABC):
@@ -104,7 +113,7 @@ class Engine(ABC):
             EngineRefusalError: It serves another one, or several and none is named.
         """
         listed = self.pool.call("GET", "/v1/models", decode=read_models, replica=replica).data
-        models = {one.id: one.max_model_len for one in listed}
+        models = {one.id: one for one in listed}
         name = self._wanted or (next(iter(models)) if len(models) == 1 else None)
         if name not in models:
             shown = self.pool.clean(", ".join(sorted(models))) or "none"
@@ -113,7 +122,7 @@ class Engine(ABC):
                 f"({self.pool.field}.url_model)"
             )
         self._name = name
-        return ServedModel(name, models[name])
+        return ServedModel(name, models[name].max_model_len, models[name].root)
 
     @property
     def name(self) -> str:
@@ -154,11 +163,12 @@ class Engine(ABC):
             SampleRefusedError: The server cannot take this text.
         """
 
-    def load_weights(self, directory: Path, replica: Replica) -> None:
-        """Request that a server reads its weights again.
+    def load_weights(self, directory: Path, version: str, replica: Replica) -> None:
+        """Request that a server reads its weights again; from then on it completes prompts with no others.
 
         Args:
             directory: Directory of the model, which the server sees under the same path.
+            version: Name of these weights.
             replica: The server.
 
         Raises:
@@ -176,3 +186,25 @@ class IdsEngine(Engine):
         body: dict[str, Any] = {"model": self.name, "prompt": text, "add_special_tokens": True}
         answer = self.pool.call("POST", "/tokenize", body, decode=read_tokens, entries=len(text), replica=replica)
         return answer.tokens
+
+    def _answer(self, send: Callable[[dict[str, Any]], Answer], body: dict[str, Any], field: str) -> Answer:
+        """Send a request about the text whose tokens are in a field of it.
+
+        Raises:
+            SampleRefusedError: A server refuses it, and takes the same request about the first token alone.
+        """
+        try:
+            return send(body)
+        except BadRequestError as error:
+            send(body | {field: body[field][:1]})
+            raise SampleRefusedError(str(error)) from error
+
+    @contextmanager
+    def _paused(self, replica: Replica, pause: str, resume: str, body: Any = None) -> Iterator[None]:
+        """Let a server generate nothing meanwhile: beside a running request it keeps keys and values of old weights."""
+        with self.pool.holding(replica):
+            self.pool.call("POST", pause, body, decode=bytes, replica=replica)
+            try:
+                yield
+            finally:
+                self.pool.call("POST", resume, body and {}, decode=bytes, replica=replica)

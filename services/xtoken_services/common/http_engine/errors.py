@@ -13,5 +13,9 @@ class EngineRefusalError(ConfigError):
     """A server refuses a request, or runs another model than the one that is meant: repeating it would not help."""
 
 
+class BadRequestError(EngineRefusalError):
+    """A server refuses what a request says."""
+
+
 class SampleRefusedError(XtokenError):
     """A server cannot give the log-probabilities of one sample: another sample may be possible."""

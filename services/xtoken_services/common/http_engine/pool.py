@@ -6,9 +6,9 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -16,7 +16,7 @@ import httpx
 import msgspec
 
 from xtoken_core.config.served import ServedSpec
-from xtoken_services.common.http_engine.errors import EngineError, EngineRefusalError
+from xtoken_services.common.http_engine.errors import BadRequestError, EngineError, EngineRefusalError
 from xtoken_services.common.http_engine.keys import read_key
 
 log = logging.getLogger("xtoken.engine")
@@ -32,6 +32,8 @@ ENTRY = 256
 """Bytes that a token may take in a response, with its name and its log-probability: 100 are usual."""
 TRY_AGAIN = (408, 425, 429, 500, 502, 503, 504)
 """Statuses after which a request is repeated, on another server if there is one."""
+BAD_REQUEST = (400, 413, 422)
+"""Statuses of a refusal for what the request says."""
 SHOWN = 200
 """Characters of a server's own message in an error."""
 
@@ -58,6 +60,7 @@ class Replica:
         in_flight: Requests that it has not answered yet.
         failures: Failures since its last answer.
         free_at: Time on the monotonic clock before which it gets no request.
+        held: It gets only requests that name it.
     """
 
     url: str
@@ -65,6 +68,7 @@ class Replica:
     in_flight: int = 0
     failures: int = 0
     free_at: float = 0.0
+    held: bool = False
 
 
 class EnginePool:
@@ -110,6 +114,7 @@ class EnginePool:
         decode: Callable[[bytearray], Answer],
         entries: int = 0,
         replica: Replica | None = None,
+        usable: Callable[[Answer, Replica], bool] | None = None,
     ) -> Answer:
         """Send a request, and repeat it until it is answered.
 
@@ -120,13 +125,16 @@ class EnginePool:
             decode: Reads the answer.
             entries: Tokens that the answer may list, which bound its length.
             replica: The server; None: any.
+            usable: Called with an answer and its server; if it returns False, the request is repeated. Its own time
+                is not that of the request.
 
         Returns:
             The answer.
 
         Raises:
             EngineError: None has answered in time.
-            EngineRefusalError: A server refuses the request, or answers in another form.
+            BadRequestError: A server refuses the request for what it says.
+            EngineRefusalError: It refuses it for another reason, or answers in another form.
         """
         deadline = time.monotonic() + self.timeout_s
         content = None if body is None else msgspec.json.encode(body)
@@ -146,17 +154,37 @@ class EnginePool:
                 self._release(chosen)
                 raise
             self._release(chosen)
-            try:
-                return decode(data)
-            except msgspec.ValidationError as error:
-                raise EngineRefusalError(
-                    f"{self.field}.url: {chosen.url}{path} gives an answer of another form: {error}: check url_engine"
-                ) from error
-            except (msgspec.DecodeError, RecursionError) as error:
-                raise EngineRefusalError(
-                    f"{self.field}.url: {chosen.url}{path} answers with something else than JSON: check the address "
-                    "and url_engine"
-                ) from error
+            answer = self._decoded(data, decode, chosen.url + path)
+            began = time.monotonic()
+            if usable is None or usable(answer, chosen):
+                return answer
+            deadline += time.monotonic() - began
+            reason = f"{chosen.url}: its answers cannot be used"
+            with self._changed:
+                self.retries += 1
+
+    def _decoded(self, data: bytearray, decode: Callable[[bytearray], Answer], where: str) -> Answer:
+        try:
+            return decode(data)
+        except msgspec.ValidationError as error:
+            raise EngineRefusalError(
+                f"{self.field}.url: {where} gives an answer of another form: {error}: check url_engine"
+            ) from error
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise EngineRefusalError(
+                f"{self.field}.url: {where} answers with something else than JSON: check the address and url_engine"
+            ) from error
+
+    @contextmanager
+    def holding(self, replica: Replica) -> Iterator[None]:
+        """Give a server only requests that name it: others would take all its connections while it is paused."""
+        replica.held = True
+        try:
+            yield
+        finally:
+            with self._changed:
+                replica.held = False
+                self._changed.notify_all()
 
     def clean(self, text: str) -> str:
         """Return a server's own words on one line, shortened, without the key that they may repeat."""
@@ -193,7 +221,8 @@ class EnginePool:
         with self._changed:
             while not self._closed:
                 now = time.monotonic()
-                free = [one for one in candidates if one.in_flight < self.limit and one.free_at <= now]
+                possible = [one for one in candidates if one is wanted or not one.held]
+                free = [one for one in possible if one.in_flight < self.limit and one.free_at <= now]
                 if free and now < deadline:
                     chosen = min(free, key=lambda one: (one.in_flight, one.failures))
                     chosen.in_flight += 1
@@ -254,7 +283,8 @@ class EnginePool:
             raise _TryAgainError(f"status {status}: {self._message(data)}", _seconds(headers.get("Retry-After")))
         if status != 200:
             hint = ": it takes another key (url_key_file, or the variable XTOKEN_ENGINE_KEY)" if status == 401 else ""
-            raise EngineRefusalError(f"{where} refuses the request with status {status}: {self._message(data)}{hint}")
+            kind = BadRequestError if status in BAD_REQUEST else EngineRefusalError
+            raise kind(f"{where} refuses the request with status {status}: {self._message(data)}{hint}")
         with self._changed:
             self.requests += 1
             self.received += len(data)

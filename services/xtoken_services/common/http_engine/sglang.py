@@ -1,24 +1,30 @@
 """SGLang: its own `/generate`, with the log-probabilities of the input.
 
-Written from its documentation (native APIs, sampling parameters). Not run yet.
+Written after the request and response models of 0.5.23. Not run yet.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import msgspec
 
 from xtoken_services.common.http_engine.engine import Continuation, IdsEngine, Sampling
-from xtoken_services.common.http_engine.errors import EngineRefusalError
-from xtoken_services.common.http_engine.pool import Replica
+from xtoken_services.common.http_engine.errors import BadRequestError, EngineRefusalError
+from xtoken_services.common.http_engine.pool import EnginePool, Replica
 from xtoken_services.common.http_engine.scores import LogProb, PromptScores, ScoresBuilder, TokenId, check_length
+
+log = logging.getLogger("xtoken.engine")
 
 SEEDS = 1 << 31
 """Seeds of a request are below this. They count only if the server was started for deterministic inference."""
-
+LOADS = 3
+"""Attempts to load weights into a server: it may be started again in between."""
 
 Scored = tuple[LogProb | None, TokenId, str | None]
 """Log-probability, id and text of a token; the first token of a text has none of the first."""
@@ -38,6 +44,7 @@ class _Reason(msgspec.Struct):
 class _Generated(msgspec.Struct):
     output_token_logprobs: list[Scored]
     finish_reason: _Reason
+    weight_version: str | None = None
 
 
 class _ScoredText(msgspec.Struct):
@@ -48,18 +55,22 @@ class _Completion(msgspec.Struct):
     meta_info: _Generated
 
 
-class _Loaded(msgspec.Struct):
-    success: bool
-    message: str = ""
+class _Model(msgspec.Struct):
+    weight_version: str | None = None
 
 
 read_scores = msgspec.json.Decoder(_ScoredText).decode
 read_completion = msgspec.json.Decoder(_Completion).decode
-read_loaded = msgspec.json.Decoder(_Loaded).decode
+read_model = msgspec.json.Decoder(_Model).decode
 
 
 class SglangEngine(IdsEngine):
-    """SGLang."""
+    """SGLang. A server that is started again has the weights of its start: every answer names its version."""
+
+    def __init__(self, pool: EnginePool, model: str | None, vocab_size: int) -> None:
+        super().__init__(pool, model, vocab_size)
+        self._weights: tuple[Path, str] | None = None
+        self._reloading = Lock()
 
     def score(self, ids: Sequence[int], k: int, replica: Replica | None = None) -> PromptScores:
         """See `Engine.score`."""
@@ -71,7 +82,8 @@ class SglangEngine(IdsEngine):
             "top_logprobs_num": k,
         }
         entries = len(ids) * (k + 2)
-        meta = self.pool.call("POST", "/generate", body, decode=read_scores, entries=entries, replica=replica).meta_info
+        send = partial(self.pool.call, "POST", "/generate", decode=read_scores, entries=entries, replica=replica)
+        meta = self._answer(send, body, "input_ids").meta_info
         tops = (meta.input_top_logprobs if k else None) or [None] * len(ids)
         check_length(meta.input_token_logprobs, len(ids), "input_token_logprobs")
         check_length(tops, len(ids), "input_top_logprobs")
@@ -94,28 +106,58 @@ class SglangEngine(IdsEngine):
             # Left out, both may be the defaults of the model's generation_config.json.
             "min_p": 0.0,
             "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
             "sampling_seed": sampling.seed % SEEDS,
         }
         if sampling.stop:
             parameters["stop"] = list(sampling.stop)
         body = {"input_ids": list(ids), "sampling_params": parameters, "return_logprob": True}
         entries = len(ids) + 4 * sampling.max_tokens
-        meta = self.pool.call(
-            "POST", "/generate", body, decode=read_completion, entries=entries, replica=replica
-        ).meta_info
+        send = partial(self.pool.call, "POST", "/generate", decode=read_completion, entries=entries, replica=replica)
+        meta = self._answer(partial(send, usable=self._is_current), body, "input_ids").meta_info
         tokens = [token for _, token, _ in meta.output_token_logprobs]
+        values = tuple(value for value, _, _ in meta.output_token_logprobs if value is not None)
+        check_length(values, len(tokens), "output_token_logprobs")
         stops = meta.finish_reason.type == "stop"
-        return Continuation(tokens, stops, stops and isinstance(meta.finish_reason.matched, str))
+        return Continuation(tokens, stops, stops and isinstance(meta.finish_reason.matched, str), values)
 
-    def load_weights(self, directory: Path, replica: Replica) -> None:
+    def load_weights(self, directory: Path, version: str, replica: Replica) -> None:
         """See `Engine.load_weights`."""
-        body = {"model_path": str(directory), "flush_cache": True}
-        answer = self.pool.call("POST", "/update_weights_from_disk", body, decode=read_loaded, replica=replica)
-        if not answer.success:
-            raise EngineRefusalError(
-                f"{self.pool.field}.url: {replica.url} has not loaded {directory}: {self.pool.clean(answer.message)}: "
-                "let it see the run's output directory under the same path"
-            )
+        body = {"model_path": str(directory), "flush_cache": True, "weight_version": version}
+        for _ in range(LOADS):
+            try:
+                with self._paused(replica, "/pause_generation", "/continue_generation", {"mode": "abort"}):
+                    self.pool.call("POST", "/update_weights_from_disk", body, decode=bytes, replica=replica)
+            except BadRequestError as error:
+                raise EngineRefusalError(f"{error}: let it see {directory} under the same path") from error
+            if (served := self._version_of(replica)) == version:
+                self._weights = directory, version
+                return
+        raise EngineRefusalError(
+            f"{self.pool.field}.url: {replica.url} has loaded {directory} and names its weights {served!r}, not "
+            f"{version!r}: use an SGLang that takes weight_version, and let no other run update this server"
+        )
+
+    def _is_current(self, answer: _Completion, replica: Replica) -> bool:
+        """Return whether an answer is a whole completion of the last weights; let its server load them if not."""
+        meta = answer.meta_info
+        if self._weights is not None and meta.weight_version != self._weights[1]:
+            directory, version = self._weights
+            with self._reloading:
+                if self._version_of(replica) != version:
+                    log.warning(
+                        "%s generates with the weights %r, not %r: has it been started again? Loading them",
+                        replica.url,
+                        self.pool.clean(str(meta.weight_version)),
+                        version,
+                    )
+                    self.load_weights(directory, version, replica)
+            return False
+        return meta.finish_reason.type != "abort"
+
+    def _version_of(self, replica: Replica) -> str | None:
+        return self.pool.call("GET", "/model_info", decode=read_model, replica=replica).weight_version
 
 
 def _entries(listed: list[Scored] | None) -> list[tuple[int, float]]:

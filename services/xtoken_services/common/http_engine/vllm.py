@@ -1,14 +1,14 @@
 """vLLM: completions of no text, with the log-probabilities of the prompt (`prompt_logprobs`).
 
-Written from its documentation (Completions API of the OpenAI-compatible server, sleep mode). Not run
-yet. A server of a teacher needs `--max-logprobs` of at least `teacher.topk`; its
-default is 20. One that generates reads new weights by `reload_weights` of its workers, from the directory that it was
-started with, which takes `VLLM_SERVER_DEV_MODE=1`.
+Written after the request and response models of 0.24.0. Not run yet. A server of a teacher needs `--max-logprobs` of at
+least `teacher.topk`; its default is 20. One that generates reads new weights by `reload_weights` of its workers, from
+the directory that it was started with, which takes `VLLM_SERVER_DEV_MODE=1`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,6 +35,7 @@ class _Generated(msgspec.Struct):
     """Generated tokens, named `token_id:N` by `return_tokens_as_token_ids`."""
 
     tokens: list[str] | None = None
+    token_logprobs: list[LogProb] = []
     top_logprobs: list[dict[str, LogProb] | None] | None = None
 
 
@@ -94,6 +95,8 @@ class VllmEngine(IdsEngine):
             "top_k": -1 if sampling.top_k is None else sampling.top_k,
             "min_p": 0.0,
             "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
             "seed": sampling.seed,
             "logprobs": 1,
             "return_tokens_as_token_ids": True,
@@ -106,15 +109,33 @@ class VllmEngine(IdsEngine):
         tokens = [token_id(name) for name in names or ()]
         if names is None or min(tokens, default=0) < 0:
             raise EngineRefusalError("logprobs of an answer lacks the ids of its tokens: check url_engine")
-        return Continuation(tokens, choice.finish_reason == "stop", isinstance(choice.stop_reason, str))
+        values = tuple(choice.logprobs.token_logprobs) if choice.logprobs else ()
+        check_length(values, len(tokens), "token_logprobs")
+        return Continuation(tokens, choice.finish_reason == "stop", isinstance(choice.stop_reason, str), values)
 
-    def load_weights(self, directory: Path, replica: Replica) -> None:
-        """See `Engine.load_weights`; the server must have been started with this directory, in development mode."""
-        self.pool.call("POST", "/collective_rpc", {"method": "reload_weights"}, decode=bytes, replica=replica)
-        self.pool.call("POST", "/reset_prefix_cache", decode=bytes, replica=replica)
+    def load_weights(self, directory: Path, version: str, replica: Replica) -> None:
+        """See `Engine.load_weights`; the server must have been started with this directory, in development mode.
+
+        Its answers name no version. One that is started again reads the last weights, if it reads this directory.
+        """
+        root = self.served(replica).root
+        if root is not None and Path(root).parts[-2:] != directory.parts[-2:]:
+            raise EngineRefusalError(
+                f"{self.pool.field}.url: {replica.url} was started with {self.pool.clean(root)}: start it with "
+                f"{directory}, so that it has the last weights if it is started again"
+            )
+        with self._paused(replica, "/pause?mode=wait", "/resume"):
+            self.pool.call("POST", "/collective_rpc", {"method": "reload_weights"}, decode=bytes, replica=replica)
+            self.pool.call("POST", "/reset_prefix_cache", decode=bytes, replica=replica)
 
     def _completion(self, body: dict[str, Any], entries: int, replica: Replica | None) -> _Choice:
-        answer = self.pool.call(
-            "POST", "/v1/completions", body, decode=read_completion, entries=entries, replica=replica
+        send = partial(
+            self.pool.call,
+            "POST",
+            "/v1/completions",
+            decode=read_completion,
+            entries=entries,
+            replica=replica,
+            usable=lambda answer, _: answer.choices[0].finish_reason != "abort",
         )
-        return answer.choices[0]
+        return self._answer(send, body, "prompt").choices[0]

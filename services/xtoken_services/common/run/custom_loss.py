@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
-from typing import Any
 
 from xtoken_core.config.loss import LossConfig
 from xtoken_core.errors import ConfigError
-from xtoken_services.common.processes.child_process import ChildError, Progress, answer_requests, ask_child
 
 NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
-CHECK_S = 600.0
-CHECK_MEMORY = 1 << 36
 
 
 def check_custom_loss(config: LossConfig, name: str | None) -> None:
@@ -33,25 +28,3 @@ def check_custom_loss(config: LossConfig, name: str | None) -> None:
         raise ConfigError('loss.mode = "custom" takes its class from the command line: add --loss module:Class')
     if NAME.fullmatch(name) is None:
         raise ConfigError(f"--loss {name}: expected module:Class, such as my_losses:MyLoss")
-
-
-def check_importable(name: str) -> None:
-    """Import the class in a process of its own, with the module search path of the workers.
-
-    Raises:
-        ConfigError: It cannot be imported, or is no loss.
-    """
-    try:  # the user's own code: the whole environment of the workers, and only the limits of a mistake
-        ask_child(__name__, {"name": name}, silence_s=CHECK_S, memory=CHECK_MEMORY, environment=os.environ)
-    except ChildError as error:
-        raise ConfigError(str(error)) from error
-
-
-def _import(request: dict[str, Any], _: Progress) -> None:
-    from xtoken_core.losses.custom import import_loss
-
-    import_loss(request["name"])
-
-
-if __name__ == "__main__":
-    answer_requests(_import)

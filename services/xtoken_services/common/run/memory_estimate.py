@@ -1,4 +1,4 @@
-"""Estimate of the memory that a run needs before any activation: on GPUs, of the host, in `/dev/shm`. No torch."""
+"""Estimate of the memory of GPUs that a run needs before any activation. No torch."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from xtoken_core.wire.columns import ITEM_SIZES
 from xtoken_services.common.batches.step_plan import ring_shape
 from xtoken_services.common.models.weights import weight_count
 from xtoken_services.common.processes.supervised import supervised
-from xtoken_services.common.run.machine import Machine, count_gpus
-from xtoken_services.common.run.memory_fit import BLOCK_ROWS, COPIES, FEWER, FLOAT32, GIB
+from xtoken_services.common.run.memory_values import BLOCK_ROWS, COPIES, FEWER, FLOAT32, GIB
 
 if TYPE_CHECKING:  # workers have imported it, a start has no need of it
     import torch
@@ -78,15 +77,6 @@ def student_bytes(spec: RunSpec, *, copies: int = COPIES) -> int:
     return (in_float32 if masters else copies * weights) // shards(spec)
 
 
-def checkpoint_bytes(spec: RunSpec) -> int:
-    """Return the bytes of a rank's part of a checkpoint, and of its copy in memory; adapters are not counted."""
-    if spec.train.lora is not None:
-        return 0
-    whole = student_bytes(spec, copies=COPIES_BETWEEN_STEPS)
-    masters = spec.train.master_weights and spec.student.dtype != "float32"
-    return whole - weight_bytes(spec.student.model, spec.student.dtype) if masters and shards(spec) == 1 else whole
-
-
 def shards(spec: RunSpec) -> int:
     """Return the number of ranks that one student is sharded over; 1 without sharding."""
     return spec.workers.nodes * spec.workers.ranks if spec.train.parallel == "fsdp" else 1
@@ -144,69 +134,6 @@ def _rollout_uses(spec: RunSpec, gpu: int, gpus: int) -> Iterator[MemoryUse]:
     for number in range(spec.rollout.workers):
         if number % gpus == gpu:
             yield MemoryUse(f"rollout worker {number}'s weights", weight_bytes(spec.student.model, spec.student.dtype))
-
-
-def host_uses(run: ResolvedRun, *, on_gpu: bool) -> Iterator[MemoryUse]:
-    """Yield the memory of the host that the processes of a run on one machine take, without that of `ring_uses`.
-
-    Args:
-        run: The run.
-        on_gpu: The models are on GPUs.
-    """
-    spec, count = run.spec, run.world
-    if not on_gpu:
-        yield MemoryUse("the student's state", count * student_bytes(spec))
-        for number, teacher in enumerate(spec.teacher):
-            if teacher.loads_model:
-                yield MemoryUse(f"{spec.teacher_name(number)}'s weights", count * teacher_bytes(teacher))
-        if spec.rollout is not None and not spec.rollout.url:
-            generating = spec.workers.nodes * spec.rollout.workers + 1  # and the weights that are published
-            weights = weight_bytes(spec.student.model, spec.student.dtype)
-            yield MemoryUse("the weights of rollout workers", generating * weights)
-    yield MemoryUse("the copy for checkpoints", count * checkpoint_bytes(spec))
-
-
-def ring_uses(run: ResolvedRun, *, on_gpu: bool) -> Iterator[MemoryUse]:
-    """Yield the memory of the host that the teachers' signals take; arguments as of `host_uses`."""
-    spec = run.spec
-    for number in range(len(spec.teacher)):
-        if not on_gpu or spec.workers.transport in ("shared_memory", "queue") or spec.fills_on_host(number):
-            shape = ring_shape(run, number)
-            what = f"{spec.teacher_name(number)}'s signal in {shape.slots} slots"
-            yield MemoryUse(what, run.world * shape.memory_bytes)
-
-
-def check_host(run: ResolvedRun, machine: Machine) -> str:
-    """Refuse a run on one machine that keeps more there than can be used.
-
-    Args:
-        run: The run.
-        machine: The machine; what is not known of it is not checked.
-
-    Returns:
-        The estimate in one line.
-
-    Raises:
-        ConfigError: It keeps more; the text lists the parts, and names the settings.
-    """
-    spec = run.spec
-    on_gpu = spec.workers.device == "cuda" or (bool(machine.gpu_bytes) and spec.workers.device != "cpu")
-    rings = list(ring_uses(run, on_gpu=on_gpu))
-    places = [("host memory (available)", [*host_uses(run, on_gpu=on_gpu), *rings], machine.memory_bytes)]
-    if spec.workers.transport != "queue":
-        places.append(("/dev/shm", rings, machine.shared_bytes))
-    remedies = (
-        f"lower train.micro_batch_tokens = {spec.train.micro_batch_tokens} or workers.slots = {spec.workers.slots}, "
-        'send less (teacher.content = "hidden" or "topk"), or take smaller models or dtypes'
-    )
-    for where, uses, total in places:
-        if total and (why := exceeds_memory(uses, total, where, remedies)):
-            raise ConfigError(why)
-    if on_gpu and machine.gpu_bytes:
-        gpu = list(memory_uses(run, 0, max(1, count_gpus()), rings=not rings))
-        places.insert(0, ("cuda:0", gpu, machine.gpu_bytes))
-    kept = [f"{sum(use.nbytes for use in uses) / GIB:.2f} of {total / GIB:.2f} GiB in {w}" for w, uses, total in places]
-    return f"memory: before any activation the run keeps {', '.join(kept)}"
 
 
 def custom_loss_memory(run: ResolvedRun, losses: Sequence[Loss], student_vocab_size: int) -> list[MemoryUse]:

@@ -6,35 +6,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xtoken_core.config.spec import DEFAULT_TOPK, padded_length
-from xtoken_core.config.train import OptimizerName, TrainSpec
+from xtoken_core.config.train import TrainSpec
 from xtoken_core.config.workers import WorkersSpec
 from xtoken_core.regular_files import read_json_object
 from xtoken_core.transports.ring import TOPK_SCALARS
 from xtoken_core.wire.columns import ITEM_SIZES
+from xtoken_services.common.run.memory_values import BLOCK_ROWS, COPIES, FEWER, FLOAT32, GIB
 
 if TYPE_CHECKING:
     from xtoken_services.common.run.defaults import RunDefaults
     from xtoken_services.common.run.machine import Machine
 
-FLOAT32 = ITEM_SIZES["float32"]
 USABLE = 0.9
 """Fraction of the memory that is planned for: the rest is the driver's, the libraries' and fragmentation."""
-COPIES = 4
-"""Values that a student keeps per weight: the weight, its gradient, AdamW's two moments."""
-FEWER: dict[OptimizerName, int] = {"adamw": 0, "adamw8bit": 1, "muon": 1, "adafactor": 2}
-"""Values per weight that an optimiser keeps less than AdamW. Muon keeps one moment of most weights, Adafactor next to
-none; that Muon leaves embedding and head to AdamW is not counted."""
 LARGEST = 16384
 """Tokens of a micro-batch at most: larger ones are hardly faster."""
 CPU_TOKENS: int = TrainSpec.model_fields["micro_batch_tokens"].default
 """The same on a CPU."""
-BLOCK_ROWS = 2048
-"""Positions of a block of a head that is multiplied block by block."""
 ACTIVATIONS = 34
 """Values that a layer keeps per token and hidden unit for its backward (Korthikanti et al. 2022, arXiv 2205.05198)."""
 LOGITS_COPIES = 3
 """Logits, their gradient, and a float32 intermediate of half-precision logits."""
-GIB = 1 << 30
 HIDDEN: dict[str, Any] = {
     "teacher.content": "hidden",
     "student.blockwise_head": True,

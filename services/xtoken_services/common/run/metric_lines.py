@@ -1,4 +1,4 @@
-"""Lines of metrics, as a trainer writes them and as other programs may have changed them. No torch."""
+"""Metrics as workers write them and as other programs may have changed them. No torch."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+SAMPLE = "sample.json"
+"""File of a run's directory with what a look at a sample of its text has found."""
 BITS = "bits_per_byte"
 TEACHER_BITS = "teacher_bits_per_byte"
 """Bits per byte of the best teacher, in a line of `eval.jsonl`; with several, `_t{i}` is appended for each."""
+MOST_UNREACHABLE = 0.1
+UNREACHABLE = "unreachable_mass"
 
 
 def table(document: Mapping[str, Any] | None, name: str) -> dict[str, Any]:
@@ -44,6 +48,20 @@ def covered(first: Mapping[str, Any] | None, last: Mapping[str, Any] | None) -> 
     if not {BITS, TEACHER_BITS} <= start.keys() or BITS not in end or start[BITS] <= start[TEACHER_BITS]:
         return None
     return (start[BITS] - end[BITS]) / (start[BITS] - start[TEACHER_BITS])
+
+
+def unreachable_warnings(last: Mapping[str, Any]) -> dict[str, str]:
+    """Return a warning for every teacher of which too much mass has no gradient, from a step's metrics."""
+    masses = {name: value for name, value in finite(last).items() if name.startswith(UNREACHABLE)}
+    lines = {}
+    for name, mass in masses.items():
+        if mass > MOST_UNREACHABLE:
+            teacher = f"teacher {name.rpartition('_t')[2]}" if len(masses) > 1 else "the teacher"
+            lines[name] = (
+                f"{mass:.0%} of the probability of {teacher} is on tokens that no row of the projection names "
+                f'({name}): P-KL has no gradient for them; use loss.mode = "chain", "alm" or "gold"'
+            )
+    return lines
 
 
 def _is_finite(value: Any) -> bool:

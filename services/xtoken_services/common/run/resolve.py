@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from xtoken_core.config.eval import EvalSpec
-from xtoken_core.config.loss import DENSE_ONLY, READ_BY, LossConfig, LossMode
+from xtoken_core.config.loss import DENSE_ONLY, READ_BY, LossConfig, LossMode, kind_of
 from xtoken_core.config.resolved import ResolvedModel, ResolvedRun
 from xtoken_core.config.spec import PAD_MULTIPLE, ModelSpec, RunSpec, TeacherSpec, padded_length
 from xtoken_core.dataset import TextIndex
@@ -22,12 +22,13 @@ from xtoken_services.common.files.allowed_paths import check_allowed, readable_r
 from xtoken_services.common.files.input_files import check_input_files, read_model_config
 from xtoken_services.common.models.packable import why_not_packed
 from xtoken_services.common.models.tensor_parallel import check_divided
-from xtoken_services.common.models.weights import check_weights, served_fingerprint, weights_fingerprint
+from xtoken_services.common.models.weight_checks import check_weights, served_fingerprint, weights_fingerprint
 from xtoken_services.common.run.metric_lines import finite
 from xtoken_services.common.run.teacher_checks import check_teachers, same_tokenizer_of
-from xtoken_services.common.stores.teacher_stores import check_stores
-from xtoken_services.common.tables.pair_files import cache_of, check_special_tokens, kind_of, pair_file
-from xtoken_services.common.text.training_text import documents_of, mixture_of, open_held_out, open_index, resolve_text
+from xtoken_services.common.stores.store_records import check_stores
+from xtoken_services.common.tables.pair_files import cache_of, check_special_tokens, pair_file
+from xtoken_services.common.text.measured_text import resolve_text
+from xtoken_services.common.text.training_text import documents_of, mixture_of, open_held_out, open_index
 from xtoken_services.common.tokenizers.chat_templates import read_chat_template
 from xtoken_services.common.tokenizers.vocabulary import has_chat_template, vocabulary_size
 

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from xtoken_services.common.run.metric_lines import BITS, TEACHER_BITS, finite, table
+from xtoken_services.common.run.metric_lines import BITS, TEACHER_BITS, finite, table, unreachable_warnings
+from xtoken_services.common.run.status import RunStatus
 from xtoken_services.common.run.verdict import Verdict, judge
 
-if TYPE_CHECKING:  # the trainer, which uses one of these, needs no status
-    from xtoken_services.common.run.status import RunStatus
-
-MOST_UNREACHABLE = 0.1
 LEAST_FRACTION = 0.05
-UNREACHABLE = "unreachable_mass"
 PAST_BEST = "best"
 MOST_LEFT_OUT = 0.1
 """Part of the samples that may be skipped, or cut, without a warning."""
@@ -58,20 +54,6 @@ def _left_out(status: RunStatus) -> tuple[Mapping[str, Any], float]:
     if done < LEAST_SAMPLES or "skipped_total" not in last:
         return sample, finite(sample).get("positions", 0)
     return {"skipped": last["skipped_total"], "truncated": last.get("truncated_total", 0)} | reason, done
-
-
-def unreachable_warnings(last: Mapping[str, Any]) -> dict[str, str]:
-    """Return a warning for every teacher of which too much mass has no gradient, from a step's metrics."""
-    masses = {name: value for name, value in finite(last).items() if name.startswith(UNREACHABLE)}
-    lines = {}
-    for name, mass in masses.items():
-        if mass > MOST_UNREACHABLE:
-            teacher = f"teacher {name.rpartition('_t')[2]}" if len(masses) > 1 else "the teacher"
-            lines[name] = (
-                f"{mass:.0%} of the probability of {teacher} is on tokens that no row of the projection names "
-                f'({name}): P-KL has no gradient for them; use loss.mode = "chain", "alm" or "gold"'
-            )
-    return lines
 
 
 def _without_effect(status: RunStatus) -> dict[str, str]:

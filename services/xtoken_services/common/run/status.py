@@ -13,8 +13,6 @@ from pydantic import BaseModel, ConfigDict
 from xtoken_core.config.spec import RunSpec
 from xtoken_services.common.run.metric_lines import BITS, finite, table
 
-SAMPLE = "sample.json"
-"""File of a run's directory with what a look at a sample of its text has found."""
 RECENT_STEPS = 20
 """Steps whose mean duration is extrapolated."""
 

@@ -11,7 +11,8 @@ from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import ConfigError
 from xtoken_core.projection.fingerprint import tokenizer_fingerprint
 from xtoken_core.teacher_store.files import is_address
-from xtoken_services.common.text.training_text import measure_pieces, open_text
+from xtoken_services.common.text.measured_text import measure_pieces
+from xtoken_services.common.text.training_text import open_text
 
 SUFFIX = "-store"
 BUILD = "build"

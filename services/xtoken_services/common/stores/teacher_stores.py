@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
 from pathlib import Path
 
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.errors import InputError
-from xtoken_core.teacher_store.identity import StoreError, identity_of
-from xtoken_core.teacher_store.store import BUILD_IT, TeacherStore
+from xtoken_core.teacher_store.identity import identity_of
+from xtoken_core.teacher_store.store import TeacherStore
 from xtoken_services.common.files.allowed_paths import Roots
-from xtoken_services.common.text.run_order import record_of
 from xtoken_services.common.tokenizers.chat_templates import read_chat_template
 
 
@@ -36,29 +34,6 @@ def open_store(run: ResolvedRun, teacher: int) -> TeacherStore:
     return opened
 
 
-def check_stores(run: ResolvedRun, *, completed: bool = False) -> None:
-    """Refuse a run with a store that lacks records, or was built from something else; nothing heavy is read.
-
-    Args:
-        run: The run.
-        completed: Stores with `store_missing = "compute"` have been completed, and are checked too.
-
-    Raises:
-        StoreError: The text names the store and the first record that is missing.
-        ConfigError: As `open_store`.
-    """
-    for teacher, spec in enumerate(run.spec.teacher):
-        if spec.store is None or (spec.store_missing == "compute" and not completed):
-            continue
-        opened = open_store(run, teacher)
-        missing = opened.missing(records_of(run), skip_condition(run, teacher))
-        if missing and spec.store_missing != "skip":
-            raise StoreError(
-                f"{len(missing)} records of the text are not in the store {spec.store}, record {missing[0]} first: "
-                f'{BUILD_IT}, or set teacher.{teacher}.store_missing = "skip" or "compute"'
-            )
-
-
 def skip_condition(run: ResolvedRun, teacher: int) -> str:
     """Return the digest of what decides which conversations have no row: tokenizers, chat templates and `train_on`.
 
@@ -79,28 +54,3 @@ def _own_template(directory: Path) -> str:
         return hashlib.sha256(read_chat_template(directory).encode()).hexdigest()
     except InputError:
         return ""
-
-
-def records_of(run: ResolvedRun) -> Iterable[int]:
-    """Return the records that a run reads, in the order of their first use unless it reads all."""
-    if run.positions >= run.epoch:
-        return range(run.records)
-    return dict.fromkeys(record_of(run, position) for position in range(run.positions))
-
-
-def missing_steps(run: ResolvedRun, store: TeacherStore) -> list[list[list[int]]]:
-    """Return the positions that a build computes: per rank its steps, in the order of the run.
-
-    Ranks take turns by the steps of the whole text, so that each one's share is the same whenever it is started.
-
-    Args:
-        run: The build.
-        store: Its store.
-    """
-    missing = set(store.missing(records_of(run), skip_condition(run, 0)))
-    size, ranks = run.spec.train.samples_per_step, run.spec.workers.ranks
-    by_rank: list[list[int]] = [[] for _ in range(ranks)]
-    for position in range(run.positions):
-        if record_of(run, position) in missing:
-            by_rank[position // size % ranks].append(position)
-    return [[own[at : at + size] for at in range(0, len(own), size)] for own in by_rank]

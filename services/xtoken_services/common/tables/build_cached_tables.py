@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from xtoken_core.chain.files import read_tables
+from xtoken_core.config.loss import PairKind
 from xtoken_core.errors import ConfigError, InputError
 from xtoken_core.projection.files import read_topk
 from xtoken_core.projection.fingerprint import tokenizer_fingerprint
-from xtoken_core.projection.pair_cache import NAMES, PairCache, PairKind
+from xtoken_core.projection.pair_cache import NAMES, PairCache
 from xtoken_services.common.files.allowed_paths import check_allowed
 from xtoken_services.common.processes.child_process import Progress, answer_requests
 from xtoken_services.common.tables.build_pair_file import build_pair_file

@@ -7,24 +7,17 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from xtoken_core.config.loss import PROJECTING_MODES, TABLE_MODES, LossMode
+from xtoken_core.config.loss import PairKind
 from xtoken_core.config.spec import RunSpec, TeacherSpec
 from xtoken_core.errors import ConfigError, InputError
 from xtoken_core.projection.fingerprint import SPECIAL_TOKENS_KEY, projection_header, special_tokens_metadata
-from xtoken_core.projection.pair_cache import NAMES, PairCache, PairKind
+from xtoken_core.projection.pair_cache import NAMES, PairCache
 from xtoken_core.user_cache import user_cache
 from xtoken_services.common.processes.child_process import BUILD_SILENCE_S, ask_child
 
 log = logging.getLogger("xtoken.pairs")
 
 BUILDER = "xtoken_services.common.tables.build_pair_file"
-
-
-def kind_of(mode: LossMode) -> PairKind | None:
-    """Return the kind of file about a pair of tokenizers that a mode reads; None: none."""
-    if mode in TABLE_MODES:
-        return "chain"
-    return "projection" if mode in PROJECTING_MODES else None
 
 
 def cache_of(spec: RunSpec) -> PairCache:

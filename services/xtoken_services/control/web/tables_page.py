@@ -7,7 +7,7 @@ from typing import Annotated, Any, cast, get_args
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import RedirectResponse
 
-from xtoken_core.projection.pair_cache import PairKind
+from xtoken_core.config.loss import PairKind
 from xtoken_services.control.api.dependencies import Context
 from xtoken_services.control.table_builds import BusyError, TableBuilds
 from xtoken_services.control.web.formatting import sentence

@@ -25,7 +25,7 @@ from xtoken_core.topk_logits import read_topk
 from xtoken_core.transports.ring import TopKSettings
 from xtoken_services.common.http_engine.check import check_servers
 from xtoken_services.common.http_engine.engine import Engine, Sampling
-from xtoken_services.common.http_engine.errors import EngineError, EngineRefusalError
+from xtoken_services.common.http_engine.errors import EngineError, EngineRefusalError, SampleRefusedError
 from xtoken_services.common.http_engine.factory import open_engine
 from xtoken_services.demo.vocabularies import train_teacher_tokenizer
 from xtoken_services.teacher.base import HeldOutText
@@ -222,6 +222,20 @@ def test_servers_of_other_models(stack: ExitStack, models: dict[str, Path]) -> N
     stranger = engine_of(stack, "vllm", models["meant"], ModelHandler(models["stranger"]))
     with pytest.raises(EngineRefusalError, match="let both have the same tokenizer"):
         check(stranger, models["meant"])
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_one_sample_that_a_server_refuses(stack: ExitStack, models: dict[str, Path], kind: str) -> None:
+    server = ModelHandler(models["meant"], max_length=20)
+    engine = engine_of(stack, kind, models["meant"], server)
+    teacher = ServedTeacher(engine, torch.device("cpu"), TopKSettings(K, engine.vocab_size, 1.0), 400)
+    stack.callback(teacher.close)
+    scores, refused = teacher.score([[1, 2, 3], [4] * 30], lambda _: None)
+    assert len(scores.own) == 3  # type: ignore[union-attr]
+    assert isinstance(refused, SampleRefusedError) and "maximum context length is 20" in str(refused)
+    server.max_length = 1
+    with pytest.raises(EngineRefusalError, match="status 400"):
+        teacher.score([[1, 2, 3]], lambda _: None)
 
 
 def test_a_stop_request_ends_the_wait(stack: ExitStack, models: dict[str, Path]) -> None:

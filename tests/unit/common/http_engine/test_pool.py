@@ -73,6 +73,15 @@ def test_a_server_that_asks_for_time_gets_it(stack: ExitStack) -> None:
     assert pool.retries == 1
 
 
+def test_a_held_server_gets_only_requests_that_name_it(stack: ExitStack) -> None:
+    pool = pool_of(stack, failing(200, content=0), failing(200, content=1), url_connections=1)
+    first = pool.replicas[0]
+    with pool.holding(first):
+        assert [pool.call("GET", "/x", decode=msgspec.json.decode) for _ in range(3)] == [1, 1, 1]
+        assert pool.call("GET", "/x", decode=msgspec.json.decode, replica=first) == 0
+    assert pool.call("GET", "/x", decode=msgspec.json.decode) == 0
+
+
 def test_a_server_that_accepts_and_never_answers(stack: ExitStack) -> None:
     release = threading.Event()
     stack.callback(release.set)

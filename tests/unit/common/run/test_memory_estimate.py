@@ -18,12 +18,9 @@ from xtoken_core.transports.ring import RingShape
 from xtoken_services.common.batches.step_plan import ring_shape
 from xtoken_services.common.processes.supervised import MARK
 from xtoken_services.common.run.memory_estimate import (
-    FLOAT32,
-    GIB,
     MemoryUse,
     check_room,
     check_teacher,
-    checkpoint_bytes,
     custom_loss_memory,
     exceeds_memory,
     memory_shortage,
@@ -31,6 +28,8 @@ from xtoken_services.common.run.memory_estimate import (
     student_bytes,
     weight_bytes,
 )
+from xtoken_services.common.run.memory_values import FLOAT32, GIB
+from xtoken_services.common.run.start_checks import checkpoint_bytes
 from xtoken_services.trainer.optimizer import StudentOptimizer
 from xtoken_services.trainer.student import Student
 

@@ -13,7 +13,7 @@ from xtoken_core.teacher_store.files import LocalFiles
 from xtoken_core.teacher_store.identity import identity_of
 from xtoken_core.teacher_store.shards import Entry
 from xtoken_core.teacher_store.store import TeacherStore
-from xtoken_services.common.stores.teacher_stores import missing_steps
+from xtoken_services.common.stores.store_records import missing_steps
 from xtoken_services.common.text.run_order import record_of
 
 PER_STEP = 8

@@ -8,14 +8,14 @@ from typing import get_args
 import pytest
 
 from tests.support.runs import resolved_run
-from xtoken_core.config.loss import LossMode
+from xtoken_core.config.loss import LossMode, kind_of
 from xtoken_core.config.resolved import ResolvedModel
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import InputError
 from xtoken_core.projection.pair_cache import PairCache
 from xtoken_services.common.run import resolve
 from xtoken_services.common.tables import pair_files
-from xtoken_services.common.tables.pair_files import cache_of, kind_of, pair_file
+from xtoken_services.common.tables.pair_files import cache_of, pair_file
 
 
 def test_files_of_the_modes() -> None:

@@ -1,0 +1,209 @@
+"""A server that generates with weights which are updated, as vLLM 0.24.0 and SGLang 0.5.23 do in what a client sees.
+
+Their published request and response models, and the code behind them, say which fields a request may have, what a
+process that starts again lacks, that cached keys and values stay while any request runs, and what a pause does to
+running ones.
+"""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.support.engine_server import Answer
+
+OK: Answer = (200, {}, b"")
+LOADING = threading.Lock()
+"""Of all servers: `from_pretrained` replaces methods of transformers' classes meanwhile; two at once leave them so."""
+FIELDS = {
+    # io_struct.py of SGLang: UpdateWeightFromDiskReqInput, PauseGenerationReqInput, ContinueGenerationReqInput.
+    "/update_weights_from_disk": {
+        "model_path", "load_format", "abort_all_requests", "weight_version", "is_async", "torch_empty_cache",
+        "keep_pause", "recapture_cuda_graph", "token_step", "flush_cache", "manifest",
+    },
+    "/pause_generation": {"mode"},
+    "/continue_generation": {"torch_empty_cache"},
+    # api_router.py of vLLM's `serve/dev/rpc`.
+    "/collective_rpc": {"method", "args", "kwargs", "timeout"},
+}  # fmt: skip
+
+
+class GeneratingServer:
+    """A model in a directory, decoded greedily.
+
+    Args:
+        start: Directory that it is started with.
+        end: Token that ends a text.
+        max_length: Tokens of the longest text.
+
+    Attributes:
+        held: Prompt whose completion runs until it is aborted, or a pause waits for it.
+    """
+
+    def __init__(self, start: Path, end: int, max_length: int = 4096) -> None:
+        self.start, self.end, self.max_length = start, end, max_length
+        self.seen: list[str] = []
+        self.bodies: list[Any] = []
+        self.held: list[int] | None = None
+        self.holding = threading.Event()
+        self.version, self.paused, self.updating, self.running = "default", False, False, 0
+        self._let_go = False
+        self._changed = threading.Condition()
+        self._cache: dict[tuple[int, ...], list[tuple[int, float]]] = {}
+        self._model: Any = None
+        self._path = start
+
+    def __call__(self, method: str, path: str, body: Any, headers: dict[str, str]) -> Answer:
+        path, query = urlsplit(path).path, parse_qs(urlsplit(path).query)
+        self.seen.append(path)
+        self.bodies.append(body)
+        if path in FIELDS and not (isinstance(body, dict) and body.keys() <= FIELDS[path]):
+            return 400, {}, {"error": {"message": f"fields of {body}"}}
+        routes = {
+            "/v1/models": self._models, "/model_info": self._model_info, "/generate": self._generate,
+            "/update_weights_from_disk": self._update, "/pause_generation": self._pause_sglang,
+            "/continue_generation": self._continue_sglang, "/v1/completions": self._complete,
+            "/collective_rpc": self._reload, "/reset_prefix_cache": self._reset, "/pause": self._pause_vllm,
+            "/resume": self._resume_vllm,
+        }  # fmt: skip
+        return routes[path](body, query) if path in routes else (404, {}, {"detail": "Not Found"})
+
+    def _models(self, body: Any, query: Any) -> Answer:
+        return 200, {}, {"data": [{"id": "m", "root": str(self.start), "max_model_len": self.max_length}]}
+
+    def _model_info(self, body: Any, query: Any) -> Answer:
+        return 200, {}, {"model_path": str(self._path), "weight_version": self.version}
+
+    def _update(self, body: Any, query: Any) -> Answer:
+        if not (Path(body["model_path"]) / "config.json").is_file():
+            return 400, {}, {"success": False, "message": "Failed to get model config", "num_paused_requests": 0}
+        with self._changed:  # its lock of the model: nothing begins, and it waits for what runs
+            self.updating = True
+            self._changed.wait_for(lambda: not self.running)
+            self._load(Path(body["model_path"]))
+            self.version = body.get("weight_version") or self.version
+            self._cache.clear()
+            self.updating = False
+            self._changed.notify_all()
+        return 200, {}, {"success": True, "message": "Succeeded", "num_paused_requests": 0}
+
+    def _pause_sglang(self, body: Any, query: Any) -> Answer:
+        assert body.get("mode", "abort") == "abort"
+        self._pause()
+        return 200, {}, {"message": "Generation paused successfully.", "status": "ok"}
+
+    def _continue_sglang(self, body: Any, query: Any) -> Answer:
+        self._resume()
+        return 200, {}, {"message": "Generation continued successfully.", "status": "ok"}
+
+    def _pause_vllm(self, body: Any, query: Any) -> Answer:
+        assert query.get("mode", ["abort"])[0] in ("abort", "wait")
+        self._pause()
+        self._flushed()
+        return 200, {}, {"status": "paused"}
+
+    def _resume_vllm(self, body: Any, query: Any) -> Answer:
+        self._resume()
+        return 200, {}, {"status": "resumed"}
+
+    def _reset(self, body: Any, query: Any) -> Answer:
+        self._flushed()  # "we currently do not check if the prefix cache is successfully reset in the API server"
+        return OK
+
+    def _reload(self, body: Any, query: Any) -> Answer:
+        assert body["method"] == "reload_weights" and body.get("kwargs", {}).keys() <= {"weights_path"}
+        self._load(Path(body.get("kwargs", {}).get("weights_path", self._path)))
+        return 200, {}, {"results": [None]}
+
+    def _generate(self, body: Any, query: Any) -> Answer:
+        parameters = body["sampling_params"]
+        made = self._completion(body["input_ids"], parameters["max_new_tokens"])
+        if isinstance(made, str):
+            return 400, {}, {"error": {"message": made}}
+        ids, reason = [token for token, _ in made], "abort" if self._aborted(made) else "length"
+        finish = {"type": "stop", "matched": self.end} if ids[-1:] == [self.end] else {"type": reason}
+        listed = [[value, token, None] for token, value in made]
+        meta = {"finish_reason": finish, "output_token_logprobs": listed, "weight_version": self.version}
+        return 200, {}, {"text": "", "output_ids": ids, "meta_info": meta}
+
+    def _complete(self, body: Any, query: Any) -> Answer:
+        made = self._completion(body["prompt"], body["max_tokens"])
+        if isinstance(made, str):
+            return 400, {}, {"error": {"message": made, "type": "BadRequestError", "param": None, "code": 400}}
+        ids, reason = [token for token, _ in made], "abort" if self._aborted(made) else "length"
+        listed = {
+            "tokens": [f"token_id:{token}" for token in ids], "token_logprobs": [value for _, value in made],
+            "top_logprobs": [{f"token_id:{token}": value} for token, value in made], "text_offset": [0] * len(ids),
+        }  # fmt: skip
+        reason = "stop" if ids[-1:] == [self.end] else reason
+        choice = {"index": 0, "text": "", "finish_reason": reason, "stop_reason": None, "logprobs": listed}
+        return 200, {}, {"choices": [choice]}
+
+    def _load(self, path: Path) -> None:
+        with LOADING:
+            self._path, self._model = path, AutoModelForCausalLM.from_pretrained(path).eval()
+
+    def _flushed(self) -> bool:
+        with self._changed:
+            if self.running:
+                return False
+            self._cache.clear()
+            return True
+
+    def _pause(self) -> None:
+        """Let the running requests end, and wait for them."""
+        with self._changed:
+            self.paused, self._let_go = True, True
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self.running)
+
+    def abort(self) -> None:
+        """Let the running requests end, as another client may demand."""
+        self._pause()
+        self._resume()
+
+    def _resume(self) -> None:
+        with self._changed:
+            self.paused = self._let_go = False
+            self._changed.notify_all()
+
+    @staticmethod
+    def _aborted(made: list[tuple[int, float]]) -> bool:
+        return not made
+
+    @torch.no_grad()
+    def _completion(self, ids: list[int], most: int) -> list[tuple[int, float]] | str:
+        """Return tokens with their log-probabilities, none if they were aborted, or why the request is refused."""
+        if len(ids) + most > self.max_length:
+            return f"Requested token count exceeds the model's maximum context length of {self.max_length} tokens"
+        with self._changed:
+            self._changed.wait_for(lambda: not (self.paused or self.updating))
+            self.running += 1
+        try:
+            if ids == self.held:
+                self.holding.set()
+                with self._changed:
+                    self._changed.wait_for(lambda: self._let_go)
+                return []
+            if self._model is None:
+                self._load(self._path)
+            if tuple(ids) not in self._cache:
+                self._cache[tuple(ids)] = self._greedy(ids, most)
+            return self._cache[tuple(ids)]
+        finally:
+            with self._changed:
+                self.running -= 1
+                self._changed.notify_all()
+
+    def _greedy(self, ids: list[int], most: int) -> list[tuple[int, float]]:
+        row, made = list(ids), []
+        while len(made) < most and row[-1] != self.end:
+            values = self._model(torch.tensor([row])).logits[0, -1].double().log_softmax(-1)
+            row.append(int(values.argmax()))
+            made.append((row[-1], float(values.max())))
+        return made
