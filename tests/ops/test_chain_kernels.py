@@ -17,6 +17,7 @@ from xtoken_core.chain import class_layout
 from xtoken_core.chain.build import as_tensors, build_tables
 from xtoken_core.chain.tables import ChainTables
 from xtoken_core.losses.masks import whole_chunks
+from xtoken_core.ops.chain.divergences import Generated
 from xtoken_core.ops.chain.reference import ChainOptions, ChainSettings, NativeChainOp
 
 pytest.importorskip("triton")
@@ -25,6 +26,8 @@ from xtoken_core.ops.chain import gradient_launch, layout  # noqa: E402
 from xtoken_core.ops.chain.triton import TritonChainOp  # noqa: E402
 
 slow = pytest.mark.slow
+FORWARD = 0.0
+"""For `beta`: all text is given."""
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SIZES = {
     "TEACHER_LANES": 2, "STUDENT_LANES": 2, "BLOCK": 16, "SLOTS": 2, "CHUNKS": 2,
@@ -62,10 +65,17 @@ def inputs(pair, device, dtype=torch.float32):
     return *logits, *sides, tables, P
 
 
-def results(op, given, options, temperature, upcast=False, overwrite=False):
+def every_other(student, beta):
+    """The form of every other sample, the first one's among them; None: all text is given."""
+    at = (torch.arange(len(student), device=student.device) % 2 == 0).unsqueeze(1).expand(student.shape[:2])
+    return None if beta == FORWARD else Generated(at, beta)
+
+
+def results(op, given, options, temperature, upcast=False, overwrite=False, beta=FORWARD):
     student, teacher, *sides, tables, P = given
     leaf = (student.float() if upcast else student).clone().requires_grad_()
-    settings = ChainSettings(P, options, temperature, overwrite=overwrite)
+    generated = every_other(student, beta)
+    settings = ChainSettings(P, options, temperature, generated=generated, overwrite=overwrite)
     found = op(leaf, teacher.float() if upcast else teacher, *sides, tables, settings)
     generator = torch.Generator().manual_seed(5)
     total = sum((part * torch.rand(part.shape, generator=generator).to(part)).sum() for part in found[:4])
@@ -74,10 +84,10 @@ def results(op, given, options, temperature, upcast=False, overwrite=False):
     return found, gradient
 
 
-def check(given, options, temperature=1.0, overwrite=False):
+def check(given, options, temperature=1.0, overwrite=False, beta=FORWARD):
     dtype = given[0].dtype
-    found, gradient = results(TritonChainOp(), given, options, temperature, overwrite=overwrite)
-    expected, truth = results(NativeChainOp(), given, options, temperature, upcast=True)
+    found, gradient = results(TritonChainOp(), given, options, temperature, overwrite=overwrite, beta=beta)
+    expected, truth = results(NativeChainOp(), given, options, temperature, upcast=True, beta=beta)
     slack = 2.0 if dtype == torch.bfloat16 and given[0].device.type == "cpu" else 1.0
     for name, actual, wanted in zip(found._fields, found, expected, strict=True):
         assert_within(actual, wanted, OUTPUT["chunk", dtype], name, slack=slack)
@@ -99,6 +109,23 @@ def check(given, options, temperature=1.0, overwrite=False):
 )
 def test_values_and_gradient_are_the_references(device, pair, options, temperature):
     check(inputs(pair, device), options, temperature)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("beta", [None, 0.3], ids=["reverse", "jsd"])
+@pytest.mark.parametrize(
+    ("pair", "options", "temperature", "overwrite"),
+    [
+        pytest.param((WHOLE, SPLIT), ChainOptions(), 1.0, True, id="student_is_whole"),
+        pytest.param((SPLIT, WHOLE), ChainOptions(), 2.0, False, id="teacher_is_whole"),
+        pytest.param((UNGROUPED, BY_THREE), ChainOptions(), 1.0, False, id="words_end_inside_tokens"),
+        pytest.param((WHOLE, SPLIT), ChainOptions(False, True, True), 1.0, True, id="unconditioned", marks=slow),
+        pytest.param((WHOLE, WHOLE), ChainOptions(), 1.0, False, id="one_tokenizer", marks=slow),
+    ],
+)
+def test_generated_text(device, pair, options, temperature, overwrite, beta):
+    check(inputs(pair, device), options, temperature, overwrite, beta)
 
 
 @pytest.mark.usefixtures("small")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.ops.test_chain_kernels import FORWARD, every_other, of_thousands, without_end_terms
 from tests.ops.test_chain_kernels import inputs as chain_inputs
-from tests.ops.test_chain_kernels import of_thousands, without_end_terms
 from tests.ops.tolerances import GRADIENT, OUTPUT, assert_within
 from tests.support.device import without_waiting
 from tests.unit.chain.test_edges import SPLIT, WHOLE
@@ -49,9 +49,9 @@ def given(logits, sides, tables, P, settings, k):
     return student, *lists, *sides, tables, settings
 
 
-def case(pair, device, k, dtype=torch.float32, **changed):
+def case(pair, device, k, dtype=torch.float32, beta=FORWARD, **changed):
     student, teacher, *sides, tables, P = chain_inputs(pair, device, dtype)
-    settings = ChainTopKSettings(P, **changed)
+    settings = ChainTopKSettings(P, generated=every_other(student, beta), **changed)
     return given((student, teacher), sides, tables, P, settings, k)
 
 
@@ -100,6 +100,24 @@ def check(arguments, reference=None):
 def test_values_and_gradient_are_the_references(device, pair, k, changed):
     expected = check(case(pair, device, min(k, len(pair[1].vocab)), **changed))
     assert pair[0] is pair[1] or (expected.inner + expected.end).count_nonzero()
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("beta", [None, 0.3], ids=["reverse", "jsd"])
+@pytest.mark.parametrize(
+    ("pair", "k", "changed"),
+    [
+        pytest.param((WHOLE, SPLIT), 3, {}, id="student_is_whole"),
+        pytest.param((SPLIT, WHOLE), 4, {"temperature": 2.0}, id="teacher_is_whole"),
+        pytest.param((BY_THREE, UNGROUPED), 5, {}, id="words_end_inside_tokens"),
+        pytest.param((WHOLE, SPLIT), 2, {"options": ChainOptions(False, True, True)}, id="unconditioned", marks=slow),
+        pytest.param((SPLIT, WHOLE), 1000, {}, id="all_are_listed", marks=slow),
+        pytest.param((WHOLE, SPLIT), 1, {}, id="one_is_listed", marks=slow),
+    ],
+)
+def test_generated_text(device, pair, k, changed, beta):
+    check(case(pair, device, min(k, len(pair[1].vocab)), beta=beta, **changed))
 
 
 @slow

@@ -19,7 +19,6 @@ from xtoken_core.ops.chain.divergences import Generated
 from xtoken_core.ops.chain.events import PARTS, SideTokens
 from xtoken_core.ops.chain.reference import ChainOptions, ChainResult, ChainSettings
 from xtoken_core.ops.chain_topk.reference import ChainTopKResult, ChainTopKSettings
-from xtoken_core.ops.registry import OpBackend, load_backend
 from xtoken_core.topk_logits import TopKLogits
 
 
@@ -49,14 +48,11 @@ class ChainLoss(ChunkLoss):
             raise ConfigError('mode = "chain" takes the chain tables of student and teacher (LossTeacher.tables)')
         self.tables = teacher.tables.to(device)
         self.other_form = config.reverse_kl or config.beta is not None
-        # The kernels compute the forward KL alone.
-        op: Any = load_backend(OpBackend.PYTORCH_NATIVE_CHAIN) if self.other_form else get_op("chain", device)
-        native = OpBackend.PYTORCH_NATIVE_CHAIN_TOPK
-        listed_op: Any = load_backend(native) if self.other_form else get_op("chain_topk", device)
+        self.op: Any = get_op("chain", device)
+        self.listed_op: Any = get_op("chain_topk", device)
         # Layouts of the tables are built here, once, not in the first step.
-        op.prepare(self.tables)
-        listed_op.prepare(self.tables)
-        self.op, self.listed_op = op, listed_op
+        self.op.prepare(self.tables)
+        self.listed_op.prepare(self.tables)
         self.widths = len(self.tables.student.root), len(self.tables.teacher.root)
         if self.widths[0] > student_vocab_size or self.widths[1] > teacher.vocab_size:
             raise ConfigError(

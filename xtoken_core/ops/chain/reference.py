@@ -64,8 +64,7 @@ class ChainSettings:
         options: Terms to include.
         temperature: Divides both sides' logits.
         with_cross_entropy: True to return the student's cross-entropy on its whole head, too.
-        generated: The form on text that the student has generated, which only the reference computes; None: all text
-            is given.
+        generated: The form on text that the student has generated; None: all text is given.
         overwrite: True if a backend may overwrite the student's logits with their gradient.
     """
 

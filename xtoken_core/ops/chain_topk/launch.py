@@ -198,7 +198,8 @@ class ListedComparison(Comparison):
 
     def __init__(self, tables: ChainTables, sides: tuple[SideTokens, SideTokens], settings: ChainTopKSettings) -> None:
         """Find the events, without waiting for the device."""
-        super().__init__(tables, sides, settings.max_chunks, settings.options, settings.temperature)
+        common = settings.max_chunks, settings.options, settings.temperature, settings.generated
+        super().__init__(tables, sides, *common)
         self.settings = settings
         self.by_class = student_classes(tables)
         self.targets = sides[0].predicted.long().contiguous()
@@ -217,10 +218,10 @@ class ListedComparison(Comparison):
         value, mass, rest_ratio = (self._float(E) for _ in range(3))
         ratio = self._float(E, K)
         inputs = logits, given.classes, heads, rest_p, *self.starts.rows, bits, rows["s_lse"], *rest
-        results = value, mass, ratio, rest_ratio
+        results = value, mass, ratio, rest_ratio, self.own
         sizes = student.positions, bits.shape[1], K, *student.strides, self.scale
         entry_kernels.chain_listed_start_kernel[(E,)](
-            *inputs, *self.by_class, *results, *sizes, ENTRIES, TOKENS, num_warps=START_WARPS
+            *inputs, *self.by_class, *results, *sizes, ENTRIES, TOKENS, self.form, num_warps=START_WARPS
         )
         join(self.device)
         of_starts = RowResults(
@@ -285,9 +286,17 @@ class ListedComparison(Comparison):
             tables = *inner.rows, inner.node, *nodes.slots, *held.segments
             scratch = self._float(programs, held.most_segments), held.most_segments
             sizes = E, student.positions, *student.strides, self.scale, given.size
-            constants = SLOTS, given.tile, given.lanes
+            constants = SLOTS, given.tile, given.lanes, self.form
             node_kernels.chain_listed_inside_kernel[(programs,)](
-                *entries, *tables, *scratch, *nodal, nodes.most_slots, *sizes, *constants, num_warps=NODE_WARPS
+                *entries,
+                *tables,
+                *scratch,
+                *nodal,
+                self.own,
+                nodes.most_slots,
+                *sizes,
+                *constants,
+                num_warps=NODE_WARPS,
             )
         return nodal
 
@@ -308,9 +317,9 @@ class ListedComparison(Comparison):
             scratch = flags, self._float(programs, fresh.most_segments), fresh.most_segments
             widths = E, student.positions, student.width, len(self.tables.teacher.root), flags.shape[1]
             inputs = *entries, *events, *slots, *of_student, *scratch
-            constants = *student.strides, self.scale, given.size, BLOCK, SLOTS, given.tile, given.lanes
+            constants = *student.strides, self.scale, given.size, BLOCK, SLOTS, given.tile, given.lanes, self.form
             node_kernels.chain_listed_beside_kernel[(programs,)](
-                *inputs, *nodal, nodes.most_slots, *widths, *constants, num_warps=NODE_WARPS
+                *inputs, *nodal, self.own, nodes.most_slots, *widths, *constants, num_warps=NODE_WARPS
             )
         return nodal
 

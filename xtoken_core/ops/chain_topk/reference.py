@@ -26,8 +26,7 @@ class ChainTopKSettings:
         options: Terms to include.
         temperature: Divides the student's logits.
         with_cross_entropy: True to return the student's cross-entropy on its whole head, too.
-        generated: The form on text that the student has generated, which only the reference computes; None: all text
-            is given.
+        generated: The form on text that the student has generated; None: all text is given.
     """
 
     max_chunks: int

@@ -73,10 +73,10 @@ class TritonChainTopKOp(Op):
         tables: ChainTables,
         settings: ChainTopKSettings,
     ) -> ChainTopKResult:
-        """Compute the same as the reference, which runs for float64, generated text and batches without a chunk."""
+        """Compute the same as the reference, which runs for float64 and batches without a chunk."""
         empty = not student_logits.numel() * ids.numel() * settings.max_chunks
         exact = not (accumulates_in_float32(student_logits) and accumulates_in_float32(log_probs))
-        if empty or exact or settings.generated is not None:
+        if empty or exact:
             return chain_topk(student_logits, log_probs, ids, tail, student, teacher, tables, settings)
         with launching_on(student_logits):
             inputs = ListedComparison(tables, (student, teacher), settings)
