@@ -124,6 +124,7 @@ class Gradient:
             TILES=GRADIENT_TILES,
             LANES=GRADIENT_LANES,
             num_warps=GRADIENT_WARPS,
+            **self.inputs.registers(launch.GRADIENT_REGISTERS),
         )
 
     def add_nodes(self, first: int, last: int) -> None:

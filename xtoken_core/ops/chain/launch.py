@@ -41,6 +41,8 @@ CHUNKS, TERMS = 32, 16
 """Chunks of a program that adds up parts, and blocks of classes whose terms it reads at once."""
 LIVE_WARPS, TEACHER_WARPS, STUDENT_WARPS, CLASS_WARPS, NODE_WARPS = 4, 8, 16, 4, 8
 CLEAR_WARPS = 4
+STUDENT_REGISTERS, GRADIENT_REGISTERS = 64, 80
+"""Most registers of a thread with generated text: two programs of the first kernel, three of the second at once."""
 NODE_PROGRAMS_PER_PROCESSOR = 8
 # More than one, so that tests in the interpreter see programs share the work; few, since it runs them in turn.
 INTERPRETED_PROGRAMS = 3
@@ -155,6 +157,10 @@ class Comparison:
     def _programs(self, per_processor: int, most: int) -> int:
         return max(1, min(processors(self.device) * per_processor, most))
 
+    def registers(self, most: int) -> dict[str, int]:
+        """Return the launch option that keeps as many programs on a processor as without generated text."""
+        return {"maxnreg": most} if self.form else {}
+
     def _strides(self, first: Rows, second: Rows) -> tuple[int | float, ...]:
         """Return both sides' strides and the scale, with which the kernels' arguments end."""
         return *first.strides, *second.strides, self.scale
@@ -207,7 +213,9 @@ class Comparison:
         sizes = E, T_s, teacher.positions, student.logits.shape[2], student.width, s_bits.shape[1]
         flags = targets is not None, self.scale == 1.0, STUDENT_LANES, self.form
         arguments = *inputs, *results, *sizes, *self._strides(student, teacher), *flags
-        start_kernels.chain_student_kernel[(R_s,)](student.logits, teacher.logits, *arguments, num_warps=STUDENT_WARPS)
+        start_kernels.chain_student_kernel[(R_s,)](
+            student.logits, teacher.logits, *arguments, num_warps=STUDENT_WARPS, **self.registers(STUDENT_REGISTERS)
+        )
         del t_own  # so that less is held beside the ratios
         # float16 has not the range; the logarithms of generated text are not bounded by what they are multiplied with.
         half = student.logits.dtype == torch.bfloat16 and not self.form

@@ -230,7 +230,7 @@ def store_start(
     """Store the live sum of a row, and the terms of its plain classes, from the sums of lanes."""
     base, t_base, partner_ptr = rows
     s_bits, t_bits = bits
-    top, alive, kl, mass, lowest, reach, cost = lanes
+    top, alive, kl, mass, lowest, reach = lanes
     _, part = sum_over_lanes(top, alive)
     s_lse = tl.log(part) + highest
     if part < FEW_LIVE:
@@ -242,8 +242,8 @@ def store_start(
     again = tl.min(lowest, axis=0) - s_lse < LOG_TINY
     if FORM != 0.0:
         _, own_reach = sum_over_lanes(top, reach)
-        _, own_cost = sum_over_lanes(top, cost)
-        value = tl.where(generated, (own_cost - s_lse * own_reach) / part, value)  # added up was e (z - log p)
+        _, own_kl = sum_over_lanes(top, kl)
+        value = tl.where(generated, -(own_kl + s_lse * own_reach) / part, value)
         unclipped = tl.where(generated, own_reach / part, unclipped)
         again = tl.where(generated, part < FEW_LIVE, again)  # these sums have few digits, like that of live tokens
     if again:
@@ -327,10 +327,10 @@ def chain_student_kernel(
     kl = tl.zeros((LANES,), dtype=tl.float32)
     mass = tl.zeros((LANES,), dtype=tl.float32)
     lowest = tl.full((LANES,), float("inf"), dtype=tl.float32)
-    reach, cost = 0.0, 0.0
+    reach, generated = 0.0, False
     if FORM != 0.0:
         reach = tl.zeros((LANES,), dtype=tl.float32)
-        cost = tl.zeros((LANES,), dtype=tl.float32)
+        generated = is_generated(generated_ptr, row, FORM)
     for begin in range(0, V, LANES * ADJACENT):
         x = columns_of(begin, LANES)
         z = tl.load(base + x, mask=x < V, other=float("-inf")).to(tl.float32) * scale
@@ -343,19 +343,21 @@ def chain_student_kernel(
         e = exp(z - pivot[:, None])
         total = total * shrink + tl.sum(e, axis=1)
         alive = alive * shrink + tl.sum(tl.where(live, e, 0.0), axis=1)
+        if FORM != 0.0:
+            # In generated text e is the weight, whose pivot may change.
+            of_both = tl.where(both, e, 0.0)
+            weight = tl.where(generated, of_both, p)
+            term = tl.where(weight > 0.0, weight * (log_p - z), 0.0)
+            kl = kl * tl.where(generated, shrink, 1.0)
+            reach = reach * shrink + tl.sum(of_both, axis=1)
         kl += tl.sum(term, axis=1)
         mass += tl.sum(p, axis=1)
         lowest = tl.minimum(lowest, tl.min(tl.where(p > 0.0, z, float("inf")), axis=1))
-        if FORM != 0.0:
-            e = tl.where(both, e, 0.0)
-            reach = reach * shrink + tl.sum(e, axis=1)
-            cost = cost * shrink + tl.sum(tl.where(e > 0.0, e * (z - log_p), 0.0), axis=1)
     highest, whole = sum_over_lanes(top, total)
     tl.store(top_ptr + row, highest)
     tl.store(total_ptr + row, whole)
     if event >= 0:
-        rows, lanes = (base, t_base, partner_ptr), (top, alive, kl, mass, lowest, reach, cost)
-        generated = is_generated(generated_ptr, row, FORM)
+        rows, lanes = (base, t_base, partner_ptr), (top, alive, kl, mass, lowest, reach)
         store_start(
             rows,
             (bits, t_bits),
