@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.ops.test_chain_kernels import FORWARD, every_other, of_thousands, without_end_terms
+from tests.ops.test_chain_kernels import FORWARD, every_form, every_other, forms, of_thousands, without_end_terms
 from tests.ops.test_chain_kernels import inputs as chain_inputs
 from tests.ops.tolerances import GRADIENT, OUTPUT, assert_within
 from tests.support.device import without_waiting
@@ -104,7 +104,7 @@ def test_values_and_gradient_are_the_references(device, pair, k, changed):
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("beta", [None, 0.3], ids=["reverse", "jsd"])
+@forms
 @pytest.mark.parametrize(
     ("pair", "k", "changed"),
     [
@@ -122,17 +122,19 @@ def test_generated_text(device, pair, k, changed, beta):
 @slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
-def test_sizes_as_shipped(device, dtype):
-    check(case((SPLIT, WHOLE), device, 3, dtype))
+@every_form
+def test_sizes_as_shipped(device, dtype, beta):
+    check(case((SPLIT, WHOLE), device, 3, dtype, beta))
 
 
 @slow
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("device", DEVICES)
-def test_missing_probability_is_finite(device):
+@every_form
+def test_missing_probability_is_finite(device, beta):
     student, teacher, *sides, tables, P = chain_inputs((WHOLE, SPLIT), device)
     student[..., ::3], teacher[..., 1::3] = -torch.inf, -torch.inf
-    settings = ChainTopKSettings(P, with_cross_entropy=False)
+    settings = ChainTopKSettings(P, with_cross_entropy=False, generated=every_other(student, beta))
     arguments = given((student, teacher), sides, tables, P, settings, 6)
     actual, expected = (op(*arguments) for op in (TritonChainTopKOp(), NativeChainTopKOp()))
     for value, wanted in zip(actual[:4], expected[:4], strict=True):
@@ -166,9 +168,10 @@ def test_tokens_that_end_without_a_term_are_inside_their_nodes(device, pair):
 @pytest.mark.gpu
 @pytest.mark.parametrize("k", [16, 64, 256])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_vocabularies_of_thousands(dtype, k):
+@every_form
+def test_vocabularies_of_thousands(dtype, k, beta):
     *logits, student, teacher, tables, P = of_thousands(dtype)
-    settings = ChainTopKSettings(P)
+    settings = ChainTopKSettings(P, generated=every_other(logits[0], beta))
     arguments = given(logits, (student, teacher), tables, P, settings, k)
     check(arguments)
     op = TritonChainTopKOp()

@@ -34,10 +34,10 @@ def probabilities(base, x, live, scale, lse):
 
 
 @triton.jit
-def store_terms(
-    q, alive, p, t_alive, m, there, block, event, E, M, ratio_ptr, terms_ptr, generated, FORM: tl.constexpr
-):
+def store_terms(q, alive, p, t_alive, m, there, block, event, E, M, results, s_row, FORM: tl.constexpr):
     """Store the terms of a block of classes, and the ratio of each for the gradient."""
+    ratio_ptr, terms_ptr, generated_ptr = results
+    generated = is_generated(generated_ptr, s_row, FORM)
     # Classes that no live token of the student is in are not compared (docs/losses.md, `Definition`, start).
     p = tl.where(there & (alive > 0), p, 0.0)
     if FORM != 0.0:
@@ -78,7 +78,6 @@ def compare_tiles(
     student_ptr, teacher_ptr, s_bits_ptr, t_bits_ptr = sides
     chunk_ptr, student_row_ptr, teacher_row_ptr, s_lse_ptr, t_lse_ptr = starts
     s_token_ptr, t_token_ptr = tokens
-    ratio_ptr, terms_ptr, generated_ptr = results
     E, M, T_s, T_t, W_s, W_t, s_stride_b, s_stride_t, t_stride_b, t_stride_t = shape
     # [HEIGHT, LENGTH] entries. Narrow classes lie across (AXIS 0 adds up a class), medium ones along (AXIS 1).
     entry = tl.arange(0, HEIGHT)[:, None] * LENGTH + tl.arange(0, LENGTH)[None, :]
@@ -106,23 +105,7 @@ def compare_tiles(
             p = probabilities(t_base, y, t_live, scale, t_lse)
             of_student, reached = tl.sum(q, axis=AXIS), tl.max(live.to(tl.int32), axis=AXIS)
             of_teacher, t_reached = tl.sum(p, axis=AXIS), tl.max(t_live.to(tl.int32), axis=AXIS)
-            generated = is_generated(generated_ptr, s_row, FORM)
-            store_terms(
-                of_student,
-                reached,
-                of_teacher,
-                t_reached,
-                m,
-                there,
-                block,
-                event,
-                E,
-                M,
-                ratio_ptr,
-                terms_ptr,
-                generated,
-                FORM,
-            )
+            store_terms(of_student, reached, of_teacher, t_reached, m, there, block, event, E, M, results, s_row, FORM)
         known, s_row, t_row, s_lse, t_lse = next_known, next_s_row, next_t_row, next_s_lse, next_t_lse
         s_word, t_word = next_s, next_t
 
@@ -146,7 +129,6 @@ def compare_wide(
     student_ptr, teacher_ptr, s_bits_ptr, t_bits_ptr = sides
     chunk_ptr, student_row_ptr, teacher_row_ptr, s_lse_ptr, t_lse_ptr = starts
     s_token_ptr, t_token_ptr = tokens
-    ratio_ptr, terms_ptr, generated_ptr = results
     E, M, T_s, T_t, W_s, W_t, s_stride_b, s_stride_t, t_stride_b, t_stride_t = shape
     m = tl.load(block_ptr + 1) + tl.arange(0, 1)
     s_first, t_first = tl.load(block_ptr + 3), tl.load(block_ptr + 4)
@@ -184,9 +166,8 @@ def compare_wide(
                 event,
                 E,
                 M,
-                ratio_ptr,
-                terms_ptr,
-                is_generated(generated_ptr, s_row, FORM),
+                results,
+                s_row,
                 FORM,
             )
 

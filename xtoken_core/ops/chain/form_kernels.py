@@ -97,7 +97,7 @@ def odds_of(gap, shift):
 
 @triton.jit
 def mixture_term(odds, FORM: tl.constexpr):
-    """Return what a class adds to the generalised JSD of a start, by the student's mass of it, less `-FORM log FORM`.
+    """Return a class's term of the generalised JSD of a start over the student's mass, all but `-FORM log FORM`.
 
     Of a class that is not compared that is the term of the student's mass beyond `reach`.
     """
