@@ -48,11 +48,12 @@ class ChainLoss(ChunkLoss):
             raise ConfigError('mode = "chain" takes the chain tables of student and teacher (LossTeacher.tables)')
         self.tables = teacher.tables.to(device)
         self.other_form = config.reverse_kl or config.beta is not None
-        self.op: Any = get_op("chain", device)
-        self.listed_op: Any = get_op("chain_topk", device)
+        op: Any = get_op("chain", device)
+        listed_op: Any = get_op("chain_topk", device)
         # Layouts of the tables are built here, once, not in the first step.
-        self.op.prepare(self.tables)
-        self.listed_op.prepare(self.tables)
+        op.prepare(self.tables)
+        listed_op.prepare(self.tables)
+        self.op, self.listed_op = op, listed_op
         self.widths = len(self.tables.student.root), len(self.tables.teacher.root)
         if self.widths[0] > student_vocab_size or self.widths[1] > teacher.vocab_size:
             raise ConfigError(
