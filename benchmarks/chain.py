@@ -1,10 +1,11 @@
 """Times the chain divergence with cross-entropy on one GPU, forward and backward, and writes the figures as JSON.
 
-    python -m benchmarks.chain [--out FILE] [--small] [--backends reference,triton]
+    python -m benchmarks.chain [--out FILE] [--small] [--backends reference,triton] [--forms forward,reverse,jsd]
 
 Student logits `[1, 2048, 128256]` and teacher logits `[1, 2048, 151936]` in bfloat16, tables and text drawn as in
 `benchmarks.chain_tables`. Times are medians over replays of a CUDA graph (over events where it cannot be captured), of
-the whole loss as the trainer calls it. Memory is the peak above the inputs. The bytes that must move are the student's
+the whole loss as the trainer calls it; the forms other than the forward KL are on generated text, and are timed for the
+kernels alone. Memory is the peak above the inputs. The bytes that must move are the student's
 logits twice, their gradient and the teacher's logits once; the fraction is of a copy's bandwidth in the same run.
 """
 
@@ -15,7 +16,9 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,11 +36,13 @@ ROOT = Path(__file__).parents[1]
 
 
 SMALL = Shape(48, 1024, 1536)
+FORMS: dict[str, dict[str, Any]] = {"forward": {}, "reverse": {"reverse_kl": True}, "jsd": {"beta": 0.5}}
+"""Settings of the loss by form of the divergence."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One backend. Times in milliseconds, memory in bytes."""
+    """One backend and form. Times in milliseconds, memory in bytes."""
 
     name: str
     timed_by: str
@@ -49,11 +54,11 @@ class Row:
 
 
 def chain_loss(
-    tables: ChainTables, text: DrawnText, shape: Shape, device: torch.device, *, ce_loss_scale: float = 1.0
+    tables: ChainTables, text: DrawnText, shape: Shape, device: torch.device, **settings: Any
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return a function of both sides' logits that gives the loss of one sample."""
+    """Return a function of both sides' logits that gives the loss of one sample, which is generated text."""
     loss = CrossTokenizerDistillationLoss(
-        LossConfig(mode="chain", ce_loss_scale=ce_loss_scale),
+        LossConfig(mode="chain", ce_loss_scale=1.0, **settings),
         student_vocab_size=shape.student_vocab,
         teachers=[LossTeacher(shape.teacher_vocab, tables=tables)],
         device=device,
@@ -63,6 +68,7 @@ def chain_loss(
         "input_ids": text.ids[0],
         "token_mask": (text.chunk_id[0] >= 0).long(),
         "sample_mask": torch.ones(1),
+        "weights_version": torch.zeros(1, dtype=torch.int64),
         "teacher_input_ids": text.ids[1],
         "teacher_token_mask": (text.chunk_id[1] >= 0).long(),
         "alignment_student_chunk_id": text.chunk_id[0],
@@ -120,6 +126,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "chain.json")
     parser.add_argument("--backends", default=",".join(sorted(BACKENDS["chain"])), help="names, separated by commas")
+    parser.add_argument("--forms", default=",".join(FORMS), help="of the divergence, separated by commas")
     parser.add_argument("--profile", action="store_true", help="print the time of every kernel of each row")
     parser.add_argument("--small", action="store_true", help="a shape that takes no time, to try this file")
     arguments = parser.parse_args()
@@ -136,11 +143,14 @@ def main() -> int:
         parser.error(f"chain has no backend {', '.join(sorted(unknown))}")
     rows = []
     text = draw_text(tables, shape.tokens)
-    for backend in arguments.backends.split(","):
+    backends, forms = arguments.backends.split(","), arguments.forms.split(",")
+    for backend, form in product(backends, forms):
+        if backend == "reference" and form != "forward":
+            continue
         ops = ("chain", "cross_entropy")
         os.environ[ENVIRONMENT] = ",".join(f"{op}={backend}" for op in ops if backend in BACKENDS.get(op, {}))
-        loss = chain_loss(tables, text, shape, device)
-        row = measure(backend, loss, student, teacher, bandwidth)
+        loss = chain_loss(tables, text, shape, device, **FORMS[form])
+        row = measure(backend if form == "forward" else f"{backend} {form}", loss, student, teacher, bandwidth)
         rows.append(row)
         print(
             f"{row.name:32} forward {row.forward_ms:8.3f} ms  both {row.both_ms:8.3f} ms  ({row.timed_by})  "

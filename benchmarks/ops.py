@@ -28,6 +28,7 @@ from benchmarks.gpu_tests import RESULTS, backend_passes, losses_pass, machine
 from benchmarks.timing import copy_bandwidth, nbytes, timed_by_events, timed_by_graph, waits_for_the_device
 from benchmarks.whole_losses import CONFIGS, OPS_OF, whole_loss
 from xtoken_core.losses.masks import whole_chunks
+from xtoken_core.ops.chain.divergences import Generated
 from xtoken_core.ops.chain_topk.reference import ChainTopKSettings
 from xtoken_core.ops.gold import GoldOptions, TokenPartition
 from xtoken_core.ops.p_kl import PKLOptions
@@ -139,8 +140,11 @@ def make_gold(shape: Shape, device: torch.device) -> Workload:
     )
 
 
-def make_chain_topk(shape: Shape, device: torch.device) -> Workload:
-    """Make a workload of the `listed` largest logits of the teacher, tables and text as in `benchmarks.chain`."""
+def make_chain_topk(shape: Shape, device: torch.device, *, reverse: bool = False) -> Workload:
+    """Make a workload of the `listed` largest logits of the teacher, tables and text as in `benchmarks.chain`.
+
+    `reverse`: the text is the student's own, compared by the reverse KL.
+    """
     student, teacher, _ = logits(shape, device)
     tables = draw_tables(shape.student_vocab, shape.teacher_vocab)
     text = draw_text(tables, shape.tokens)
@@ -151,8 +155,9 @@ def make_chain_topk(shape: Shape, device: torch.device) -> Workload:
     topk = TopKSettings(shape.listed, shape.teacher_vocab, 1.0)
     largest = largest_logits(teacher, sides[1].predicted, topk)
     listed = largest.with_own(sides[1].predicted, sides[1].chunk >= 0)
-    lists = listed.log_probs(), listed.ids, listed.log_rest.exp(), largest.own_scaled()
-    settings = ChainTopKSettings(text.chunks, shape.student_vocab)
+    lists = listed.log_probs(), listed.ids, listed.log_rest.exp()
+    form = Generated(torch.ones(1, shape.tokens, dtype=torch.bool, device=device)) if reverse else None
+    settings = ChainTopKSettings(text.chunks, generated=form)
     least = 3 * nbytes(student) + sum(nbytes(x) for x in lists)
     return Workload((student, *lists, *sides, tables, settings), student, least)
 
@@ -235,6 +240,7 @@ WORKLOADS: dict[str, tuple[str, Callable[[Shape, torch.device], Workload]]] = {
     ),
     "gold": ("gold", make_gold),
     "chain_topk": ("chain_topk", make_chain_topk),
+    "chain_topk_reverse": ("chain_topk", lambda s, d: make_chain_topk(s, d, reverse=True)),
     "gold_cross_entropy": ("gold_cross_entropy", make_gold_cross_entropy),
     "cross_entropy": ("cross_entropy", make_cross_entropy),
     "select_topk_columns": ("select_topk_columns", make_select),

@@ -126,7 +126,7 @@ def largest_logits(logits: Float[Tensor, "B T V_m"], targets: Int[Tensor, "B T"]
         settings: What to select.
     """
     ids, values, log_z, log_z_scaled, log_rest, own = get_op("largest_logits", logits.device)(
-        logits, targets, settings.k, settings.vocab_size, None, settings.temperature
+        logits, targets, settings.k, settings.vocab_size, settings.temperature
     )
     return TopKLogits(ids, values, log_z, log_z_scaled, log_rest, own, settings.vocab_size, settings.temperature)
 

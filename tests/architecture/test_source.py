@@ -28,10 +28,8 @@ LONG_KERNELS = {
     "chain/node_gradient_kernels.py": "chain_node_bwd_kernel",
     "chain/node_kernels.py": "chain_node_kernel",
     "chain/start_kernels.py": "chain_student_kernel",
-    "chain_topk/entry_kernels.py": "chain_entry_kernel chain_listed_start_kernel",
-    "chain_topk/gradient_kernels.py": (
-        "chain_listed_class_bwd_kernel chain_listed_node_bwd_kernel chain_listed_row_bwd_kernel"
-    ),
+    "chain_topk/entry_kernels.py": "chain_entry_kernel",
+    "chain_topk/gradient_kernels.py": ("chain_listed_class_bwd_kernel chain_listed_node_bwd_kernel"),
     "chain_topk/node_kernels.py": "chain_listed_beside_kernel chain_listed_inside_kernel",
     "chain_topk/student_kernels.py": "chain_listed_student_kernel",
     "gold/kernels.py": "gold_bwd_kernel",

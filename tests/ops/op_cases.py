@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from benchmarks.chain_tables import draw_tables, draw_text
 from xtoken_core.chain.tables import ChainTables
+from xtoken_core.ops.chain.divergences import Generated
 from xtoken_core.ops.chain.events import SideTokens
 from xtoken_core.ops.chain.reference import ChainOptions, ChainSettings
 from xtoken_core.ops.chain_topk.reference import ChainTopKSettings
@@ -202,7 +203,33 @@ def drawn_tables() -> ChainTables:
     return draw_tables(V_S, V_T)
 
 
-def _chain(**settings: Any) -> Callable[[torch.dtype, torch.device], Inputs]:
+class BatchedSettings(ChainSettings):
+    """Settings of which a part is of single samples."""
+
+    def __getitem__(self, samples: slice) -> BatchedSettings:
+        return with_rows(self, lambda at: at[samples])
+
+
+class BatchedTopKSettings(ChainTopKSettings):
+    """Likewise."""
+
+    def __getitem__(self, samples: slice) -> BatchedTopKSettings:
+        return with_rows(self, lambda at: at[samples])
+
+
+def with_rows(settings: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The settings with other rows of generated text."""
+    form = settings.generated
+    return settings if form is None else replace(settings, generated=Generated(change(form.at), form.beta))
+
+
+def drawn_form(beta: float | None, device: torch.device) -> Generated | None:
+    """All but the second sample are generated text; with `beta` 0 none is."""
+    rows = torch.tensor([True, False, True], device=device).unsqueeze(1).expand(B, T_T)
+    return None if beta == 0 else Generated(rows, beta)
+
+
+def _chain(beta: float | None = 0.0, **settings: Any) -> Callable[[torch.dtype, torch.device], Inputs]:
     """Three drawn texts; the student's head is wider than its vocabulary."""
 
     def make(dtype: torch.dtype, device: torch.device) -> Inputs:
@@ -221,7 +248,8 @@ def _chain(**settings: Any) -> Callable[[torch.dtype, torch.device], Inputs]:
             "student_logits": rand(B, T, V_S + 3, dtype=dtype, device=device, seed=1),
             "teacher_logits": rand(B, T, V_T + 2, dtype=dtype, device=device, seed=2),
         }
-        rest = {"tables": drawn_tables().to(device), "settings": ChainSettings(T, **settings)}
+        form = BatchedSettings(T, generated=drawn_form(beta, device), **settings)
+        rest = {"tables": drawn_tables().to(device), "settings": form}
         return logits | {"student": sides[0], "teacher": sides[1]} | rest
 
     return make
@@ -234,17 +262,18 @@ def _pad_chain(inputs: Inputs) -> Inputs:
         columns = (side.chunk, -1), (side.predicted, 0), (side.read, 0), (side.read_chunk, -1)
         longer = [extend(x, 4, 1, fill) for x, fill in columns]
         padded[name] = SideTokens(*(extend(x, 2, 0, int(x[0, -1])) for x in longer))
+    padded["settings"] = with_rows(inputs["settings"], lambda at: extend(extend(at, 4, 1, True), 2, 0, False))
     return padded
 
 
 def _chain_case(**settings: Any) -> OpCase:
-    batched = ("student_logits", "teacher_logits", "student", "teacher")
+    batched = ("student_logits", "teacher_logits", "student", "teacher", "settings")
     return OpCase(_chain(**settings), batched, _pad_chain, lambda out: out[:B, :T_T], "student_logits")
 
 
-def _chain_topk(k: int, least_mass: float, T: float = 1.0, conditioning: bool = True) -> OpCase:
+def _chain_topk(k: int, T: float = 1.0, conditioning: bool = True, beta: float | None = 0.0) -> OpCase:
     """The chain's texts with the teacher's k largest logits and the texts' own tokens; the head is padded twice."""
-    batched = ("student_logits", "log_probs", "ids", "tail", "own", "student", "teacher")
+    batched = ("student_logits", "log_probs", "ids", "tail", "student", "teacher", "settings")
     options = ChainOptions(conditioning, True, True)
     base = _chain(temperature=T, options=options)
 
@@ -253,17 +282,14 @@ def _chain_topk(k: int, least_mass: float, T: float = 1.0, conditioning: bool = 
         teacher, tables = inputs["teacher"], inputs["tables"]
         largest = largest_logits(inputs["teacher_logits"], teacher.predicted, TopKSettings(k, V_T, T))
         listed = largest.with_own(teacher.predicted, teacher.chunk >= 0)
-        settings = ChainTopKSettings(P_CHAIN, V_S + 2, options, T, least_mass)
-        given = {
-            "log_probs": listed.log_probs(), "ids": listed.ids, "tail": listed.log_rest.exp(),
-            "own": largest.own_scaled(),
-        }  # fmt: skip
+        settings = BatchedTopKSettings(P_CHAIN, options, T, generated=drawn_form(beta, device))
+        given = {"log_probs": listed.log_probs(), "ids": listed.ids, "tail": listed.log_rest.exp()}
         sides = {"student": inputs["student"], "teacher": teacher}
         return {"student_logits": inputs["student_logits"]} | given | sides | {"tables": tables, "settings": settings}
 
     def pad(inputs: Inputs) -> Inputs:
         padded = _pad_chain(inputs)
-        for name, fill in (("log_probs", -1.0), ("ids", -1), ("tail", 0.5), ("own", -1.0)):
+        for name, fill in (("log_probs", -1.0), ("ids", -1), ("tail", 0.5)):
             padded[name] = extend(extend(inputs[name], 4, 1, fill), 2, 0, fill)
         return padded
 
@@ -276,7 +302,7 @@ def _largest_logits(k: int, T: float = 1.0) -> OpCase:
     def make(dtype: torch.dtype, device: torch.device) -> Inputs:
         logits = extend(rand(B, T_T, V_T + 100, dtype=dtype, device=device, seed=1), 3, 2, 9.0)
         targets = ids(B, T_T, high=V_T, device=device, seed=10)
-        settings = {"k": k, "vocab_size": V_T + 100, "mass": None, "temperature": T}
+        settings = {"k": k, "vocab_size": V_T + 100, "temperature": T}
         return {"logits": logits, "targets": targets} | settings
 
     def pad(inputs: Inputs) -> Inputs:
@@ -359,11 +385,18 @@ CASES: dict[str, dict[str, OpCase]] = {
         "": _with_targets(_p_kl_cross_entropy(0)),
         "wide_head_T2": _with_targets(_p_kl_cross_entropy(5, temperature=2.0)),
     },
-    "chain": {"": _chain_case(), "T2": _chain_case(temperature=2.0, options=ChainOptions(False, True, True))},
+    "chain": {
+        "": _chain_case(),
+        "T2": _chain_case(temperature=2.0, options=ChainOptions(False, True, True)),
+        "reverse": _chain_case(beta=None),
+        "jsd_T2": _chain_case(beta=0.3, temperature=2.0),
+    },
     "chain_topk": {
-        "": _chain_topk(6, 0.4),
-        "alm": _chain_topk(3, 1.0),
-        "T2": _chain_topk(40, 0.0, 2.0, conditioning=False),
+        "": _chain_topk(6),
+        "few": _chain_topk(3),
+        "T2": _chain_topk(40, 2.0, conditioning=False),
+        "reverse": _chain_topk(6, beta=None),
+        "jsd_T2": _chain_topk(20, 2.0, beta=0.3),
     },
     "gold": {
         "cut": _chunked(_gold(uncommon_topk=6)),

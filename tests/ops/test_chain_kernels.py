@@ -6,17 +6,19 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given, settings
 
 from benchmarks.chain_tables import side_tokens
 from tests.ops.tolerances import GRADIENT, OUTPUT, assert_within
 from tests.support.device import without_waiting
-from tests.unit.chain.test_divergence import batch_of
+from tests.unit.chain.test_divergence import BETAS, GIVEN, QUICK, batch_of, by_loops, random_logits
 from tests.unit.chain.test_edges import DOCUMENTS, SPLIT, WHOLE
 from tests.unit.chain.tiny_tokenizers import BY_THREE, UNGROUPED
 from xtoken_core.chain import class_layout
 from xtoken_core.chain.build import as_tensors, build_tables
 from xtoken_core.chain.tables import ChainTables
 from xtoken_core.losses.masks import whole_chunks
+from xtoken_core.ops.chain.divergences import Generated
 from xtoken_core.ops.chain.reference import ChainOptions, ChainSettings, NativeChainOp
 
 pytest.importorskip("triton")
@@ -25,6 +27,10 @@ from xtoken_core.ops.chain import gradient_launch, layout  # noqa: E402
 from xtoken_core.ops.chain.triton import TritonChainOp  # noqa: E402
 
 slow = pytest.mark.slow
+FORWARD = 0.0
+"""For `beta`: all text is given."""
+forms = pytest.mark.parametrize("beta", [None, 0.3], ids=["reverse", "jsd"])
+every_form = pytest.mark.parametrize("beta", [FORWARD, None, 0.3], ids=["forward", "reverse", "jsd"])
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SIZES = {
     "TEACHER_LANES": 2, "STUDENT_LANES": 2, "BLOCK": 16, "SLOTS": 2, "CHUNKS": 2,
@@ -62,10 +68,17 @@ def inputs(pair, device, dtype=torch.float32):
     return *logits, *sides, tables, P
 
 
-def results(op, given, options, temperature, upcast=False, overwrite=False):
+def every_other(student, beta):
+    """The form of every other sample, the first one's among them; None: all text is given."""
+    at = (torch.arange(len(student), device=student.device) % 2 == 0).unsqueeze(1).expand(student.shape[:2])
+    return None if beta == FORWARD else Generated(at, beta)
+
+
+def results(op, given, options, temperature, upcast=False, overwrite=False, beta=FORWARD):
     student, teacher, *sides, tables, P = given
     leaf = (student.float() if upcast else student).clone().requires_grad_()
-    settings = ChainSettings(P, options, temperature, overwrite=overwrite)
+    generated = every_other(student, beta)
+    settings = ChainSettings(P, options, temperature, generated=generated, overwrite=overwrite)
     found = op(leaf, teacher.float() if upcast else teacher, *sides, tables, settings)
     generator = torch.Generator().manual_seed(5)
     total = sum((part * torch.rand(part.shape, generator=generator).to(part)).sum() for part in found[:4])
@@ -74,10 +87,10 @@ def results(op, given, options, temperature, upcast=False, overwrite=False):
     return found, gradient
 
 
-def check(given, options, temperature=1.0, overwrite=False):
+def check(given, options, temperature=1.0, overwrite=False, beta=FORWARD):
     dtype = given[0].dtype
-    found, gradient = results(TritonChainOp(), given, options, temperature, overwrite=overwrite)
-    expected, truth = results(NativeChainOp(), given, options, temperature, upcast=True)
+    found, gradient = results(TritonChainOp(), given, options, temperature, overwrite=overwrite, beta=beta)
+    expected, truth = results(NativeChainOp(), given, options, temperature, upcast=True, beta=beta)
     slack = 2.0 if dtype == torch.bfloat16 and given[0].device.type == "cpu" else 1.0
     for name, actual, wanted in zip(found._fields, found, expected, strict=True):
         assert_within(actual, wanted, OUTPUT["chunk", dtype], name, slack=slack)
@@ -99,6 +112,23 @@ def check(given, options, temperature=1.0, overwrite=False):
 )
 def test_values_and_gradient_are_the_references(device, pair, options, temperature):
     check(inputs(pair, device), options, temperature)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("device", DEVICES)
+@forms
+@pytest.mark.parametrize(
+    ("pair", "options", "temperature", "overwrite"),
+    [
+        pytest.param((WHOLE, SPLIT), ChainOptions(), 1.0, True, id="student_is_whole"),
+        pytest.param((SPLIT, WHOLE), ChainOptions(), 2.0, False, id="teacher_is_whole"),
+        pytest.param((UNGROUPED, BY_THREE), ChainOptions(), 1.0, False, id="words_end_inside_tokens"),
+        pytest.param((WHOLE, SPLIT), ChainOptions(False, True, True), 1.0, True, id="unconditioned", marks=slow),
+        pytest.param((WHOLE, WHOLE), ChainOptions(), 1.0, False, id="one_tokenizer", marks=slow),
+    ],
+)
+def test_generated_text(device, pair, options, temperature, overwrite, beta):
+    check(inputs(pair, device), options, temperature, overwrite, beta)
 
 
 @pytest.mark.usefixtures("small")
@@ -140,20 +170,48 @@ def test_tokens_whose_end_has_no_term_have_a_gradient(device):
 @slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
-def test_sizes_as_shipped(device, dtype):
-    check(inputs((WHOLE, SPLIT), device, dtype), ChainOptions())
+@every_form
+def test_sizes_as_shipped(device, dtype, beta):
+    check(inputs((WHOLE, SPLIT), device, dtype), ChainOptions(), beta=beta)
+
+
+@slow
+@pytest.mark.timeout(3600)
+@settings(QUICK, max_examples=25)
+@given(*GIVEN, BETAS)
+def test_random_tokenizers_equal_loops(student, teacher, documents, chosen, seed, beta):
+    """The kernels in the interpreter beside loops in float64, every other row generated text."""
+    batch = batch_of(student, teacher, documents)
+    z = [x.detach().float() for x in random_logits(seed, batch, student, teacher)]
+    at = every_other(z[0], beta)
+    tables = as_tensors(build_tables(student.fast, teacher.fast))
+    chunk_ids, P = (batch.student_chunk_id, batch.teacher_chunk_id), batch.usable.shape[1]
+    usable = batch.usable & whole_chunks(chunk_ids[0], P) & whole_chunks(chunk_ids[1], P)
+    columns = zip((batch.student_ids, batch.teacher_ids), chunk_ids, strict=True)
+    sides = [side_tokens(ids, chunk, usable) for ids, chunk in columns]
+    leaves = z[0].requires_grad_(), z[0].detach().double().requires_grad_()
+    found = TritonChainOp()(leaves[0], z[1], *sides, tables, ChainSettings(P, chosen, generated=at))
+    values = (
+        found.start + found.inner + found.end,
+        by_loops(student, teacher, batch, (leaves[1], z[1].double()), chosen, generated=at),
+    )
+    assert_within(*values, OUTPUT["chunk", torch.float32], "value")
+    weights = torch.rand(values[0].shape, generator=torch.Generator().manual_seed(seed))
+    gradients = [torch.autograd.grad((x * weights).sum(), leaf)[0] for x, leaf in zip(values, leaves, strict=True)]
+    assert_within(*gradients, GRADIENT["chunk", torch.float32], "gradient")
 
 
 @slow
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("device", DEVICES)
-def test_missing_probability_is_finite(device):
+@every_form
+def test_missing_probability_is_finite(device, beta):
     given = inputs((WHOLE, SPLIT), device)
     given[0][..., ::3] = -torch.inf
     given[1][..., 1::3] = -torch.inf
-    found, _ = results(TritonChainOp(), given, ChainOptions(), 1.0)
+    found, _ = results(TritonChainOp(), given, ChainOptions(), 1.0, beta=beta)
     assert all(part.isfinite().all() for part in found[:3])
-    expected, _ = results(NativeChainOp(), given, ChainOptions(), 1.0)
+    expected, _ = results(NativeChainOp(), given, ChainOptions(), 1.0, beta=beta)
     for actual, wanted in zip(found[:3], expected[:3], strict=True):
         assert_within(actual, wanted, OUTPUT["chunk", torch.float32], "part")
 
@@ -177,16 +235,18 @@ def of_thousands(dtype):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_vocabularies_of_thousands(dtype):
+@every_form
+def test_vocabularies_of_thousands(dtype, beta):
     *logits, student, teacher, tables, P = given = of_thousands(dtype)
-    check(given, ChainOptions())
-    check(given, ChainOptions(), overwrite=True)
+    check(given, ChainOptions(), beta=beta)
+    check(given, ChainOptions(), overwrite=True, beta=beta)
     TritonChainOp().prepare(tables)
+    settings = ChainSettings(P, generated=every_other(logits[0], beta))
     with without_waiting():
         leaf = logits[0].clone().requires_grad_()
         runs = []
         for _ in range(2):
-            found = TritonChainOp()(leaf, logits[1], student, teacher, tables, ChainSettings(P))
+            found = TritonChainOp()(leaf, logits[1], student, teacher, tables, settings)
             total = found.start.sum() + found.inner.sum() + found.end.sum() + found.losses.sum()
             runs.append((*found, *torch.autograd.grad(total, leaf)))
     assert all(torch.equal(*pair) for pair in zip(*runs, strict=True))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.chain_tables import draw_tables
+from xtoken_core.ops.chain.divergences import Generated
 from xtoken_core.ops.chain.events import SideTokens
 from xtoken_core.ops.chain.reference import ChainSettings
 from xtoken_core.ops.chain_topk.reference import ChainTopKSettings
@@ -99,8 +100,24 @@ def chain(x: Drawn):
 
 def chain_topk(x: Drawn):
     listed = torch.zeros(x.B, x.T_t, 20)
-    given = listed, listed.long(), listed[..., 0].clone(), listed[..., 0].clone()
-    return TritonChainTopKOp()(x.student, *given, *x.sides(), tables(), ChainTopKSettings(x.P, HEAD))
+    given = listed, listed.long(), listed[..., 0].clone()
+    return TritonChainTopKOp()(x.student, *given, *x.sides(), tables(), ChainTopKSettings(x.P))
+
+
+def chain_generated(x: Drawn, beta: float | None = None):
+    form = Generated(x.ids(x.T_s, 1) == 0, beta)
+    return TritonChainOp()(x.student, x.teacher, *x.sides(), tables(), ChainSettings(x.P, generated=form))
+
+
+def chain_jsd(x: Drawn):
+    return chain_generated(x, 0.5)
+
+
+def chain_topk_generated(x: Drawn):
+    listed = torch.zeros(x.B, x.T_t, 20)
+    given = listed, listed.long(), listed[..., 0].clone()
+    settings = ChainTopKSettings(x.P, generated=Generated(x.ids(x.T_s, 1) == 0))
+    return TritonChainTopKOp()(x.student, *given, *x.sides(), tables(), settings)
 
 
 def gold(x: Drawn):
@@ -168,7 +185,8 @@ def embedding(x: Drawn):
 
 
 OPS = [
-    chain, chain_topk, gold, gold_cross_entropy, gold_picked, p_kl, p_kl_cross_entropy, token_kl,
+    chain, chain_topk, chain_generated, chain_jsd, chain_topk_generated,
+    gold, gold_cross_entropy, gold_picked, p_kl, p_kl_cross_entropy, token_kl,
     cross_entropy, cross_entropy_by_tma, chunk_mean, select_topk_columns, sparse_projection,
     sparse_projection_of_columns, embedding,
 ]  # fmt: skip

@@ -19,7 +19,6 @@ from xtoken_core.ops.chain.divergences import Generated
 from xtoken_core.ops.chain.events import PARTS, SideTokens
 from xtoken_core.ops.chain.reference import ChainOptions, ChainResult, ChainSettings
 from xtoken_core.ops.chain_topk.reference import ChainTopKResult, ChainTopKSettings
-from xtoken_core.ops.registry import OpBackend, load_backend
 from xtoken_core.topk_logits import TopKLogits
 
 
@@ -49,10 +48,8 @@ class ChainLoss(ChunkLoss):
             raise ConfigError('mode = "chain" takes the chain tables of student and teacher (LossTeacher.tables)')
         self.tables = teacher.tables.to(device)
         self.other_form = config.reverse_kl or config.beta is not None
-        # The kernels compute the forward KL alone.
-        op: Any = load_backend(OpBackend.PYTORCH_NATIVE_CHAIN) if self.other_form else get_op("chain", device)
-        native = OpBackend.PYTORCH_NATIVE_CHAIN_TOPK
-        listed_op: Any = load_backend(native) if self.other_form else get_op("chain_topk", device)
+        op: Any = get_op("chain", device)
+        listed_op: Any = get_op("chain_topk", device)
         # Layouts of the tables are built here, once, not in the first step.
         op.prepare(self.tables)
         listed_op.prepare(self.tables)
@@ -146,13 +143,12 @@ class ChainLoss(ChunkLoss):
         together = inputs.with_tokens and self.listed_op.reads_once
         settings = ChainTopKSettings(
             pairing.max_chunks,
-            self.student_vocab_size,
             self.options,
             self.config.temperature,
             with_cross_entropy=together,
             generated=self._form(pairing),
         )
-        given = log_probs, listed.ids, tail, teacher.own_scaled()
+        given = log_probs, listed.ids, tail
         result: ChainTopKResult = self.listed_op(student_logits, *given, *sides, self.tables, settings)
         tokens = None if result.losses is None or result.hits is None else (result.losses, result.hits)
         if inputs.with_tokens and tokens is None:

@@ -96,8 +96,9 @@ def generated_divergence(p, q, beta):
     for c in common:
         teacher, student = p[c].detach() / mass, q[c]
         if beta == 1:
-            student = student / kept
-            value = value + student * (student.clamp(min=FLOOR).log() - teacher.clamp(min=FLOOR).log())
+            # The floors are those of masses, before they are renormalised.
+            ratio = (student.clamp(min=FLOOR).log() - kept.log()) - (p[c].detach().clamp(min=FLOOR).log() - mass.log())
+            value = value + student / kept * ratio
             continue
         mixture = beta * teacher + (1 - beta) * student
         for weight, x in ((beta, teacher), (1 - beta, student)):

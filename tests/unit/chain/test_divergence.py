@@ -202,13 +202,25 @@ def test_unigram_equals_loops_in_many_cases(student, teacher, documents, chosen,
     compare_unigrams(student, teacher, documents, chosen, seed)
 
 
-@settings(QUICK, max_examples=8)
+BETAS = st.sampled_from([None, 0.1, 0.5, 0.9])
+
+
+@settings(QUICK, max_examples=100)
 @example(CROSSED, BROKEN, ["1", "aéé"], ChainOptions(), 0, None)
-@given(*GIVEN, st.sampled_from([None, 0.1, 0.5, 0.9]))
+@given(*GIVEN, BETAS)
 def test_generated_rows_equal_loops(student, teacher, documents, chosen, seed, beta):
     compare(student, teacher, documents, chosen, seed, beta=beta, own=True)
     if seed % 3 == 0:
         compare(student, teacher, documents, chosen, seed, k=1 + seed % len(teacher.vocab), beta=beta, own=True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@settings(QUICK, max_examples=2000)
+@given(*GIVEN, BETAS)
+def test_generated_rows_equal_loops_in_many_cases(student, teacher, documents, chosen, seed, beta):
+    compare(student, teacher, documents, chosen, seed, beta=beta, own=True)
+    compare(student, teacher, documents, chosen, seed, k=1 + seed % len(teacher.vocab), beta=beta, own=True)
 
 
 @settings(QUICK, max_examples=15)

@@ -81,8 +81,8 @@ def node_divergence(p: Tensor, q: Tensor, classes: Classes, generated: Generated
     # Reverse: KL(q / s || p / m) - log s.
     if generated.beta is None:
         floored = reachable.clamp(min=tiny)
-        own = q / spread(floored)
-        other = total(own * (floored_log(own) - floored_log(of_teacher))) - floored.log()
+        cost = total(q * (floored_log(q) - floored_log(p))) / floored
+        other = cost - 2 * floored.log() + floored_log(mass)
     else:
         other = _jsd(of_teacher, q, reachable, total, generated.beta)
     # Without a class that both can have there is nothing to compare.

@@ -1,4 +1,7 @@
-"""The Triton kernel of a student row's gradient: cross-entropy, the start of its chunk, and a node that reads it."""
+"""The Triton kernel of a student row's gradient: cross-entropy, the start of its chunk, and a node that reads it.
+
+That of a start's generalised JSD reads the same.
+"""
 # Triton has no types, and its kernels can carry none.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
@@ -7,10 +10,10 @@ from __future__ import annotations
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
+from xtoken_core.ops.chain.form_kernels import LOG_TINY, mixture_term, odds_of, ratio_of
 from xtoken_core.ops.chain.start_kernels import (
     ADJACENT,
     LOG2_E,
-    LOG_TINY,
     bits_of,
     columns_of,
     exp,
@@ -88,20 +91,34 @@ def part_of_both(x, z, of_loss, target, head_lse, factor, top, V, TARGET: tl.con
 
 
 @triton.jit
-def start_of_row(event, of_start_ptr, teacher_ptr, teacher_row_ptr, sums, strides):
-    """Return the start at a row: the upstream gradient, 0 = none, the teacher's row, the mass and both live sums."""
-    mass_ptr, s_lse_ptr, t_lse_ptr = sums
+def start_of_row(event, of_start_ptr, teacher_ptr, teacher_row_ptr, sums, strides, E, FORM: tl.constexpr):
+    """Return the start at a row: upstream gradient, 0 = none, teacher's row, mass, both live sums, and the slope."""
+    mass_ptr, s_lse_ptr, t_lse_ptr, slope_ptr = sums
     T_t, t_stride_b, t_stride_t = strides
     there, at = event >= 0, tl.maximum(event, 0)
     of_start = tl.load(of_start_ptr + at, mask=there, other=0.0)
     t_base = row_of(teacher_ptr, tl.load(teacher_row_ptr + at), T_t, t_stride_b, t_stride_t)
     mass = tl.load(mass_ptr + at, mask=there, other=0.0)
     s_lse = tl.load(s_lse_ptr + at, mask=there, other=0.0)
-    return of_start, t_base, mass, s_lse, tl.load(t_lse_ptr + at, mask=there, other=0.0)
+    shift, slope = 0.0, -1.0
+    if FORM != 0.0:
+        shift = tl.load(slope_ptr + at, mask=there, other=0.0)
+        slope = tl.load(slope_ptr + E + at, mask=there, other=-1.0)
+    return of_start, t_base, mass, s_lse, tl.load(t_lse_ptr + at, mask=there, other=0.0), shift, slope
 
 
 @triton.jit
-def part_of_start(x, z, live, both, of_start, t_base, mass, s_lse, t_lse, classes):
+def gap_of(log_q, y, both, log_p, stored):
+    """Return `log(p / q)` of tokens' classes at a start in generated text; -inf of a class that is not compared.
+
+    That of plain classes is computed from logarithms of base 2.
+    """
+    gap = (tl.maximum(log_p, LOG_TINY * LOG2_E) - log_q) * (1.0 / LOG2_E)
+    return tl.where(y < 0, stored, tl.where(both, gap, float("-inf")))
+
+
+@triton.jit
+def part_of_start(x, z, live, both, of_start, t_base, mass, s_lse, t_lse, shift, slope, classes, FORM: tl.constexpr):
     """Return the gradient of the start of a row's chunk."""
     partner_ptr, ratios_ptr, V, scale = classes
     gradient = tl.zeros(z.shape, dtype=tl.float32)
@@ -115,25 +132,30 @@ def part_of_start(x, z, live, both, of_start, t_base, mass, s_lse, t_lse, classe
         log_p = tl.load(t_base + y, mask=both, other=float("-inf")).to(tl.float32) * (scale * LOG2_E)
         p = tl.exp2(log_p - t_lse * LOG2_E)
         ratio = tl.load(ratios_ptr - 1 - y, mask=live & (y < 0), other=0.0).to(tl.float32)
+        if FORM != 0.0:
+            gap = gap_of(log_q, y, both, log_p - t_lse * LOG2_E, ratio)
+            generated = slope >= 0.0  # -1 in given text
+            ratio = tl.where(generated, ratio_of(gap, shift, slope, FORM), ratio)
+            p = tl.where(generated, 0.0, p)
         gradient = of_start * scale * (q * (mass - ratio) - p)
     return gradient
 
 
 @triton.jit
-def parts_of_row(row, event, tokens, sums, upstream, nodes, strides, scale, TARGETS: tl.constexpr):
+def parts_of_row(row, event, tokens, sums, upstream, nodes, strides, scale, TARGETS: tl.constexpr, FORM: tl.constexpr):
     """Return the values that all logits of a row share: of its loss, of the node that reads it, and of its start."""
     teacher_ptr, targets_ptr, teacher_row_ptr = tokens
-    head_lse_ptr, top_ptr, total_ptr, mass_ptr, s_lse_ptr, t_lse_ptr = sums
+    head_lse_ptr, top_ptr, total_ptr, mass_ptr, s_lse_ptr, t_lse_ptr, slope_ptr = sums
     of_losses_ptr, of_start_ptr = upstream
     node_chunk_ptr, node_end_ptr, E, level_ptr, reads = nodes
     of_loss, target, head_lse = loss_of_row(row, targets_ptr, of_losses_ptr, head_lse_ptr, TARGETS)
     factor, top = node_of_row(
         row, of_start_ptr, node_chunk_ptr, node_end_ptr, E, level_ptr, reads, top_ptr, total_ptr, scale
     )
-    of_start, t_base, mass, s_lse, t_lse = start_of_row(
-        event, of_start_ptr, teacher_ptr, teacher_row_ptr, (mass_ptr, s_lse_ptr, t_lse_ptr), strides
+    of_start, t_base, mass, s_lse, t_lse, shift, slope = start_of_row(
+        event, of_start_ptr, teacher_ptr, teacher_row_ptr, (mass_ptr, s_lse_ptr, t_lse_ptr, slope_ptr), strides, E, FORM
     )
-    return of_loss, target, head_lse, factor, top, of_start, t_base, mass, s_lse, t_lse
+    return of_loss, target, head_lse, factor, top, of_start, t_base, mass, s_lse, t_lse, shift, slope
 
 
 @triton.jit
@@ -147,6 +169,7 @@ def gradient_at(
     classes,
     TARGETS: tl.constexpr,
     UNSCALED: tl.constexpr,
+    FORM: tl.constexpr,
     TARGET: tl.constexpr = True,
 ):
     """Return the gradient of some of a row's logits in float32, all that is computed element by element.
@@ -154,10 +177,10 @@ def gradient_at(
     `parts` are from `parts_of_row`; `classes` are partners, the start's ratios, V and the scale. `TARGET`: with the
     target's own term.
     """
-    of_loss, target, head_lse, factor, top, of_start, t_base, mass, s_lse, t_lse = parts
+    of_loss, target, head_lse, factor, top, of_start, t_base, mass, s_lse, t_lse, shift, slope = parts
     V, scale = classes[2], classes[3]
     z = tl.load(base + x, mask=there, other=float("-inf")).to(tl.float32)
-    gradient = part_of_start(x, z, live, both, of_start, t_base, mass, s_lse, t_lse, classes)
+    gradient = part_of_start(x, z, live, both, of_start, t_base, mass, s_lse, t_lse, shift, slope, classes, FORM)
     if TARGETS and UNSCALED:
         gradient += part_of_both(x, z, of_loss, target, head_lse, factor, top, V, TARGET)
     else:
@@ -184,6 +207,7 @@ def chain_row_bwd_kernel(
     mass_ptr,
     s_lse_ptr,
     t_lse_ptr,
+    slope_ptr,
     of_losses_ptr,
     of_start_ptr,
     node_chunk_ptr,
@@ -210,6 +234,7 @@ def chain_row_bwd_kernel(
     TARGETS: tl.constexpr,
     UNSCALED: tl.constexpr,
     IN_PLACE: tl.constexpr,
+    FORM: tl.constexpr,
     TILES: tl.constexpr,
     LANES: tl.constexpr,
 ):
@@ -223,12 +248,13 @@ def chain_row_bwd_kernel(
         row,
         event,
         (teacher_ptr, targets_ptr, teacher_row_ptr),
-        (head_lse_ptr, top_ptr, total_ptr, mass_ptr, s_lse_ptr, t_lse_ptr),
+        (head_lse_ptr, top_ptr, total_ptr, mass_ptr, s_lse_ptr, t_lse_ptr, slope_ptr),
         (of_losses_ptr, of_start_ptr),
         (node_chunk_ptr, node_end_ptr, E, level_ptr, reads),
         (T_t, t_stride_b, t_stride_t),
         scale,
         TARGETS,
+        FORM,
     )
     classes = partner_ptr, ratio_ptr + own * M, V, scale
     # The target's own term is subtracted in one tile only, outside `gradient_at`: no comparison for the other tiles.
@@ -239,7 +265,7 @@ def chain_row_bwd_kernel(
         word = live_words(s_bits_ptr + own * W, begin, compared, LANES)
         live = bits_of(word, x, compared)
         both = bits_of(word & live_words(t_bits_ptr + own * W, begin, compared, LANES), x, compared)
-        gradient = gradient_at(x, x < V_head, live, both, base, parts, classes, TARGETS, UNSCALED, False)
+        gradient = gradient_at(x, x < V_head, live, both, base, parts, classes, TARGETS, UNSCALED, FORM, False)
         if (target >= begin) & (target < begin + LANES * ADJACENT):  # -1 without targets
             gradient = gradient - tl.where(x == target, of_loss, 0.0)
         to_ptr = grad_ptr + in_64_bits(row) * V_head + x
@@ -248,3 +274,61 @@ def chain_row_bwd_kernel(
             stored = live_of(stored_ptr + in_64_bits(row) * W_head, begin, x, V_head, LANES)  # by the nodes' kernel
             rounded = tl.where(stored, tl.load(to_ptr, mask=x < V_head, other=0.0), rounded)
         tl.store(to_ptr, rounded, mask=x < V_head)
+
+
+@triton.jit(do_not_specialize=["E", "T_s", "T_t"])
+def chain_mixture_kernel(
+    student_ptr,
+    teacher_ptr,
+    row_ptr,
+    teacher_row_ptr,
+    s_bits_ptr,
+    t_bits_ptr,
+    partner_ptr,
+    ratio_ptr,
+    s_lse_ptr,
+    t_lse_ptr,
+    slope_ptr,
+    parts_ptr,
+    mass_ptr,
+    E,
+    T_s,
+    T_t,
+    V,
+    M,
+    W,
+    s_stride_b,
+    s_stride_t,
+    t_stride_b,
+    t_stride_t,
+    scale,
+    LANES: tl.constexpr,
+    FORM: tl.constexpr,
+):
+    """Store the generalised JSD of one start, and the gradient's mass; the sum of the teacher's masses is known."""
+    event = tl.program_id(0)
+    slope = tl.load(slope_ptr + E + event)
+    if slope > 0.0:
+        own, shift = in_64_bits(event), tl.load(slope_ptr + event)
+        base = row_of(student_ptr, tl.load(row_ptr + event), T_s, s_stride_b, s_stride_t)
+        t_base = row_of(teacher_ptr, tl.load(teacher_row_ptr + event), T_t, t_stride_b, t_stride_t)
+        s_bits, t_bits = s_bits_ptr + own * W, t_bits_ptr + own * W
+        s_lse, t_lse = tl.load(s_lse_ptr + event) * LOG2_E, tl.load(t_lse_ptr + event) * LOG2_E
+        value = tl.zeros((LANES,), dtype=tl.float32)
+        mass = tl.zeros((LANES,), dtype=tl.float32)
+        # A class's term is the sum of those of its tokens, each with its own part of the student's mass.
+        for begin in range(0, V, LANES * ADJACENT):
+            x = columns_of(begin, LANES)
+            live = live_of(s_bits, begin, x, V, LANES)
+            both = live & live_of(t_bits, begin, x, V, LANES)
+            y = tl.load(partner_ptr + x, mask=x < V, other=0)
+            log_q = tl.load(base + x, mask=live, other=float("-inf")).to(tl.float32) * (scale * LOG2_E) - s_lse
+            log_p = tl.load(t_base + y, mask=both, other=float("-inf")).to(tl.float32) * (scale * LOG2_E) - t_lse
+            stored = tl.load(ratio_ptr + own * M - 1 - y, mask=live & (y < 0), other=0.0)
+            gap = gap_of(log_q, y, both & (log_q >= LOG_TINY * LOG2_E), log_p, stored)
+            q = tl.exp2(log_q)
+            value += tl.sum(q * mixture_term(odds_of(gap, shift), FORM), axis=1)
+            mass += tl.sum(q * ratio_of(gap, shift, slope, FORM), axis=1)
+        total = tl.sum(value, axis=0)
+        tl.store(parts_ptr + event, total - FORM * tl.log(total * 0.0 + FORM))
+        tl.store(mass_ptr + event, tl.sum(mass, axis=0))

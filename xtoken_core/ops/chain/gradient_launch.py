@@ -27,12 +27,14 @@ class Kept(NamedTuple):
     Attributes:
         starts: Values of rows and starts.
         mass: `[B * P]`, each start's mass that is not below the floor.
+        slope: `[2, B * P]`, what ratios in generated text depend on; None: all text is given.
         inside: Values of the nodes inside the student's tokens.
         beside: Values of the nodes inside the teacher's tokens.
     """
 
     starts: StartResults
     mass: Tensor
+    slope: Tensor | None
     inside: NodeResults
     beside: NodeResults
 
@@ -82,6 +84,7 @@ class Gradient:
             "TARGETS": upstream[0] is not None,
             "UNSCALED": inputs.scale == 1.0,
             "IN_PLACE": self.nodes_first,
+            "FORM": inputs.form,
         }
 
     def compute(self) -> Tensor:
@@ -121,6 +124,7 @@ class Gradient:
             TILES=GRADIENT_TILES,
             LANES=GRADIENT_LANES,
             num_warps=GRADIENT_WARPS,
+            **self.inputs.registers(launch.GRADIENT_REGISTERS),
         )
 
     def add_nodes(self, first: int, last: int) -> None:
@@ -148,9 +152,9 @@ class Gradient:
     def _row(
         self, student: Rows, teacher: Rows, targets: Tensor | None, of_losses: Tensor | None, of_parts: Tensor
     ) -> tuple[Any, ...]:
-        inputs, plan, (starts, mass, _, beside) = self.inputs, self.inputs.plan, self.kept
+        inputs, plan, (starts, mass, slope, _, beside) = self.inputs, self.inputs.plan, self.kept
         rows = inputs.event_of_row, inputs.starts.teacher_row, starts.student_bits, starts.teacher_bits
-        sums = starts.head_lse, starts.top, starts.total, mass, starts.student_lse, starts.teacher_lse
+        sums = starts.head_lse, starts.top, starts.total, mass, starts.student_lse, starts.teacher_lse, slope
         nodes = inputs.in_teacher.chunk, inputs.in_teacher.at_end, of_parts.shape[1], beside.level, len(beside.level)
         sizes = student.positions, teacher.positions, student.width, plan.others, starts.student_bits.shape[1]
         logits = student.logits, teacher.logits, targets

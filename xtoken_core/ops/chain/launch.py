@@ -12,7 +12,8 @@ from torch import Tensor
 
 from xtoken_core.chain import class_layout
 from xtoken_core.chain.tables import ChainTables
-from xtoken_core.ops.chain import class_kernels, live_kernels, node_kernels, start_kernels
+from xtoken_core.ops.chain import class_kernels, gradient_kernels, live_kernels, node_kernels, start_kernels
+from xtoken_core.ops.chain.divergences import Generated
 from xtoken_core.ops.chain.event_launch import find_events
 from xtoken_core.ops.chain.events import Inner, SideTokens
 from xtoken_core.ops.chain.layout import ChainLayout, SideLayout, chain_layout
@@ -40,6 +41,8 @@ CHUNKS, TERMS = 32, 16
 """Chunks of a program that adds up parts, and blocks of classes whose terms it reads at once."""
 LIVE_WARPS, TEACHER_WARPS, STUDENT_WARPS, CLASS_WARPS, NODE_WARPS = 4, 8, 16, 4, 8
 CLEAR_WARPS = 4
+STUDENT_REGISTERS, GRADIENT_REGISTERS = 64, 80
+"""Most registers of a thread with generated text: two programs of the first kernel, three of the second at once."""
 NODE_PROGRAMS_PER_PROCESSOR = 8
 # More than one, so that tests in the interpreter see programs share the work; few, since it runs them in turn.
 INTERPRETED_PROGRAMS = 3
@@ -55,7 +58,7 @@ class StartResults(NamedTuple):
     Attributes:
         student_bits: `[E, W_s]` int32 live sets.
         teacher_bits: `[E, W_s]` int32, of the teacher's tokens of plain classes at the student's tokens.
-        ratio: `[E, M]`, the teacher's probability of a class over the student's.
+        ratio: `[E, M]`, the teacher's probability of a class over the student's; in generated text its logarithm.
         head_lse: `[B * T_s]`.
         top: `[B * T_s]` float32, largest logit of a student's row.
         total: `[B * T_s]` float32, its sum of `exp(logit - top)`.
@@ -131,8 +134,14 @@ class Comparison:
         max_chunks: int,
         options: ChainOptions,
         temperature: float,
+        generated: Generated | None = None,
     ) -> None:
         """Find the events, without waiting for the device."""
+        # As in `form_kernels`.
+        self.form, self.own = 0.0, None
+        if generated is not None:
+            self.form = 1.0 if generated.beta is None else generated.beta
+            self.own = generated.at.to(torch.uint8).contiguous()
         self.tables, self.options, self.scale = tables, options, 1.0 / temperature
         self.plan: ChainLayout = chain_layout(tables)
         self.device = sides[0].chunk.device
@@ -147,6 +156,10 @@ class Comparison:
 
     def _programs(self, per_processor: int, most: int) -> int:
         return max(1, min(processors(self.device) * per_processor, most))
+
+    def registers(self, most: int) -> dict[str, int]:
+        """Return the launch option that keeps as many programs on a processor as without generated text."""
+        return {"maxnreg": most} if self.form else {}
 
     def _strides(self, first: Rows, second: Rows) -> tuple[int | float, ...]:
         """Return both sides' strides and the scale, with which the kernels' arguments end."""
@@ -196,13 +209,16 @@ class Comparison:
         losses = None if targets is None else self._float(B, T_s)
         hits = None if targets is None else torch.empty((B, T_s), dtype=torch.bool, device=self.device)
         inputs = targets, self.event_of_row, starts.teacher_row, s_bits, t_bits, plan.partner, t_lse
-        results = losses, hits, head_lse, top, total, s_lse, terms
+        results = losses, hits, head_lse, top, total, s_lse, terms, self.own
         sizes = E, T_s, teacher.positions, student.logits.shape[2], student.width, s_bits.shape[1]
-        flags = targets is not None, self.scale == 1.0, STUDENT_LANES
+        flags = targets is not None, self.scale == 1.0, STUDENT_LANES, self.form
         arguments = *inputs, *results, *sizes, *self._strides(student, teacher), *flags
-        start_kernels.chain_student_kernel[(R_s,)](student.logits, teacher.logits, *arguments, num_warps=STUDENT_WARPS)
+        start_kernels.chain_student_kernel[(R_s,)](
+            student.logits, teacher.logits, *arguments, num_warps=STUDENT_WARPS, **self.registers(STUDENT_REGISTERS)
+        )
         del t_own  # so that less is held beside the ratios
-        half = student.logits.dtype == torch.bfloat16  # float16 has not the range
+        # float16 has not the range; the logarithms of generated text are not bounded by what they are multiplied with.
+        half = student.logits.dtype == torch.bfloat16 and not self.form
         ratio = self._float(E, M, dtype=torch.bfloat16 if half else torch.float32)
         kept = StartResults(s_bits, t_bits, ratio, head_lse, top, total, t_top, t_total, s_lse, t_lse)
         return kept, (s_members, t_members), terms, losses, hits
@@ -253,9 +269,9 @@ class Comparison:
         if blocks:
             inputs = *self.starts.rows, *bits, kept.student_lse, kept.teacher_lse
             members = plan.blocks, plan.student.members, plan.teacher.members
-            results = kept.ratio, terms
+            results = kept.ratio, terms, self.own
             sizes = blocks, E, M, student.positions, teacher.positions, bits[0].shape[1], bits[1].shape[1]
-            tiles = *class_layout.HEIGHTS, *class_layout.LENGTHS, class_layout.TILE, CLASS_EVENTS
+            tiles = *class_layout.HEIGHTS, *class_layout.LENGTHS, class_layout.TILE, CLASS_EVENTS, self.form
             arguments = *inputs, *members, *results, *sizes, *self._strides(student, teacher), *tiles
             class_kernels.chain_class_kernel[(triton.cdiv(E, CLASS_EVENTS) * blocks,)](
                 student.logits, teacher.logits, *arguments, num_warps=CLASS_WARPS
@@ -277,17 +293,17 @@ class Comparison:
             held, named = nodes.held, nodes.fresh
             scratch = flags, self._float(programs, held.most_segments), self._float(programs, named.most_segments)
             inputs = *inner.rows, inner.node, *nodes.slots, *held.segments, *named.segments, other.root, *sums
-            results = value, mass, level, held_lse, ratio, nodes.most_slots
+            results = value, mass, level, held_lse, ratio, self.own, nodes.most_slots
             sizes = E, holder.positions, fresh.positions, fresh.width, flags.shape[1]
             arguments = *scratch, held.most_segments, named.most_segments, *results, *sizes
-            constants = *self._strides(holder, fresh), learns, BLOCK, SLOTS
+            constants = *self._strides(holder, fresh), learns, BLOCK, SLOTS, self.form
             node_kernels.chain_node_kernel[(programs,)](
                 holder.logits, fresh.logits, *inputs, *arguments, *constants, num_warps=NODE_WARPS
             )
         return NodeResults(value, mass, level, held_lse, ratio)
 
-    def parts(self, terms: Tensor, student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the parts `[3, B * P]`, and each start's mass that is not below the floor.
+    def parts(self, terms: Tensor, student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the parts `[3, B * P]`, and of the starts the masses `[B * P]` and slopes `[2, B * P]`, as in `Kept`.
 
         Args:
             terms: The starts', `[1 + blocks, 3, B * P]`.
@@ -296,15 +312,37 @@ class Comparison:
         """
         chunks = self.shape[0] * self.shape[1]
         parts, mass = self._float(3, chunks), self._float(chunks)
+        slope = self._float(2, chunks) if self.form else None
         # A node inside a token of one side is an event per position of the other, so its chunk has that side's bounds.
         sides = (student, self.in_student, self.bounds[1]), (teacher, self.in_teacher, self.bounds[0])
         nodes = [(v, inner.chunk, inner.at_end, bounds.first, bounds.size, len(v)) for v, inner, bounds in sides]
-        starts = self.starts.chunk, terms, len(terms)
-        sizes = {"BLOCK": CHUNKS, "TERMS": TERMS, "num_warps": 4}
+        starts = self.starts.chunk, self.starts.student_row, self.own, terms, len(terms)
+        sizes = {"BLOCK": CHUNKS, "TERMS": TERMS, "FORM": self.form, "num_warps": 4}
         node_kernels.chain_part_kernel[(triton.cdiv(chunks, CHUNKS),)](
-            *starts, *nodes[0], *nodes[1], parts, mass, chunks, **sizes
+            *starts, *nodes[0], *nodes[1], parts, mass, slope, chunks, **sizes
         )
-        return parts, mass
+        return parts, mass, slope
+
+    def store_mixtures(
+        self, student: Rows, teacher: Rows, kept: StartResults, parts: Tensor, mass: Tensor, slope: Tensor | None
+    ) -> None:
+        """Store the generalised JSD of starts in generated text, and their mass; the last three are from `parts`."""
+        if slope is None or self.form == 1.0:
+            return
+        starts, (E, M) = self.starts, kept.ratio.shape
+        inputs = starts.student_row, starts.teacher_row, kept.student_bits, kept.teacher_bits, self.plan.partner
+        values = kept.ratio, kept.student_lse, kept.teacher_lse, slope, parts, mass
+        sizes = E, student.positions, teacher.positions, student.width, M, kept.student_bits.shape[1]
+        gradient_kernels.chain_mixture_kernel[(E,)](
+            *(student.logits, teacher.logits),
+            *inputs,
+            *values,
+            *sizes,
+            *self._strides(student, teacher),
+            LANES=STUDENT_LANES,
+            FORM=self.form,
+            num_warps=STUDENT_WARPS,
+        )
 
     def _roles(self, student: Rows, teacher: Rows, learns: bool) -> tuple[Inner, Rows, Rows, SideLayout, SideLayout]:
         if learns:

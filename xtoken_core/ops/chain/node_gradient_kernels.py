@@ -92,6 +92,7 @@ def store_list(
     TARGETS: tl.constexpr,
     UNSCALED: tl.constexpr,
     IN_PLACE: tl.constexpr,
+    FORM: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
     """Store the gradient of a list of a row's tokens, from the row's common values and the accumulated sums.
@@ -105,7 +106,7 @@ def store_list(
         at = begin + tl.arange(0, SLOTS)
         x = tl.load(list_ptr + at, mask=at < last, other=0)
         live, t_live = is_live(s_bits_ptr, x, at < compared), is_live(t_bits_ptr, x, at < compared)
-        gradient = gradient_at(x, at < last, live, live & t_live, base, parts, classes, TARGETS, UNSCALED)
+        gradient = gradient_at(x, at < last, live, live & t_live, base, parts, classes, TARGETS, UNSCALED, FORM)
         gradient += tl.load(sum_ptr + at - first, mask=at < last, other=0.0)
         there = at < last
         if IN_PLACE:
@@ -153,6 +154,7 @@ def chain_node_bwd_kernel(
     mass_ptr,
     s_lse_ptr,
     t_lse_ptr,
+    slope_ptr,
     of_losses_ptr,
     of_start_ptr,
     node_chunk_ptr,
@@ -206,6 +208,7 @@ def chain_node_bwd_kernel(
     TARGETS: tl.constexpr,
     UNSCALED: tl.constexpr,
     IN_PLACE: tl.constexpr,
+    FORM: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
     """Compute one student row after the other: the tokens that a node inside its token holds or one before it names."""
@@ -221,12 +224,13 @@ def chain_node_bwd_kernel(
             row,
             chunk,
             (teacher_ptr, targets_ptr, teacher_row_ptr),
-            (head_lse_ptr, top_ptr, total_ptr, mass_ptr, s_lse_ptr, t_lse_ptr),
+            (head_lse_ptr, top_ptr, total_ptr, mass_ptr, s_lse_ptr, t_lse_ptr, slope_ptr),
             (of_losses_ptr, of_start_ptr),
             (node_chunk_ptr, node_end_ptr, E, level_ptr, reads),
             (T_t, t_stride_b, t_stride_t),
             scale,
             TARGETS,
+            FORM,
         )
         # Nodes inside the student's token are events at the teacher's positions of the chunk, which are adjacent.
         begin = tl.load(i_first_ptr + chunk, mask=chunk >= 0, other=0).to(tl.int32)
@@ -264,14 +268,16 @@ def chain_node_bwd_kernel(
         # What is in both lists has all its parts in the second one only, so that is what stays.
         if not IN_PLACE:
             store_list(
-                held_list, own_ptr, chunk, base, parts, bits, classes, stored_ptr, TARGETS, UNSCALED, False, SLOTS
+                held_list, own_ptr, chunk, base, parts, bits, classes, stored_ptr, TARGETS, UNSCALED, False, FORM, SLOTS
             )
             tl.debug_barrier()
         marks_ptr = stored_ptr + row * W_head
         store_list(
-            named_list, own_ptr, chunk, base, parts, bits, classes, marks_ptr, TARGETS, UNSCALED, IN_PLACE, SLOTS
+            named_list, own_ptr, chunk, base, parts, bits, classes, marks_ptr, TARGETS, UNSCALED, IN_PLACE, FORM, SLOTS
         )
         if IN_PLACE:
             tl.debug_barrier()
-            store_list(held_list, own_ptr, chunk, base, parts, bits, classes, marks_ptr, TARGETS, UNSCALED, True, SLOTS)
+            store_list(
+                held_list, own_ptr, chunk, base, parts, bits, classes, marks_ptr, TARGETS, UNSCALED, True, FORM, SLOTS
+            )
         tl.debug_barrier()

@@ -11,16 +11,8 @@ from __future__ import annotations
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-from xtoken_core.ops.chain.start_kernels import (
-    TINY,
-    exp,
-    finite,
-    floored_log,
-    in_64_bits,
-    row_of,
-    sum_over_lanes,
-    xlogx,
-)
+from xtoken_core.ops.chain.form_kernels import SUMS, floored_log, is_generated, terms_of, value_of
+from xtoken_core.ops.chain.start_kernels import exp, finite, in_64_bits, row_of, sum_over_lanes
 
 SMALL_REST = tl.constexpr(0.25)
 """A smaller mass of the classes that no slot names is summed; a larger one is what the named ones leave of 1."""
@@ -128,15 +120,17 @@ def compare_slots(
     fresh_segment_ptr,
     fresh_sums_ptr,
     ratio_ptr,
+    generated,
+    sums,
     HOLDER_LEARNS: tl.constexpr,
     SLOTS: tl.constexpr,
+    FORM: tl.constexpr,
 ):
     """Store the ratios of the slots that name a class; return the sums of their terms, and the other slot.
 
     Returns:
-        The KL without the mass's own term, the teacher's mass, that where the student's is not below the floor, what
-        the classes have on the fresh side, what the tokens that end here have on the holder's, and their slot, -1 =
-        none.
+        Sums of the terms, of the teacher's mass and of the gradient's (`terms_of`), what the classes have on the fresh
+        side, what the tokens that end here have on the holder's, and their slot, -1 = none.
     """
     kl = tl.zeros((SLOTS,), dtype=tl.float32)
     mass = tl.zeros((SLOTS,), dtype=tl.float32)
@@ -157,11 +151,11 @@ def compare_slots(
         # p is always the teacher's and q the student's, whichever of them holds the node.
         if not HOLDER_LEARNS:
             p, q = q, p
-        kl += xlogx(p) - p * floored_log(q)
+        term, of_mass, ratio = terms_of(p, q, generated, sums, FORM)
+        kl += term
         mass += p
-        p = tl.where(q >= TINY, p, 0.0)
-        kept += p
-        tl.store(ratio_ptr + k, p / tl.maximum(q, TINY), mask=(k < slots) & (cls >= 0))
+        kept += of_mass
+        tl.store(ratio_ptr + k, ratio, mask=(k < slots) & (cls >= 0))
     return (
         tl.sum(kl, axis=0),
         tl.sum(mass, axis=0),
@@ -201,6 +195,7 @@ def chain_node_kernel(
     level_ptr,
     held_lse_ptr,
     ratio_ptr,
+    generated_ptr,
     most_slots,
     E,
     T_h,
@@ -215,8 +210,10 @@ def chain_node_kernel(
     HOLDER_LEARNS: tl.constexpr,
     BLOCK: tl.constexpr,
     SLOTS: tl.constexpr,
+    FORM: tl.constexpr,
 ):
-    """Compute the KL of one node after the other."""
+    """Compute the divergence of one node after the other."""
+    FIRST: tl.constexpr = SUMS if FORM != 0.0 else FORM
     program = tl.program_id(0).to(tl.int64)
     flag_ptr += program * flags
     held_sums_ptr += program * held_capacity
@@ -227,7 +224,9 @@ def chain_node_kernel(
             node, row = tl.load(node_ptr + event), tl.load(fresh_row_ptr + event)
             slot = tl.load(slot_start_ptr + node)
             slots = tl.load(slot_start_ptr + node + 1) - slot
-            holder = row_of(holder_ptr, tl.load(holder_row_ptr + event), T_h, h_stride_b, h_stride_t)
+            holder_row = tl.load(holder_row_ptr + event)
+            generated = is_generated(generated_ptr, holder_row if HOLDER_LEARNS else row, FORM)
+            holder = row_of(holder_ptr, holder_row, T_h, h_stride_b, h_stride_t)
             fresh = row_of(fresh_ptr, row, T_f, f_stride_b, f_stride_t)
             first = tl.load(held_start_ptr + tl.load(held_segment_ptr + slot))
             last = tl.load(held_start_ptr + tl.load(held_segment_ptr + slot + slots))
@@ -263,6 +262,7 @@ def chain_node_kernel(
                 SLOTS,
             )
             tl.debug_barrier()  # sums of segments are read by other threads
+            sums = 0.0, 0.0, 0.0
             kl, mass, kept, named, ending, ends_at = compare_slots(
                 slot,
                 slots,
@@ -272,10 +272,15 @@ def chain_node_kernel(
                 fresh_segment_ptr,
                 fresh_sums_ptr,
                 ratio,
+                generated,
+                sums,
                 HOLDER_LEARNS,
                 SLOTS,
+                FIRST,
             )
             level = kept * 0.0
+            if FORM != 0.0:
+                rest_p, rest_q = level, level
             tl.debug_barrier()
             if ends_at >= 0:
                 # The fresh side's rest beside what ends here; 1 - named loses its digits where named is near 1.
@@ -287,14 +292,40 @@ def chain_node_kernel(
                     )
                 if not HOLDER_LEARNS:
                     p, q = q, p
-                kl += xlogx(p) - p * floored_log(q)
+                term, of_mass, level = terms_of(p, q, generated, sums, FIRST)
+                kl += term
                 mass += p
-                p = tl.where(q >= TINY, p, 0.0)
-                kept += p
-                level = p / tl.maximum(q, TINY)
+                kept += of_mass
                 tl.store(ratio + ends_at, level)
-            # m KL(p / m || q) = sum p log p - sum p log q - m log m (`divergences`).
-            tl.store(value_ptr + event, kl - xlogx(mass))
+                if FORM != 0.0:
+                    rest_p, rest_q = p, q
+            reach = kept
+            if FORM != 0.0:
+                # Terms of generated text need the sums: the slots are compared again, and their ratios replaced.
+                tl.debug_barrier()
+                sums = mass, reach, kl
+                kl, mass, kept, named, ending, ends_at = compare_slots(
+                    slot,
+                    slots,
+                    slot_class_ptr,
+                    held_segment_ptr,
+                    held_sums_ptr,
+                    fresh_segment_ptr,
+                    fresh_sums_ptr,
+                    ratio,
+                    generated,
+                    sums,
+                    HOLDER_LEARNS,
+                    SLOTS,
+                    FORM,
+                )
+                if ends_at >= 0:
+                    term, of_mass, level = terms_of(rest_p, rest_q, generated, sums, FORM)
+                    kl += term
+                    mass += rest_p
+                    kept += of_mass
+                    tl.store(ratio + ends_at, level)
+            tl.store(value_ptr + event, value_of(kl, mass, generated, reach, FORM))
             tl.store(mass_ptr + event, kept)
             tl.store(level_ptr + event, kept - level)
             tl.store(held_lse_ptr + event, held_lse)
@@ -320,6 +351,8 @@ def sums_of_blocks(terms_ptr, blocks, chunk, starts, chunks, BLOCK: tl.constexpr
 @triton.jit(do_not_specialize=["s_events", "t_events", "chunks"])
 def chain_part_kernel(
     chunk_ptr,
+    student_row_ptr,
+    generated_ptr,
     terms_ptr,
     blocks,
     s_value_ptr,
@@ -336,9 +369,11 @@ def chain_part_kernel(
     t_events,
     parts_ptr,
     mass_ptr,
+    slope_ptr,
     chunks,
     BLOCK: tl.constexpr,
     TERMS: tl.constexpr,
+    FORM: tl.constexpr,
 ):
     """Compute each chunk's parts: at its start, over its nodes inside tokens, and after its last token."""
     chunk = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -353,7 +388,23 @@ def chain_part_kernel(
     inner, end = add_nodes(
         t_value_ptr, t_chunk_ptr, t_end_ptr, t_first_ptr, t_size_ptr, t_events, chunk, there, inner, end
     )
-    tl.store(parts_ptr + chunk, value - xlogx(mass), mask=there)
+    generated = False
+    if FORM != 0.0:
+        generated = (
+            tl.load(generated_ptr + tl.load(student_row_ptr + chunk, mask=there, other=0), mask=there, other=0) != 0
+        )
+        known = generated & (mass > 0.0) & (unclipped > 0.0)
+        # Shift and slope of `ratio_of`; the JSD's value and mass are computed after these (`chain_mixture_kernel`).
+        shift, slope, of_generated = -floored_log(mass), value * 0.0 + (1.0 - FORM), value * 0.0
+        if FORM == 1.0:
+            reach = tl.where(known, unclipped, 1.0)
+            value = tl.where(known, value / reach, value)
+            shift, slope, of_generated = 1.0 + value, 1.0 / reach, tl.where(known, 1.0, 0.0)
+        tl.store(slope_ptr + chunk, shift, mask=there)
+        tl.store(slope_ptr + chunks + chunk, tl.where(generated, tl.where(known, slope, 0.0), -1.0), mask=there)
+    tl.store(parts_ptr + chunk, value_of(value, mass, generated, unclipped, FORM), mask=there)
+    if FORM != 0.0:
+        unclipped = tl.where(generated, of_generated, unclipped)
     tl.store(parts_ptr + chunks + chunk, inner, mask=there)
     tl.store(parts_ptr + 2 * chunks + chunk, end, mask=there)
     tl.store(mass_ptr + chunk, unclipped, mask=there)

@@ -32,7 +32,7 @@ from xtoken_core.ops.chain.events import Inner, SideTokens, Starts, find_events
 from xtoken_core.ops.chain.live import live_mask
 from xtoken_core.ops.chain.ragged import pick, ragged, ragged_softmax, ragged_sum
 from xtoken_core.ops.cross_entropy.reference import cross_entropy
-from xtoken_core.ops.numerics import Op
+from xtoken_core.ops.numerics import Op, upcast
 
 BLOCK_BYTES = 1 << 28
 """Memory limit of the rows of one block, both sides together."""
@@ -64,8 +64,7 @@ class ChainSettings:
         options: Terms to include.
         temperature: Divides both sides' logits.
         with_cross_entropy: True to return the student's cross-entropy on its whole head, too.
-        generated: The form on text that the student has generated, which only the reference computes; None: all text
-            is given.
+        generated: The form on text that the student has generated; None: all text is given.
         overwrite: True if a backend may overwrite the student's logits with their gradient.
     """
 
@@ -113,6 +112,7 @@ def chain(
         tables: Tables of the two tokenizers, on the logits' device.
         settings: Settings of the call.
     """
+    student_logits = upcast(student_logits)  # once: the gradient has several parts, and is rounded once
     parts = chain_parts(
         student_logits[..., : len(tables.student.root)],
         teacher_logits[..., : len(tables.teacher.root)],

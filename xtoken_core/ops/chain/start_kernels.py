@@ -11,9 +11,9 @@ from __future__ import annotations
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-LOG_TINY = tl.constexpr(-87.33654475055310)
+from xtoken_core.ops.chain.form_kernels import LOG_TINY, is_generated
+
 LOG2_E = tl.constexpr(1.4426950408889634)
-TINY = tl.constexpr(1.1754943508222875e-38)
 ADJACENT = tl.constexpr(8)
 """Columns of a lane: 16 bytes of bfloat16, and a part of a word of bits."""
 FEW_LIVE = tl.constexpr(1e-25)
@@ -57,18 +57,6 @@ def sum_over_lanes(top, total):
     """Return the pair of a row from those of lanes."""
     highest = finite(tl.max(top, axis=0))
     return highest, tl.sum(total * exp(top - highest), axis=0)
-
-
-@triton.jit
-def xlogx(p):
-    """Return `p log p`, 0 for 0."""
-    return tl.where(p > 0.0, p * tl.log(tl.where(p > 0.0, p, 1.0)), 0.0)
-
-
-@triton.jit
-def floored_log(q):
-    """Return `log q`, that of the smallest normal number for smaller ones."""
-    return tl.log(tl.maximum(q, TINY))
 
 
 @triton.jit
@@ -184,17 +172,22 @@ def chain_teacher_kernel(
 
 @triton.jit
 def compare_plain(z, x, V, t_base, partner_ptr, both, scale, t_lse):
-    """Return the teacher's probability of plain classes live on both sides, times its log ratio, and itself."""
+    """Return the teacher's probability of plain classes live on both sides, times its log ratio; itself; its log."""
     # `both` is False where the class is not plain (the partner is negative), so that no address is formed from it.
     y = tl.load(partner_ptr + x, mask=x < V, other=0)  # all of them: wide loads
     log_p = tl.load(t_base + y, mask=both, other=float("-inf")).to(tl.float32) * scale - t_lse
     p = exp(log_p)
-    return tl.where(p > 0.0, p * (log_p - z), 0.0), p  # 0 * -inf = 0
+    return tl.where(p > 0.0, p * (log_p - z), 0.0), p, tl.maximum(log_p, LOG_TINY)  # 0 * -inf = 0
 
 
 @triton.jit
-def exact_plain(base, t_base, partner_ptr, bits, t_bits, V, scale, s_lse, t_lse, LANES: tl.constexpr):
-    """Return the KL over plain classes, their mass, and that not below the floor, with floored logarithms."""
+def exact_plain(
+    base, t_base, partner_ptr, bits, t_bits, V, scale, s_lse, t_lse, generated, LANES: tl.constexpr, FORM: tl.constexpr
+):
+    """Return the KL over plain classes, their mass, and that not below the floor, with floored logarithms.
+
+    Of generated text they are the sums of the first pass (`terms_of`).
+    """
     kl = tl.zeros((LANES,), dtype=tl.float32)
     mass = tl.zeros((LANES,), dtype=tl.float32)
     unclipped = tl.zeros((LANES,), dtype=tl.float32)
@@ -203,19 +196,41 @@ def exact_plain(base, t_base, partner_ptr, bits, t_bits, V, scale, s_lse, t_lse,
         live = live_of(bits, begin, x, V, LANES)
         both = live & live_of(t_bits, begin, x, V, LANES)
         log_q = tl.load(base + x, mask=live, other=0.0).to(tl.float32) * scale - s_lse
-        term, p = compare_plain(tl.maximum(log_q, LOG_TINY), x, V, t_base, partner_ptr, both, scale, t_lse)
+        term, p, log_p = compare_plain(tl.maximum(log_q, LOG_TINY), x, V, t_base, partner_ptr, both, scale, t_lse)
+        kept = tl.where(log_q >= LOG_TINY, p, 0.0)
+        if FORM != 0.0:
+            q = tl.where(both, exp(log_q), 0.0)
+            term, kept = (
+                tl.where(generated, q * (tl.maximum(log_q, LOG_TINY) - log_p), term),
+                tl.where(generated, q, kept),
+            )
         kl += tl.sum(term, axis=1)
         mass += tl.sum(p, axis=1)
-        unclipped += tl.sum(tl.where(log_q >= LOG_TINY, p, 0.0), axis=1)
+        unclipped += tl.sum(kept, axis=1)
     return tl.sum(kl, axis=0), tl.sum(mass, axis=0), tl.sum(unclipped, axis=0)
 
 
 @triton.jit
-def store_start(rows, bits, V, scale, t_lse, highest, lanes, event, E, s_lse_ptr, terms_ptr, LANES: tl.constexpr):
+def store_start(
+    rows,
+    bits,
+    V,
+    scale,
+    t_lse,
+    highest,
+    lanes,
+    event,
+    E,
+    s_lse_ptr,
+    terms_ptr,
+    generated,
+    LANES: tl.constexpr,
+    FORM: tl.constexpr,
+):
     """Store the live sum of a row, and the terms of its plain classes, from the sums of lanes."""
     base, t_base, partner_ptr = rows
     s_bits, t_bits = bits
-    top, alive, kl, mass, lowest = lanes
+    top, alive, kl, mass, lowest, reach = lanes
     _, part = sum_over_lanes(top, alive)
     s_lse = tl.log(part) + highest
     if part < FEW_LIVE:
@@ -224,8 +239,17 @@ def store_start(rows, bits, V, scale, t_lse, highest, lanes, event, E, s_lse_ptr
     of_plain = tl.sum(mass, axis=0)
     value, unclipped = tl.sum(kl, axis=0) + s_lse * of_plain, of_plain
     # Some log q is below its floor: the row is read again, now that s_lse is known.
-    if tl.min(lowest, axis=0) - s_lse < LOG_TINY:
-        value, _, unclipped = exact_plain(base, t_base, partner_ptr, s_bits, t_bits, V, scale, s_lse, t_lse, LANES)
+    again = tl.min(lowest, axis=0) - s_lse < LOG_TINY
+    if FORM != 0.0:
+        _, own_reach = sum_over_lanes(top, reach)
+        _, own_kl = sum_over_lanes(top, kl)
+        value = tl.where(generated, -(own_kl + s_lse * own_reach) / part, value)
+        unclipped = tl.where(generated, own_reach / part, unclipped)
+        again = tl.where(generated, part < FEW_LIVE, again)  # these sums have few digits, like that of live tokens
+    if again:
+        value, _, unclipped = exact_plain(
+            base, t_base, partner_ptr, s_bits, t_bits, V, scale, s_lse, t_lse, generated, LANES, FORM
+        )
     tl.store(s_lse_ptr + event, s_lse)
     tl.store(terms_ptr + event, value)
     tl.store(terms_ptr + E + event, of_plain)
@@ -270,6 +294,7 @@ def chain_student_kernel(
     total_ptr,
     s_lse_ptr,
     terms_ptr,
+    generated_ptr,
     E,
     T_s,
     T_t,
@@ -284,6 +309,7 @@ def chain_student_kernel(
     TARGETS: tl.constexpr,
     UNSCALED: tl.constexpr,
     LANES: tl.constexpr,
+    FORM: tl.constexpr,
 ):
     """Compute one student row: cross-entropy, its sums, and the KL over plain classes where a chunk starts."""
     row = tl.program_id(0)
@@ -301,18 +327,29 @@ def chain_student_kernel(
     kl = tl.zeros((LANES,), dtype=tl.float32)
     mass = tl.zeros((LANES,), dtype=tl.float32)
     lowest = tl.full((LANES,), float("inf"), dtype=tl.float32)
+    reach, generated = 0.0, False
+    if FORM != 0.0:
+        reach = tl.zeros((LANES,), dtype=tl.float32)
+        generated = is_generated(generated_ptr, row, FORM)
     for begin in range(0, V, LANES * ADJACENT):
         x = columns_of(begin, LANES)
         z = tl.load(base + x, mask=x < V, other=float("-inf")).to(tl.float32) * scale
         word = live_words(bits, begin, compared, LANES)
         live = bits_of(word, x, compared)
         both = bits_of(word & live_words(t_bits, begin, compared, LANES), x, compared)
-        term, p = compare_plain(z, x, compared, t_base, partner_ptr, both, scale, t_lse)
+        term, p, log_p = compare_plain(z, x, compared, t_base, partner_ptr, both, scale, t_lse)
         # The student's sums have the student's pivot; the KL and its mass need none, since t_lse is known.
         top, pivot, shrink = raised(top, z)
         e = exp(z - pivot[:, None])
         total = total * shrink + tl.sum(e, axis=1)
         alive = alive * shrink + tl.sum(tl.where(live, e, 0.0), axis=1)
+        if FORM != 0.0:
+            # In generated text e is the weight, whose pivot may change.
+            of_both = tl.where(both, e, 0.0)
+            weight = tl.where(generated, of_both, p)
+            term = tl.where(weight > 0.0, weight * (log_p - z), 0.0)
+            kl = kl * tl.where(generated, shrink, 1.0)
+            reach = reach * shrink + tl.sum(of_both, axis=1)
         kl += tl.sum(term, axis=1)
         mass += tl.sum(p, axis=1)
         lowest = tl.minimum(lowest, tl.min(tl.where(p > 0.0, z, float("inf")), axis=1))
@@ -320,8 +357,23 @@ def chain_student_kernel(
     tl.store(top_ptr + row, highest)
     tl.store(total_ptr + row, whole)
     if event >= 0:
-        rows, lanes = (base, t_base, partner_ptr), (top, alive, kl, mass, lowest)
-        store_start(rows, (bits, t_bits), V, scale, t_lse, highest, lanes, event, E, s_lse_ptr, terms_ptr, LANES)
+        rows, lanes = (base, t_base, partner_ptr), (top, alive, kl, mass, lowest, reach)
+        store_start(
+            rows,
+            (bits, t_bits),
+            V,
+            scale,
+            t_lse,
+            highest,
+            lanes,
+            event,
+            E,
+            s_lse_ptr,
+            terms_ptr,
+            generated,
+            LANES,
+            FORM,
+        )
     if TARGETS:
         target = tl.load(targets_ptr + row)
         # At temperature 1 the sums over the table's tokens begin the head's: only the columns behind are to be read.

@@ -38,10 +38,11 @@ class TritonChain(torch.autograd.Function):
         B, P = inputs.shape
         starts, members, terms, losses, hits = inputs.start_values(student, teacher, targets)
         inside, beside = inputs.compare(student, teacher, starts, members, terms)
-        flat, mass = inputs.parts(terms, inside.value, beside.value)
+        flat, mass, slope = inputs.parts(terms, inside.value, beside.value)
+        inputs.store_mixtures(student, teacher, starts, flat, mass, slope)
         parts = flat.view(3, B, P)
         ctx.inputs, ctx.with_targets, ctx.overwrite = inputs, targets is not None, overwrite
-        ctx.save_for_backward(logits, given, targets, mass, *starts, *inside, *beside)
+        ctx.save_for_backward(logits, given, targets, mass, slope, *starts, *inside, *beside)
         if losses is None or hits is None:
             return (parts,)
         ctx.mark_non_differentiable(hits)
@@ -51,12 +52,13 @@ class TritonChain(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, of_parts: Tensor, *others: Tensor | None) -> tuple[Tensor, None, None, None, None]:
         """Return the gradient in the dtype of the logits."""
-        logits, given, targets, mass, *saved = ctx.saved_tensors
+        logits, given, targets, mass, slope, *saved = ctx.saved_tensors
         inputs: Comparison = ctx.inputs
         of_losses = others[0].float().contiguous() if ctx.with_targets and others[0] is not None else None
         # Tensors are saved flat, so that autograd watches each for changes.
         n, m = len(StartResults._fields), len(NodeResults._fields)
-        kept = Kept(StartResults(*saved[:n]), mass, NodeResults(*saved[n : n + m]), NodeResults(*saved[n + m :]))
+        inside, beside = NodeResults(*saved[n : n + m]), NodeResults(*saved[n + m :])
+        kept = Kept(StartResults(*saved[:n]), mass, slope, inside, beside)
         upstream = of_losses, of_parts.float().reshape(3, -1).contiguous()
         rows = _rows(inputs, logits, given)
         gradient = Gradient(inputs, *rows, targets, kept, upstream, overwrite=ctx.overwrite).compute()
@@ -94,7 +96,8 @@ class TritonChainOp(Op):
             return chain(student_logits, teacher_logits, student, teacher, tables, settings)
         with launching_on(student_logits):
             sides = student, teacher
-            inputs = Comparison(tables, sides, settings.max_chunks, settings.options, settings.temperature)
+            common = settings.max_chunks, settings.options, settings.temperature, settings.generated
+            inputs = Comparison(tables, sides, *common)
             targets = student.predicted.long().contiguous() if settings.with_cross_entropy else None
             given = student_logits, teacher_logits.detach(), inputs, targets, settings.overwrite
             outputs = TritonChain.apply(*given)  # type: ignore[no-untyped-call]  # torch leaves it bare

@@ -11,8 +11,9 @@ from __future__ import annotations
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
+from xtoken_core.ops.chain.form_kernels import SUMS, TINY, is_generated, terms_of, value_of
 from xtoken_core.ops.chain.live_kernels import is_conditioned
-from xtoken_core.ops.chain.start_kernels import TINY, exp, floored_log, in_64_bits, is_live, row_of, xlogx
+from xtoken_core.ops.chain.start_kernels import exp, in_64_bits, is_live, row_of
 
 KEPT = tl.constexpr(1)
 JOINED = tl.constexpr(2)
@@ -186,6 +187,59 @@ def chain_head_kernel(
             tl.atomic_and(rest_bits_ptr + (x >> 5), ~((x * 0 + 1) << (x & 31)), mask=there, sem="relaxed")
 
 
+@triton.jit
+def compare_entries(
+    row,
+    entries,
+    rest,
+    classes,
+    ratio_ptr,
+    K,
+    generated,
+    sums,
+    ENTRIES: tl.constexpr,
+    LANES: tl.constexpr,
+    FORM: tl.constexpr,
+):
+    """Store the ratios of a start's classes with a head; return the sums of their terms and the rest's, and its ratio.
+
+    Returns:
+        Sums of the terms, of the teacher's mass and of the gradient's (`terms_of`), and the ratio of the rest.
+    """
+    base, bits_ptr, s_lse, scale = row
+    class_ptr, heads_ptr = entries
+    class_start_ptr, class_token_ptr = classes
+    value = tl.zeros((ENTRIES,), dtype=tl.float32)
+    mass = tl.zeros((ENTRIES,), dtype=tl.float32)
+    of_mass = tl.zeros((ENTRIES,), dtype=tl.float32)
+    for entry in range(0, K, ENTRIES):
+        i = entry + tl.arange(0, ENTRIES)
+        p = tl.load(heads_ptr + i, mask=i < K, other=-1.0)
+        first, count = tokens_of_classes(i, p >= 0.0, class_ptr, class_start_ptr)
+        total = tl.zeros((ENTRIES, LANES), dtype=tl.float32)
+        reached = tl.zeros((ENTRIES, LANES), dtype=tl.int32)
+        for begin in range(0, tl.max(count, axis=0), LANES):
+            at = begin + tl.arange(0, LANES)[None, :]
+            there = at < count[:, None]
+            x = tl.load(class_token_ptr + first[:, None] + at, mask=there, other=0)
+            live = there & is_live(bits_ptr, x, there)
+            total += exp(tl.load(base + x, mask=live, other=float("-inf")).to(tl.float32) * scale - s_lse)
+            reached = reached | live.to(tl.int32)
+        q = tl.sum(total, axis=1)
+        alive = (p >= 0.0) & (tl.max(reached, axis=1) != 0)
+        p = tl.where(alive, p, 0.0)
+        if FORM != 0.0:
+            q = tl.where(alive, q, 0.0)
+        term, kept, ratio = terms_of(p, q, generated, sums, FORM)
+        value += term
+        mass += p
+        of_mass += kept
+        tl.store(ratio_ptr + i, ratio, mask=i < K)
+    p, q = rest
+    term, kept, ratio = terms_of(p, q, generated, sums, FORM)
+    return tl.sum(value, axis=0) + term, tl.sum(mass, axis=0) + p, tl.sum(of_mass, axis=0) + kept, ratio
+
+
 @triton.jit(do_not_specialize=["T_s"])
 def chain_listed_start_kernel(
     student_ptr,
@@ -205,6 +259,7 @@ def chain_listed_start_kernel(
     mass_ptr,
     ratio_ptr,
     rest_ratio_ptr,
+    generated_ptr,
     T_s,
     W,
     K,
@@ -213,47 +268,32 @@ def chain_listed_start_kernel(
     scale,
     ENTRIES: tl.constexpr,
     LANES: tl.constexpr,
+    FORM: tl.constexpr,
 ):
-    """Compute the KL of one start over the classes with a head and the rest, and the ratios for the gradient."""
+    """Compute the divergence of one start over the classes with a head and the rest, and the gradient's ratios."""
     event = tl.program_id(0)
     if tl.load(chunk_ptr + event) >= 0:
-        base = row_of(student_ptr, tl.load(s_row_ptr + event), T_s, stride_b, stride_t)
-        class_ptr += tl.load(t_row_ptr + event).to(tl.int64) * K
-        own = in_64_bits(event)
+        s_row, own = tl.load(s_row_ptr + event), in_64_bits(event)
+        generated = is_generated(generated_ptr, s_row, FORM)
         s_lse = tl.load(s_lse_ptr + event)
-        kl = tl.zeros((ENTRIES,), dtype=tl.float32)
-        mass = tl.zeros((ENTRIES,), dtype=tl.float32)
-        unclipped = tl.zeros((ENTRIES,), dtype=tl.float32)
-        # With the masses p of the teacher and q of the student by class, of classes that the student can reach, and m
-        # the sum of these p: m KL(p / m, q) = sum p log p - sum p log max(q, TINY) - m log m. Where the floor TINY is
-        # reached, log max(q, TINY) is constant: such a class keeps its value and is left out of the gradient, which is
-        # softmax_x (sum p - p_c / q_c) for a token x of the class c.
-        for entry in range(0, K, ENTRIES):
-            i = entry + tl.arange(0, ENTRIES)
-            p = tl.load(heads_ptr + own * K + i, mask=i < K, other=-1.0)
-            first, count = tokens_of_classes(i, p >= 0.0, class_ptr, class_start_ptr)
-            total = tl.zeros((ENTRIES, LANES), dtype=tl.float32)
-            reached = tl.zeros((ENTRIES, LANES), dtype=tl.int32)
-            for begin in range(0, tl.max(count, axis=0), LANES):
-                at = begin + tl.arange(0, LANES)[None, :]
-                there = at < count[:, None]
-                x = tl.load(class_token_ptr + first[:, None] + at, mask=there, other=0)
-                live = there & is_live(bits_ptr + own * W, x, there)
-                total += exp(tl.load(base + x, mask=live, other=float("-inf")).to(tl.float32) * scale - s_lse)
-                reached = reached | live.to(tl.int32)
-            q = tl.sum(total, axis=1)
-            p = tl.where((p >= 0.0) & (tl.max(reached, axis=1) != 0), p, 0.0)
-            kl += xlogx(p) - p * floored_log(q)
-            mass += p
-            p = tl.where(q >= TINY, p, 0.0)  # 0 = no gradient
-            unclipped += p
-            tl.store(ratio_ptr + own * K + i, p / tl.maximum(q, TINY), mask=i < K)
+        row = row_of(student_ptr, s_row, T_s, stride_b, stride_t), bits_ptr + own * W, s_lse, scale
+        entries = class_ptr + tl.load(t_row_ptr + event).to(tl.int64) * K, heads_ptr + own * K
+        classes = class_start_ptr, class_token_ptr
         beyond = tl.load(rest_some_ptr + event) != 0  # the rest is one more class
         p = tl.where(beyond, tl.load(rest_p_ptr + event), 0.0)
         q = tl.where(beyond, exp(tl.load(rest_lse_ptr + event) - s_lse), 0.0)
-        value = tl.sum(kl, axis=0) + xlogx(p) - p * floored_log(q)
-        whole = tl.sum(mass, axis=0) + p
-        p = tl.where(q >= TINY, p, 0.0)
-        tl.store(value_ptr + event, value - xlogx(whole))
-        tl.store(mass_ptr + event, tl.sum(unclipped, axis=0) + p)
-        tl.store(rest_ratio_ptr + event, p / tl.maximum(q, TINY))
+        rest, ratio_ptr = (p, q), ratio_ptr + own * K
+        sums = 0.0, 0.0, 0.0
+        # Of classes that the student can reach.
+        value, mass, of_mass, ratio = compare_entries(
+            row, entries, rest, classes, ratio_ptr, K, generated, sums, ENTRIES, LANES, SUMS if FORM != 0.0 else FORM
+        )
+        reach = of_mass
+        if FORM != 0.0:
+            sums = mass, reach, value
+            value, mass, of_mass, ratio = compare_entries(
+                row, entries, rest, classes, ratio_ptr, K, generated, sums, ENTRIES, LANES, FORM
+            )
+        tl.store(value_ptr + event, value_of(value, mass, generated, reach, FORM))
+        tl.store(mass_ptr + event, of_mass)
+        tl.store(rest_ratio_ptr + event, ratio)

@@ -35,16 +35,12 @@ from xtoken_core.ops.chain_topk.entry_kernels import tokens_of_classes
 
 
 @triton.jit
-def parts_of_listed_row(
-    row, event, targets_ptr, sums, upstream, nodes, row_chunk_ptr, sizes, CROSS_ENTROPY: tl.constexpr
-):
-    """Return the values that all logits of a row share: of its loss, node, start, and of its chunk's likelihood."""
-    head_lse_ptr, top_ptr, total_ptr, mass_ptr, s_lse_ptr, rest_ratio_ptr, vocab_lse_ptr = sums
-    of_losses_ptr, of_parts_ptr, of_likely_ptr = upstream
+def parts_of_listed_row(row, event, targets_ptr, sums, upstream, nodes, scale, CROSS_ENTROPY: tl.constexpr):
+    """Return the values that all logits of a row share: of its loss, of the node that reads it, and of its start."""
+    head_lse_ptr, top_ptr, total_ptr, mass_ptr, s_lse_ptr, rest_ratio_ptr = sums
+    of_losses_ptr, of_parts_ptr = upstream
     node_chunk_ptr, node_end_ptr, chunks, level_ptr, reads = nodes
-    T_s, P, scale = sizes
-    of_loss, _, head_lse = loss_of_row(row, targets_ptr, of_losses_ptr, head_lse_ptr, CROSS_ENTROPY)
-    target = tl.load(targets_ptr + row).to(tl.int32)
+    of_loss, target, head_lse = loss_of_row(row, targets_ptr, of_losses_ptr, head_lse_ptr, CROSS_ENTROPY)
     factor, top = node_of_row(
         row, of_parts_ptr, node_chunk_ptr, node_end_ptr, chunks, level_ptr, reads, top_ptr, total_ptr, scale
     )
@@ -54,12 +50,7 @@ def parts_of_listed_row(
     mass = tl.load(mass_ptr + at, mask=there, other=0.0)
     s_lse = tl.load(s_lse_ptr + at, mask=there, other=0.0)
     rest_ratio = tl.load(rest_ratio_ptr + at, mask=there, other=0.0)
-    # Upstream of the likelihoods is [B, P], and a row's chunk is numbered within its sample.
-    chunk = tl.load(row_chunk_ptr + row)
-    known = (chunk >= 0) & (chunk < P)
-    of_likely = tl.load(of_likely_ptr + row // T_s * P + chunk, mask=known, other=0.0) * scale
-    vocab_lse = tl.load(vocab_lse_ptr + row)
-    return of_loss, target, head_lse, factor, top, of_start, mass, s_lse, rest_ratio, of_likely, vocab_lse
+    return of_loss, target, head_lse, factor, top, of_start, mass, s_lse, rest_ratio
 
 
 @triton.jit
@@ -68,10 +59,10 @@ def listed_gradient_at(
 ):
     """Return the gradient of some of a row's logits in float32, all that is computed element by element.
 
-    `parts` are from `parts_of_listed_row`; `vocabulary` is the tables' tokens, the student's, and the scale.
+    `parts` are from `parts_of_listed_row`; `vocabulary` is the number of the tables' tokens and the scale.
     """
-    of_loss, target, head_lse, factor, top, of_start, mass, s_lse, _, of_likely, vocab_lse = parts
-    V, V_own, scale = vocabulary
+    of_loss, target, head_lse, factor, top, of_start, mass, s_lse, _ = parts
+    V, scale = vocabulary
     z = tl.load(base + x, mask=there, other=float("-inf")).to(tl.float32)
     gradient = tl.zeros(z.shape, dtype=tl.float32)
     # Most rows start no chunk: the branch is the same for all lanes, and saves an exponential per logit.
@@ -84,15 +75,10 @@ def listed_gradient_at(
         gradient += part_of_node(x, z, factor, top, V, scale)
         if CROSS_ENTROPY:
             gradient += part_of_loss(x, z, of_loss, target, head_lse)
-    if of_likely != 0.0:
-        slope = (x == target).to(tl.float32) - exp(z * scale - vocab_lse)  # d log softmax(z)[target] / d z
-        gradient += tl.where(x < V_own, slope * of_likely, 0.0)
     return gradient
 
 
-@triton.jit(
-    do_not_specialize=["chunks", "reads", "T_s", "P"], do_not_specialize_on_alignment=["targets_ptr", "row_chunk_ptr"]
-)
+@triton.jit(do_not_specialize=["chunks", "reads", "T_s"], do_not_specialize_on_alignment=["targets_ptr"])
 def chain_listed_row_bwd_kernel(
     student_ptr,
     grad_ptr,
@@ -105,20 +91,15 @@ def chain_listed_row_bwd_kernel(
     mass_ptr,
     s_lse_ptr,
     rest_ratio_ptr,
-    vocab_lse_ptr,
     of_losses_ptr,
     of_parts_ptr,
-    of_likely_ptr,
-    row_chunk_ptr,
     node_chunk_ptr,
     node_end_ptr,
     chunks,
     level_ptr,
     reads,
     T_s,
-    P,
     V_head,
-    V_own,
     V,
     W,
     stride_b,
@@ -140,11 +121,10 @@ def chain_listed_row_bwd_kernel(
         row,
         event,
         targets_ptr,
-        (head_lse_ptr, top_ptr, total_ptr, mass_ptr, s_lse_ptr, rest_ratio_ptr, vocab_lse_ptr),
-        (of_losses_ptr, of_parts_ptr, of_likely_ptr),
+        (head_lse_ptr, top_ptr, total_ptr, mass_ptr, s_lse_ptr, rest_ratio_ptr),
+        (of_losses_ptr, of_parts_ptr),
         (node_chunk_ptr, node_end_ptr, chunks, level_ptr, reads),
-        row_chunk_ptr,
-        (T_s, P, scale),
+        scale,
         CROSS_ENTROPY,
     )
     # Without a start no bits are read: there are none for such a row.
@@ -152,15 +132,11 @@ def chain_listed_row_bwd_kernel(
     for begin in range(first, tl.minimum(first + TILES * LANES * ADJACENT, V_head), LANES * ADJACENT):
         x = columns_of(begin, LANES)
         live = bits_of(live_words(bits, begin, compared, LANES), x, compared)
-        gradient = listed_gradient_at(
-            x, x < V_head, live, parts[8], base, parts, (V, V_own, scale), CROSS_ENTROPY, UNSCALED
-        )
+        gradient = listed_gradient_at(x, x < V_head, live, parts[8], base, parts, (V, scale), CROSS_ENTROPY, UNSCALED)
         tl.store(grad_ptr + in_64_bits(row) * V_head + x, gradient.to(grad_ptr.dtype.element_ty), mask=x < V_head)
 
 
-@triton.jit(
-    do_not_specialize=["chunks", "reads", "T_s", "P"], do_not_specialize_on_alignment=["targets_ptr", "row_chunk_ptr"]
-)
+@triton.jit(do_not_specialize=["chunks", "reads", "T_s"], do_not_specialize_on_alignment=["targets_ptr"])
 def chain_listed_class_bwd_kernel(
     student_ptr,
     grad_ptr,
@@ -173,20 +149,15 @@ def chain_listed_class_bwd_kernel(
     mass_ptr,
     s_lse_ptr,
     rest_ratio_ptr,
-    vocab_lse_ptr,
     of_losses_ptr,
     of_parts_ptr,
-    of_likely_ptr,
-    row_chunk_ptr,
     node_chunk_ptr,
     node_end_ptr,
     chunks,
     level_ptr,
     reads,
     T_s,
-    P,
     V_head,
-    V_own,
     V,
     W,
     stride_b,
@@ -216,11 +187,10 @@ def chain_listed_class_bwd_kernel(
             row,
             event,
             targets_ptr,
-            (head_lse_ptr, top_ptr, total_ptr, mass_ptr, s_lse_ptr, rest_ratio_ptr, vocab_lse_ptr),
-            (of_losses_ptr, of_parts_ptr, of_likely_ptr),
+            (head_lse_ptr, top_ptr, total_ptr, mass_ptr, s_lse_ptr, rest_ratio_ptr),
+            (of_losses_ptr, of_parts_ptr),
             (node_chunk_ptr, node_end_ptr, chunks, level_ptr, reads),
-            row_chunk_ptr,
-            (T_s, P, scale),
+            scale,
             CROSS_ENTROPY,
         )
         i = group * ENTRIES + tl.arange(0, ENTRIES)
@@ -236,7 +206,7 @@ def chain_listed_class_bwd_kernel(
             there = j < count[:, None]
             x = tl.load(class_token_ptr + first[:, None] + j, mask=there, other=0)
             live = there & is_live(bits_ptr + own * W, x, there)
-            gradient = listed_gradient_at(x, live, live, ratio, base, parts, (V, V_own, scale), CROSS_ENTROPY, UNSCALED)
+            gradient = listed_gradient_at(x, live, live, ratio, base, parts, (V, scale), CROSS_ENTROPY, UNSCALED)
             tl.store(grad_ptr + in_64_bits(row) * V_head + x, gradient.to(grad_ptr.dtype.element_ty), mask=live)
 
 
@@ -289,8 +259,7 @@ def store_listed_tokens(
 
 
 @triton.jit(
-    do_not_specialize=["chunks", "reads", "T_s", "P", "R", "i_events"],
-    do_not_specialize_on_alignment=["targets_ptr", "row_chunk_ptr"],
+    do_not_specialize=["chunks", "reads", "T_s", "R", "i_events"], do_not_specialize_on_alignment=["targets_ptr"]
 )
 def chain_listed_node_bwd_kernel(
     student_ptr,
@@ -304,20 +273,15 @@ def chain_listed_node_bwd_kernel(
     mass_ptr,
     s_lse_ptr,
     rest_ratio_ptr,
-    vocab_lse_ptr,
     of_losses_ptr,
     of_parts_ptr,
-    of_likely_ptr,
-    row_chunk_ptr,
     node_chunk_ptr,
     node_end_ptr,
     chunks,
     level_ptr,
     reads,
     T_s,
-    P,
     V_head,
-    V_own,
     V,
     W,
     stride_b,
@@ -377,11 +341,10 @@ def chain_listed_node_bwd_kernel(
             row,
             chunk,
             targets_ptr,
-            (head_lse_ptr, top_ptr, total_ptr, mass_ptr, s_lse_ptr, rest_ratio_ptr, vocab_lse_ptr),
-            (of_losses_ptr, of_parts_ptr, of_likely_ptr),
+            (head_lse_ptr, top_ptr, total_ptr, mass_ptr, s_lse_ptr, rest_ratio_ptr),
+            (of_losses_ptr, of_parts_ptr),
             (node_chunk_ptr, node_end_ptr, chunks, level_ptr, reads),
-            row_chunk_ptr,
-            (T_s, P, scale),
+            scale,
             CROSS_ENTROPY,
         )
         begin = tl.load(i_first_ptr + chunk, mask=chunk >= 0, other=0).to(tl.int32)
@@ -414,7 +377,7 @@ def chain_listed_node_bwd_kernel(
                 tables = i_node_ptr, i_slot_start_ptr, spelling_start_ptr, spelled_node_ptr, spelled_slot_ptr
                 values, upstream = (ratios_ptr, i_mass_ptr, i_held_lse_ptr), (i_end_ptr, of_parts_ptr, chunks)
                 add_node(event, chunk, rank, held_list, named_list, base, tables, values, upstream, scale, SLOTS)
-        bits, vocabulary = (bits_ptr + own * W, rest_bits_ptr + own * W), (V, V_own, scale)
+        bits, vocabulary = (bits_ptr + own * W, rest_bits_ptr + own * W), (V, scale)
         classes = root_ptr, of_class_ptr, ratio_ptr + own * K, K
         store_listed_tokens(
             held_list, own_ptr, chunk, base, parts, bits, classes, vocabulary, CROSS_ENTROPY, UNSCALED, STEPS, SLOTS

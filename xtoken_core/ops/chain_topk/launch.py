@@ -76,7 +76,6 @@ class Lists:
         log_probs: `[R, K]` float32; -inf in an empty entry.
         tail: `[R]` float32, the mass of the tokens that are not listed.
         part: `[R]` float32, an equal part of it for each of these.
-        own: `[R]` float32, the log-probability of the token that the position predicts.
     """
 
     ids: Tensor
@@ -84,10 +83,9 @@ class Lists:
     log_probs: Tensor
     tail: Tensor
     part: Tensor
-    own: Tensor
 
     @classmethod
-    def of(cls, log_probs: Tensor, ids: Tensor, tail: Tensor, own: Tensor, tables: ChainTables) -> Lists:
+    def of(cls, log_probs: Tensor, ids: Tensor, tail: Tensor, tables: ChainTables) -> Lists:
         """Sort the entries; arguments as for the op."""
         # Sorted by class, tokens of one class are neighbours: kernels sum them without a table of classes.
         root = tables.teacher.root
@@ -105,7 +103,6 @@ class Lists:
             tail,
             # With every token listed there is no other one, and the tail is 0.
             tail / (V - known.sum(1)).clamp(min=1),
-            own.flatten().float(),
         )
 
     @property
@@ -135,7 +132,6 @@ class RowResults(NamedTuple):
         rest_ratio: `[E]`, that of the classes without a head.
         mass: `[E]`, the teacher's mass of the classes in which the student's is not below the floor.
         head_lse: `[B * T_s]`, of the student's whole head at temperature 1.
-        vocab_lse: `[B * T_s]`, of its vocabulary.
         top: `[B * T_s]`, the largest logit of a row's tokens of the tables.
         total: `[B * T_s]`, its sum of `exp(logit - top)`.
         s_lse: `[E]`, of the live tokens.
@@ -148,7 +144,6 @@ class RowResults(NamedTuple):
     rest_ratio: Tensor
     mass: Tensor
     head_lse: Tensor
-    vocab_lse: Tensor
     top: Tensor
     total: Tensor
     s_lse: Tensor
@@ -188,14 +183,12 @@ class Outputs(NamedTuple):
     Attributes:
         parts: `[3, B * P]`.
         listed: `[B * P]`, the least at a chunk's nodes.
-        likely: `[2, B * P]`, the student's and the teacher's log-likelihood of a chunk's tokens.
         losses: `[B, T_s]` or None.
         hits: `[B, T_s]` or None.
     """
 
     parts: Tensor
     listed: Tensor
-    likely: Tensor
     losses: Tensor | None
     hits: Tensor | None
 
@@ -205,10 +198,10 @@ class ListedComparison(Comparison):
 
     def __init__(self, tables: ChainTables, sides: tuple[SideTokens, SideTokens], settings: ChainTopKSettings) -> None:
         """Find the events, without waiting for the device."""
-        super().__init__(tables, sides, settings.max_chunks, settings.options, settings.temperature)
+        common = settings.max_chunks, settings.options, settings.temperature, settings.generated
+        super().__init__(tables, sides, *common)
         self.settings = settings
         self.by_class = student_classes(tables)
-        self.row_chunk = sides[0].chunk.contiguous()
         self.targets = sides[0].predicted.long().contiguous()
 
     def forward(self, logits: Tensor, given: Lists) -> tuple[Outputs, Kept]:
@@ -217,7 +210,7 @@ class ListedComparison(Comparison):
         E, K = len(self.starts.chunk), given.size
         bits, _, _ = self.live_bits(self.plan.student.live, self.starts.teacher_before, self.starts.student_token)
         rest_p, heads, rest_bits = self._heads(bits, given)
-        rows, likely, rest, losses, hits = self._rows(student, bits, rest_bits)
+        rows, rest, losses, hits = self._rows(student, bits, rest_bits)
         # Nodes are few programs that wait for memory: starts run beside them.
         with second_stream(self.device):
             inside = self._inside(student, given)
@@ -225,16 +218,16 @@ class ListedComparison(Comparison):
         value, mass, rest_ratio = (self._float(E) for _ in range(3))
         ratio = self._float(E, K)
         inputs = logits, given.classes, heads, rest_p, *self.starts.rows, bits, rows["s_lse"], *rest
-        results = value, mass, ratio, rest_ratio
+        results = value, mass, ratio, rest_ratio, self.own
         sizes = student.positions, bits.shape[1], K, *student.strides, self.scale
         entry_kernels.chain_listed_start_kernel[(E,)](
-            *inputs, *self.by_class, *results, *sizes, ENTRIES, TOKENS, num_warps=START_WARPS
+            *inputs, *self.by_class, *results, *sizes, ENTRIES, TOKENS, self.form, num_warps=START_WARPS
         )
         join(self.device)
         of_starts = RowResults(
             bits=bits, rest_bits=rest_bits, heads=heads, ratio=ratio, rest_ratio=rest_ratio, mass=mass, **rows
         )
-        outputs = Outputs(*self._parts(value, inside, beside, likely, given.own), losses, hits)
+        outputs = Outputs(*self._parts(value, inside, beside), losses, hits)
         return outputs, Kept(of_starts, inside, beside, given.classes)
 
     def _heads(self, bits: Tensor, given: Lists) -> tuple[Tensor, Tensor, Tensor]:
@@ -259,29 +252,28 @@ class ListedComparison(Comparison):
 
     def _rows(
         self, student: Rows, bits: Tensor, rest_bits: Tensor
-    ) -> tuple[dict[str, Tensor], Tensor, tuple[Tensor, Tensor], Tensor | None, Tensor | None]:
+    ) -> tuple[dict[str, Tensor], tuple[Tensor, Tensor], Tensor | None, Tensor | None]:
         """Read the student's rows.
 
         Returns:
-            Values of `RowResults`, the log-likelihood of every position's token, `log sum exp` of each start's rest and
-            whether it has a token, losses and hits.
+            Values of `RowResults`, `log sum exp` of each start's rest and whether it has a token, losses and hits.
         """
         B, T_s, V_head = student.logits.shape
         E, R, with_losses = len(self.starts.chunk), B * T_s, self.settings.with_cross_entropy
-        head_lse, vocab_lse, top, total, likely = (self._float(R) for _ in range(5))
+        head_lse, top, total = (self._float(R) for _ in range(3))
         s_lse, rest_lse = self._float(E), self._float(E)
         some = torch.empty(E, dtype=torch.int32, device=self.device)
         losses = self._float(B, T_s) if with_losses else None
         hits = torch.empty((B, T_s), dtype=torch.bool, device=self.device) if with_losses else None
         inputs = student.logits, self.targets, self.event_of_row, bits, rest_bits
-        results = losses, hits, head_lse, top, total, vocab_lse, likely, s_lse, rest_lse, some
-        sizes = T_s, V_head, self.settings.student_vocab_size, student.width, bits.shape[1], *student.strides
+        results = losses, hits, head_lse, top, total, s_lse, rest_lse, some
+        sizes = T_s, V_head, student.width, bits.shape[1], *student.strides
         constants = with_losses, self.scale == 1.0, STUDENT_LANES
         student_kernels.chain_listed_student_kernel[(R,)](
             *inputs, *results, *sizes, self.scale, *constants, num_warps=STUDENT_WARPS
         )
-        rows = {"head_lse": head_lse, "vocab_lse": vocab_lse, "top": top, "total": total, "s_lse": s_lse}
-        return rows, likely, (rest_lse, some), losses, hits
+        rows = {"head_lse": head_lse, "top": top, "total": total, "s_lse": s_lse}
+        return rows, (rest_lse, some), losses, hits
 
     def _inside(self, student: Rows, given: Lists) -> ListedNodes:
         """Compute the nodes inside the student's tokens."""
@@ -294,9 +286,17 @@ class ListedComparison(Comparison):
             tables = *inner.rows, inner.node, *nodes.slots, *held.segments
             scratch = self._float(programs, held.most_segments), held.most_segments
             sizes = E, student.positions, *student.strides, self.scale, given.size
-            constants = SLOTS, given.tile, given.lanes
+            constants = SLOTS, given.tile, given.lanes, self.form
             node_kernels.chain_listed_inside_kernel[(programs,)](
-                *entries, *tables, *scratch, *nodal, nodes.most_slots, *sizes, *constants, num_warps=NODE_WARPS
+                *entries,
+                *tables,
+                *scratch,
+                *nodal,
+                self.own,
+                nodes.most_slots,
+                *sizes,
+                *constants,
+                num_warps=NODE_WARPS,
             )
         return nodal
 
@@ -317,9 +317,9 @@ class ListedComparison(Comparison):
             scratch = flags, self._float(programs, fresh.most_segments), fresh.most_segments
             widths = E, student.positions, student.width, len(self.tables.teacher.root), flags.shape[1]
             inputs = *entries, *events, *slots, *of_student, *scratch
-            constants = *student.strides, self.scale, given.size, BLOCK, SLOTS, given.tile, given.lanes
+            constants = *student.strides, self.scale, given.size, BLOCK, SLOTS, given.tile, given.lanes, self.form
             node_kernels.chain_listed_beside_kernel[(programs,)](
-                *inputs, *nodal, nodes.most_slots, *widths, *constants, num_warps=NODE_WARPS
+                *inputs, *nodal, self.own, nodes.most_slots, *widths, *constants, num_warps=NODE_WARPS
             )
         return nodal
 
@@ -327,24 +327,19 @@ class ListedComparison(Comparison):
         value, mass, level, listed = (self._float(events) for _ in range(4))
         return ListedNodes(value, mass, level, listed, self._float(events, most_slots))
 
-    def _parts(
-        self, starts: Tensor, inside: ListedNodes, beside: ListedNodes, likely: Tensor, own: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the first three of `Outputs`."""
+    def _parts(self, starts: Tensor, inside: ListedNodes, beside: ListedNodes) -> tuple[Tensor, Tensor]:
+        """Return the first two of `Outputs`."""
         chunks = self.shape[0] * self.shape[1]
-        parts, listed, of_chunks = self._float(3, chunks), self._float(chunks), self._float(2, chunks)
+        parts, listed = self._float(3, chunks), self._float(chunks)
         sides = (inside, self.in_student), (beside, self.in_teacher)
         nodes = [(x.value, x.listed, inner.chunk, inner.at_end, len(inner.chunk)) for x, inner in sides]
         bounds = [x for side in self.bounds for x in (side.first, side.size)]
-        results = parts, listed, of_chunks, chunks
         node_kernels.chain_listed_part_kernel[(triton.cdiv(chunks, CHUNKS),)](
-            self.starts.chunk, starts, *nodes[0], *nodes[1], *bounds, likely, own, *results, CHUNKS, num_warps=4
+            self.starts.chunk, starts, *nodes[0], *nodes[1], *bounds, parts, listed, chunks, CHUNKS, num_warps=4
         )
-        return parts, listed, of_chunks
+        return parts, listed
 
-    def backward(
-        self, logits: Tensor, kept: Kept, of_losses: Tensor | None, of_parts: Tensor, of_likely: Tensor
-    ) -> Tensor:
+    def backward(self, logits: Tensor, kept: Kept, of_losses: Tensor | None, of_parts: Tensor) -> Tensor:
         """Return the gradient, `[B, T_s, V_head]`.
 
         Args:
@@ -352,7 +347,6 @@ class ListedComparison(Comparison):
             kept: From `forward`.
             of_losses: `[B, T_s]` upstream gradient, or None.
             of_parts: `[3, B * P]`, likewise.
-            of_likely: `[B * P]`, that of the student's log-likelihood of every chunk.
         """
         rows, inside, beside, classes = kept
         student = Rows(logits, len(self.tables.student.root))
@@ -360,10 +354,10 @@ class ListedComparison(Comparison):
         R, K = B * T_s, classes.shape[1]
         gradient = torch.empty((B, T_s, V_head), dtype=logits.dtype, device=self.device)
         inputs = logits, gradient, self.event_of_row, rows.bits, self.targets
-        sums = rows.head_lse, rows.top, rows.total, rows.mass, rows.s_lse, rows.rest_ratio, rows.vocab_lse
-        upstream = of_losses, of_parts, of_likely
-        nodes = self.row_chunk, self.in_teacher.chunk, self.in_teacher.at_end, of_parts.shape[1], beside.level
-        sizes = len(beside.level), T_s, self.shape[1], V_head, self.settings.student_vocab_size, student.width
+        sums = rows.head_lse, rows.top, rows.total, rows.mass, rows.s_lse, rows.rest_ratio
+        upstream = of_losses, of_parts
+        nodes = self.in_teacher.chunk, self.in_teacher.at_end, of_parts.shape[1], beside.level
+        sizes = len(beside.level), T_s, V_head, student.width
         strides = rows.bits.shape[1], *student.strides, self.scale
         row: tuple[Any, ...] = *inputs, *sums, *upstream, *nodes, *sizes, *strides
         settings = {"CROSS_ENTROPY": of_losses is not None, "UNSCALED": self.scale == 1.0}

@@ -7,6 +7,7 @@ from __future__ import annotations
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
+from xtoken_core.ops.chain.form_kernels import SUMS, TINY, floored_log, is_generated, terms_of, value_of
 from xtoken_core.ops.chain.node_kernels import (
     SMALL_REST,
     add_nodes,
@@ -15,29 +16,31 @@ from xtoken_core.ops.chain.node_kernels import (
     store_segment_sums,
     unnamed_sum,
 )
-from xtoken_core.ops.chain.start_kernels import TINY, exp, finite, floored_log, in_64_bits, row_of, xlogx
+from xtoken_core.ops.chain.start_kernels import exp, finite, in_64_bits, row_of
+
+OPEN = tl.constexpr(float("-inf"))
+"""For the ratio of a slot that is compared together with others."""
 
 
 @triton.jit
 def compare_named(
-    slot,
-    slots,
-    slot_class_ptr,
-    segment_ptr,
-    sums_ptr,
+    node_slots,
     classes,
     mass_of,
     ratio_ptr,
+    generated,
+    sums,
     TILE: tl.constexpr,
     LANES: tl.constexpr,
+    FORM: tl.constexpr,
 ):
-    """Store the ratios of the slots of which a token is listed, -1 for others; return the sums of their terms.
+    """Store the ratios of the slots of which a token is listed, `OPEN` for others; return the sums of their terms.
 
     Returns:
-        The KL without the mass's own term, the teacher's mass, that where the student's is not below the floor, which
-        entries have a slot, what the other slots have on the student's side, whether there is one, and whether one
-        is of tokens that end here.
+        Sums of the terms, of the teacher's mass and of the gradient's (`terms_of`), which entries have a slot, what the
+        other slots have on the student's side, whether there is one, and whether one is of tokens that end here.
     """
+    slot, slots, slot_class_ptr, segment_ptr, sums_ptr = node_slots
     kl = tl.zeros((TILE,), dtype=tl.float32)
     mass = tl.zeros((TILE,), dtype=tl.float32)
     kept = tl.zeros((TILE,), dtype=tl.float32)
@@ -60,11 +63,13 @@ def compare_named(
         others += tl.where(open_, q, 0.0)
         some = tl.maximum(some, open_.to(tl.int32))
         ending = tl.maximum(ending, (there & (cls < 0)).to(tl.int32))
-        kl += xlogx(p) - p * floored_log(q)
+        if FORM != 0.0:
+            q = tl.where(open_, 0.0, q)
+        term, of_mass, ratio = terms_of(p, q, generated, sums, FORM)
+        kl += term
         mass += p
-        p = tl.where(q >= TINY, p, 0.0)
-        kept += p
-        tl.store(ratio_ptr + k, tl.where(open_, -1.0, p / tl.maximum(q, TINY)), mask=there)  # -1: see `replace_open`
+        kept += of_mass
+        tl.store(ratio_ptr + k, tl.where(open_, OPEN, ratio), mask=there)  # see `replace_open`
     return (
         tl.sum(kl, axis=0),
         tl.sum(mass, axis=0),
@@ -82,7 +87,7 @@ def replace_open(ratio_ptr, slots, ratio, SLOTS: tl.constexpr):
     for begin in range(0, slots, SLOTS):
         k = begin + tl.arange(0, SLOTS)
         stored_ratio = tl.load(ratio_ptr + k, mask=k < slots, other=0.0)
-        tl.store(ratio_ptr + k, tl.where(stored_ratio < 0.0, ratio, stored_ratio), mask=k < slots)
+        tl.store(ratio_ptr + k, tl.where(stored_ratio == OPEN, ratio, stored_ratio), mask=k < slots)
 
 
 @triton.jit(do_not_specialize=["E", "T_s"])
@@ -107,6 +112,7 @@ def chain_listed_inside_kernel(
     lse_ptr,
     listed_ptr,
     ratio_ptr,
+    generated_ptr,
     most_slots,
     E,
     T_s,
@@ -117,8 +123,10 @@ def chain_listed_inside_kernel(
     SLOTS: tl.constexpr,
     TILE: tl.constexpr,
     LANES: tl.constexpr,
+    FORM: tl.constexpr,
 ):
-    """Compute the KL of one node inside a token of the student after the other."""
+    """Compute the divergence of one node inside a token of the student after the other."""
+    FIRST: tl.constexpr = SUMS if FORM != 0.0 else FORM
     sums_ptr += tl.program_id(0).to(tl.int64) * capacity
     j = tl.arange(0, LANES)
     for event in range(tl.program_id(0), E, tl.num_programs(0)):
@@ -126,7 +134,9 @@ def chain_listed_inside_kernel(
             node, row = tl.load(node_ptr + event), tl.load(t_row_ptr + event).to(tl.int64)
             slot = tl.load(slot_start_ptr + node)
             slots = tl.load(slot_start_ptr + node + 1) - slot
-            base = row_of(student_ptr, tl.load(s_row_ptr + event), T_s, stride_b, stride_t)
+            s_row = tl.load(s_row_ptr + event)
+            generated = is_generated(generated_ptr, s_row, FORM)
+            base = row_of(student_ptr, s_row, T_s, stride_b, stride_t)
             first = tl.load(start_ptr + tl.load(segment_ptr + slot))
             last = tl.load(start_ptr + tl.load(segment_ptr + slot + slots))
             held_lse = member_log_sum(base, member_ptr, first, last, scale, SLOTS)
@@ -139,20 +149,34 @@ def chain_listed_inside_kernel(
             tail = tl.load(tail_ptr + row)
             ratio = ratio_ptr + in_64_bits(event) * most_slots
             tl.debug_barrier()
+            node_slots = slot, slots, slot_class_ptr, segment_ptr, sums_ptr
+            sums = 0.0, 0.0, 0.0
             kl, mass, kept, named, others, some, ending = compare_named(
-                slot, slots, slot_class_ptr, segment_ptr, sums_ptr, classes, listed, ratio, TILE, LANES
+                node_slots, classes, listed, ratio, generated, sums, TILE, LANES, FIRST
             )
             tl.debug_barrier()
             # What no slot names has ended this token, where that is a slot; the tail may be in any slot that is open.
             unnamed = tl.sum(tl.where(named != 0, 0.0, listed), axis=0)
             p = tl.where(ending != 0, unnamed, 0.0) + tl.where(some != 0, tail, 0.0)
-            kl += xlogx(p) - p * floored_log(others)
+            term, of_mass, of_others = terms_of(p, others, generated, sums, FIRST)
+            kl += term
             mass += p
-            p = tl.where(others >= TINY, p, 0.0)
-            kept += p
-            replace_open(ratio, slots, p / tl.maximum(others, TINY), SLOTS)
+            kept += of_mass
+            reach = kept
+            if FORM != 0.0:
+                # Terms of generated text need the sums: the slots are compared again, and their ratios replaced.
+                sums = mass, reach, kl
+                kl, mass, kept, named, others, some, ending = compare_named(
+                    node_slots, classes, listed, ratio, generated, sums, TILE, LANES, FORM
+                )
+                term, of_mass, of_others = terms_of(p, others, generated, sums, FORM)
+                kl += term
+                mass += p
+                kept += of_mass
+                tl.debug_barrier()
+            replace_open(ratio, slots, of_others, SLOTS)
             tl.debug_barrier()
-            tl.store(value_ptr + event, kl - xlogx(mass))
+            tl.store(value_ptr + event, value_of(kl, mass, generated, reach, FORM))
             tl.store(mass_ptr + event, kept)
             tl.store(lse_ptr + event, held_lse)
             tl.store(listed_ptr + event, 1.0 - tail)
@@ -198,27 +222,15 @@ def held_sums(k, slot, slots, segment_ptr, start_ptr, of_slot, weight, of_unlist
 
 
 @triton.jit
-def compare_held(
-    slot,
-    slots,
-    slot_class_ptr,
-    segment_ptr,
-    start_ptr,
-    fresh_segment_ptr,
-    fresh_sums_ptr,
-    of_slot,
-    weight,
-    of_unlisted,
-    ratio_ptr,
-    TILE: tl.constexpr,
-):
+def compare_held(node_slots, held_mass, ratio_ptr, generated, sums, TILE: tl.constexpr, FORM: tl.constexpr):
     """Store the ratios of the slots that name a class; return the sums of their terms, and the other slot.
 
     Returns:
-        The KL without the mass's own term, the teacher's mass, that where the student's is not below the floor, what
-        the classes have on the student's side, what the tokens that end here have on the teacher's, and their slot,
-        -1 = none.
+        Sums of the terms, of the teacher's mass and of the gradient's (`terms_of`), what the classes have on the
+        student's side, what the tokens that end here have on the teacher's, and their slot, -1 = none.
     """
+    slot, slots, slot_class_ptr, segment_ptr, start_ptr, fresh_segment_ptr, fresh_sums_ptr = node_slots
+    of_slot, weight, of_unlisted = held_mass
     kl = tl.zeros((TILE,), dtype=tl.float32)
     mass = tl.zeros((TILE,), dtype=tl.float32)
     kept = tl.zeros((TILE,), dtype=tl.float32)
@@ -236,11 +248,11 @@ def compare_held(
         ending += tl.where(there & (cls < 0), held, 0.0)
         ends_at = tl.where(cls < 0, k, ends_at)
         p = tl.where(there & (cls >= 0), held, 0.0)
-        kl += xlogx(p) - p * floored_log(q)
+        term, of_mass, ratio = terms_of(p, q, generated, sums, FORM)
+        kl += term
         mass += p
-        p = tl.where(q >= TINY, p, 0.0)
-        kept += p
-        tl.store(ratio_ptr + k, p / tl.maximum(q, TINY), mask=there & (cls >= 0))
+        kept += of_mass
+        tl.store(ratio_ptr + k, ratio, mask=there & (cls >= 0))
     return (
         tl.sum(kl, axis=0),
         tl.sum(mass, axis=0),
@@ -283,6 +295,7 @@ def chain_listed_beside_kernel(
     level_ptr,
     listed_ptr,
     ratio_ptr,
+    generated_ptr,
     most_slots,
     E,
     T_s,
@@ -297,8 +310,10 @@ def chain_listed_beside_kernel(
     SLOTS: tl.constexpr,
     TILE: tl.constexpr,
     LANES: tl.constexpr,
+    FORM: tl.constexpr,
 ):
-    """Compute the KL of one node inside a token of the teacher after the other."""
+    """Compute the divergence of one node inside a token of the teacher after the other."""
+    FIRST: tl.constexpr = SUMS if FORM != 0.0 else FORM
     flag_ptr += tl.program_id(0).to(tl.int64) * flags
     sums_ptr += tl.program_id(0).to(tl.int64) * capacity
     for event in range(tl.program_id(0), E, tl.num_programs(0)):
@@ -349,22 +364,17 @@ def chain_listed_beside_kernel(
             tl.store(listed_ptr + event, listed / tl.maximum(listed + unlisted * part, TINY))
             ratio = ratio_ptr + in_64_bits(event) * most_slots
             tl.debug_barrier()
+            generated = is_generated(generated_ptr, row, FORM)
+            node_slots = slot, slots, slot_class_ptr, segment_ptr, start_ptr, fresh_segment_ptr, sums_ptr
+            held_mass = of_slot, exp(log_p - pivot) / norm, exp(log_part - pivot) / norm
+            sums = 0.0, 0.0, 0.0
             kl, mass, kept, named, ending, ends_at = compare_held(
-                slot,
-                slots,
-                slot_class_ptr,
-                segment_ptr,
-                start_ptr,
-                fresh_segment_ptr,
-                sums_ptr,
-                of_slot,
-                exp(log_p - pivot) / norm,
-                exp(log_part - pivot) / norm,
-                ratio,
-                TILE,
+                node_slots, held_mass, ratio, generated, sums, TILE, FIRST
             )
             # A zero of the type that the branch below assigns: Triton wants one type on both ways.
             level = kept * 0.0
+            if FORM != 0.0:
+                rest = level
             tl.debug_barrier()
             if ends_at >= 0:
                 # As in `chain_node_kernel`: a small rest is summed, since 1 - named would have no digits.
@@ -374,13 +384,27 @@ def chain_listed_beside_kernel(
                         unnamed_sum(base, root_ptr, flag_ptr, slot_class_ptr, slot, slots, V, scale, top, BLOCK, SLOTS)
                         / total
                     )
-                kl += xlogx(ending) - ending * floored_log(q)
+                term, of_mass, level = terms_of(ending, q, generated, sums, FIRST)
+                kl += term
                 mass += ending
-                p = tl.where(q >= TINY, ending, 0.0)
-                kept += p
-                level = p / tl.maximum(q, TINY)
+                kept += of_mass
                 tl.store(ratio + ends_at, level)
-            tl.store(value_ptr + event, kl - xlogx(mass))
+                if FORM != 0.0:
+                    rest = q
+            reach = kept
+            if FORM != 0.0:
+                tl.debug_barrier()
+                sums = mass, reach, kl
+                kl, mass, kept, named, ending, ends_at = compare_held(
+                    node_slots, held_mass, ratio, generated, sums, TILE, FORM
+                )
+                if ends_at >= 0:
+                    term, of_mass, level = terms_of(ending, rest, generated, sums, FORM)
+                    kl += term
+                    mass += ending
+                    kept += of_mass
+                    tl.store(ratio + ends_at, level)
+            tl.store(value_ptr + event, value_of(kl, mass, generated, reach, FORM))
             tl.store(mass_ptr + event, kept)
             # A token of an unnamed class has its probability times this as gradient (`node_of_row`).
             tl.store(level_ptr + event, kept - level)
@@ -398,16 +422,6 @@ def least_listed(listed_ptr, chunk_ptr, first_ptr, size_ptr, events, chunk, ther
         own = inside & (tl.load(chunk_ptr + event, mask=inside, other=-1) == chunk)
         least = tl.minimum(least, tl.load(listed_ptr + event, mask=own, other=1.0))
     return least
-
-
-@triton.jit
-def sum_of_tokens(value_ptr, first_ptr, size_ptr, chunk, there, total):
-    """Add the values of one side's positions of some chunks."""
-    first = tl.load(first_ptr + chunk, mask=there, other=0)
-    size = tl.load(size_ptr + chunk, mask=there, other=0)
-    for i in range(tl.max(size, axis=0)):
-        total += tl.load(value_ptr + first + i, mask=there & (i < size), other=0.0)
-    return total
 
 
 @triton.jit(do_not_specialize=["s_events", "t_events", "chunks"])
@@ -428,15 +442,12 @@ def chain_listed_part_kernel(
     s_size_ptr,
     t_first_ptr,
     t_size_ptr,
-    s_likely_ptr,
-    t_likely_ptr,
     parts_ptr,
     listed_ptr,
-    likely_ptr,
     chunks,
     BLOCK: tl.constexpr,
 ):
-    """Compute each chunk's parts, the least listed mass at its nodes, and both sides' likelihoods of its tokens."""
+    """Compute each chunk's parts, and the least listed mass at its nodes."""
     chunk = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = chunk < chunks
     starts = tl.load(chunk_ptr + chunk, mask=there, other=-1) >= 0
@@ -451,12 +462,7 @@ def chain_listed_part_kernel(
     least = tl.full((BLOCK,), 1.0, dtype=tl.float32)
     least = least_listed(s_listed_ptr, s_chunk_ptr, t_first_ptr, t_size_ptr, s_events, chunk, there, least)
     least = least_listed(t_listed_ptr, t_chunk_ptr, s_first_ptr, s_size_ptr, t_events, chunk, there, least)
-    likely = tl.zeros((BLOCK,), dtype=tl.float32)
     tl.store(parts_ptr + chunk, tl.load(start_ptr + chunk, mask=starts, other=0.0), mask=there)
     tl.store(parts_ptr + chunks + chunk, inner, mask=there)
     tl.store(parts_ptr + 2 * chunks + chunk, end, mask=there)
     tl.store(listed_ptr + chunk, least, mask=there)
-    own = sum_of_tokens(s_likely_ptr, s_first_ptr, s_size_ptr, chunk, there, likely)
-    tl.store(likely_ptr + chunk, own, mask=there)
-    own = sum_of_tokens(t_likely_ptr, t_first_ptr, t_size_ptr, chunk, there, likely)
-    tl.store(likely_ptr + chunks + chunk, own, mask=there)

@@ -1,4 +1,4 @@
-"""The Triton kernel that reads a student's row once: cross-entropy, the chunk's own tokens, whole and live sums."""
+"""The Triton kernel that reads a student's row once: cross-entropy, whole and live sums."""
 # Triton has no types, and its kernels can carry none.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
@@ -24,17 +24,6 @@ from xtoken_core.ops.chain.start_kernels import (
 
 
 @triton.jit
-def scaled_row_sum(base, first, V, scale, top, total, LANES: tl.constexpr):
-    """Add the exponentials of the scaled logits from `first` to `V` to the pairs of lanes."""
-    for begin in range(first, V, LANES * ADJACENT):
-        x = columns_of(begin, LANES)
-        z = tl.load(base + x, mask=x < V, other=float("-inf")).to(tl.float32) * scale
-        top, pivot, shrink = raised(top, z)
-        total = total * shrink + tl.sum(exp(z - pivot[:, None]), axis=1)
-    return top, total
-
-
-@triton.jit
 def log_of_live(base, bits, V, scale, highest, part, LANES: tl.constexpr):
     """Return `log sum exp` of live logits from their sum with the row's pivot; a small one is computed again."""
     lse = tl.log(part) + highest
@@ -55,14 +44,11 @@ def chain_listed_student_kernel(
     head_lse_ptr,
     top_ptr,
     total_ptr,
-    vocab_lse_ptr,
-    likely_ptr,
     s_lse_ptr,
     rest_lse_ptr,
     rest_some_ptr,
     T_s,
     V_head,
-    V_own,
     V,
     W,
     stride_b,
@@ -72,7 +58,7 @@ def chain_listed_student_kernel(
     UNSCALED: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Compute one student row: the sums over the tables' tokens, live ones and those of the rest, and its token's."""
+    """Compute one student row: the sums over the tables' tokens, live ones and those of the rest."""
     row = tl.program_id(0)
     base = row_of(student_ptr, row, T_s, stride_b, stride_t)
     event = tl.load(event_ptr + row)
@@ -105,15 +91,10 @@ def chain_listed_student_kernel(
         _, part = sum_over_lanes(top, rest)
         tl.store(rest_lse_ptr + event, log_of_live(base, rest_bits, V, scale, highest, part, LANES))
         tl.store(rest_some_ptr + event, tl.max(some, axis=0))
-    target = tl.load(targets_ptr + row)
-    # The vocabulary can be wider than the tables, and the head wider than it: each sum continues the one before.
-    top, total = scaled_row_sum(base, V, V_own, scale, top, total, LANES)
-    highest, whole = sum_over_lanes(top, total)
-    lse = tl.log(whole) + highest
-    tl.store(vocab_lse_ptr + row, lse)
-    tl.store(likely_ptr + row, tl.load(base + target).to(tl.float32) * scale - lse)
     if CROSS_ENTROPY:
-        first = V_own
+        target = tl.load(targets_ptr + row)
+        # At temperature 1 the sums over the table's tokens begin the head's: only the columns behind are to be read.
+        first = V
         if not UNSCALED:
             first = 0
             top = tl.full((LANES,), float("-inf"), dtype=tl.float32)

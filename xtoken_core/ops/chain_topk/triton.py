@@ -14,7 +14,7 @@ from xtoken_core.ops.chain.events import SideTokens
 from xtoken_core.ops.chain.layout import chain_layout
 from xtoken_core.ops.chain_topk.launch import Kept, ListedComparison, ListedNodes, Lists, RowResults, student_classes
 from xtoken_core.ops.chain_topk.reference import ChainTopKResult, ChainTopKSettings, chain_topk
-from xtoken_core.ops.numerics import Op, bernoulli_kl
+from xtoken_core.ops.numerics import Op
 from xtoken_core.ops.triton_support import accumulates_in_float32, launching_on
 
 
@@ -26,14 +26,9 @@ class TritonChainTopK(torch.autograd.Function):
         """Return the parts `[3, B, P]`, the listed mass `[B, P]`, and if asked for losses and hits `[B, T_s]`."""
         logits = student_logits if student_logits.stride(-1) == 1 else student_logits.contiguous()
         forward_results, kept = inputs.forward(logits, given)
-        # Chunks of which too little is listed have ALM's value instead of their nodes (docs/losses.md).
-        weak = forward_results.listed < inputs.settings.least_mass
-        of_chunks, slope = _likelihoods(*forward_results.likely.unbind())
-        start, inner, end = forward_results.parts.unbind()
-        inner, end = torch.where(weak, of_chunks, inner), end.masked_fill(weak, 0.0)
         ctx.inputs = inputs
-        ctx.save_for_backward(logits, weak, slope, *kept.rows, *kept.inside, *kept.beside, kept.classes)
-        parts = torch.stack([start, inner, end]).view(3, *inputs.shape)
+        ctx.save_for_backward(logits, *kept.rows, *kept.inside, *kept.beside, kept.classes)
+        parts = forward_results.parts.view(3, *inputs.shape)
         listed = forward_results.listed.view(inputs.shape)
         if forward_results.losses is None or forward_results.hits is None:
             ctx.mark_non_differentiable(listed)
@@ -45,27 +40,14 @@ class TritonChainTopK(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, of_parts: Tensor, _: Tensor, *others: Tensor | None) -> tuple[Tensor, None, None]:
         """Return the gradient in the dtype of the logits."""
-        logits, weak, slope, *saved = ctx.saved_tensors
+        logits, *saved = ctx.saved_tensors
         inputs: ListedComparison = ctx.inputs
         n, m = len(RowResults._fields), len(ListedNodes._fields)
         inside, beside = ListedNodes(*saved[n : n + m]), ListedNodes(*saved[n + m : n + 2 * m])
         kept = Kept(RowResults(*saved[:n]), inside, beside, saved[-1])
         of_losses = others[0].float().contiguous() if others and others[0] is not None else None
-        of_parts = of_parts.float().reshape(3, -1)
-        # Their nodes have no upstream gradient then, and the chunk's likelihood has one.
-        of_nodes = of_parts[1:].masked_fill(weak, 0.0)
-        of_likely = torch.where(weak, of_parts[1] * slope, 0.0)
-        whole = torch.cat([of_parts[:1], of_nodes])
-        return inputs.backward(logits, kept, of_losses, whole, of_likely), None, None
-
-
-def _likelihoods(log_s: Tensor, log_t: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ALM's value of every chunk, and its slope by the student's log-likelihood."""
-    with torch.enable_grad():
-        leaf = log_s.detach().requires_grad_()
-        value = bernoulli_kl(log_t, leaf)
-        (slope,) = torch.autograd.grad(value.sum(), leaf)
-    return value.detach(), slope
+        of_parts = of_parts.float().reshape(3, -1).contiguous()
+        return inputs.backward(logits, kept, of_losses, of_parts), None, None
 
 
 class TritonChainTopKOp(Op):
@@ -86,19 +68,18 @@ class TritonChainTopKOp(Op):
         log_probs: Float[Tensor, "B T_t k"],
         ids: Int[Tensor, "B T_t k"],
         tail: Float[Tensor, "B T_t"],
-        own: Float[Tensor, "B T_t"],
         student: SideTokens,
         teacher: SideTokens,
         tables: ChainTables,
         settings: ChainTopKSettings,
     ) -> ChainTopKResult:
-        """Compute the same as the reference, which runs for float64, generated text and batches without a chunk."""
+        """Compute the same as the reference, which runs for float64 and batches without a chunk."""
         empty = not student_logits.numel() * ids.numel() * settings.max_chunks
         exact = not (accumulates_in_float32(student_logits) and accumulates_in_float32(log_probs))
-        if empty or exact or settings.generated is not None:
-            return chain_topk(student_logits, log_probs, ids, tail, own, student, teacher, tables, settings)
+        if empty or exact:
+            return chain_topk(student_logits, log_probs, ids, tail, student, teacher, tables, settings)
         with launching_on(student_logits):
             inputs = ListedComparison(tables, (student, teacher), settings)
-            given = Lists.of(log_probs.detach(), ids, tail.detach(), own.detach(), tables)
+            given = Lists.of(log_probs.detach(), ids, tail.detach(), tables)
             outputs = TritonChainTopK.apply(student_logits, inputs, given)  # type: ignore[no-untyped-call]  # torch leaves it bare
         return ChainTopKResult(*outputs[0].unbind(), *outputs[1:])

@@ -268,23 +268,9 @@ def select_tokens_kernel(
 
 @triton.jit(do_not_specialize=["k"])
 def order_tokens_kernel(
-    picked_ptr,
-    log_z_scaled_ptr,
-    top_ptr,
-    total_ptr,
-    ids_ptr,
-    values_ptr,
-    log_rest_ptr,
-    k,
-    wanted_mass,
-    scale,
-    MASS: tl.constexpr,
-    K: tl.constexpr,
+    picked_ptr, log_z_scaled_ptr, top_ptr, total_ptr, ids_ptr, values_ptr, log_rest_ptr, k, scale, K: tl.constexpr
 ):
-    """Store one row's selected tokens, largest first, and the logarithm of the mass of all others.
-
-    With MASS only as many tokens are kept as reach the fraction `wanted_mass` of the mass.
-    """
+    """Store one row's selected tokens, largest first, and the logarithm of the mass of all others."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.arange(0, K)
     picked = tl.load(picked_ptr + row * K + slot, mask=slot < k, other=NO_PICK)
@@ -295,12 +281,6 @@ def order_tokens_kernel(
     ids = (picked & LAST) ^ LAST
     log_z = tl.load(log_z_scaled_ptr + row)
     top, total = tl.load(top_ptr + row), tl.load(total_ptr + row)
-    if MASS:
-        mass = tl.where(slot < k, tl.exp(value * scale - log_z), 0.0)
-        # A token is kept while those before it have not reached the mass.
-        kept = tl.cumsum(mass, axis=0) - mass < wanted_mass
-        top, total = with_tokens(top, total, value, (slot < k) & (kept == 0), scale)
-        value, ids = tl.where(kept, value, -INF), tl.where(kept, ids, -1)
     tl.store(values_ptr + row * k + slot, value, mask=slot < k)
     tl.store(ids_ptr + row * k + slot, ids, mask=slot < k)
     tl.store(log_rest_ptr + row, logarithm(top, total, scale) - log_z)

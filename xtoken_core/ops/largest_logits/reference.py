@@ -18,8 +18,8 @@ class LargestLogits(NamedTuple):
     """Largest logits, normalisers and the own log-probability of every position; float32, or float64 of float64 logits.
 
     Attributes:
-        ids: The tokens with the largest logits, largest first; -1 beyond the fraction of the mass that was asked for.
-        values: Their logits; -inf in an empty entry.
+        ids: The tokens with the largest logits, largest first.
+        values: Their logits.
         log_z: Log-normaliser over the whole vocabulary, at temperature 1.
         log_z_scaled: That of the logits divided by the temperature.
         log_rest: Logarithm of the mass of all unlisted tokens, at the temperature; -inf where there are none.
@@ -35,12 +35,7 @@ class LargestLogits(NamedTuple):
 
 
 def largest_logits(
-    logits: Float[Tensor, "B T V_m"],
-    targets: Int[Tensor, "B T"],
-    k: int,
-    vocab_size: int,
-    mass: float | None = None,
-    temperature: float = 1.0,
+    logits: Float[Tensor, "B T V_m"], targets: Int[Tensor, "B T"], k: int, vocab_size: int, temperature: float = 1.0
 ) -> LargestLogits:
     """Select the largest logits of every position: descending, of equal ones the lowest ids, NaN as the largest.
 
@@ -52,8 +47,7 @@ def largest_logits(
         targets: The token that each position predicts; any id where it predicts none.
         k: Maximum of tokens; `min(k, V)` are returned.
         vocab_size: Leading columns of the logits that are tokens, `V`.
-        mass: Fraction of a position's probability: of its largest tokens only as many are kept as reach it; None: all.
-        temperature: What the logits are divided by for `log_z_scaled`, `log_rest` and `mass`.
+        temperature: What the logits are divided by for `log_z_scaled` and `log_rest`.
     """
     logits, V, T = logits.detach(), vocab_size, temperature
     dtype = torch.promote_types(logits.dtype, torch.float32)
@@ -77,16 +71,11 @@ def largest_logits(
 
     log_z, of_group = log_sums(1.0)
     log_z_scaled, of_group = (log_z, of_group) if T == 1.0 else log_sums(T)
-    kept = torch.ones_like(at, dtype=torch.bool)
-    if mass is not None:
-        masses = torch.exp(values / T - log_z_scaled.unsqueeze(-1))
-        kept = masses.cumsum(-1) - masses < mass  # 0 before the most likely token, which is always kept
     # Summed over the other tokens themselves: as a difference from 1 a small rest would lose its digits.
-    others = (candidates / T).scatter(-1, at, torch.where(kept, -torch.inf, values / T))
+    others = (candidates / T).scatter(-1, at, -torch.inf)
     log_rest = torch.cat([of_group.scatter(-1, chosen, -torch.inf), others], -1).logsumexp(-1) - log_z_scaled
     own = logits.gather(-1, targets.clamp(0, V - 1).unsqueeze(-1)).squeeze(-1).to(dtype) - log_z
-    values, ids = values.masked_fill(~kept, -torch.inf), tokens.gather(-1, at).masked_fill(~kept, -1)
-    return LargestLogits(ids, values, log_z, log_z_scaled, log_rest, own)
+    return LargestLogits(tokens.gather(-1, at), values, log_z, log_z_scaled, log_rest, own)
 
 
 def _first_largest(x: Float[Tensor, "B T n"], k: int) -> Int[Tensor, "B T k"]:

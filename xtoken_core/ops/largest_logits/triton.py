@@ -35,7 +35,7 @@ ALIGNED = 16
 """Triton reads whole vectors of a row of which a multiple of this may be read."""
 
 
-def _largest(logits: Tensor, targets: Tensor, k: int, V: int, mass: float | None, temperature: float) -> LargestLogits:
+def _largest(logits: Tensor, targets: Tensor, k: int, V: int, temperature: float) -> LargestLogits:
     """Compute the same as the reference, in four launches; the rows are read once, the chosen groups twice."""
     B, T, V_m = logits.shape
     logits, targets = logits if logits.stride(-1) == 1 else logits.contiguous(), targets.contiguous()
@@ -67,9 +67,8 @@ def _largest(logits: Tensor, targets: Tensor, k: int, V: int, mass: float | None
     warps = min(K // SLOTS_PER_WARP, MOST_WARPS)
     inputs, sizes_of_rows = (logits, chosen, edge, picked, top, total), (T, V, width, k, wanted, *strides, scale)
     select_tokens_kernel[(B * T,)](*inputs, *sizes_of_rows, K, shift, SLOTS_AT_ONCE * warps, num_warps=warps)
-    of_mass = k, mass or 0.0, scale, mass is not None, K
     order_tokens_kernel[(B * T,)](
-        picked, log_z_scaled, top, total, ids, values, log_rest, *of_mass, num_warps=min(max(K // 64, 1), 4)
+        picked, log_z_scaled, top, total, ids, values, log_rest, k, scale, K, num_warps=min(max(K // 64, 1), 4)
     )
     return LargestLogits(ids, values, log_z, log_z_scaled, log_rest, own)
 
@@ -83,12 +82,11 @@ class TritonLargestLogitsOp(Op):
         targets: Int[Tensor, "B T"],
         k: int,
         vocab_size: int,
-        mass: float | None = None,
         temperature: float = 1.0,
     ) -> LargestLogits:
         """Compute the same as the reference, which runs for float64, no positions, and more than a program holds."""
         few = 0 < k <= MOST_TOKENS and vocab_size <= MOST_GROUPS * GROUP
         if not few or not logits.numel() or not accumulates_in_float32(logits):
-            return largest_logits(logits, targets, k, vocab_size, mass, temperature)
+            return largest_logits(logits, targets, k, vocab_size, temperature)
         with launching_on(logits):
-            return _largest(logits.detach(), targets, min(k, vocab_size), vocab_size, mass, temperature)
+            return _largest(logits.detach(), targets, min(k, vocab_size), vocab_size, temperature)
