@@ -221,7 +221,7 @@ def chain_class_kernel(
     tokens = s_token_ptr, t_token_ptr
     to = ratio_ptr, terms_ptr, generated_ptr
     shape = E, M, T_s, T_t, W_s, W_t, s_stride_b, s_stride_t, t_stride_b, t_stride_t
-    # A kind is compiled with its generated tile, so that no lane of a small class waits for a large one.
+    # A kind is compiled with its own tile, so that no lane of a small class waits for a large one.
     if kind == 0:
         compare_tiles(sides, starts, tokens, to, shape, own_ptr, block, first, scale, H_0, TILE // H_0, 0, EVENTS, FORM)
     elif kind == 1:
