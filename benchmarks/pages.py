@@ -182,7 +182,7 @@ PARTS = [
         lambda: operators.hidden_states(result("gpu_tests"), result("hidden_states")),
     ),
     Part("same_tokenizer", OPERATORS / "token_kl.md", lambda: {"r": result("same_tokenizer")}),
-    Part("chain", OPERATORS / "chain.md", lambda: {"r": result("chain")}),
+    Part("chain", OPERATORS / "chain.md", lambda: {"r": result("chain"), "forms": result("chain_forms")}),
     *(
         Part("operator", page, _operator(page.stem))
         for page in sorted(OPERATORS.glob("*.md"))

@@ -148,6 +148,6 @@ def test_rows_of_real_vocabularies(short, dtype, vocab, k):
 @pytest.mark.parametrize("short", ["triton"])
 def test_a_call_does_not_wait_for_the_device(short):
     logits, targets = rows(1, 9, 5000).cuda(), torch.zeros(1, 9, dtype=torch.long, device="cuda")
-    backend(short)(logits, targets, 20, 5000, 0.9, 2.0)
+    backend(short)(logits, targets, 20, 5000, 2.0)
     with without_waiting():
-        backend(short)(logits, targets, 20, 5000, 0.9, 2.0)
+        backend(short)(logits, targets, 20, 5000, 2.0)
