@@ -15,8 +15,11 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import psutil
 import pytest
+import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from tests.contract import reference_client
 from tests.contract.attacker import Attacker
@@ -28,6 +31,7 @@ from tests.contract.processes import (
     ipc_address,
     most_bytes,
     queue_process,
+    queue_thread,
     start_queue,
     tcp_address,
 )
@@ -163,16 +167,55 @@ def test_object_rows_of_too_many_values_are_refused_at_once(short_tmp: Path) -> 
                 put |= {"session": peer.session, "id": f"{peer.lane}.many.{number}"}
                 reply, _ = peer.exchange(put, [offsets, row * many])
                 assert (reply["type"], reply["code"]) == ("error", "too_large")
-                assert "more than 262144 values: put fewer rows at once" in reply["message"]
+                assert "more than 65536 values: put fewer rows at once" in reply["message"]
             assert time.monotonic() - begin < LONGEST_WAIT_S
         assert peer.call("list", partition="p", state="ready", task="a")["ids"] == []
-        rows = [metadata] * 1000
-        peer.call("put", partition="p", ids=list(range(1000)), columns={"x": ("object", "", (), rows)})
+        for first in range(0, 1000, 250):
+            rows = ("object", "", (), [metadata] * 250)
+            peer.call("put", partition="p", ids=list(range(first, first + 250)), columns={"x": rows})
         assert peer.call("get", partition="p", ids=[999], fields=["x"])["columns"]["x"][3] == [metadata]
         assert max(waits) < LONGEST_WAIT_S
         assert most_bytes(started.pid) < documented_bytes(limit)
         place.leave()
         other.leave()
+
+
+def test_what_a_cut_connection_has_sent_is_not_answered_later(short_tmp: Path) -> None:
+    """Its client repeats it on a new connection: an old copy of a claim would lease samples that nobody knows of."""
+    address, busy, go_on = ipc_address(short_tmp / "cut"), threading.Event(), threading.Event()
+    with queue_thread(address, memory_limit=1 << 20) as server, ExitStack() as stack:
+        cut, blocking, other = (reference_client.Client(address.url) for _ in range(3))
+        for number, client in enumerate((cut, blocking, other)):
+            stack.callback(client.close)
+            client.hello(f"client-{number}", "library", 1)
+        cut.call("open", partition="p", tasks=[{"name": "a", "requires": ["x"]}])
+        handle = server.engine.handle
+
+        def blocked(request: Any, *arguments: Any, **options: Any) -> Any:
+            if isinstance(request, m.Peek):
+                busy.set()
+                assert go_on.wait(60)
+            return handle(request, *arguments, **options)
+
+        server.engine.handle = blocked  # type: ignore[method-assign]
+        bare = blocking.socket
+        bare.send(
+            msgpack.packb({"type": "peek", "id": "b.9", "session": blocking.session, "partition": "p", "sample": 1})
+        )
+        assert busy.wait(60)
+        heads, buffers = reference_client.pack({"x": ints([1])})
+        put = {"type": "put", "id": "c.9", "session": cut.session, "partition": "p", "ids": [1], "columns": heads}
+        cut.socket.send_multipart([msgpack.packb(put), *buffers])
+        time.sleep(0.5)  # the queue's thread for the socket has received it, and the server waits
+        allowance, server._guard.allowance = server._guard.allowance, -(1 << 40)
+        while recv_monitor_message(cut.monitor)["event"] != zmq.EVENT_DISCONNECTED:
+            pass
+        server._guard.allowance = allowance
+        go_on.set()
+        other.drop()
+        for _ in range(3):  # the queue takes one message of every connection in turn
+            ready = other.call("list", partition="p", state="ready", task="a")
+        assert ready["ids"] == []
 
 
 def _connected(address: Address) -> socket.socket:

@@ -9,6 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -25,6 +27,7 @@ from xtoken_services.common.run.resolve import file_warnings, resolve_run
 from xtoken_services.common.run.run_warnings import warnings_of
 from xtoken_services.common.run.start_checks import check_start
 from xtoken_services.common.run.status import RunState
+from xtoken_services.common.text.collation import look_at_sample, make_collator, open_data, row_counts
 from xtoken_services.supervisor.json_files import last_line
 from xtoken_services.supervisor.local_run import run_locally
 from xtoken_services.supervisor.run_files import Curve, with_files
@@ -152,6 +155,16 @@ def test_a_dry_run_refuses_a_text_without_a_usable_record_as_the_start_does(asse
     with pytest.raises(XtokenError, match=r"none of 40 samples, evenly spread over the run, can be used; the first: "):
         check_run(spec, None)
     assert not spec.output.exists()
+
+
+def test_a_look_at_long_documents_reads_two_mebibytes_at_most(assets: TinyAssets, tmp_path: Path) -> None:
+    """A parquet file of some hundred bytes can hold any number of them."""
+    words = " ".join(documents(40, seed=3))
+    text = words * (400_000 // len(words))
+    pq.write_table(pa.table({"text": [text] * 20 + ["short"]}), tmp_path / "bomb.parquet")
+    run = resolve_run(tiny_spec(assets, tmp_path, data={"path": tmp_path / "bomb.parquet"}))
+    found = look_at_sample(run, make_collator(run), open_data(run), row_counts(run))
+    assert found == {"positions": 6, "skipped": 0, "truncated": 5, "reason": ""}
 
 
 def test_a_dry_run_warns_of_cut_documents_and_of_evaluation_text_that_is_trained_on(

@@ -24,7 +24,7 @@ MAX_UNIT_BYTES = 1 << 40
 """Bytes of a dense row, or of one step along a ragged axis."""
 MAX_OBJECT_BYTES = 1 << 20
 MAX_OBJECT_DEPTH = 16
-MAX_OBJECT_VALUES = 1 << 18
+MAX_OBJECT_VALUES = 1 << 16
 """Values in the object rows of a request, with the keys and items of lists and maps."""
 MAX_WAIT_S = 60.0
 MAX_SILENCE_S = 86400.0

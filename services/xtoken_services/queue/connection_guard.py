@@ -44,6 +44,7 @@ class ConnectionGuard:
 
     Attributes:
         heard: Time of the last complete message (monotonic clock) by file descriptor, set by the server.
+        cut_at: Time of the last cut by file descriptor: what its peer had sent before is dropped.
         drained_at: Time at which the server had read every complete message, set by the server.
     """
 
@@ -51,6 +52,7 @@ class ConnectionGuard:
         self.connections = connections
         self.allowance, self._held = allowance, held
         self.heard: dict[int, float] = {}
+        self.cut_at: dict[int, float] = {}
         self.drained_at = 0.0
         self._excess_before = self._disconnected = 0
         self._reset(0.0)
@@ -107,9 +109,9 @@ class ConnectionGuard:
         lasts = excess > SPARE_BYTES or now - self._within_at > SILENT_S
         victims = self._silent(now, idle=lasts)[: self._cut_size]
         for number in victims:
+            # Before the server can read what it has sent; its descriptor stays open until libzmq notices.
+            self.heard[number] = self.cut_at[number] = now
             disconnect(number)
-            # Its descriptor stays open until libzmq notices.
-            self.heard[number] = now
         if victims:
             before = self._disconnected.bit_length()
             self._disconnected += len(victims)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -46,8 +47,9 @@ SKIP_S = 0.1
 BURST = 64
 FAILED = "failed on this request, see its log"
 MAX_PEERS = 1 << 16
+UNKNOWN = -1
 # In place of a descriptor, which the system gives to the next connection as soon as this one is closed.
-DISCONNECTED = -1
+DISCONNECTED = UNKNOWN, -math.inf
 RETRY_S, RETRY_TURN_S = 0.005, 0.02
 """How long waiting requests are retried after a message, and in each turn of the loop, if there are so many."""
 WITH_COLUMNS = (m.Put, m.Complete)
@@ -84,7 +86,8 @@ class Server:
         )
         self._use_socket()
         self.waiting = Waiting(engine, self._retry)
-        self._peers: OrderedDict[bytes, int] = OrderedDict()
+        # Descriptor of each peer's connection, and when its first message was received.
+        self._peers: OrderedDict[bytes, tuple[int, float]] = OrderedDict()
         self._outbox: list[tuple[bytes, m.Reply, Sequence[memoryview]]] = []
         self._memory = MemoryTrimmer(engine.nbytes)
         self._session_ended = False
@@ -160,8 +163,11 @@ class Server:
             peer = frames[0].bytes
             if peer not in self._peers:
                 self._remember_peer(peer, frames[0])
-            self._guard.heard[self._peers.get(peer, DISCONNECTED)] = time.monotonic()
-            self._on_message(peer, frames[1:])
+            number, since = self._peers[peer]
+            # A client whose connection was cut sends again on a new one: its first copy must not be answered later.
+            if since > self._guard.cut_at.get(number, 0.0):
+                self._guard.heard[number] = time.monotonic()
+                self._on_message(peer, frames[1:])
             if not readable(self._socket):
                 self._guard.drained_at = time.monotonic()
                 return
@@ -273,19 +279,21 @@ class Server:
             self._disconnect(peer, "does not read its replies")
         except zmq.ZMQError as error:
             log.debug("a peer disconnected before its reply: %s", error)
-            self._peers.pop(peer, None)
+            self._peers[peer] = DISCONNECTED
 
     def _remember_peer(self, peer: bytes, frame: zmq.Frame) -> None:
         """Record the file descriptor of a peer's connection."""
+        number = UNKNOWN
         with suppress(zmq.ZMQError):
-            self._peers[peer] = int(frame.get(zmq.SRCFD))
+            number = int(frame.get(zmq.SRCFD))
+        self._peers[peer] = number, time.monotonic()
         if len(self._peers) > MAX_PEERS:
             self._peers.popitem(last=False)
 
     def _disconnect(self, peer: bytes, why: str) -> None:
-        """Disconnect a peer; what it sent before may still come in."""
-        number = self._peers.get(peer, DISCONNECTED)
-        if number == DISCONNECTED:
+        """Disconnect a peer; what it sent before may still come in, and is dropped."""
+        number, _ = self._peers.get(peer, DISCONNECTED)
+        if number == UNKNOWN:
             return
         self._peers[peer] = DISCONNECTED
         log.warning("disconnecting a peer (%s): it %s", address_of(number) or "ipc", why)

@@ -155,7 +155,7 @@ def test_values_of_object_rows_are_counted_over_all_columns(extra):
     if not extra:
         check_objects(columns)
         return
-    with pytest.raises(QueueError, match="more than 262144 values") as caught:
+    with pytest.raises(QueueError, match="more than 65536 values") as caught:
         check_objects(columns)
     assert caught.value.code == "too_large"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NoReturn
@@ -30,7 +31,8 @@ log = logging.getLogger("xtoken.worker")
 MAX_REASON = 2000
 """Longest reason of a tombstone, in characters."""
 LOOKED_AT = 64
-"""Positions that are collated before the first step, to see what will be skipped or cut."""
+LOOKED_AT_CHARACTERS = 2 << 20
+"""Positions that are collated before the first step, to see what will be skipped or cut; and their text at most."""
 
 
 def serve_blocks(worker: Worker, fill: Callable[[Block], None]) -> None:
@@ -143,6 +145,8 @@ def look_at_sample(
 ) -> dict[str, Any]:
     """Collate positions that lie evenly in a run, and count what is skipped or cut; arguments as `collate_positions`.
 
+    A tokenizer may take seconds for each mebibyte: of long texts fewer are looked at.
+
     Returns:
         The numbers of `positions`, `skipped` and `truncated` ones, and why the first one is skipped.
 
@@ -154,8 +158,16 @@ def look_at_sample(
     total = run.positions if texts == per_step else run.positions // per_step * texts
     number = min(LOOKED_AT, total)
     chosen = [divmod(at * total // number, texts) for at in range(number)]
-    positions = [step * per_step + rest for step, rest in chosen]
-    ids, columns, reasons = collate_positions(run, collator, index, counts, positions)
+    positions, room = [], LOOKED_AT_CHARACTERS
+    for step, rest in random.Random(0).sample(chosen, number):  # where there is no room for all, from the whole run
+        position = step * per_step + rest
+        (record,) = index.read([record_of(run, position)])
+        size = 0 if isinstance(record, BadRecord) else len(record.document)
+        if size <= room:
+            positions.append(position)
+            room -= size
+    number = len(positions)
+    ids, columns, reasons = collate_positions(run, collator, index, counts, sorted(positions))
     reason = next(iter(reasons.values()), "")
     if number and not ids:
         raise BadRecordError(f"none of {number} samples, evenly spread over the run, can be used; the first: {reason}")
