@@ -6,7 +6,6 @@ import torch
 from tests.support import vocabularies
 from tests.support.columns import columns_of
 from tests.unit.losses.loss_cases import V_S, make_case
-from xtoken_core import schema
 from xtoken_core.alignment.tables import token_table
 from xtoken_core.chain.build import as_tensors, build_tables
 from xtoken_core.collate import CrossTokenizerCollator
@@ -61,7 +60,7 @@ def sums(batch, logits, lengths, ids, chunks):
     others = [batch[f"alignment_0_{side}_chunk_id"] for side in ("student", "teacher")]
     for b, position in torch.nonzero(batch[chunks] >= 0).tolist():
         chunk = int(batch[chunks][b, position])
-        whole = all(not (int(side[b, 0]) == chunk) for side in others)  # nothing predicts a sample's first token
+        whole = all(int(side[b, 0]) != chunk for side in others)  # nothing predicts a sample's first token
         if batch["sample_mask"][b] and batch["alignment_0_pair_is_correct"][b, chunk] and whole:
             token = int(batch[ids][b, position])
             nats -= float(torch.log_softmax(logits[b, position - 1], -1)[token])
