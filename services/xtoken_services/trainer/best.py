@@ -53,8 +53,10 @@ def best_evaluation(rows: Iterable[Mapping[str, Any]]) -> BestEvaluation | None:
 def patience_of(run: ResolvedRun) -> int | None:
     """Return how many evaluations in a row without a better one end a run; None: it goes on to its last step."""
     settings = run.spec.eval
-    if settings is None or not isinstance(settings.patience, str):
-        return settings.patience if settings else None
+    if settings is None or settings.patience is None:
+        return None
+    if isinstance(settings.patience, int):
+        return settings.patience
     evaluations = math.ceil(run.steps / settings.every)
     follows = settings.keep_best and run.spec.rollout is None
     return max(LEAST_PATIENCE, math.ceil(evaluations / 2)) if follows else None
