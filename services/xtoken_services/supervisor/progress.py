@@ -343,7 +343,7 @@ def _metrics(status: RunStatus) -> RenderableType:
 
 
 def _is_shown(name: str) -> bool:
-    """Return whether a metric has a place of its own below the losses; those by class of chunk are too many, sums too large."""
+    """Return whether a metric has a place of its own below the losses; those by class are too many, sums too large."""
     return name not in HIDDEN_METRICS and not name.startswith(HIDDEN_PREFIXES)
 
 

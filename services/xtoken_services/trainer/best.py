@@ -51,7 +51,7 @@ def best_evaluation(rows: Iterable[Mapping[str, Any]]) -> BestEvaluation | None:
 
 
 def patience_of(run: ResolvedRun) -> int | None:
-    """Return how many evaluations in a row without a better one end a run; None: it goes on to its last step."""
+    """Return how many evaluations in a row without a better one end a run; None: none of them ends it."""
     settings = run.spec.eval
     if settings is None or settings.patience is None:
         return None
