@@ -90,7 +90,7 @@ def students(result: Mapping[str, Any]) -> str:
 
 
 def early_ends(result: Mapping[str, Any]) -> str:
-    """Return what `eval.patience` would have lost and saved on the runs, which all went on to their last step."""
+    """Return the steps that `eval.patience` leaves out of the runs, and their bits per byte, in Markdown."""
     curves = [[(row["step"], row[VALIDATION]) for row in run["curve"][1:]] for run in result["runs"]]
     best = [min(curve, key=lambda at: at[1]) for curve in curves]
     steps = sum(curve[-1][0] for curve in curves)
