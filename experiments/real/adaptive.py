@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from experiments.real import methods, plan, predictions, word_problems
 from experiments.real.summary import BASELINE, CHAIN, FIRST_SEED, TASK, VALIDATION, Outcome, outcomes
+from xtoken_services.trainer.best import LEAST_PATIENCE
 
 RESULT = Path(__file__).parent / "results" / "strong.json"
 ADAPTIVE, FADING = "chain_adaptive", "chain_fading"
@@ -19,6 +21,8 @@ TEXTS = (plan.PYTHON, plan.GERMAN, plan.FRENCH, plan.WEAK, plan.WEAK_LONG)
 TEACHER_NAMES = {methods.QWEN15: "Qwen2.5-Coder-1.5B", methods.GEMMA3: "Gemma 3 270M"}
 ENGLISH = "handbook-en.test"
 NOT_RUN = "not run"
+PATIENCES = (2, 3, 5, 8, None)
+"""Values of `eval.patience`; None: the default."""
 
 
 def section() -> dict[str, Any]:
@@ -26,7 +30,7 @@ def section() -> dict[str, Any]:
     result = json.loads(RESULT.read_text(encoding="utf-8"))
     verdicts = Counter(row.rsplit("|", 2)[1].strip() for row in predictions.compare(result))
     missed = verdicts["**not**"]
-    tables = {f.__name__: f(result) for f in (table, forms, students, problems, p_kl)}
+    tables = {f.__name__: f(result) for f in (table, forms, students, problems, p_kl, early_ends)}
     return {**result, **tables, "judged": missed + verdicts["as predicted"], "missed": missed}
 
 
@@ -112,6 +116,38 @@ def problems(result: Mapping[str, Any]) -> str:
         )
         lines.append(f"| {methods.TITLES[run['method']]} | {run['rate']:g} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def early_ends(result: Mapping[str, Any]) -> str:
+    """Return the steps that `eval.patience` leaves out of the runs, and their bits per byte, in Markdown."""
+    runs = [run for run in result["runs"] if run["condition"] != plan.PROBLEMS]
+    curves = [[(row["step"], row[VALIDATION]) for row in run["curve"][1:]] for run in runs]
+    best = [min(curve, key=lambda at: at[1]) for curve in curves]
+    steps = sum(curve[-1][0] for curve in curves)
+    lines = [
+        f"| `eval.patience` | of {len(curves)} runs end early | before their best step | these lose, bits per byte | "
+        f"steps left out, of {steps - sum(step for step, _ in best):,} after the best |",
+        "|---|---|---|---|---|",
+    ]
+    for patience in PATIENCES:
+        ends = [end_of(curve, patience or max(LEAST_PATIENCE, math.ceil(len(curve) / 2))) for curve in curves]
+        losses = [bits - least for (_, bits), (_, least) in zip(ends, best, strict=True) if bits > least]
+        early = sum(step < curve[-1][0] for (step, _), curve in zip(ends, curves, strict=True))
+        lost = f"{min(losses):.4f} to {max(losses):.4f}" if losses else "0"
+        cells = (patience or '"half" (default)', early, len(losses), lost, f"{steps - sum(step for step, _ in ends):,}")
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines)
+
+
+def end_of(curve: Sequence[tuple[int, float]], patience: int) -> tuple[int, float]:
+    """Return the step at which a run with this `eval.patience` ends, and the fewest bits per byte until then."""
+    least, since = math.inf, 0
+    for step, bits in curve:
+        since = 0 if bits < least else since + 1
+        least = min(bits, least)
+        if since == patience:
+            return step, least
+    return curve[-1][0], least
 
 
 def _by_method(result: Mapping[str, Any]) -> dict[tuple[str, str], dict[int, Outcome]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -97,6 +98,40 @@ def test_an_adaptive_weight_follows_the_evaluations_also_after_a_kill(
     broken = tiny_spec(assets, tmp_path / "broken", **settings)
     crew = start(broken)
     crew.wait_for_steps(7)
+    crew.kill("trainer-0")
+    crew.complete()
+    for name in ("ids", "loss", "kl_loss_scale"):
+        assert [line[name] for line in steps_of(broken.output)] == [line[name] for line in lines]
+
+
+@pytest.mark.slow
+def test_without_held_out_text_the_first_pass_decides_the_weight_also_after_a_kill(
+    assets: TinyAssets, tmp_path: Path, start: Start
+) -> None:
+    settings: dict[str, Any] = {
+        "records": 1024,
+        "loss": {"mode": "chain", "kl_loss_weight": 2.0, "kl_loss_weight_end": "adaptive"},
+        "data": {"epochs": 2},
+        "train": {"samples_per_step": 128, "micro_batch_tokens": 2048, "checkpoint_every": 3},
+    }
+    whole = tiny_spec(assets, tmp_path / "whole", **settings)
+    start(whole).complete()
+    lines = steps_of(whole.output)
+    assert [line["step"] for line in lines if "text_bytes_t0" in line] == list(range(8)), "the first of two passes"
+    windows = [(0.0, 0.0)]
+    for line in lines:
+        last = windows[:-1][-3:]
+        behind = math.fsum(nats for nats, _ in last) / math.log(2) / sum(size for _, size in last) if last else 1.0
+        assert line["kl_loss_scale"] == pytest.approx(2 * min(max(1 + behind / 0.1, 0.0), 1.0), abs=1e-6)
+        nats, size = windows.pop()
+        nats += line.get("text_nats_t0", 0.0) - line.get("text_teacher_nats_t0", 0.0)
+        size += line.get("text_bytes_t0", 0.0)
+        windows += [(nats, size)] + [(0.0, 0.0)] * (size >= 1 << 16)
+    assert lines[0]["kl_loss_scale"] == 2.0 and lines[-1]["kl_loss_scale"] < 2.0, "the student passes a random teacher"
+    assert len({line["kl_loss_scale"] for line in lines[8:]}) == 1, "constant after the first pass"
+    broken = tiny_spec(assets, tmp_path / "broken", **settings)
+    crew = start(broken)
+    crew.wait_for_steps(6)
     crew.kill("trainer-0")
     crew.complete()
     for name in ("ids", "loss", "kl_loss_scale"):

@@ -1,7 +1,8 @@
-"""A tiny student that writes text: its completions are mostly valid UTF-8."""
+"""A tiny model that has learnt from text."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -10,17 +11,27 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.support.tiny_run import documents
 
 
-def train_briefly(directory: Path, *, steps: int = 40) -> None:
-    """Train the model in a directory on documents by cross-entropy, in place."""
+def train_briefly(
+    directory: Path, *, steps: int = 40, texts: Sequence[str] = (), width: int = 48, rate: float = 1e-2
+) -> None:
+    """Train the model in a directory by cross-entropy, in place; by default its completions are then mostly UTF-8.
+
+    Args:
+        directory: The model.
+        steps: Steps of 8 texts.
+        texts: Each is read once, from the first on; documents of words if left out.
+        width: Tokens of a text at most.
+        rate: The learning rate.
+    """
     tokenizer, model = AutoTokenizer.from_pretrained(directory), AutoModelForCausalLM.from_pretrained(directory)
-    texts = documents(steps * 8, seed=4)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    texts = texts or documents(steps * 8, seed=4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
     for step in range(steps):
         rows = tokenizer(texts[step * 8 : step * 8 + 8])["input_ids"]
-        ids = torch.full((8, 48), -100)
+        ids = torch.full((8, width), -100)
         for at, row in enumerate(rows):
-            ids[at, : len(row[:47])] = torch.tensor(row[:47])
-            ids[at, len(row[:47])] = tokenizer.eos_token_id
+            ids[at, : len(row[: width - 1])] = torch.tensor(row[: width - 1])
+            ids[at, len(row[: width - 1])] = tokenizer.eos_token_id
         loss = model(input_ids=ids.clamp(min=0), labels=ids).loss
         loss.backward()
         optimizer.step()

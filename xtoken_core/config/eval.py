@@ -84,8 +84,9 @@ class EvalSpec(ConfigModel):
     keep_best: bool = True
     """Keep the checkpoint of the evaluation with the fewest bits per byte of the held-out text, as `checkpoints/best`,
     and export its weights as `model/` when the run ends. The student of step 0 does not take part."""
-    patience: OrNone[Count] = None
-    """End the run after so many evaluations in a row that were no better than the best one; "none": never."""
+    patience: OrNone[Count | Literal["half"]] = "half"
+    """End the run after so many evaluations in a row that were no better than the best one; "none": never. "half": half
+    of all evaluations, at least 8; with `keep_best` only, and never with `[rollout]`."""
     also: Path | tuple[Path, ...] = ()
     """More held-out texts, such as a test set or another language. Each is read as `path` is and reported by itself,
     under the name of its file without the last suffix: `bits_per_byte_NAME`."""

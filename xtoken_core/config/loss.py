@@ -123,9 +123,10 @@ class LossConfig(ConfigModel):
     """Weight of the KD term."""
     kl_loss_weight_end: OrNone[NonNegative | Literal["adaptive"]] = "adaptive"
     """"adaptive": the KD term has `kl_loss_weight` until the student passes its best teacher on the held-out text,
-    then less in proportion, and 0 once it is ahead by 0.1 bits per byte. A number: the weight at the last step, reached
-    in equal parts from the first one. "none": the weight is the same at every step. The default is "none" where no
-    teacher's mode is chain, and with `ce_loss_scale = 0`, `dynamic_loss_scaling` or `[rollout]`."""
+    or without any on the first pass over the training text; then less in proportion, and 0 once it is ahead by 0.1 bits
+    per byte. A number: the weight at the last step, reached in equal parts from the first one. "none": the weight is
+    the same at every step. The default is "none" where no teacher's mode is chain, and with `ce_loss_scale = 0`,
+    `dynamic_loss_scaling` or `[rollout]`."""
     ce_loss_scale: NonNegative = 1.0
     """Weight of the cross-entropy. In modes other than chain the default is 0.1, as published."""
     dynamic_loss_scaling: bool = False

@@ -83,6 +83,13 @@ class ResolvedRun(ConfigModel):
         return sum(samples for _, samples in self.mixture) or self.records
 
     @property
+    def first_pass(self) -> int:
+        """Positions before the first at which a text is read again: no record is there twice."""
+        # The samples of a text are spread evenly but for one, and for one more with each text before it.
+        ends = [(records - n) * self.epoch // samples for n, (records, samples) in enumerate(self.mixture)]
+        return max(min(ends, default=self.records), 0)
+
+    @property
     def steps(self) -> int:
         """Optimiser steps of the run; the last may be short."""
         return -(-self.positions // self.spec.train.samples_per_step)

@@ -34,7 +34,7 @@ MOST_NAMES = 4
 BAR_WIDTH = 24
 LOSSES = ("loss", "ce_loss", "kl_loss")
 HIDDEN_METRICS = (*LOSSES, "step", "time", "seconds", "tokens", "tokens_per_second", "skipped_total", "truncated_total")
-HIDDEN_PREFIXES = ("chunk_kl_", "chunk_count_")
+HIDDEN_PREFIXES = ("chunk_kl_", "chunk_count_", "text_")
 STATE_STYLES = {"running": "green", "finished": "dim", "waiting": "yellow", "stopped": "dim"}
 
 
@@ -343,7 +343,7 @@ def _metrics(status: RunStatus) -> RenderableType:
 
 
 def _is_shown(name: str) -> bool:
-    """Return whether a metric has a place of its own below the losses; those by class of chunk are too many."""
+    """Return whether a metric has a place of its own below the losses; those by class are too many, sums too large."""
     return name not in HIDDEN_METRICS and not name.startswith(HIDDEN_PREFIXES)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -17,6 +18,8 @@ from xtoken_services.trainer.optimizer import StudentOptimizer
 log = logging.getLogger("xtoken.trainer")
 
 NEVER = -1
+LEAST_PATIENCE = 8
+"""Evaluations without a better one before which `eval.patience = "half"` ends no run."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,18 @@ def best_evaluation(rows: Iterable[Mapping[str, Any]]) -> BestEvaluation | None:
     return best
 
 
+def patience_of(run: ResolvedRun) -> int | None:
+    """Return how many evaluations in a row without a better one end a run; None: none of them ends it."""
+    settings = run.spec.eval
+    if settings is None or settings.patience is None:
+        return None
+    if isinstance(settings.patience, int):
+        return settings.patience
+    evaluations = math.ceil(run.steps / settings.every)
+    follows = settings.keep_best and run.spec.rollout is None
+    return max(LEAST_PATIENCE, math.ceil(evaluations / 2)) if follows else None
+
+
 class BestFollower:
     """Follower of `eval.keep_best` and `eval.patience`; all ranks call every method together.
 
@@ -63,11 +78,12 @@ class BestFollower:
         self.spec, self.run, self.group, self.checkpoints = run.spec.eval, run, group, checkpoints
         self.ends_run = False
         self._step = NEVER
+        self._patience = patience_of(run)
 
     @property
     def is_on(self) -> bool:
         """True if either setting is used."""
-        return self.spec is not None and (self.spec.keep_best or self.spec.patience is not None)
+        return self.spec is not None and (self.spec.keep_best or self._patience is not None)
 
     def update(self, cursor: Cursor) -> None:
         """Read the evaluations up to a cursor again, after a resume or an evaluation."""
@@ -77,7 +93,7 @@ class BestFollower:
         best = best_evaluation(lines_before_step(file, cursor.step + 1)) if self.group.is_leader else None
         self._step = self.group.broadcast(best.step if best else NEVER)
         since = self.group.broadcast(best.evaluations_since if best else 0)
-        self.ends_run = self.spec.patience is not None and since >= self.spec.patience and cursor.step < self.run.steps
+        self.ends_run = self._patience is not None and since >= self._patience and cursor.step < self.run.steps
 
     def wants_checkpoint(self, cursor: Cursor) -> bool:
         """Return True if the evaluation at a cursor is the best, whose checkpoint is to be kept."""

@@ -273,7 +273,7 @@ def _loss_in_words(run: ResolvedRun) -> str:
     compared = modes[0] if len(set(modes)) == 1 else ", ".join(modes)
     scaled = "scaled to the cross-entropy" if loss.dynamic_loss_scaling else f"times {loss.kl_loss_weight:g}"
     if loss.kl_loss_weight_end == ADAPTIVE:
-        scaled += " until the student comes near the teacher on held-out text"
+        scaled += f" until the student comes near the teacher on {'the' if run.spec.eval is None else 'held-out'} text"
     elif loss.kl_loss_weight_end not in (None, loss.kl_loss_weight):
         scaled += f" at the first step to {loss.last_kl_loss_weight:g} at the last"
     ce = "" if loss.dynamic_loss_scaling else f" times {loss.ce_loss_scale:g}"

@@ -1,10 +1,15 @@
-"""The weight of the KD term at a step: adaptive, by how far the student is behind its teacher on held-out text."""
+"""The weight of the KD term at a step: adaptive, by how far the student is behind its teacher.
+
+On held-out text; without any, on the text that it trains on, as long as no record has been read before.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
 from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from xtoken_core.config.loss import ADAPTIVE, MARGIN
 from xtoken_core.config.resolved import ResolvedRun
@@ -15,16 +20,20 @@ from xtoken_services.trainer.export import lines_before_step
 log = logging.getLogger("xtoken.trainer")
 
 EVALUATIONS = 3
-"""Evaluations whose mean is compared with the teacher."""
+"""Evaluations, or windows of the training text, whose mean is compared with the teacher."""
 LEAST_BYTES = 64 << 10
-"""Bytes of held-out text without which an adaptive weight stays as it is: its figure would be noise."""
+"""Bytes of held-out text, or of a window, below which the figure would be noise: an adaptive weight stays as it is."""
+TEXT, TEXT_BYTES = "text_", "text_bytes"
+"""Prefixes of the metrics of `TextNats`."""
+Window = dict[str, float]
+"""Sums of the metrics of `TextNats` over some steps."""
 
 
 class KdWeight:
-    """Follower of the evaluations in `eval.jsonl`, which hold all that the weight depends on.
+    """Follower of the run's files, `eval.jsonl` or `steps.jsonl`, which hold all that the weight depends on.
 
     So a resumed run has the weight that it would have had. All ranks call `update` together; the first one's file
-    decides.
+    decides. They also call `after_step`, with metrics that are the same on all.
 
     Args:
         run: The run.
@@ -35,45 +44,108 @@ class KdWeight:
         self.run, self.group = run, group
         self.behind: float | None = None
         """Bits per byte of the student less its best teacher's; None: not known, the weight is the first one."""
+        self._windows: list[Window] = [{}]
         self._logged = False
+        loss = run.spec.loss
+        self._adapts = loss.kl_loss_weight_end == ADAPTIVE and loss.weighs_kd
 
     def at(self, step: int) -> float:
         """Return the weight at a step."""
         return self.run.spec.loss.kl_weight_at(step, self.run.steps, self.behind)
 
-    def update(self, step: int) -> None:
-        """Read the evaluations up to a step, after a resume or an evaluation."""
-        if self.run.spec.loss.kl_loss_weight_end != ADAPTIVE or not self.run.spec.loss.weighs_kd:
-            return
-        found = self._read(step) if self.group.is_leader else None
-        self.behind = self.group.all_gather(found)[0]
+    def measures(self, step: int) -> bool:
+        """Return True if both sides are measured on a step's text, because there is no held-out text."""
+        spec = self.run.spec
+        follows_text = self._adapts and spec.eval is None and spec.rollout is None
+        return follows_text and (step + 1) * spec.train.samples_per_step <= self.run.first_pass
 
-    def _read(self, step: int) -> float | None:
+    def update(self, step: int) -> None:
+        """Read the files up to a step, after a resume or an evaluation."""
+        if not self._adapts:
+            return
+        if self.run.spec.eval is not None:
+            self._follow(self.group.all_gather(self._held_out(step) if self.group.is_leader else None)[0])
+        elif self.measures(0):
+            self._windows = self.group.all_gather(self._text(step) if self.group.is_leader else [])[0]
+            self._follow(_behind_on_text(self._windows))
+            size = LEAST_BYTES >> 10
+            log.info("no held-out text ([eval]): the first pass decides the divergence's weight, every %d KiB", size)
+        else:
+            self._log_constant("there is no held-out text ([eval]), and no step of given text that is new to the run")
+
+    def after_step(self, step: int, row: Mapping[str, Any]) -> None:
+        """Take in a step's metrics, as they will be in `steps.jsonl`."""
+        if self.measures(step):
+            if "loss" in row and not any(name.startswith(TEXT) for name in row):
+                self._log_constant("the loss does not name the text that it compares, and there is no held-out text")
+            self._windows = _with_step(self._windows, row)
+            self._follow(_behind_on_text(self._windows))
+            if step + 1 < self.run.steps and not self.measures(step + 1):
+                self._log_constant("all text has been read once, and there is no held-out text ([eval])", step + 1)
+
+    def _follow(self, behind: float | None) -> None:
+        if behind is not None and behind <= -MARGIN and (self.behind is None or self.behind > -MARGIN):
+            log.info("the student is ahead of its teacher: it learns from the text alone")
+        self.behind = behind
+
+    def _held_out(self, step: int) -> float | None:
         lines = deque(lines_before_step(self.run.spec.output / "eval.jsonl", step + 1), maxlen=EVALUATIONS)
         rows = [finite(line) for line in lines]
         after_start = [row[BITS] for row in rows if row["step"] > 0 and BITS in row]
-        why = _why_constant(rows[-1] if rows else {})
+        why = _why_constant(rows[-1]) if rows else ""
         if why:
-            self._log_constant(why)
+            self._log_constant(why, step)
         if why or not after_start:
             return None
-        behind = math.fsum(after_start) / len(after_start) - rows[-1][TEACHER_BITS]
-        if behind <= -MARGIN and (self.behind is None or self.behind > -MARGIN):
-            log.info("the student is ahead of its teacher on held-out text: it learns from the text alone")
-        return behind
+        return math.fsum(after_start) / len(after_start) - rows[-1][TEACHER_BITS]
 
-    def _log_constant(self, why: str) -> None:
+    def _text(self, step: int) -> list[Window]:
+        windows: list[Window] = [{}]
+        for row in lines_before_step(self.run.spec.output / "steps.jsonl", step):
+            windows = _with_step(windows, row)
+        return windows
+
+    def _log_constant(self, why: str, step: int = 0) -> None:
         if not self._logged:
-            log.info("the weight of the divergence stays %g: %s", self.run.spec.loss.kl_loss_weight, why)
+            log.info("the weight of the divergence stays %g: %s", self.at(step), why)
         self._logged = True
 
 
-def _why_constant(last: dict[str, float]) -> str:
+def _why_constant(last: Mapping[str, float]) -> str:
     """Return why the last evaluation does not decide the weight; empty if it does."""
-    if not last:
-        return "there is no held-out text ([eval])"
     if last.get("bytes", 0) < LEAST_BYTES:
         return f"fewer than {LEAST_BYTES >> 10} KiB of held-out text are read (eval.max_bytes)"
     if TEACHER_BITS not in last:
         return "the teacher has not been measured on the held-out text"
     return ""
+
+
+def _with_step(windows: Sequence[Window], row: Mapping[str, Any]) -> list[Window]:
+    """Return the last windows of the text with a step's metrics; the last one, which is not full, takes them.
+
+    >>> _with_step([{"text_bytes_t0": 65530.0}], {"loss": 2.0, "text_bytes_t0": 6.0})
+    [{'text_bytes_t0': 65536.0}, {}]
+    """
+    found = {name: value for name, value in row.items() if name.startswith(TEXT)}
+    if row.get("nonfinite") or len(finite(found)) < len(found):
+        return list(windows)
+    last = {name: windows[-1].get(name, 0.0) + value for name, value in found.items()} or windows[-1]
+    sizes = [value for name, value in last.items() if name.startswith(TEXT_BYTES)]
+    full = bool(sizes) and min(sizes) >= LEAST_BYTES
+    return [*windows[:-1], last, {}][-EVALUATIONS - 1 :] if full else [*windows[:-1], last]
+
+
+def _behind_on_text(windows: Sequence[Window]) -> float | None:
+    """Return the student's bits per byte less its best teacher's on the windows that are full; None without one.
+
+    >>> _behind_on_text([{"text_bytes_t0": 2.0, "text_nats_t0": 3.0, "text_teacher_nats_t0": 3.0}, {}])
+    0.0
+    """
+    *full, _ = windows
+    total = {name: math.fsum(window[name] for window in full) for name in (full[0] if full else ())}
+    teachers = [name.removeprefix(TEXT_BYTES) for name in total if name.startswith(TEXT_BYTES)]
+    more = [
+        (total[f"text_nats{teacher}"] - total[f"text_teacher_nats{teacher}"]) / total[TEXT_BYTES + teacher]
+        for teacher in teachers
+    ]
+    return max(more) / math.log(2) if more else None

@@ -160,7 +160,8 @@ class TrainerLoop:
         self.publisher.check(step)
         waits = {"data_wait": time.monotonic() - began, "teacher_wait": -self.runner.waited_s}
         self.worker.phase("run")
-        metrics = self.runner.run_step(step, self.rewinds, self.kd_weight.at(step.step))
+        measures = self.kd_weight.measures(step.step)
+        metrics = self.runner.run_step(step, self.rewinds, self.kd_weight.at(step.step), measures=measures)
         waits["teacher_wait"] += self.runner.waited_s
         stopped = self.runner.stopped
         redo = stopped or self.queue.check_step(step.step, step.dead, rewinds=self.rewinds)
@@ -234,6 +235,7 @@ class TrainerLoop:
         """Log and acknowledge the step, then checkpoint and evaluate if due."""
         outcome = step_outcome(step, self.group, self.queue)
         self._update_cursor(step, outcome)
+        self.kd_weight.after_step(step.step, row)
         if self.group.is_leader and outcome.ids:
             self._log_step(step, outcome, row, waits, seconds)
         if self.group.is_node_leader:

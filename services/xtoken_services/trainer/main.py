@@ -130,7 +130,17 @@ def train(worker: Worker, group: RankGroup, rank: int, custom_loss: str | None =
     rings = TeacherRings(worker, device)
     try:
         samples = CompletionSamples(run, writes=group.is_leader)
-        runner = StepRunner(worker, student, loss, rings, group, rank=rank, pad_id=pad_id(tokenizer), samples=samples)
+        runner = StepRunner(
+            worker,
+            student,
+            loss,
+            rings,
+            group,
+            rank=rank,
+            pad_id=pad_id(tokenizer),
+            samples=samples,
+            token_bytes=torch.tensor([float(len(p)) for p in token_table(tokenizer).pieces], device=device),
+        )
         evaluator = Evaluator(worker, tokenizer, loss, rings.poll) if run.spec.eval is not None else None
         loop = TrainerLoop(worker, student, runner, group, evaluator)
         exported = loop.train()

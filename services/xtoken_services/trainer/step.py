@@ -15,6 +15,7 @@ from xtoken_core import schema
 from xtoken_core.losses import CrossTokenizerDistillationLoss
 from xtoken_core.losses.lazy_logits import Logits
 from xtoken_core.losses.objective import Selection
+from xtoken_core.losses.teacher_scores import TextNats
 from xtoken_core.packing import PackedRow
 from xtoken_core.plan import MicroBatch
 from xtoken_core.served_requests import RequestCounts, take_requests
@@ -75,6 +76,7 @@ class StepRunner:
         rank: Number of this rank in its node group.
         pad_id: Token id for the student's padding.
         samples: Shows completions on the web page.
+        token_bytes: Length of each of the student's tokens, if student and teachers are measured on the text.
 
     Attributes:
         waited_s: Seconds spent waiting for the teachers' signals, over all steps.
@@ -93,8 +95,10 @@ class StepRunner:
         rank: int,
         pad_id: int,
         samples: CompletionSamples | None = None,
+        token_bytes: Tensor | None = None,
     ) -> None:
         self.samples = samples
+        self._token_bytes = token_bytes
         self.worker, self.queue, self.run = worker, worker.queue, worker.run
         self.student, self.loss, self.rings, self.group = student, loss, rings, group
         self.rank, self.pad_id = rank, pad_id
@@ -110,12 +114,20 @@ class StepRunner:
         self.stopped = False
         self.timer = DeviceTimer(student.device)
 
-    def run_step(self, step: StepPlan, rewinds: int, kl_loss_weight: float) -> list[dict[str, Tensor]]:
+    def run_step(
+        self, step: StepPlan, rewinds: int, kl_loss_weight: float, *, measures: bool = False
+    ) -> list[dict[str, Tensor]]:
         """Accumulate gradients over micro-batches (gradient accumulation); return this rank's metrics, on the device.
 
         On a GPU the host only enqueues work: it claims and copies a micro-batch while the previous one is computed.
         With several ranks, no rank stops alone: a rank that was asked to stop claims no further micro-batch and
         continues until all ranks decide together.
+
+        Args:
+            step: The step.
+            rewinds: Of the queue.
+            kl_loss_weight: Weight of the divergence.
+            measures: Measure student and teachers on the text too; not with completions.
 
         Raises:
             StopRequested: The only rank was asked to stop.
@@ -131,7 +143,7 @@ class StepRunner:
         for index, micro_batch in enumerate(received):
             torch.manual_seed(seed_of(self.run.spec.seed, step.step, self.world_rank, index))
             if micro_batch is not None:
-                metrics.append(self._backward(step, micro_batch, index, choices, kl_loss_weight))
+                metrics.append(self._backward(step, micro_batch, index, choices, kl_loss_weight, measures=measures))
                 self.rings.release(micro_batch.slots)
                 self.worker.beat(1)
             elif self.student.sharded:  # its collectives need every rank in every forward and backward
@@ -217,6 +229,8 @@ class StepRunner:
         index: int,
         choices: TeacherChoices | None,
         kl_loss_weight: float,
+        *,
+        measures: bool = False,
     ) -> dict[str, Tensor]:
         """Run forward, loss and backward of a micro-batch; no view of a teacher's memory outlives this frame."""
         device = self.student.device
@@ -226,6 +240,10 @@ class StepRunner:
         blockwise = self.student.blockwise
         samples = self.samples if self.samples is not None and self.samples.due(tensors) else None
         self.loss.observer = samples.observe if samples is not None else None
+        text: TextNats | None = None
+        if measures and self._token_bytes is not None:
+            text = TextNats(self.loss.losses, on_device, teacher_logits, self._token_bytes)
+            self.loss.observer = text.observe
         self.timer.start()
         outputs = self.student.outputs(on_device[schema.INPUT_IDS.name], micro_batch.row)
         self.timer.lap("forward")
@@ -246,7 +264,7 @@ class StepRunner:
         self.timer.lap("backward")
         if samples is not None:
             samples.write(step.step, tensors)
-        return metrics
+        return metrics if text is None else metrics | text.metrics
 
     def _claim(self, batch: MicroBatch, rewinds: int) -> tuple[Claimed, dict[str, Column]]:
         """Lease a micro-batch; while waiting, open the rings of teachers that (re)start."""

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from tests.support.runs import resolved_run
 from xtoken_core.config import DataSpec
 from xtoken_core.dataset import BadRecord, DataIndex, JoinedIndex, Record, mixed_record_at
 from xtoken_services.common.text.run_order import rotated
@@ -38,6 +39,22 @@ def test_an_epoch_holds_every_record_and_the_weights(sizes: list[tuple[int, floa
         assert abs(of_epoch - epoch * weight / sum(weights)) <= len(sizes)
         start += count
     assert any(count == of_epoch for count, of_epoch in sources)  # no shorter epoch holds every record
+
+
+@settings(deadline=None, max_examples=50)
+@given(sizes=SIZES, seed=st.integers(0, 2**63 - 1), shuffle=st.booleans())
+def test_no_record_is_read_twice_on_the_first_pass(
+    sizes: list[tuple[int, float]], seed: int, shuffle: bool, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    records = tuple(n for n, _ in sizes)
+    samples = spec_of([w for _, w in sizes]).samples_per_epoch(records)  # type: ignore[arg-type]
+    mixture = tuple(zip(records, samples, strict=True))
+    run = resolved_run(tmp_path_factory.getbasetemp()).model_copy(update={"records": sum(records), "mixture": mixture})
+    read = Counter(mixed_record_at(p, sources=mixture, seed=seed, shuffle=shuffle) for p in range(run.first_pass))
+    assert max(read.values(), default=1) == 1
+    shortest = min(count * sum(samples) / of_epoch for count, of_epoch in mixture)
+    assert shortest - run.first_pass <= len(sizes) * sum(samples) / min(samples), "and little of it is left out"
+    assert run.model_copy(update={"mixture": ()}).first_pass == sum(records)
 
 
 def test_every_window_has_the_weights_and_epochs_continue() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from experiments.real import controls, overview, page, plan, predictions, results, stages, summary, tasks
+from experiments.real import adaptive, controls, overview, page, plan, predictions, results, stages, summary, tasks
 from experiments.real.methods import CONDITIONS, GEMMA3, METHODS, PATIENCE, QWEN15, RATES, SMOLLM2, Cell, cells, job
 from experiments.real.page import RESULT
 from tests.support.tiny_run import documents, make_model, write_jsonl
@@ -181,6 +181,18 @@ def test_known_runs_report_the_same_if_they_end_early() -> None:
             if found is not None and found.evaluations_since >= PATIENCE:
                 assert best in rows, results.cell_of(run).name
                 break
+
+
+@pytest.mark.parametrize("patience", [2, 3, 5, 8])
+def test_the_table_of_early_ends_is_by_the_rule_of_a_run(patience: int) -> None:
+    for run in results.read_result(adaptive.RESULT)["runs"]:
+        rows = run["curve"]
+        found = (best_evaluation(rows[:end]) for end in range(2, len(rows) + 1))
+        ends = [n for n, best in enumerate(found, 1) if best is not None and best.evaluations_since >= patience]
+        last = ends[0] if ends else len(rows) - 1
+        least = min(row["bits_per_byte"] for row in rows[1 : last + 1])
+        curve = [(row["step"], row["bits_per_byte"]) for row in rows[1:]]
+        assert adaptive.end_of(curve, patience) == (rows[last]["step"], least)
 
 
 def test_the_committed_result_file_is_as_a_merge_leaves_it() -> None:

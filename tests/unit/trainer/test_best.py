@@ -11,10 +11,11 @@ import torch
 from tests.support.runs import resolved_run
 from xtoken_core.config.eval import EvalSpec
 from xtoken_core.config.resolved import ResolvedRun
+from xtoken_core.config.rollout import RolloutSpec
 from xtoken_core.errors import ConfigError, InputError
 from xtoken_services.common.files.jsonl import JsonLines
 from xtoken_services.common.run.resume import CHECKPOINTS, best_step, newest_checkpoint
-from xtoken_services.trainer.best import BestEvaluation, BestFollower, best_evaluation
+from xtoken_services.trainer.best import BestEvaluation, BestFollower, best_evaluation, patience_of
 from xtoken_services.trainer.checkpoint import Checkpoints, Cursor
 from xtoken_services.trainer.distributed import RankGroup
 from xtoken_services.trainer.export_checkpoint import step_of_best
@@ -62,6 +63,23 @@ def test_patience_counts_evaluations_since_the_best(tmp_path: Path) -> None:
     assert not follower.ends_run, "a resume at an earlier step reads the evaluations up to it"
     follower.update(Cursor(step=run.steps))
     assert not follower.ends_run, "at its last step a run ends by itself"
+
+
+@pytest.mark.parametrize(
+    ("steps", "every", "settings", "expected"),
+    [
+        (100, 1, {}, 50), (101, 5, {}, 11), (100, 10, {}, 8), (100, 1, {"patience": 3}, 3),
+        (100, 1, {"patience": "none"}, None), (100, 1, {"keep_best": False}, None),
+    ],
+)  # fmt: skip
+def test_by_default_half_of_the_evaluations_end_a_run(
+    tmp_path: Path, steps: int, every: int, settings: dict[str, object], expected: int | None
+) -> None:
+    run = with_evaluation(resolved_run(tmp_path, positions=8 * steps), every=every, **settings)
+    assert patience_of(run) == expected
+    rollout = run.spec.model_copy(update={"rollout": RolloutSpec()})
+    assert patience_of(run.model_copy(update={"spec": rollout})) == (expected if "patience" in settings else None)
+    assert patience_of(resolved_run(tmp_path)) is None
 
 
 def test_the_kept_checkpoint_outlives_newer_ones_until_another_is_kept(tmp_path: Path) -> None:
