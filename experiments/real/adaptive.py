@@ -11,6 +11,7 @@ from statistics import fmean
 from typing import Any
 
 from experiments.real import methods, plan, predictions, word_problems
+from experiments.real.picture import bars
 from experiments.real.summary import BASELINE, CHAIN, FIRST_SEED, TASK, VALIDATION, Outcome, outcomes
 from xtoken_services.trainer.best import LEAST_PATIENCE
 
@@ -30,8 +31,14 @@ def section() -> dict[str, Any]:
     result = json.loads(RESULT.read_text(encoding="utf-8"))
     verdicts = Counter(row.rsplit("|", 2)[1].strip() for row in predictions.compare(result))
     missed = verdicts["**not**"]
-    tables = {f.__name__: f(result) for f in (table, forms, students, problems, p_kl, early_ends)}
-    return {**result, **tables, "judged": missed + verdicts["as predicted"], "missed": missed}
+    tables = {f.__name__: f(result) for f in (table, losses, forms, students, problems, p_kl, early_ends)}
+    return {
+        **result,
+        **tables,
+        "judged": missed + verdicts["as predicted"],
+        "missed": missed,
+        "problem_count": f"{word_problems.TRAINED:,}",
+    }
 
 
 def table(result: Mapping[str, Any]) -> str:
@@ -40,16 +47,54 @@ def table(result: Mapping[str, Any]) -> str:
     Args:
         result: Content of the result file.
     """
-    titles = " | ".join(methods.TITLES[name] for name in OTHERS)
     lines = [
         "| text | teacher, alone | before | cross-entropy | default: chain, adaptive | its gain, each data seed | "
-        f"part of the way to the teacher | steps to cross-entropy's best | {titles} | English: before, cross-entropy, "
-        "default |",
-        f"|---|---|---|---|---|---|---|---|{'---|' * len(OTHERS)}---|",
+        "part of the way to the teacher | steps to cross-entropy's best | English: before, cross-entropy, default |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     found = _by_method(result)
     names = [name for name in result["conditions"] if name in TEXTS]
     return "\n".join([*lines, *(_line(result, found, name) for name in names)])
+
+
+def losses(result: Mapping[str, Any]) -> str:
+    """Return the gains of every loss over cross-entropy on each text, on the first data seed, in Markdown."""
+    found = _by_method(result)
+    shown = (ADAPTIVE, *OTHERS)
+    lines = [f"| text | {' | '.join(methods.TITLES[name] for name in shown)} |", f"|---|{'---|' * len(shown)}"]
+    for name in TEXTS:
+        gains = [_gain(result, found, name, method) for method in shown]
+        cells = (NOT_RUN if gain is None else f"{gain:+.3f}" for gain in gains)
+        lines.append(f"| {name_of_text(result, name)} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def picture(result: Mapping[str, Any]) -> str:
+    """Return the picture of what the default and the best published loss gain on each text."""
+    found = _by_method(result)
+    rows = [
+        (f"{name_of_text(result, name)}: {title}", gain, colour)
+        for name in (*TEXTS, plan.TO_GEMMA)
+        for method, title, colour in ((ADAPTIVE, "default", "a"), ("p_kl_scaled", "P-KL", "b"))
+        if (gain := _gain(result, found, name, method)) is not None
+    ]
+    legend = "bits per byte below cross-entropy alone, held-out text, first data seed"
+    words = "; ".join(f"{name}: {value:+.3f}" for name, value, _ in rows)
+    return bars("What a teacher with another tokenizer adds", f"{legend}. {words}.", legend, rows, (0.0, 0.08, 0.02))
+
+
+def name_of_text(result: Mapping[str, Any], name: str) -> str:
+    """Return a condition's text and size, with its student where that is not the usual one."""
+    condition = result["conditions"][name]
+    note = f" {condition['note']}" if name == plan.TO_GEMMA else ""
+    return f"{condition['source']}, {condition['size'] / 1e6:g} MB{note}"
+
+
+def _gain(result: Mapping[str, Any], found: Mapping[Any, Any], name: str, method: str) -> float | None:
+    text = f"{result['conditions'][name]['source']}.test"
+    own = found[name, method].get(FIRST_SEED) if (name, method) in found else None
+    gain: float | None = None if own is None else found[name, BASELINE][FIRST_SEED].bits[text] - own.bits[text]
+    return gain
 
 
 def forms(result: Mapping[str, Any]) -> str:
@@ -90,7 +135,7 @@ def students(result: Mapping[str, Any]) -> str:
 
 
 def p_kl(result: Mapping[str, Any]) -> str:
-    """Return what P-KL gains on German over cross-entropy with each data seed."""
+    """Return the gains of P-KL on German over cross-entropy with each data seed."""
     found, text = _by_method(result), f"{result['conditions'][plan.GERMAN]['source']}.test"
     ces, own = found[plan.GERMAN, BASELINE], found[plan.GERMAN, "p_kl_scaled"]
     return ", ".join(f"{ces[seed].bits[text] - own[seed].bits[text]:+.3f}" for seed in sorted(own))
@@ -169,10 +214,9 @@ def _line(result: Mapping[str, Any], found: Mapping[tuple[str, str], Mapping[int
     own = [ces[seed].bits[text] - defaults[seed].bits[text] for seed in seeds]
     gain, behind = fmean(own), fmean(ces[seed].bits[text] for seed in seeds) - teacher
     each = f" ({', '.join(f'{one:.3f}' for one in own)})" if len(own) > 1 else ""
-    others = [found.get((name, other), {}).get(FIRST_SEED) for other in OTHERS]
     english = (before[f"{VALIDATION}_{ENGLISH}"], ce.bits[ENGLISH], default.bits[ENGLISH])
     cells = [
-        f"{condition['source']}, {condition['size'] / 1e6:g} MB",
+        name_of_text(result, name),
         f"{TEACHER_NAMES[condition['teacher']]}: {teacher:.3f}",
         f"{before[f'{VALIDATION}_{text}']:.3f}",
         f"{fmean(ces[seed].bits[text] for seed in seeds):.3f} at {ce.rate:g}",
@@ -180,7 +224,6 @@ def _line(result: Mapping[str, Any], found: Mapping[tuple[str, str], Mapping[int
         f"**{gain:+.3f}**{each}",
         f"{gain / behind:.0%}" if behind > 0 else "passes it",
         ", ".join(_steps(result, ces[seed], defaults[seed]) for seed in seeds),
-        *(NOT_RUN if other is None else f"{ce.bits[text] - other.bits[text]:+.3f}" for other in others),
         ", ".join(f"{bits:.3f}" for bits in english),
     ]
     return f"| {' | '.join(cells)} |"

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from experiments.real import methods, summary
-from experiments.real.picture import LEFT, ROW, TOP, WIDE, head, tick_at
+from experiments.real.picture import bars
 
 CONDITION = "de-500k"
 """The condition of which every method is shown."""
@@ -43,13 +43,7 @@ def picture(result: Mapping[str, Any]) -> str:
     notes = "; *: some learning rates only" * starred
     legend = f"bits per byte below cross-entropy alone, held-out text{notes}"
     words = "; ".join(f"{name}: {value:+.3f}" for name, value, _ in rows)
-    lines = head("What a teacher with another tokenizer adds", f"{legend}. {words}.", len(rows), legend)
-    bottom = TOP + ROW * len(rows)
-    for number in range(round(LEAST / STEP), round(MOST / STEP) + 1):
-        lines += tick_at(_at(number * STEP), bottom, f"{number * STEP:+.2f}" if number else "0")
-    for number, (name, value, kind) in enumerate(rows):
-        lines += _bar(TOP + ROW * number, name, value, kind)
-    return "\n".join([*lines, "</svg>"]) + "\n"
+    return bars("What a teacher with another tokenizer adds", f"{legend}. {words}.", legend, rows, (LEAST, MOST, STEP))
 
 
 def with_sweeps(result: Mapping[str, Any]) -> dict[str, Any]:
@@ -249,17 +243,4 @@ def _by_text(result: Mapping[str, Any]) -> Sequence[tuple[str, float, str]]:
         for name, text in shown.items()
         for method, title in ON_EVERY_TEXT.items()
         if (row := _rows(result, name).get(method)) is not None and (gain := row.gain) is not None
-    ]
-
-
-def _at(value: float) -> float:
-    return LEFT + WIDE * (min(max(value, LEAST), MOST) - LEAST) / (MOST - LEAST)
-
-
-def _bar(y: int, name: str, value: float, kind: str) -> list[str]:
-    left, right = sorted((_at(0.0), _at(value)))
-    return [
-        f'  <text class="text" x="{LEFT - 10}" y="{y + 18}" text-anchor="end">{name}</text>',
-        f'  <rect class="{kind}" x="{left:.1f}" y="{y + 5}" width="{right - left:.1f}" height="16"/>',
-        f'  <text class="text" x="{right + 6:.1f}" y="{y + 18}">{value:+.3f}</text>',
     ]

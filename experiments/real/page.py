@@ -1,4 +1,4 @@
-"""Write `docs/evidence.md` and its picture from the result file, the predictions and the template `page.md.j2`.
+"""Write `docs/evidence.md`, `docs/evidence-all.md` and their pictures from result files, predictions and templates.
 
     python -m experiments.real.page [--check]
 
@@ -17,19 +17,21 @@ from experiments.real import adaptive, methods, overview, predictions, speed, su
 
 ROOT = Path(__file__).parents[2]
 RESULT = Path(__file__).parent / "results" / "real.json"
-PAGE = ROOT / "docs" / "evidence.md"
-PICTURE = ROOT / "docs" / "img" / "evidence-real.svg"
-TEMPLATE = Path(__file__).parent / "page.md.j2"
+PAGES = {"page.md.j2": ROOT / "docs" / "evidence.md", "all_figures.md.j2": ROOT / "docs" / "evidence-all.md"}
+PICTURES = ROOT / "docs" / "img"
 
 
 def rendered() -> dict[Path, str]:
     """Return every generated file with its text."""
     result = json.loads(RESULT.read_text(encoding="utf-8"))
-    return {PAGE: page(result), PICTURE: overview.picture(result)}
+    found = values(result)
+    pages = {page: render(Path(__file__).parent / template, **found) for template, page in PAGES.items()}
+    strong, all_losses = adaptive.picture(found["adaptive"]), overview.picture(result)
+    return pages | {PICTURES / "evidence-strong.svg": strong, PICTURES / "evidence-real.svg": all_losses}
 
 
-def page(result: dict[str, Any]) -> str:
-    """Return the page's text.
+def values(result: dict[str, Any]) -> dict[str, Any]:
+    """Return the values that the templates show.
 
     Args:
         result: Content of the result file.
@@ -39,27 +41,26 @@ def page(result: dict[str, Any]) -> str:
     compared = [entry for entry in conditions if {"chain", "ce"} <= set(entry["chosen"])]
     text = [entry for entry in compared if not entry.get("tasks")]
     verdicts = Counter(row.rsplit("|", 2)[1].strip() for row in predictions.compare(result))
-    return render(
-        TEMPLATE,
-        machine=result["machine"],
-        overview=overview.table(result),
-        worse=overview.worse(result),
-        fitted=overview.fitted_rates(result),
-        transfers=sum(_transfers(entry["chosen"], f"{entry['others'][0]}.test") for entry in text),
-        compared=len(text),
-        tasks=[entry for entry in compared if entry.get("tasks")],
-        judged=verdicts["as predicted"] + verdicts["**not**"],
-        missed=verdicts["**not**"],
-        missing=[
+    return {
+        "machine": result["machine"],
+        "overview": overview.table(result),
+        "worse": overview.worse(result),
+        "fitted": overview.fitted_rates(result),
+        "transfers": sum(_transfers(entry["chosen"], f"{entry['others'][0]}.test") for entry in text),
+        "compared": len(text),
+        "tasks": [entry for entry in compared if entry.get("tasks")],
+        "judged": verdicts["as predicted"] + verdicts["**not**"],
+        "missed": verdicts["**not**"],
+        "missing": [
             name
             for name in methods.CONDITIONS
             if name not in {entry["name"] for entry in conditions} and not name.startswith(("qwen-", "gemma-"))
         ],
-        untried=[titles[name] for name in methods.METHODS if name not in {run["method"] for run in result["runs"]}],
-        runs=len(result["runs"]),
-        speed=_speed(),
-        adaptive=adaptive.section(),
-    )
+        "untried": [titles[name] for name in methods.METHODS if name not in {run["method"] for run in result["runs"]}],
+        "runs": len(result["runs"]),
+        "speed": _speed(),
+        "adaptive": adaptive.section(),
+    }
 
 
 def _speed() -> dict[str, Any]:

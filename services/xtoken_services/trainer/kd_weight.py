@@ -91,7 +91,8 @@ class KdWeight:
     def _held_out(self, step: int) -> float | None:
         lines = deque(lines_before_step(self.run.spec.output / "eval.jsonl", step + 1), maxlen=EVALUATIONS)
         rows = [finite(line) for line in lines]
-        after_start = [row[BITS] for row in rows if row["step"] > 0 and BITS in row]
+        scored = [(row["step"], row[BITS]) for row in rows if BITS in row]
+        after_start = [bits for step, bits in scored if step > 0] or [bits for _, bits in scored]
         why = _why_constant(rows[-1]) if rows else ""
         if why:
             self._log_constant(why, step)

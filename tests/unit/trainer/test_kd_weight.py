@@ -37,8 +37,8 @@ def test_the_mean_of_the_last_three_evaluations_decides(tmp_path: Path) -> None:
         lines.append(line(step, bits))
         follower.update(step)
         weights.append(follower.at(step))
-    # The student of step 0 decides nothing; means: 1.1, 1.025, .95, .88, .847
-    assert weights == pytest.approx([2.0, 2.0, 2.0, 1.0, 0.0, 0.0])
+    # The student of step 0 decides until the next evaluation; means: 1.1, 1.025, .95, .88, .847
+    assert weights == pytest.approx([0.0, 2.0, 2.0, 1.0, 0.0, 0.0])
     lines.append(line(6, 1.035))
     follower.update(6)
     assert follower.at(6) == pytest.approx(2.0 * (1 + (0.89 + 0.85 + 1.035 - 3) / 3 / 0.1)), "and it may rise again"

@@ -34,7 +34,7 @@ def open_held_out(spec: RunSpec, progress: Callable[[int, int], None] | None = N
 
 
 def scored_documents(spec: RunSpec, text: DataIndex) -> Iterator[Document]:
-    """Return what an evaluation reads of a held-out text: with `data.train_on = "all"` records as plain text."""
+    """Return the documents that an evaluation reads; with `data.train_on = "all"` records are plain text."""
     if spec.data.train_on == "all":
         return text.documents()
     return (value.get("text", value) for value in text.values())
