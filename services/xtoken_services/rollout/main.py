@@ -238,7 +238,7 @@ def make_sampler(run: ResolvedRun, tokenizer: TextTokenizer, device: torch.devic
     spec = run.spec
     assert spec.rollout is not None
     if spec.rollout.url:
-        engine = open_engine(spec.rollout, "rollout", run.student.vocab_size, tokenizer)
+        engine = open_engine(spec.rollout, "rollout", run.student.vocab_size)
         file = spec.student.model / "generation_config.json"
         defaults = read_json_object(file).get("eos_token_id") if file.is_file() else None
         vocabulary = vocabulary_of(tokenizer, defaults, width=run.student.vocab_size)

@@ -8,7 +8,7 @@ import numpy as np
 
 from xtoken_core.tokenizing import TextTokenizer
 from xtoken_services.common.http_engine.engine import Engine
-from xtoken_services.common.http_engine.errors import EngineRefusalError, SampleRefusedError
+from xtoken_services.common.http_engine.errors import EngineRefusalError
 from xtoken_services.common.http_engine.pool import Replica
 from xtoken_services.common.http_engine.scores import PromptScores
 
@@ -109,14 +109,10 @@ def _check_shift(engine: Engine, ids: list[int], k: int, replica: Replica, where
     before = engine.score(ids[:-1], k, replica)
     likeliest, value = int(before.ids[-1, 0]), float(before.values[-1, 0])
     if likeliest < 0:
-        return  # it has ended the text, or the token's text is not unique
-    try:
-        within = float(engine.score([*ids[:-1], likeliest], k, replica).own[len(ids) - 2])
-    except SampleRefusedError:
-        return  # with this token the server cuts the text otherwise
+        return  # it has ended the text
+    within = float(engine.score([*ids[:-1], likeliest], k, replica).own[len(ids) - 2])
     if abs(within - value) > MAX_DIFFERENCE:
         raise EngineRefusalError(
             f"{where} gives a token of a prompt {within:.2f} nats that it generates with {value:.2f}: its "
-            "log-probabilities of prompts belong to other positions (llama-cpp-python does this for models without a "
-            "begin-of-text token)"
+            "log-probabilities of prompts belong to other positions"
         )

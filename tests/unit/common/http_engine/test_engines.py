@@ -62,7 +62,7 @@ def engine_of(stack: ExitStack, kind: str, directory: Path, *handlers: Any, **se
     urls = tuple(stack.enter_context(serving(handler)) for handler in handlers)
     served = ServedSpec(url=urls, url_engine=kind, url_timeout_s=20.0, **settings)
     text = text_of(directory)
-    engine = open_engine(served, "teacher.0", len(text.tokenizer), text)
+    engine = open_engine(served, "teacher.0", len(text.tokenizer))
     stack.callback(engine.pool.close)
     return engine
 
