@@ -15,12 +15,10 @@ from torch import Tensor
 
 from xtoken_core.compat.meta import KVBatchMeta
 from xtoken_core.compat.packing import pack_jagged_fields, pack_per_token_field
-from xtoken_core.compat.stream import Stream
 from xtoken_core.compat.task_client import TaskClient
 from xtoken_core.data_plane.batch import BatchedDataDict
 from xtoken_core.data_plane.layout import Layout, materialize
 from xtoken_core.data_plane.tensors import columns_from_tensordict, tensordict_from_columns
-from xtoken_core.errors import ConfigError
 from xtoken_core.wire import Column
 
 Values = Mapping[str, Tensor | np.ndarray]
@@ -149,53 +147,6 @@ def read_columns(
     return materialize(td, layout, pad_value_dict, pad_to_seqlen)
 
 
-def stream_samples(
-    client: TaskClient,
-    partition: str,
-    task: str,
-    *,
-    count: int,
-    fields: Sequence[str],
-    layout: Layout = "padded",
-    pad_value_dict: dict[str, int | float] | None = None,
-    pad_to_seqlen: int = 0,
-    pin_memory: bool = False,
-    wait_s: float | None = None,
-    prefetch: int = 1,
-) -> Stream[BatchedDataDict[Any]]:
-    """Return a stream of a task's samples as batches, claimed, padded and pinned in the background.
-
-    Args:
-        client: With a session; it holds the leases.
-        partition: Partition of the samples.
-        task: The consumer.
-        count: Samples per batch, at most.
-        fields: The columns of a batch.
-        layout: As in `materialize`.
-        pad_value_dict: As in `materialize`.
-        pad_to_seqlen: As in `materialize`.
-        pin_memory: True to copy host tensors into page-locked memory, for asynchronous copies to a GPU.
-        wait_s: How long to wait for each batch; None waits for ever.
-        prefetch: Batches to be ahead; 0 does everything when the loop asks for it.
-
-    Returns:
-        To be iterated over: deliveries whose `value` is the batch. See `TaskClient.stream`.
-
-    Raises:
-        ConfigError: `pin_memory` on a machine without a GPU.
-    """
-    if pin_memory and not torch.cuda.is_available():
-        raise ConfigError("pin_memory requires a GPU; none found")
-
-    def make(_ids: list[int], columns: dict[str, Column]) -> BatchedDataDict[Any]:
-        batch = materialize(tensordict_from_columns(columns), layout, pad_value_dict, pad_to_seqlen)
-        if pin_memory:
-            return BatchedDataDict({name: _pinned(value) for name, value in batch.items()})
-        return batch
-
-    return Stream(client, partition, task, count=count, fields=fields, wait_s=wait_s, prefetch=prefetch, make=make)
-
-
 def _packed(fields: Values, lengths: Tensor | None, per_token: Collection[str] | None) -> TensorDict:
     if lengths is None or per_token is None:
         return pack_jagged_fields(dict(fields), lengths=lengths)
@@ -224,7 +175,3 @@ def _common_lengths(columns: Mapping[str, Column]) -> list[int] | None:
         if column.kind == "jagged" and column.offsets is not None
     }
     return list(found.pop()) if len(found) == 1 else None
-
-
-def _pinned(value: Any) -> Any:
-    return value.pin_memory() if isinstance(value, Tensor) and not value.is_cuda else value

@@ -1,11 +1,10 @@
-"""Client of the generic task queue: partitions, samples, tasks and streams."""
+"""Client of the generic task queue: partitions, samples and tasks."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
 
-from xtoken_core.compat.stream import Stream
 from xtoken_core.data_plane.queue_client import QueueClient, new_id
 from xtoken_core.wire import Column, QueueError, pack_columns, unpack_columns
 from xtoken_core.wire import messages as m
@@ -135,43 +134,6 @@ class TaskClient(QueueClient):
             id=new_id(), session=self.session, partition=partition, lease=lease, ids=list(ids), reason=reason[:4096]
         )
         self.ask(request, m.Ok)
-
-    def stream(
-        self,
-        partition: str,
-        task: str,
-        *,
-        count: int,
-        fields: Sequence[str] = (),
-        wait_s: float | None = None,
-        prefetch: int = 0,
-    ) -> Stream[dict[str, Column]]:
-        """Return a stream of a task's samples, up to `count` at a time, until the task is exhausted.
-
-        A delivery is acknowledged when the loop asks for the next one, unless it was completed or refused; one that the
-        loop leaves unfinished, or whose completion has failed, is given back.
-
-        Args:
-            partition: Partition of the samples.
-            task: The consumer.
-            count: Samples per delivery, at most.
-            fields: Columns to read along.
-            wait_s: How long to wait for each delivery; None waits for ever.
-            prefetch: Deliveries that a thread claims ahead.
-
-        Raises:
-            TimeoutError: From the loop, if nothing came in `wait_s`.
-        """
-        return Stream(
-            self,
-            partition,
-            task,
-            count=count,
-            fields=fields,
-            wait_s=wait_s,
-            prefetch=prefetch,
-            make=lambda _ids, columns: columns,
-        )
 
 
 DataPlaneClient = TaskClient

@@ -15,7 +15,6 @@ from .codec import read_columns as read_columns
 from .codec import response_from_nested as response_from_nested
 from .codec import rows_from_column as rows_from_column
 from .codec import stack_or_nest as stack_or_nest
-from .codec import stream_samples as stream_samples
 from .codec import to_nested_by_length as to_nested_by_length
 from .codec import unwrap_wire_stripped_payload as unwrap_wire_stripped_payload
 from .codec import write_columns as write_columns
