@@ -24,7 +24,7 @@ from xtoken_core.wire import (
 )
 from xtoken_core.wire.bounds import MAX_OBJECT_DEPTH, MAX_OBJECT_VALUES
 from xtoken_core.wire.columns import bytes_view, offsets_from_lengths
-from xtoken_core.wire.messages.codec import envelope
+from xtoken_core.wire.messages import envelope
 from xtoken_core.wire.objects import check_objects
 
 ROWS = [[0, 1], [], [2], [3, 4, 5], [6]]
