@@ -35,7 +35,7 @@ OPERATORS_OF_MODELS = {"embedding", "indices_to_multihot"}
 OWN_CODE = {
     "xtoken_core/losses/compat.py:dp_all_reduce_sum": "over any process group; a run's own can be interrupted",
     "xtoken_core/compat/indices_to_multihot/compat.py:null_decorator": "there is nothing to call",
-    "xtoken_core/compat/meta.py:KVBatchMeta": "plain data",
+    "xtoken_core/compat/samples.py:KVBatchMeta": "plain data",
 }
 """Functions and classes of the surface that call none of the product's."""
 

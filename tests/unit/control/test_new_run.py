@@ -15,8 +15,7 @@ from xtoken_core.config.spec import RunSpec
 from xtoken_services.common.run.run_text import to_toml, without_defaults
 from xtoken_services.control.api.short_specs import read_document
 from xtoken_services.control.runs import Runs
-from xtoken_services.control.web.new_run import FIELDS, START
-from xtoken_services.control.web.settings import errors_of, settings
+from xtoken_services.control.web.new_run import FIELDS, START, errors_of, settings
 
 
 def full(tmp_path: Path) -> RunSpec:

@@ -15,8 +15,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from tests.unit.control.stored_runs import HERE, put, spec
-from xtoken_core.config.spec import RunSpec
-from xtoken_core.config.text_only import CROSS_ENTROPY_ONLY
+from xtoken_core.config.spec import CROSS_ENTROPY_ONLY, RunSpec
 from xtoken_core.losses.chunk_classes import CLASSES, GENERATED
 from xtoken_services.common.run.status import RunState
 from xtoken_services.control.app import create_app

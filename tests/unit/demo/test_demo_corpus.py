@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xtoken_core.errors import InputError
-from xtoken_services.demo.corpus import cut_at_lines, is_held_out, library_files, write_corpus
+from xtoken_services.demo.run import cut_at_lines, is_held_out, library_files, write_corpus
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from xtoken_services.demo.models import write_model
+from xtoken_services.demo.run import write_model
 from xtoken_services.demo.vocabularies import train_teacher_tokenizer
 
 TEXTS = [f"def function_{i}(x):\n    return x + {i}\n" for i in range(200)]

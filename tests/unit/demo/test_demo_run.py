@@ -6,8 +6,16 @@ import pytest
 
 from xtoken_core.config import load_run_spec
 from xtoken_core.errors import InputError, XtokenError
-from xtoken_services.demo.run import _train, prepare_directory
-from xtoken_services.demo.specs import CROSS_ENTROPY, DISTILLED, TEACHER, TEACHER_TRAINING, Training, write_run_files
+from xtoken_services.demo.run import (
+    CROSS_ENTROPY,
+    DISTILLED,
+    TEACHER,
+    TEACHER_TRAINING,
+    Training,
+    _train,
+    prepare_directory,
+    write_run_files,
+)
 
 
 def test_runs_differ_in_name_output_and_loss(tmp_path: Path) -> None:

@@ -23,14 +23,13 @@ from xtoken_core.config.served import ServedSpec
 from xtoken_core.tokenizing import TextTokenizer
 from xtoken_core.topk_logits import read_topk
 from xtoken_core.transports.ring import TopKSettings
-from xtoken_services.common.http_engine.check import check_servers
 from xtoken_services.common.http_engine.engine import Engine, Sampling
 from xtoken_services.common.http_engine.errors import EngineError, EngineRefusalError, SampleRefusedError
 from xtoken_services.common.http_engine.factory import open_engine
 from xtoken_services.demo.vocabularies import train_teacher_tokenizer
 from xtoken_services.teacher.base import HeldOutText
-from xtoken_services.teacher.model import TeacherModel
-from xtoken_services.teacher.served import ServedTeacher
+from xtoken_services.teacher.prepare import TeacherModel
+from xtoken_services.teacher.served import ServedTeacher, check_servers
 
 K = 8
 RECORDED = {"vllm": ("/v1/completions", VLLM), "sglang": ("/generate", SGLANG)}
