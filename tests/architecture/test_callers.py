@@ -24,7 +24,7 @@ PLACE = re.compile(r"[\w.]+:(\w+)")
 WITHOUT_CALLER = {
     "xtoken_core/chain/live_sets.py:live_rows": "live sets written out, by which tests define them",
     "xtoken_core/data_plane/tensors.py:columns_from_tensordict": "a run has columns; the surface puts TensorDicts",
-    "xtoken_core/projection/specials.py:similarity": "the formula of one pair, by which tests define the entries",
+    "xtoken_core/projection/build.py:similarity": "the formula of one pair, by which tests define the entries",
     "xtoken_core/transports/signal.py:rebuild_teacher_hidden_from_ipc": "its counterpart for logits is in the surface",
 }
 """Public names that only tests and measurements use, with the reason to have them."""
@@ -35,7 +35,7 @@ OPERATORS_OF_MODELS = {"embedding", "indices_to_multihot"}
 OWN_CODE = {
     "xtoken_core/losses/compat.py:dp_all_reduce_sum": "over any process group; a run's own can be interrupted",
     "xtoken_core/compat/indices_to_multihot/compat.py:null_decorator": "there is nothing to call",
-    "xtoken_core/compat/samples.py:KVBatchMeta": "plain data",
+    "xtoken_core/compat/meta.py:KVBatchMeta": "plain data",
 }
 """Functions and classes of the surface that call none of the product's."""
 

@@ -13,7 +13,6 @@ Names of the rows of a batch in a partition.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -22,6 +21,7 @@ from jaxtyping import Integer, Shaped
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
+from xtoken_core.compat.meta import KVBatchMeta
 from xtoken_core.compat.task_client import TaskClient
 from xtoken_core.data_plane.batch import BatchedDataDict
 from xtoken_core.data_plane.jagged import jagged_from_rows, jagged_from_values, row_bounds
@@ -330,29 +330,3 @@ def response_from_nested(full: Tensor, response_mask: Tensor) -> Tensor:
             )
         rows.append(values[stop - length - 1 : stop - 1] if length else values[stop:stop])
     return jagged_from_rows(rows, empty=values[:0])
-
-
-@dataclass(frozen=True)
-class KVBatchMeta:
-    """Rows of a batch in a partition of the transfer queue.
-
-    Attributes:
-        partition: Partition that holds them.
-        ids: One id per row, in the batch's order.
-        fields: Columns written so far.
-        lengths: Tokens of each row, by which per-token columns are made jagged; None if they are not known.
-    """
-
-    partition: str
-    ids: list[int]
-    fields: list[str] = field(default_factory=list)
-    lengths: list[int] | None = None
-
-    def __post_init__(self) -> None:
-        if self.lengths is not None and len(self.lengths) != len(self.ids):
-            raise ValueError(f"{len(self.ids)} ids but {len(self.lengths)} lengths")
-
-    @property
-    def size(self) -> int:
-        """Return the number of rows."""
-        return len(self.ids)

@@ -1,4 +1,4 @@
-from xtoken_core.compat.samples import KVBatchMeta as KVBatchMeta
+from xtoken_core.compat.meta import KVBatchMeta as KVBatchMeta
 from xtoken_core.compat.samples import get_samples as get_samples
 from xtoken_core.compat.samples import kv_first_write as kv_first_write
 from xtoken_core.compat.samples import maybe_pack_jagged as maybe_pack_jagged
@@ -15,5 +15,3 @@ from xtoken_core.compat.task_client import TaskClient as TaskClient
 from xtoken_core.data_plane.layout import Layout as Layout
 from xtoken_core.data_plane.layout import materialize as materialize
 from xtoken_core.data_plane.layout import unwrap_wire_stripped_payload as unwrap_wire_stripped_payload
-from xtoken_core.data_plane.tensors import column_from_rows as column_from_rows
-from xtoken_core.data_plane.tensors import rows_from_column as rows_from_column

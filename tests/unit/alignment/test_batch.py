@@ -12,7 +12,7 @@ from tests.support import vocabularies as v
 from tests.support.alignments import padded
 from xtoken_core import schema
 from xtoken_core.alignment import AlignmentBatch, TokenAligner, alignment_from_flat_batch
-from xtoken_core.alignment.matching_blocks import matching_blocks
+from xtoken_core.alignment.walks import matching_blocks
 
 
 @pytest.fixture(scope="module")

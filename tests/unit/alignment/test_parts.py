@@ -16,13 +16,13 @@ from tests.unit.alignment.test_boundaries import run
 from xtoken_core.alignment import TokenAligner, token_decoders
 from xtoken_core.alignment.check import _unmatched
 from xtoken_core.alignment.hashing import prefix_hashes, without_space
-from xtoken_core.alignment.matching_blocks import matching_blocks
 from xtoken_core.alignment.normalizer import Normalizer, Step, clusters
 from xtoken_core.alignment.pipeline import Pipeline, _inside_characters
 from xtoken_core.alignment.report import Encoder, ShownToken, plain_chunks, summarize
 from xtoken_core.alignment.specials import match_specials
 from xtoken_core.alignment.tables import spelling_pool, token_table
 from xtoken_core.alignment.token_arrays import ABSENT, build_token_arrays, is_ended
+from xtoken_core.alignment.walks import matching_blocks
 from xtoken_core.errors import InputError
 
 

@@ -12,6 +12,7 @@ from xtoken_core import projection as p
 from xtoken_core.errors import InputError, XtokenError
 from xtoken_core.projection.files import read_topk
 from xtoken_core.projection.fingerprint import is_sparse
+from xtoken_services.common.tables.pair_files import check_projection_pair
 
 CPU = torch.device("cpu")
 
@@ -244,13 +245,13 @@ def test_a_matrix_of_another_pair_is_refused(tmp_path):
     student, teacher, other = v.byte_level(), v.unigram(), v.byte_level(500)
     path = tmp_path / "p.safetensors"
     p.write_projection(p.build_projection(student, teacher), path)
-    p.check_projection_pair(path, student, teacher)
+    check_projection_pair(path, student, teacher)
     for wrong, name in (((other, teacher), "student"), ((student, other), "teacher")):
         with pytest.raises(InputError, match=f"built for another {name}'s tokenizer"):
-            p.check_projection_pair(path, *wrong)
+            check_projection_pair(path, *wrong)
     for name, tokenizer in (("s", student), ("t", teacher)):
         tokenizer.save_pretrained(tmp_path / name)
-    p.check_projection_pair(path, tmp_path / "s", tmp_path / "t")
+    check_projection_pair(path, tmp_path / "s", tmp_path / "t")
 
 
 def test_a_matrix_of_another_version_is_refused(built, tmp_path):

@@ -12,12 +12,18 @@ import torch
 from tests.support import vocabularies as v
 from tests.support.alignments import table_of
 from xtoken_core.alignment.tables import token_table
-from xtoken_core.projection.build import ROW_LIMIT, BuildOptions, _reference_last_slot, build_projection
+from xtoken_core.projection.build import (
+    ROW_LIMIT,
+    BuildOptions,
+    _reference_last_slot,
+    build_projection,
+    similarity,
+    special_entries,
+)
 from xtoken_core.projection.files import TopKProjection, check_entries, parse_projection_file
 from xtoken_core.projection.fingerprint import ProjectionFileError, _digest, is_sparse
 from xtoken_core.projection.report import inspect_projection
 from xtoken_core.projection.retokenize import Retokenizer, _without_prepend
-from xtoken_core.projection.specials import similarity, special_entries
 from xtoken_core.projection.stored_tensors import safetensors_bytes
 from xtoken_core.user_cache import user_cache
 

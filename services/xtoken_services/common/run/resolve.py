@@ -15,9 +15,9 @@ from xtoken_core.config.eval import EvalSpec
 from xtoken_core.config.loss import DENSE_ONLY, READ_BY, LossConfig, LossMode, kind_of
 from xtoken_core.config.resolved import ResolvedModel, ResolvedRun
 from xtoken_core.config.spec import PAD_MULTIPLE, ModelSpec, RunSpec, TeacherSpec, padded_length
-from xtoken_core.dataset import TextIndex
+from xtoken_core.dataset import JoinedIndex, TextIndex
 from xtoken_core.errors import ConfigError, InputError, XtokenError
-from xtoken_core.projection.fingerprint import check_projection_pair, file_fingerprint, is_sparse, tokenizer_fingerprint
+from xtoken_core.projection.fingerprint import file_fingerprint, is_sparse, tokenizer_fingerprint
 from xtoken_core.projection.pair_cache import NAMES
 from xtoken_core.tasks import read_prompts
 from xtoken_services.common.batches.step_plan import ring_shape
@@ -28,9 +28,9 @@ from xtoken_services.common.models.tensor_parallel import check_divided
 from xtoken_services.common.models.weight_checks import check_weights, served_fingerprint, weights_fingerprint
 from xtoken_services.common.run.metric_lines import finite
 from xtoken_services.common.stores.store_records import check_stores
-from xtoken_services.common.tables.pair_files import cache_of, check_special_tokens, pair_file
+from xtoken_services.common.tables.pair_files import cache_of, check_projection_pair, check_special_tokens, pair_file
 from xtoken_services.common.text.measured_text import resolve_text
-from xtoken_services.common.text.training_text import documents_of, mixture_of, open_held_out, open_index
+from xtoken_services.common.text.training_text import documents_of, open_held_out, open_index
 from xtoken_services.common.tokenizers.chat_templates import read_chat_template
 from xtoken_services.common.tokenizers.vocabulary import has_chat_template, vocabulary_size
 
@@ -85,7 +85,7 @@ def resolve_run(spec: RunSpec, progress: Progress | None = None) -> ResolvedRun:
         for path in spec.eval.also_by_name.values():
             open_index(spec, [path], spec.eval.field)
         _check_tasks(spec.eval)
-    mixture = mixture_of(spec, index)
+    mixture = _mixture_of(spec, index)
     positions = spec.data.epochs * (sum(samples for _, samples in mixture) or records)
     if spec.train.max_steps is not None:
         positions = min(positions, spec.train.max_steps * spec.train.samples_per_step)
@@ -436,3 +436,11 @@ def _check_same_tokenizer(spec: RunSpec, number: int) -> None:
             f"reads the student's tokens, up to {length} (student.context_length): make it at least as long, or lower "
             "student.context_length"
         )
+
+
+def _mixture_of(spec: RunSpec, index: TextIndex) -> tuple[tuple[int, int], ...]:
+    """Return per source of weighted texts its records and its samples in an epoch; empty without weights."""
+    if not isinstance(index, JoinedIndex):
+        return ()
+    records = tuple(map(len, index.parts))
+    return tuple(zip(records, spec.data.samples_per_epoch(records), strict=False))
