@@ -1,6 +1,6 @@
 """Engine of the queue, without a socket: takes a request, returns a response, or None while the request has to wait.
 
-The server and the in-memory transport both drive this class; the clock is injected by the caller.
+The server drives this class, and so do tests without one; the clock is injected by the caller.
 
 Cache of the last reply of each lane, so that a repeated request gets the same reply and changes nothing.
 
