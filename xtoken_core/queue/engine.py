@@ -1,12 +1,18 @@
 """Engine of the queue, without a socket: takes a request, returns a response, or None while the request has to wait.
 
-The server and the in-memory transport both drive this class; the clock is injected by the caller.
+The server drives this class, and so do tests without one; the clock is injected by the caller.
+
+Cache of the last reply of each lane, so that a repeated request gets the same reply and changes nothing.
+
+A request id is `lane.number`, or just a lane. A client has one request open per lane: a new request in a lane means
+that the reply to the previous one has arrived, and that reply is dropped.
 """
 
 from __future__ import annotations
 
 import secrets
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
@@ -20,9 +26,9 @@ from xtoken_core.queue.budget import (
     cost_of_definition,
     cost_of_put,
     cost_of_reasons,
+    cost_of_reply,
 )
 from xtoken_core.queue.partition import Partition, PriorLease
-from xtoken_core.queue.reply_cache import ReplyCache
 from xtoken_core.queue.response import Response
 from xtoken_core.queue.run.partition import RunPartition
 from xtoken_core.queue.sessions import Session, Sessions
@@ -30,7 +36,7 @@ from xtoken_core.queue.stats import stats_document
 from xtoken_core.queue.tasks.partition import TaskPartition
 from xtoken_core.wire import QueueError, unpack_columns
 from xtoken_core.wire import messages as m
-from xtoken_core.wire.bounds import MAX_AHEAD_S, MAX_DOCUMENT_BYTES, MAX_PARTITIONS, MAX_SESSIONS
+from xtoken_core.wire.bounds import MAX_AHEAD_S, MAX_DOCUMENT_BYTES, MAX_LANES, MAX_PARTITIONS, MAX_SESSIONS
 from xtoken_core.wire.columns import Buffer
 
 ENDED_AT_ONCE = 64
@@ -83,7 +89,7 @@ class Engine:
     def handle(self, request: m.AnyRequest, buffers: Sequence[Buffer], *, waited: bool = False) -> Response | None:
         """Answer a request; None if it has to wait for a change.
 
-        The last request of a lane (see `xtoken_core.queue.reply_cache`) gets the same reply again and changes nothing.
+        The last request of a lane (see `xtoken_core.queue.engine`) gets the same reply again and changes nothing.
 
         Args:
             request: The request.
@@ -341,10 +347,16 @@ READS: frozenset[type[m.Request]] = frozenset(
         m.CheckStep,
     }
 )
+
+
 """Requests that change nothing."""
 
+
 LEASING = (m.Claimed, m.Block)
+
+
 """Replies that may name a lease."""
+
 
 CALLS: dict[type[m.Request], Callable[[Engine, Any, Session, Sequence[Buffer]], Response | None]] = {
     m.Heartbeat: Engine._heartbeat,
@@ -357,7 +369,70 @@ CALLS: dict[type[m.Request], Callable[[Engine, Any, Session, Sequence[Buffer]], 
     m.Rewind: Engine._rewind,
     m.AnnounceRing: Engine._announce_ring,
 }
+
+
 """Requests that the engine answers or charges itself; all others go straight to their partition."""
 
+
 NATURALLY_IDEMPOTENT: frozenset[type[m.Request]] = frozenset({m.ClaimSlot, m.ClaimBatch})
+
+
 """Requests whose repetition returns what the first one made, so that their replies need no cache."""
+
+
+def lane_of(request: str) -> str:
+    """Return the lane of a request id: everything before its last dot, or all of it."""
+    lane, dot, _ = request.rpartition(".")
+    return lane if dot else request
+
+
+class ReplyCache:
+    """Last reply per session and lane, limited to each session's most recent lanes.
+
+    All replies together are limited by the budget: beyond it, the session that holds most loses its oldest ones.
+    """
+
+    def __init__(self, budget: Budget) -> None:
+        self._budget = budget
+        self._lanes: dict[str, OrderedDict[str, tuple[str, Response, int]]] = {}
+        self._bytes: dict[str, int] = {}
+
+    def get(self, session: str, request: str) -> Response | None:
+        """Return the reply to exactly this request, if it is still the last one of its lane."""
+        lanes = self._lanes.get(session)
+        cached = lanes.get(lane_of(request)) if lanes is not None else None
+        return cached[1] if cached is not None and cached[0] == request else None
+
+    def put(self, session: str, request: str, response: Response) -> None:
+        """Replace the lane's reply; columns are not kept."""
+        lanes = self._lanes.get(session)
+        if lanes is None:
+            lanes = self._lanes[session] = OrderedDict()
+        lane, cost = lane_of(request), cost_of_reply(response.reply)
+        old = lanes.pop(lane, None)
+        # Without columns: they are read again for a repeated claim, and a put's reply has none.
+        lanes[lane] = (request, Response(response.reply), cost)
+        if old is not None and old[2] == cost:
+            return
+        self._charge(session, cost - (0 if old is None else old[2]))
+        if len(lanes) > MAX_LANES:
+            self._drop_oldest(session)
+        while self._budget.excess("replies") > 0:
+            # Half of the largest holder's replies at once, so that one flooding client pays and the loop stays short.
+            heaviest = max(self._bytes, key=self._bytes.__getitem__)
+            enough = self._bytes[heaviest] // 2
+            while self._bytes.get(heaviest, 0) > enough:
+                self._drop_oldest(heaviest)
+
+    def drop(self, session: str) -> None:
+        """Drop all replies of an ended session."""
+        self._lanes.pop(session, None)
+        self._budget.add("replies", -self._bytes.pop(session, 0))
+
+    def _drop_oldest(self, session: str) -> None:
+        _, (_, _, cost) = self._lanes[session].popitem(last=False)
+        self._charge(session, -cost)
+
+    def _charge(self, session: str, nbytes: int) -> None:
+        self._budget.add("replies", nbytes)
+        self._bytes[session] = self._bytes.get(session, 0) + nbytes

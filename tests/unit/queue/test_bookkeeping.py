@@ -25,15 +25,12 @@ from xtoken_core.queue.budget import (
     cost_of_reasons,
     cost_of_reply,
 )
-from xtoken_core.queue.engine import Engine
-from xtoken_core.queue.reply_cache import ReplyCache
+from xtoken_core.queue.engine import Engine, ReplyCache
 from xtoken_core.queue.response import Response
 from xtoken_core.queue.sample import Task
 from xtoken_core.queue.sessions import Sessions
 from xtoken_core.queue.store import COMPACT_BYTES, Store
-from xtoken_core.queue.tasks.partition import SPARE_ENTRIES, TaskPartition
-from xtoken_core.queue.tasks.ready_queue import ReadyQueue
-from xtoken_core.queue.tasks.samples import OrderedSamples
+from xtoken_core.queue.tasks.partition import SPARE_ENTRIES, OrderedSamples, ReadyQueue, TaskPartition
 from xtoken_core.wire import Column, QueueError, pack_columns
 from xtoken_core.wire import messages as m
 

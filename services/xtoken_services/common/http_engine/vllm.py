@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from xtoken_services.common.http_engine.engine import Continuation, IdsEngine, Sampling
+from xtoken_services.common.http_engine.engine import Continuation, Engine, Sampling
 from xtoken_services.common.http_engine.errors import EngineRefusalError
 from xtoken_services.common.http_engine.pool import Replica
 from xtoken_services.common.http_engine.scores import (
@@ -53,7 +53,7 @@ class _Completion(msgspec.Struct):
 read_completion = msgspec.json.Decoder(_Completion).decode
 
 
-class VllmEngine(IdsEngine):
+class VllmEngine(Engine):
     """vLLM."""
 
     def score(self, ids: Sequence[int], k: int, replica: Replica | None = None) -> PromptScores:

@@ -1,16 +1,26 @@
-"""What is sent to each program, what is read of its answers, and the check of its servers before a run."""
+"""What is sent to each program, what is read of its answers, and the check of its servers before a run.
+
+Requests and answers beside the fields that the programs' own packages declare, read from their source.
+
+Needs the packages vllm and sglang, installed or unpacked (`pip download --no-deps`, `unzip`) below the directory that
+XTOKEN_ENGINE_SOURCES names: `vllm/`, `sglang/`. Nothing of them is imported.
+"""
 
 from __future__ import annotations
 
+import ast
 import copy
 import math
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -18,22 +28,26 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.support.engine_server import Answer, ModelHandler, serving
 from tests.support.tiny_run import documents, make_model
+from tests.unit.common.http_engine import recorded
 from tests.unit.common.http_engine.recorded import SGLANG, VLLM
+from tests.unit.rollout import test_served
 from xtoken_core.config.served import ServedSpec
 from xtoken_core.tokenizing import TextTokenizer
 from xtoken_core.topk_logits import read_topk
 from xtoken_core.transports.ring import TopKSettings
-from xtoken_services.common.http_engine.check import check_servers
+from xtoken_services.common.http_engine import engine, vllm
 from xtoken_services.common.http_engine.engine import Engine, Sampling
 from xtoken_services.common.http_engine.errors import EngineError, EngineRefusalError, SampleRefusedError
 from xtoken_services.common.http_engine.factory import open_engine
 from xtoken_services.demo.vocabularies import train_teacher_tokenizer
 from xtoken_services.teacher.base import HeldOutText
-from xtoken_services.teacher.model import TeacherModel
-from xtoken_services.teacher.served import ServedTeacher
+from xtoken_services.teacher.prepare import TeacherModel
+from xtoken_services.teacher.served import ServedTeacher, check_servers
 
 K = 8
 RECORDED = {"vllm": ("/v1/completions", VLLM), "sglang": ("/generate", SGLANG)}
+COMPLETION = "entrypoints/openai/completion/protocol.py"
+IO = "srt/managers/io_struct.py"
 
 
 @pytest.fixture
@@ -62,7 +76,7 @@ def engine_of(stack: ExitStack, kind: str, directory: Path, *handlers: Any, **se
     urls = tuple(stack.enter_context(serving(handler)) for handler in handlers)
     served = ServedSpec(url=urls, url_engine=kind, url_timeout_s=20.0, **settings)
     text = text_of(directory)
-    engine = open_engine(served, "teacher.0", len(text.tokenizer), text)
+    engine = open_engine(served, "teacher.0", len(text.tokenizer))
     stack.callback(engine.pool.close)
     return engine
 
@@ -248,3 +262,63 @@ def test_a_stop_request_ends_the_wait(stack: ExitStack, models: dict[str, Path])
     with pytest.raises(EngineError, match="stopped"):
         teacher.score([[1, 2, 3]], stop)
     teacher.close()
+
+
+def source(package: str, file: str) -> str:
+    """The text of a file of a package; without the package the test is skipped."""
+    sources, spec = os.environ.get("XTOKEN_ENGINE_SOURCES"), find_spec(package)
+    folder = Path(sources) / package if sources else Path(spec.origin).parent if spec and spec.origin else None
+    if folder is None or not folder.is_dir():
+        pytest.skip(f"the package {package} is neither installed nor in XTOKEN_ENGINE_SOURCES")
+    return (folder / file).read_text()
+
+
+def fields(package: str, file: str, name: str) -> set[str]:
+    """Fields of a class, or parameters of its `__init__`."""
+    for node in ast.walk(ast.parse(source(package, file))):
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            made = {
+                at.target.id for at in node.body if isinstance(at, ast.AnnAssign) and isinstance(at.target, ast.Name)
+            }
+            inits = [at for at in node.body if isinstance(at, ast.FunctionDef) and at.name == "__init__"]
+            return made | {argument.arg for init in inits for argument in (*init.args.args, *init.args.kwonlyargs)}
+    raise AssertionError(f"{package} has no class {name} in {file}")
+
+
+def read(struct: Any) -> set[str]:
+    return {field.name for field in msgspec.structs.fields(struct)}
+
+
+@pytest.mark.parametrize("request_", [recorded.VLLM["request"], test_served.VLLM["request"]], ids=["score", "complete"])
+def test_vllm_knows_every_field_of_a_request(request_: dict[str, Any]) -> None:
+    assert set(request_) <= fields("vllm", COMPLETION, "CompletionRequest")
+
+
+def test_vllm_gives_every_field_that_is_read() -> None:
+    assert read(vllm._Choice) <= fields("vllm", COMPLETION, "CompletionResponseChoice")
+    assert read(vllm._Generated) <= fields("vllm", COMPLETION, "CompletionLogProbs")
+    assert read(engine._ListedModel) <= fields("vllm", "entrypoints/openai/engine/protocol.py", "ModelCard")
+
+
+def test_vllm_updates_weights_by_the_same_calls() -> None:
+    routes = source("vllm", "entrypoints/serve/dev/rlhf/api_router.py")
+    assert all(part in routes for part in ('"/pause"', '"/resume"', '"wait"'))
+    assert "def reload_weights" in source("vllm", "v1/worker/gpu_model_runner.py")
+
+
+@pytest.mark.parametrize(
+    "request_", [recorded.SGLANG["request"], test_served.SGLANG["request"]], ids=["score", "complete"]
+)
+def test_sglang_knows_every_field_of_a_request(request_: dict[str, Any]) -> None:
+    assert set(request_) <= fields("sglang", IO, "GenerateReqInput")
+    sampling = fields("sglang", "srt/sampling/sampling_params.py", "SamplingParams")
+    assert set(request_["sampling_params"]) <= sampling
+
+
+def test_sglang_updates_weights_by_the_same_calls() -> None:
+    sent = {"model_path", "flush_cache", "weight_version"}
+    assert sent <= fields("sglang", IO, "UpdateWeightFromDiskReqInput")
+    assert "mode" in fields("sglang", IO, "PauseGenerationReqInput")
+    routes = source("sglang", "srt/entrypoints/http_server.py")
+    assert all(f'"{path}"' in routes for path in ("/pause_generation", "/continue_generation", "/model_info"))
+    assert '"weight_version"' in routes

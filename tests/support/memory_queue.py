@@ -1,4 +1,4 @@
-"""In-memory transport: the server's engine behind a lock, for tests, notebooks and small scripts."""
+"""In-memory transport: the server's engine behind a lock."""
 
 from __future__ import annotations
 
