@@ -121,6 +121,13 @@ class Engine:
             self._record_change(request, response, session, buffers, prior)
         return response
 
+    def answer_empty(self, request: m.AnyRequest) -> m.Empty:
+        """Return the answer to a request that has waited in vain, and keep it: a copy that comes late must not run."""
+        session, reply = getattr(request, "session", ""), m.Empty(id=request.id)
+        if session in self.sessions.live and type(request) not in READS | NATURALLY_IDEMPOTENT:
+            self._replies.put(session, request.id, Response(reply))
+        return reply
+
     def tick(self) -> None:
         """End the sessions that have been silent for too long."""
         for session in self.sessions.silent(self.clock())[:ENDED_AT_ONCE]:
