@@ -56,7 +56,7 @@ class InMemoryTransport(Transport):
                     return m.decode_reply(m.encode(response.reply)), frames
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    return m.Empty(id=request.id), []
+                    return engine.answer_empty(typed), []
                 self.queue.changed.wait(min(left, 1.0))
                 waited = True
 

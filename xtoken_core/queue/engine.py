@@ -2,17 +2,16 @@
 
 The server drives this class, and so do tests without one; the clock is injected by the caller.
 
-Cache of the last reply of each lane, so that a repeated request gets the same reply and changes nothing.
-
-A request id is `lane.number`, or just a lane. A client has one request open per lane: a new request in a lane means
-that the reply to the previous one has arrived, and that reply is dropped.
+The last reply of each lane is kept, so that a repeated request gets the same reply and changes nothing. A request id is
+`lane.number`, or just a lane. A client has one request open per lane, with rising numbers: a new one means that the
+reply to the previous one has arrived, and that reply is dropped. A lower one is a late copy.
 """
 
 from __future__ import annotations
 
 import secrets
 import time
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
@@ -126,6 +125,13 @@ class Engine:
         if kind not in READS:
             self._record_change(request, response, session, buffers, prior)
         return response
+
+    def answer_empty(self, request: m.AnyRequest) -> m.Empty:
+        """Return the answer to a request that has waited in vain, and keep it: a copy that comes late must not run."""
+        session, reply = getattr(request, "session", ""), m.Empty(id=request.id)
+        if session in self.sessions.live and type(request) not in READS | NATURALLY_IDEMPOTENT:
+            self._replies.put(session, request.id, Response(reply))
+        return reply
 
     def tick(self) -> None:
         """End the sessions that have been silent for too long."""
@@ -394,21 +400,24 @@ class ReplyCache:
 
     def __init__(self, budget: Budget) -> None:
         self._budget = budget
-        self._lanes: dict[str, OrderedDict[str, tuple[str, Response, int]]] = {}
+        self._lanes: defaultdict[str, OrderedDict[str, tuple[str, Response, int]]] = defaultdict(OrderedDict)
         self._bytes: dict[str, int] = {}
 
     def get(self, session: str, request: str) -> Response | None:
-        """Return the reply to exactly this request, if it is still the last one of its lane."""
-        lanes = self._lanes.get(session)
-        cached = lanes.get(lane_of(request)) if lanes is not None else None
-        return cached[1] if cached is not None and cached[0] == request else None
+        """Return the reply to exactly this request, if it is still the last one of its lane.
+
+        Raises:
+            QueueError: `bad_request` if a later request of the lane was answered.
+        """
+        last, reply, _ = self._lanes[session].get(lane_of(request)) or ("", None, 0)
+        # By length, then as text: ids of a lane differ in their number only, which has no leading zeros.
+        if (len(request), request) < (len(last), last):
+            raise QueueError("bad_request", f"{request} comes after {last} was answered: a lane's numbers must rise")
+        return reply if last == request else None
 
     def put(self, session: str, request: str, response: Response) -> None:
         """Replace the lane's reply; columns are not kept."""
-        lanes = self._lanes.get(session)
-        if lanes is None:
-            lanes = self._lanes[session] = OrderedDict()
-        lane, cost = lane_of(request), cost_of_reply(response.reply)
+        lanes, lane, cost = self._lanes[session], lane_of(request), cost_of_reply(response.reply)
         old = lanes.pop(lane, None)
         # Without columns: they are read again for a repeated claim, and a put's reply has none.
         lanes[lane] = (request, Response(response.reply), cost)
