@@ -18,7 +18,7 @@ from experiments.real import adaptive, methods, overview, predictions, speed, su
 ROOT = Path(__file__).parents[2]
 RESULT = Path(__file__).parent / "results" / "real.json"
 PAGES = {"page.md.j2": ROOT / "docs" / "evidence.md", "all_figures.md.j2": ROOT / "docs" / "evidence-all.md"}
-PICTURES = ROOT / "docs" / "img"
+PICTURES = [ROOT / "docs" / "img" / f"evidence-{name}.svg" for name in ("strong", "real")]
 
 
 def rendered() -> dict[Path, str]:
@@ -26,8 +26,8 @@ def rendered() -> dict[Path, str]:
     result = json.loads(RESULT.read_text(encoding="utf-8"))
     found = values(result)
     pages = {page: render(Path(__file__).parent / template, **found) for template, page in PAGES.items()}
-    strong, all_losses = adaptive.picture(found["adaptive"]), overview.picture(result)
-    return pages | {PICTURES / "evidence-strong.svg": strong, PICTURES / "evidence-real.svg": all_losses}
+    drawn = adaptive.picture(found["adaptive"]), overview.picture(result)
+    return pages | dict(zip(PICTURES, drawn, strict=True))
 
 
 def values(result: dict[str, Any]) -> dict[str, Any]:

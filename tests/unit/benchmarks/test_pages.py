@@ -13,7 +13,7 @@ from experiments.real import page as real_models
 
 WRITERS: dict[str, tuple[Callable[[], dict[Path, str]], set[Path]]] = {
     "benchmarks.pages": (pages.rendered, {part.page for part in pages.PARTS}),
-    "experiments.real.page": (real_models.rendered, {real_models.PAGE, real_models.PICTURE}),
+    "experiments.real.page": (real_models.rendered, {*real_models.PAGES.values(), *real_models.PICTURES}),
 }
 
 
