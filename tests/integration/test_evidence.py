@@ -35,7 +35,7 @@ NOISE = 0.01
 TRAINED = 64
 """Documents that the small runs read four times; all small models were trained on others."""
 COST_OF_A_START = 0.015
-"""Bits per byte: what a far worse teacher costs in the two steps before the first evaluation, of 32."""
+"""Bits per byte: what a far worse teacher may cost until the student has been measured beside it."""
 
 
 LOSSES: dict[str, dict[str, Any]] = {
