@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import os
+import time
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,14 @@ def test_vllm_gives_every_field_that_is_read() -> None:
 def test_vllm_updates_weights_by_the_same_calls() -> None:
     routes = source("vllm", "entrypoints/serve/dev/rlhf/api_router.py")
     assert all(part in routes for part in ('"/pause"', '"/resume"', '"wait"'))
-    assert "def reload_weights" in source("vllm", "v1/worker/gpu_model_runner.py")
+    runner = source("vllm", "v1/worker/gpu_model_runner.py")
+    assert "def reload_weights" in runner and "weights_path: str | None" in runner
+
+
+def test_vllm_tells_when_its_process_was_started() -> None:
+    assert "    return REGISTRY" in source("vllm", "v1/metrics/prometheus.py")
+    text = pytest.importorskip("prometheus_client").generate_latest()
+    assert 1e9 < float(vllm.START.search(text)[1]) <= time.time()
 
 
 @pytest.mark.parametrize(
