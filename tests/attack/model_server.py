@@ -27,7 +27,8 @@ ANSWERS: dict[type[Engine], dict[str, Any]] = {
     VllmEngine: {
         "data": [{"id": "m", "max_model_len": 9}], "tokens": IDS,
         "choices": [{
-            "finish_reason": "stop", "stop_reason": None, "logprobs": {"tokens": ["token_id:1"], "top_logprobs": [{}]},
+            "finish_reason": "stop", "stop_reason": None, "token_ids": [1],
+            "logprobs": {"token_logprobs": [-0.1], "top_logprobs": [{}]},
             "prompt_logprobs": [None, {"1": {"logprob": -1.0}}, {"2": {"logprob": -1.0}}],
         }],
     },

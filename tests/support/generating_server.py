@@ -149,11 +149,12 @@ class GeneratingServer:
             return 400, {}, {"error": {"message": made, "type": "BadRequestError", "param": None, "code": 400}}
         ids, reason = [token for token, _ in made], "abort" if self._aborted(made) else "length"
         listed = {
-            "tokens": [f"token_id:{token}" for token in ids], "token_logprobs": [value for _, value in made],
-            "top_logprobs": [{f"token_id:{token}": value} for token, value in made], "text_offset": [0] * len(ids),
+            "tokens": ["text"] * len(ids), "token_logprobs": [value for _, value in made],
+            "top_logprobs": [{"text": value} for _, value in made], "text_offset": [0] * len(ids),
         }  # fmt: skip
         reason = "stop" if ids[-1:] == [self.end] else reason
         choice = {"index": 0, "text": "", "finish_reason": reason, "stop_reason": None, "logprobs": listed}
+        choice["token_ids"] = ids if body.get("return_token_ids") else None
         return 200, {}, {"choices": [choice]}
 
     def _load(self, path: Path) -> None:

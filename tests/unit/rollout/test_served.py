@@ -38,13 +38,14 @@ VLLM = {
     "request": {
         "model": "m", "prompt": [5, 6], "max_tokens": 4, "temperature": 0.7, "top_p": 0.9, "top_k": 9,
         "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
-        "seed": (1 << 40) + 3, "stop": ["\n"], "logprobs": 1,
-        "return_tokens_as_token_ids": True,
+        "seed": (1 << 40) + 3, "stop": ["\n"], "logprobs": 0,
+        "return_token_ids": True,
         "add_special_tokens": False,
     },
     "answer": {"choices": [{
         "index": 0, "text": " a", "finish_reason": "stop", "stop_reason": "\n",
-        "logprobs": {"tokens": ["token_id:7", "token_id:8"], "token_logprobs": [-0.5, -0.1], "top_logprobs": []},
+        "token_ids": [7, 8], "prompt_token_ids": [5, 6],
+        "logprobs": {"tokens": [" a", "\n"], "token_logprobs": [-0.5, -0.1], "top_logprobs": [{" a": -0.5}, None]},
     }]},
 }  # fmt: skip
 SGLANG = {

@@ -39,15 +39,15 @@ class _Entry(msgspec.Struct):
 
 
 class _Generated(msgspec.Struct):
-    """Generated tokens, named `token_id:N` by `return_tokens_as_token_ids`."""
+    """Of generated tokens, named `token_id:N` by `return_tokens_as_token_ids`."""
 
-    tokens: list[str] | None = None
     token_logprobs: list[LogProb] = []
     top_logprobs: list[dict[str, LogProb] | None] | None = None
 
 
 class _Choice(msgspec.Struct):
     logprobs: _Generated | None = None
+    token_ids: list[TokenId] | None = None
     prompt_logprobs: list[dict[TokenId, _Entry] | None] | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
@@ -109,17 +109,16 @@ class VllmEngine(IdsEngine):
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
             "seed": sampling.seed,
-            "logprobs": 1,
-            "return_tokens_as_token_ids": True,
+            "logprobs": 0,
+            "return_token_ids": True,
             "add_special_tokens": False,
         }
         if sampling.stop:
             body["stop"] = list(sampling.stop)
         choice = self._completion(body, len(ids) + 4 * sampling.max_tokens, replica)
-        names = choice.logprobs.tokens if choice.logprobs else None
-        tokens = [token_id(name) for name in names or ()]
-        if names is None or min(tokens, default=0) < 0:
-            raise EngineRefusalError("logprobs of an answer lacks the ids of its tokens: check url_engine")
+        tokens = choice.token_ids
+        if tokens is None:
+            raise EngineRefusalError("an answer lacks token_ids: check url_engine, or use a newer vLLM")
         values = tuple(choice.logprobs.token_logprobs) if choice.logprobs else ()
         check_length(values, len(tokens), "token_logprobs")
         return Continuation(tokens, choice.finish_reason == "stop", isinstance(choice.stop_reason, str), values)
