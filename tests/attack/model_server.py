@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 
 from tests.attack.target import Attack, FaultError, Target
-from tests.support.engine_server import RAW_ATTACKS, Answer, raw_serving, serving
+from tests.support.engine_server import RAW_ATTACKS, Answer, flat_top_logprobs, raw_serving, serving
 from xtoken_core.config.served import ServedSpec
 from xtoken_core.errors import XtokenError
 from xtoken_services.common.http_engine.engine import Engine, Sampling
@@ -37,7 +37,7 @@ ANSWERS: dict[type[Engine], dict[str, Any]] = {
         "meta_info": {
             "finish_reason": {"type": "stop", "matched": "x"}, "output_token_logprobs": [[-1.0, 1, None]],
             "input_token_logprobs": [[None, 3, None], [-1.0, 1, None], [-1.0, 2, None]],
-            "input_top_logprobs": [None, [[-1.0, 1, None]], [[-1.0, 2, None]]], "output_top_logprobs": [[]],
+            "output_top_logprobs": [[]], **flat_top_logprobs([{1: -1.0}, {2: -1.0}], 1, len(IDS)),
         },
     },
 }  # fmt: skip

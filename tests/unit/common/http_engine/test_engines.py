@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.support.engine_server import Answer, ModelHandler, serving
+from tests.support.engine_server import Answer, ModelHandler, flat_top_logprobs, serving
 from tests.support.tiny_run import documents, make_model
 from tests.unit.common.http_engine.recorded import SGLANG, VLLM
 from xtoken_core.config.served import ServedSpec
@@ -110,6 +110,7 @@ def test_an_answer_of_another_form(stack: ExitStack, models: dict[str, Path], ki
         engine.score(recorded.get("prompt") or recorded["input_ids"], 2)
 
 
+OWN = [[None, 1782, None], [-1, 6722, None], [-1, 315, None]]
 ODD: list[Any] = [
     None, 7, "x", [], {}, {"choices": []}, {"choices": 7}, {"choices": [[]]}, {"choices": [{"logprobs": 5}]},
     {"choices": [{"prompt_logprobs": [None, 7, 7], "logprobs": []}]},
@@ -117,7 +118,14 @@ ODD: list[Any] = [
     {"choices": [{"prompt_logprobs": [None, {"3019": {"logprob": -1}}, {"315": {"logprob": -1}}],
                   "logprobs": {"top_logprobs": 3}}]},
     {"meta_info": []}, {"meta_info": {"input_token_logprobs": 5}},
-    {"meta_info": {"input_token_logprobs": [[None, 1, None]] * 3, "input_top_logprobs": [None, 5, 5]}},
+    {"meta_info": {"input_token_logprobs": OWN, "input_top_logprobs": [None, [[-1, 5, None]], [[-1, 5, None]]]}},
+    *({"meta_info": {"input_token_logprobs": OWN, **flat_top_logprobs([{5: -1.0}] * 2, 1, 3), **odd}} for odd in (
+        {"input_top_logprobs_shape": [2, 2]}, {"input_top_logprobs_shape": [1 << 40, 1 << 40]},
+        {"input_top_logprobs_shape": [-1, 1]}, {"input_top_logprobs_null_prefix": 0},
+        {"input_top_logprobs_null_prefix": 2}, {"input_top_logprobs_idx_flat_b64": "AAAA"},
+        {"input_top_logprobs_val_flat_b64": "?"}, {"input_top_logprobs_val_flat_b64": "AACAPwAAgD8="},
+        {"input_top_logprobs_val_flat_b64_dtype": "float16"},
+    )),
     {"meta_info": {"output_token_logprobs": 7, "finish_reason": "stop"}},
     {"meta_info": {"output_token_logprobs": [[-1, 1 << 60, None]], "finish_reason": {"type": "stop"}}},
 ]  # fmt: skip

@@ -7,6 +7,7 @@ XTOKEN_ENGINE_SOURCES names: `vllm/`, `sglang/`. Nothing of them is imported.
 from __future__ import annotations
 
 import ast
+import base64
 import os
 import time
 from importlib.util import find_spec
@@ -14,11 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
+from tests.support.engine_server import flat_top_logprobs
 from tests.unit.common.http_engine import recorded
 from tests.unit.rollout import test_served
-from xtoken_services.common.http_engine import engine, vllm
+from xtoken_services.common.http_engine import engine, sglang, vllm
 
 COMPLETION = "entrypoints/openai/completion/protocol.py"
 IO = "srt/managers/io_struct.py"
@@ -80,6 +83,22 @@ def test_sglang_knows_every_field_of_a_request(request_: dict[str, Any]) -> None
     assert set(request_) <= fields("sglang", IO, "GenerateReqInput")
     sampling = fields("sglang", "srt/sampling/sampling_params.py", "SamplingParams")
     assert set(request_["sampling_params"]) <= sampling
+
+
+def test_sglang_gives_the_likeliest_tokens_as_they_are_read() -> None:
+    """By its own function, which has no other parts of it."""
+    tree = ast.parse(source("sglang", "srt/managers/tokenizer_manager.py"))
+    name = "_build_flat_top_logprobs_fields_from_arrays"
+    [function] = (at for at in tree.body if isinstance(at, ast.FunctionDef) and at.name == name)
+    parts: dict[str, Any] = {"np": np, "pybase64": base64, "Any": Any, "Dict": dict}
+    exec(compile(ast.Module([function], []), name, "exec"), parts)
+    values, ids = np.array([[-0.5, -1.5], [-0.25, -2.0]], np.float32), np.array([[7, 8], [5, 1 << 17]], np.int32)
+    made = {"input_token_logprobs": [], **parts[name]("input", values, ids, 1, return_b64=True)}
+    first, tokens, log_probs = sglang._tops(sglang.read_scores(msgspec.json.encode({"meta_info": made})).meta_info, 3)
+    assert (first, tokens.tolist(), log_probs.tolist()) == (0, ids.tolist(), values.tolist())
+    assert made == {"input_token_logprobs": []} | flat_top_logprobs(
+        [{7: -0.5, 8: -1.5}, {5: -0.25, 1 << 17: -2.0}], 2, 3
+    )
 
 
 def test_sglang_updates_weights_by_the_same_calls() -> None:
