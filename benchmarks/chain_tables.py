@@ -16,8 +16,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from xtoken_core.chain.paths import build_piece_trie
-from xtoken_core.chain.roots import find_roots
+from xtoken_core.chain.build import build_piece_trie, find_roots
 from xtoken_core.chain.spelling import Spellings
 from xtoken_core.chain.tables import BROKEN, JOINED, KEPT, ChainTables, LiveTable, SideTable
 from xtoken_core.losses.masks import kept_chunk_ids, predicted_ids, shifted_chunk_ids

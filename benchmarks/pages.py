@@ -21,7 +21,7 @@ import jinja2
 
 from benchmarks import bounds, operators
 from benchmarks.end_to_end import labels
-from benchmarks.end_to_end.bounds import bounds_of
+from benchmarks.end_to_end.labels import bounds_of
 from benchmarks.on_policy import report as on_policy
 from benchmarks.queue.bounds import queue_bounds
 

@@ -29,7 +29,7 @@ from xtoken_core.teacher_store.identity import StoreIdentity
 from xtoken_core.teacher_store.shards import ShardWriter
 from xtoken_core.teacher_store.store import TeacherStore, empty_values, parts_of
 from xtoken_core.transports.ring import TOPK_SCALARS, TopKSettings
-from xtoken_services.teacher.model import TeacherModel
+from xtoken_services.teacher.prepare import TeacherModel
 
 RESULTS = Path(__file__).parent / "results" / "store.json"
 LENGTH = 256

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 
@@ -22,3 +24,12 @@ def lazy_names(module: str, names: Mapping[str, Sequence[str]]) -> Callable[[str
         return getattr(import_module(homes[name]), name)
 
     return load
+
+
+def names_in_stub(file: str) -> dict[str, list[str]]:
+    """Return the names that the stub beside a module's file imports, by module, from whatever folder."""
+    names: dict[str, list[str]] = {}
+    for node in ast.parse(Path(file).with_suffix(".pyi").read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ImportFrom):
+            names.setdefault(str(node.module), []).extend(alias.name for alias in node.names)
+    return names

@@ -6,6 +6,10 @@ once per loss, before the first variant that is compared with it. `--prepare` on
 GPU. A variant's figures are in the result file from its fifth step after the warm-up on. With `--go-on` several calls
 make one file, which keeps the settings of each: what it has is not measured again, but for a variant that was cut
 short. They may be on several machines of a kind; figures are compared only with those of the same one.
+
+What runs read, made before any of them: models, text, projection and chain tables.
+
+A result file of the whole run: the calls that it was put together by, and how its figures compare.
 """
 
 from __future__ import annotations
@@ -17,21 +21,27 @@ import importlib.util
 import json
 import platform
 import signal
+import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.end_to_end.assets import PAIRS, Assets, make_assets, make_tokenizers
 from benchmarks.end_to_end.mps import mps_daemon
-from benchmarks.end_to_end.report import measured, opened, write
+from benchmarks.end_to_end.pipeline import complete
 from benchmarks.end_to_end.variants import DEFAULT, LOSSES, VARIANTS, Variant, context_of, run_spec
 from benchmarks.lengths import DISTRIBUTIONS
-from xtoken_core.config.loss import PROJECTING_MODES
+from xtoken_core.config.loss import PROJECTING_MODES, kind_of
+from xtoken_core.config.spec import RunSpec
+from xtoken_core.projection.fingerprint import tokenizer_fingerprint
+from xtoken_services.common.tables.pair_files import cache_of, pair_file
 
 if TYPE_CHECKING:
     from benchmarks.end_to_end.assets import Assets
@@ -41,6 +51,10 @@ PUBLIC_STEPS = {"steps": 5, "warmup": 1}
 """TRL's loss takes seconds for what the others do in milliseconds."""
 HIDDEN = ("serial", "public", "checkpointing", "out", "work", "prepare")
 """Arguments that are no settings of a call."""
+SAME = ("samples", "context", "steps", "warmup", "small")
+"""Settings that all calls of a file have in common."""
+OWN = "digest"
+"""Field of a machine that may differ between calls: it distinguishes machines of a kind."""
 
 
 def main() -> int:
@@ -52,8 +66,8 @@ def main() -> int:
         return 0
     if arguments.public_loss and importlib.util.find_spec("trl") is None:
         raise SystemExit("--public-loss needs TRL: pip install -e '.[bench]', or leave it out")
+    from benchmarks.end_to_end.__main__ import prepared
     from benchmarks.end_to_end.assets import PAIRS
-    from benchmarks.end_to_end.prepare import prepared
 
     pair, *others = {VARIANTS[name].pair for name in arguments.variants}
     if others:
@@ -234,6 +248,134 @@ def _say(name: str, found: dict[str, Any], began: float) -> None:
         beside = f", {found['times_beside']:.2f} times the one beside it" if "times_beside" in found else ""
         text = f"{found['tokens_per_second']:,.0f} tokens/s{ratio}{beside}"
     print(f"{name}: {text} ({time.monotonic() - began:.0f} s)", flush=True)
+
+
+def prepared(arguments: argparse.Namespace, variants: Sequence[Variant], documents: int) -> Assets:
+    """Make what is missing, the chain tables beside the models, and print how long each part took.
+
+    Args:
+        arguments: The command line.
+        variants: Runs that it is for, of one pair of models.
+        documents: Records of text.
+    """
+    began, (pair,) = time.monotonic(), {variant.pair for variant in variants}
+    place = arguments.work / pair
+    if not (place / "student" / "tokenizer.json").exists():
+        make_tokenizers(place, PAIRS[pair])
+        print(f"tokenizers made ({time.monotonic() - began:.1f} s)", flush=True)
+    with ThreadPoolExecutor(1) as beside:
+        chain = next((variant for variant in variants if kind_of(LOSSES[variant.loss].mode) == "chain"), None)
+        tables = beside.submit(chain_tables, place, run_spec(chain, arguments)) if chain else None
+        assets = make_assets(
+            arguments.work,
+            small=arguments.small,
+            documents=documents,
+            characters=6 * arguments.context,
+            pair=pair,
+            projected=not arguments.no_serial or any(LOSSES[v.loss].mode in PROJECTING_MODES for v in variants),
+        )
+        print(f"models and text made ({time.monotonic() - began:.1f} s)", flush=True)
+        if tables is not None:
+            print(f"chain tables: {tables.result()} ({time.monotonic() - began:.1f} s)", flush=True)
+    return assets
+
+
+def chain_tables(place: Path, plain: dict[str, object]) -> Path:
+    """Return the chain tables of both tokenizers where a run looks for them, built first if there are none.
+
+    Args:
+        place: Directory of student and teacher.
+        plain: The run as plain values.
+    """
+    sides = place / "student", place / "teacher"
+    assets = Assets(*sides, place / "projection.safetensors", place / "text.jsonl")
+    spec = RunSpec.model_validate({**complete(plain, assets, place / "out"), "eval": None})
+    prints = tokenizer_fingerprint(sides[0]), tokenizer_fingerprint(sides[1])
+    pairs = spec.teacher[0].special_tokens
+    return pair_file(cache_of(spec), "chain", *sides, prints, spec.teacher_name(0), special_tokens=pairs)
+
+
+def opened(
+    out: Path, call: dict[str, Any], machine: dict[str, Any], vocabularies: dict[str, int], *, go_on: bool
+) -> dict[str, Any]:
+    """Return a new report of one call, or (`go_on`) the one that a file holds, with this call as its last.
+
+    Args:
+        out: The file; nothing is written.
+        call: Settings of this call; its `variants` are those that it has measured so far.
+        machine: GPUs and versions.
+        vocabularies: Tokens of both sides.
+        go_on: Add to the file, if there is one.
+
+    Raises:
+        SystemExit: The file is of other GPUs, of other versions or of other settings.
+    """
+    fresh = {"machine": machine, "vocabularies": vocabularies, "calls": [call], "serial": {}, "variants": {}}
+    if not go_on or not out.exists():
+        return fresh
+    before: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
+    if others := "; ".join(_differences(before, fresh)):
+        raise SystemExit(f"--go-on: {out} was taken with {others}: leave --go-on out, or name another file by --out")
+    return {**before, "calls": [*before["calls"], call]}
+
+
+def _differences(before: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
+    if not before.get("calls"):
+        yield "no list of its calls"
+        return
+    pairs = [(part, before.get(part, {}), now[part]) for part in ("machine", "vocabularies")]
+    pairs += [("", *({name: report["calls"][0].get(name) for name in SAME} for report in (before, now)))]
+    for part, old, new in pairs:
+        for name in {**old, **new}:
+            if name != OWN and old.get(name) != new.get(name):
+                yield f"{part} {name} {old.get(name)}, not {new.get(name)}".strip()
+
+
+def write(report: dict[str, Any], out: Path) -> None:
+    """Write the report with its comparisons, as JSON."""
+    compare(report)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    part = out.with_suffix(".part")
+    part.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    part.replace(out)
+
+
+def compare(report: dict[str, Any]) -> None:
+    """Enter beside every variant what it is compared with: rates as ratios, losses as differences by step.
+
+    Only figures of the same machine are compared.
+    """
+    for variant in report["variants"].values():
+        if not measured(variant):
+            continue
+        others = {
+            "times_serial": report["serial"].get(variant["serial"], {}),
+            "times_public": report["serial"].get(f"{variant['loss']} public", {}),
+            "times_beside": report["variants"].get(variant["beside"], {}),
+            "times_fixed": report["variants"].get(variant.get("fixed", ""), {}),
+        }
+        for name, other in others.items():
+            variant.pop(name, None)
+            if measured(other) and _digest(report, other) == _digest(report, variant):
+                variant[name] = variant["tokens_per_second"] / other["tokens_per_second"]
+        if "times_beside" in variant:
+            pairs = zip(variant["losses"], others["times_beside"]["losses"], strict=False)  # one may be cut short
+            differences = [abs(ours - theirs) for ours, theirs in pairs]
+            variant["loss_difference"] = {
+                "first": differences[0],
+                "mean": statistics.fmean(differences),
+                "largest": max(differences),
+            }
+
+
+def _digest(report: dict[str, Any], found: dict[str, Any]) -> str:
+    """Return the digest of the machine that something was measured on."""
+    return str(found.get(OWN, report["machine"].get(OWN, "")))
+
+
+def measured(found: dict[str, Any], *, steps: int = 0) -> bool:
+    """Return whether a variant or a loop was measured, over so many steps or more; it may have failed or be missing."""
+    return "tokens_per_second" in found and found.get("steps", steps) >= steps
 
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.lengths import DISTRIBUTIONS
-from xtoken_core.config.document import document_of
 from xtoken_core.config.loss import LossConfig
+from xtoken_services.common.run.run_text import document_of
 
 LOSSES = {
     "p_kl": LossConfig(mode="p_kl"),

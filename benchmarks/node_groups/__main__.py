@@ -4,6 +4,10 @@ The groups are started by torchrun and by Ray, over NCCL with a GPU each, or ove
 with random weights. In further runs a group's trainer, and then the whole group, gets SIGKILL in mid-run. Compares the
 loss of every step with the one group's, checks that every position was trained once, and writes JSON after every run.
 Ray binds more than loopback: run this by `tests/support/loopback.sh` unless the host has no other network.
+
+Node groups whose processes run without a supervisor: trainers by torchrun, all restarted if they fail.
+
+A Ray cluster on this host: a head without resources, and a node per GPU.
 """
 
 from __future__ import annotations
@@ -13,22 +17,25 @@ import importlib.metadata
 import json
 import os
 import platform
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import IO, Any
 
 import psutil
 import torch
 
-from benchmarks.node_groups.ray_nodes import RayNodes
-from benchmarks.node_groups.torchrun import POLL_S, TorchrunGroups
 from tests.support.tiny_run import TinyAssets, make_assets, steps_of, tiny_spec
 from xtoken_core.atomic import atomic_write
 from xtoken_core.config.spec import RunSpec
+from xtoken_services.common.run.resolve import resolve_run
 from xtoken_services.control.runs import Runs
+from xtoken_services.supervisor.launchers.local import LOOPBACK, free_port
 
 RESULT = Path(__file__).parents[1] / "results" / "node_groups.json"
 NODES = 2
@@ -38,6 +45,14 @@ ONE_HOST = {
 }  # fmt: skip
 PARTS = ("one_group", "torchrun", "torchrun_trainer", "torchrun_group", "ray", "ray_trainer", "ray_group")
 """The runs; a name's end is what gets SIGKILL."""
+ROOT = Path(__file__).parents[2]
+RESTART_DELAY_S = 0.5
+MAX_RESTARTS = 40
+POLL_S = 0.05
+CANNOT_HELP = 2
+"""Exit status of a process that a restart cannot help."""
+CPUS = 8
+STORE_BYTES = 80 << 20
 
 
 class Harness:
@@ -200,6 +215,190 @@ def main(report: Callable[[str], None] = print) -> int:
             shown = {name: value for name, value in results[part].items() if name not in ("losses", "account")}
             report(f"{part}: {json.dumps(shown)}")
     return 0 if all(result["holds"] for result in results.values()) else 1
+
+
+@dataclass
+class KeptProcess:
+    """One process that is started again when it fails, as an init system would do it."""
+
+    name: str
+    command: Sequence[str]
+    env: dict[str, str]
+    log: IO[bytes]
+    process: subprocess.Popen[bytes] | None = None
+    starts: int = 0
+    due: float = 0.0
+    statuses: list[int] = field(default_factory=list)
+
+    @property
+    def finished(self) -> bool:
+        """True once it has exited with 0."""
+        return self.process is None and self.statuses[-1:] == [0]
+
+    def poll(self) -> None:
+        """Start it, also again after a failure.
+
+        Raises:
+            RuntimeError: It has failed too often, or a restart cannot help.
+        """
+        if self.process is not None:
+            status = self.process.poll()
+            if status is None:
+                return
+            self.process, self.due = None, time.monotonic() + RESTART_DELAY_S
+            self.statuses.append(status)
+            if status == CANNOT_HELP or self.starts > MAX_RESTARTS:
+                raise RuntimeError(f"{self.name} exited with {self.statuses}, see {self.log.name}")
+        if not self.finished and time.monotonic() >= self.due:
+            self.process = subprocess.Popen(
+                self.command, env=self.env, cwd=ROOT, stdout=self.log, stderr=self.log, start_new_session=True
+            )
+            self.starts += 1
+
+    def tree(self) -> list[psutil.Process]:
+        """Return its process and everything that this has started."""
+        if self.process is None:
+            return []
+        try:
+            process = psutil.Process(self.process.pid)
+            return [process, *process.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
+
+    def kill(self, *, only_children: bool = False) -> None:
+        """Send SIGKILL to the process and everything that it has started, or to the latter only."""
+        for process in self.tree()[only_children:]:
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+
+
+class TorchrunGroups:
+    """The processes of all node groups of a run, one GPU each.
+
+    Args:
+        spec: The run.
+        directory: Directory of the logs and of the queues' tokens.
+    """
+
+    def __init__(self, spec: RunSpec, directory: Path) -> None:
+        directory.mkdir(parents=True)
+        file = spec.output / "resolved.json"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(resolve_run(spec).model_dump_json(), encoding="utf-8")
+        self.groups: list[dict[str, KeptProcess]] = []
+        nodes, port = spec.workers.nodes, free_port(LOOPBACK)
+        for node in range(nodes):
+            address = [f"tcp://{LOOPBACK}:{free_port(LOOPBACK)}", "--token-file", str(directory / f"token-{node}")]
+            env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+            if spec.workers.device == "cuda":
+                env["CUDA_VISIBLE_DEVICES"] = str(node)
+            program = [sys.executable, "-m", "xtoken_services.cli"]
+            meeting = ["--nnodes", str(nodes), "--node-rank", str(node), "--nproc-per-node", "1"]
+            meeting += ["--master-addr", LOOPBACK, "--master-port", str(port), "--max-restarts", "0"]
+            commands = {
+                "queue": [*program, "queue", "--bind", *address, "--run", str(file), "--group", str(node)],
+                "collator": [*program, "collator", "--queue", *address],
+                "teacher": [*program, "teacher", "--queue", *address],
+                "trainer": [
+                    sys.executable, "-m", "torch.distributed.run", *meeting,
+                    "-m", "xtoken_services.cli", "trainer", "--queue", *address,
+                ],
+            }  # fmt: skip
+            self.groups.append(
+                {
+                    kind: KeptProcess(
+                        f"node{node}-{kind}", command, env, (directory / f"node{node}-{kind}.log").open("wb")
+                    )
+                    for kind, command in commands.items()
+                }
+            )
+
+    def poll(self) -> bool:
+        """Start what has to be started; return whether all trainers have finished.
+
+        Raises:
+            RuntimeError: A process has failed too often.
+        """
+        for group in self.groups:
+            for process in group.values():
+                process.poll()
+        return all(group["trainer"].finished for group in self.groups)
+
+    def kill(self, node: int, victim: str) -> None:
+        """Send SIGKILL to a group's trainer, or to all of the group with the process that started the trainer."""
+        if victim == "trainer":
+            self.groups[node]["trainer"].kill(only_children=True)
+        else:
+            for process in self.groups[node].values():
+                process.kill()
+
+    @property
+    def restarts(self) -> dict[str, int]:
+        """Starts beyond the first, by process."""
+        return {process.name: process.starts - 1 for group in self.groups for process in group.values()}
+
+    def close(self) -> None:
+        """End what is left."""
+        for group in self.groups:
+            for process in group.values():
+                process.kill()
+                if process.process is not None:
+                    process.process.wait()
+                process.log.close()
+
+
+class RayNodes:
+    """The cluster.
+
+    Args:
+        nodes: Number of nodes beside the head.
+        gpus: Whether node `n` has GPU `n`.
+    """
+
+    def __init__(self, nodes: int, *, gpus: bool) -> None:
+        from ray.cluster_utils import Cluster
+
+        self._gpus = gpus
+        head = {"num_cpus": 0, "num_gpus": 0, "object_store_memory": STORE_BYTES, "include_dashboard": False}
+        self._cluster: Any = Cluster(initialize_head=True, head_node_args=head)
+        self._nodes = [self._add(number) for number in range(nodes)]
+        self._cluster.wait_for_nodes()
+
+    @property
+    def address(self) -> str:
+        """Address of the head."""
+        return str(self._cluster.address)
+
+    def replace(self, used: str) -> str:
+        """End a node without warning and add another one with its GPU.
+
+        Args:
+            used: Text with the ids of the nodes that the run uses, by their first 8 characters.
+
+        Returns:
+            The first 8 characters of the ended node's id.
+        """
+        number = max(number for number, node in enumerate(self._nodes) if node.node_id[:8] in used)
+        ended = str(self._nodes[number].node_id)[:8]
+        self._cluster.remove_node(self._nodes[number], allow_graceful=False)
+        self._nodes[number] = self._add(number)
+        return ended
+
+    def _add(self, number: int) -> Any:
+        sees = {"env_vars": {"CUDA_VISIBLE_DEVICES": str(number)}} if self._gpus else {}
+        return self._cluster.add_node(num_cpus=CPUS, num_gpus=int(self._gpus), object_store_memory=STORE_BYTES, **sees)
+
+    def __enter__(self) -> RayNodes:
+        """Return the cluster."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:  # fmt: skip
+        """End the cluster."""
+        self._cluster.shutdown()
 
 
 if __name__ == "__main__":

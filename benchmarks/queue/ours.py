@@ -120,8 +120,7 @@ def tensordicts(address: Address) -> dict[str, Any]:
     """Measure samples per second of TensorDicts put, and got."""
     import torch
 
-    from xtoken_core.compat.meta import KVBatchMeta
-    from xtoken_core.compat.samples import get_samples, put_samples
+    from xtoken_core.compat.samples import KVBatchMeta, get_samples, put_samples
     from xtoken_core.data_plane.tensors import tensordict_from_columns
 
     torch.set_num_threads(1)

@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from experiments.losses.base import LOWEST, ReferenceLoss, divergence, floored_log
+from experiments.losses.base import LOWEST, ReferenceLoss, Side, Tokens, divergence, floored_log
 from experiments.losses.byte_prefixes import BytePrefixes
-from experiments.losses.groups import Side, Tokens
 
 
 class State(NamedTuple):

@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from experiments.losses.base import floored_log
+from experiments.losses.base import Side, Tokens, floored_log
 from experiments.losses.bpm import BPMLoss
-from experiments.losses.groups import Side, Tokens
 
 
 class GroupRests(NamedTuple):

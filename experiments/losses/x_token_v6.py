@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from experiments.losses.base import LOWEST, ReferenceLoss, divergence, floored_log, shared_tokens
-from experiments.losses.groups import Side, Tokens
+from experiments.losses.base import LOWEST, ReferenceLoss, Side, Tokens, divergence, floored_log, shared_tokens
 from xtoken_core.losses.alm import bernoulli_kl
 
 Spelled = tuple[Tensor, Tensor]

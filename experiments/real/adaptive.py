@@ -84,10 +84,10 @@ def picture(result: Mapping[str, Any]) -> str:
 
 
 def name_of_text(result: Mapping[str, Any], name: str) -> str:
-    """Return a condition's text and size, with its student where that is not the usual one."""
+    """Return a condition's text, with its size or its student where that is not the usual one."""
     condition = result["conditions"][name]
-    note = f" {condition['note']}" if name == plan.TO_GEMMA else ""
-    return f"{condition['source']}, {condition['size'] / 1e6:g} MB{note}"
+    detail = f" {condition['note']}" if name == plan.TO_GEMMA else f", {condition['size'] / 1e6:g} MB"
+    return f"{condition['source']}{detail}"
 
 
 def _gain(result: Mapping[str, Any], found: Mapping[Any, Any], name: str, method: str) -> float | None:

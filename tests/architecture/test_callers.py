@@ -24,7 +24,7 @@ PLACE = re.compile(r"[\w.]+:(\w+)")
 WITHOUT_CALLER = {
     "xtoken_core/chain/live_sets.py:live_rows": "live sets written out, by which tests define them",
     "xtoken_core/data_plane/tensors.py:columns_from_tensordict": "a run has columns; the surface puts TensorDicts",
-    "xtoken_core/projection/specials.py:similarity": "the formula of one pair, by which tests define the entries",
+    "xtoken_core/projection/build.py:similarity": "the formula of one pair, by which tests define the entries",
     "xtoken_core/transports/signal.py:rebuild_teacher_hidden_from_ipc": "its counterpart for logits is in the surface",
 }
 """Public names that only tests and measurements use, with the reason to have them."""
@@ -42,7 +42,7 @@ OWN_CODE = {
 
 def is_surface(path: Path) -> bool:
     """True for a module of the compatibility surface; the clients of the task queue are code of their own."""
-    named = path.parent.name == "compat" and path.stem not in ("__init__", "task_client", "stream", "memory_transport")
+    named = path.parent.name == "compat" and path.stem not in ("__init__", "task_client")
     return named or path.stem == "compat"
 
 
@@ -78,8 +78,9 @@ def imported(path: Path) -> dict[str, str]:
 
 def offered() -> set[str]:
     """The names of the Python interface and of the compatibility surface, those it passes on among them."""
-    stub = ast.parse((ROOT / "xtoken" / "__init__.pyi").read_text(encoding="utf-8"))
-    names = {alias.name for node in ast.walk(stub) if isinstance(node, ast.ImportFrom) for alias in node.names}
+    stubs = [tree_of(ROOT / name) for name in ("xtoken/__init__.pyi", "xtoken_core/data_plane/codec.pyi")]
+    imports = [node for stub in stubs for node in ast.walk(stub) if isinstance(node, ast.ImportFrom)]
+    names = {alias.name for node in imports for alias in node.names}
     for path in filter(is_surface, source_files(*HOUSE)):
         names |= {node.name for node in definitions(path)}
         for node in tree_of(path).body:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.contract.peers import Place
 from tests.contract.processes import ipc_address, queue_process, queue_thread, tcp_address
-from xtoken_core.compat.memory_transport import MemoryQueue
+from tests.support.memory_queue import MemoryQueue
 from xtoken_core.data_plane.address import Address
 
 KINDS = ("memory-library", "ipc-library", "tcp-library", "ipc-reference", "tcp-reference")

@@ -15,7 +15,7 @@ import msgspec
 from tests.contract.oracle import Answer
 from tests.contract.peers import column_from, neutral_from
 from tests.contract.processes import ipc_address
-from xtoken_core.compat.memory_transport import MemoryQueue
+from tests.support.memory_queue import MemoryQueue
 from xtoken_core.compat.task_client import TaskClient
 from xtoken_core.data_plane.zmq_transport import ZmqTransport
 from xtoken_core.errors import QueueUnreachableError

@@ -69,6 +69,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.incarnation = dict.fromkeys(WORKERS, 0)
         self.numbers = dict.fromkeys(WORKERS, 0)
         self.latest: dict[str, tuple[str, str, str, Answer]] = {}
+        self.sent: list[tuple[str, tuple[str, str, str, Answer]]] = []
         self.leases: list[tuple[str, Answer]] = []
         self.waiting: tuple[str, str, str, Answer, list[Waiter]] | None = None
 
@@ -84,6 +85,8 @@ class QueueMachine(RuleBasedStateMachine):
 
     def _send(self, worker: str, request: tuple[str, str, str, Answer], *, lose: bool = False) -> Answer:
         self.latest[worker] = request
+        if request[2] != "hello":
+            self.sent.append((worker, request))
         partition = request[3].get("partition", "")
         if lose:
             self.oracle.handle(*request)
@@ -168,6 +171,13 @@ class QueueMachine(RuleBasedStateMachine):
         """The same request once more, as after a lost reply."""
         if worker in self.latest:
             self._send(worker, self.latest[worker], lose=lose)
+
+    @rule(back=st.integers(1, 12))
+    def late_copy(self, back: int) -> None:
+        """A request that was sent before the latest ones comes once more, as from a connection that broke."""
+        if back <= len(self.sent):
+            worker, request = self.sent[-back]
+            self._send(worker, request)
 
     # Partitions
 

@@ -24,7 +24,7 @@ class Oracle:
         self.limit, self.now = limit, 0.0
         self.sessions: dict[str, dict[str, Any]] = {}
         self.parts: dict[str, Part | RunPart] = {}
-        self.lanes: dict[tuple[str, str], tuple[str, Answer]] = {}
+        self.lanes: dict[tuple[str, str], tuple[int, Answer]] = {}
         self.hellos: dict[str, str] = {}
         self._numbers = itertools.count(1)
 
@@ -58,6 +58,8 @@ class Oracle:
         except Refused as refused:
             return {"codes": refused.codes, "detail": refused.detail}
         except Waits:
+            if not f.get("wait_s"):  # its time is over at once
+                self._keep(session, request, kind, {"type": "empty"})
             return {"type": "empty"}
 
     def retry(self, session: str, request: str, kind: str, f: dict[str, Any]) -> Answer:
@@ -74,16 +76,23 @@ class Oracle:
         if session not in self.sessions:
             raise Refused("stale_session")
         self.sessions[session]["seen"] = self.now
-        lane = (session, request.rpartition(".")[0])
-        if kind not in READS | FOUND_AGAIN and self.lanes.get(lane, ("", {}))[0] == request:
-            answer = self.lanes[lane][1]
-            if kind == "claim":
+        lane, number = request.rsplit(".")
+        last, answer = self.lanes.get((session, lane), (-1, {}))
+        if int(number) < last:
+            raise Refused("bad_request")
+        if int(number) == last:
+            if answer["type"] == "claimed":
                 return {**answer, "columns": self.parts[f["partition"]].read(answer["ids"], f.get("fields", []))}
             return answer
         answer = self._answer(session, kind, f)
-        if kind not in READS | FOUND_AGAIN and kind != "bye":
-            self.lanes[lane] = (request, answer)
+        if kind != "bye":
+            self._keep(session, request, kind, answer)
         return answer
+
+    def _keep(self, session: str, request: str, kind: str, answer: Answer) -> None:
+        if kind not in READS | FOUND_AGAIN:
+            lane, number = request.rsplit(".")
+            self.lanes[session, lane] = (int(number), answer)
 
     def _hello(self, request: str, f: dict[str, Any]) -> Answer:
         same = {n: s for n, s in self.sessions.items() if (s["name"], s["role"]) == (f["name"], f["role"])}

@@ -12,7 +12,7 @@ import msgspec
 
 from tests.contract import reference_client
 from tests.contract.reference_client import RefusedError
-from xtoken_core.compat.memory_transport import MemoryQueue
+from tests.support.memory_queue import MemoryQueue
 from xtoken_core.compat.task_client import TaskClient
 from xtoken_core.data_plane.address import Address
 from xtoken_core.data_plane.queue_client import AlreadyDone, new_id

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from xtoken_core.compat.memory_transport import MemoryQueue
+from tests.support.memory_queue import MemoryQueue
 from xtoken_core.compat.task_client import TaskClient
 from xtoken_core.data_plane.run_client import RunClient
 from xtoken_core.wire import Column, ColumnHead, QueueError, object_column, unpack_columns

@@ -13,7 +13,7 @@ from tests.contract.peers import Place
 from tests.contract.processes import ipc_address, queue_process
 from tests.contract.test_memory import settled
 from tests.contract.test_transport import dealer
-from xtoken_core.compat.memory_transport import MemoryQueue
+from tests.support.memory_queue import MemoryQueue
 from xtoken_core.compat.task_client import TaskClient
 from xtoken_core.queue.budget import BASE_BYTES, PARTS, Account, ReasonMap
 from xtoken_core.wire import Column, QueueError

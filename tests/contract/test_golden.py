@@ -14,8 +14,10 @@ import msgspec
 import pytest
 
 from tests.contract import reference_client
-from xtoken_core.wire import CODES, decode_reply, decode_request, encode, messages, unpack_columns
+from xtoken_core.wire import messages, unpack_columns
 from xtoken_core.wire.bounds import BOUNDS
+from xtoken_core.wire.errors import CODES
+from xtoken_core.wire.messages import decode_reply, decode_request, encode
 
 PROTO = Path(__file__).parents[2] / "proto"
 MADE = runpy.run_path(str(PROTO / "generate.py"))

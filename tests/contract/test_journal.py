@@ -11,7 +11,7 @@ import pytest
 
 from tests.contract.peers import LibraryPeer, ints
 from tests.contract.reference_client import RefusedError
-from xtoken_core.compat.memory_transport import MemoryQueue
+from tests.support.memory_queue import MemoryQueue
 from xtoken_core.errors import ConfigError, InputError, XtokenError
 from xtoken_services.queue.journal_file import CHUNK_BYTES, log_of
 from xtoken_services.queue.write_ahead_log import WriteAheadLog

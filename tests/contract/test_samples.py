@@ -1,10 +1,9 @@
-"""TensorDicts in and out, a trainer's three calls, and streams, on the queue in memory and on a real one."""
+"""TensorDicts in and out, and a trainer's three calls, on the queue in memory and on a real one."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from tests.contract.peers import Place
-from xtoken_core.compat.memory_transport import MemoryQueue
+from tests.support.memory_queue import MemoryQueue
 from xtoken_core.compat.task_client import TaskClient
 from xtoken_core.data_plane import (
     KVBatchMeta,
@@ -20,12 +19,10 @@ from xtoken_core.data_plane import (
     kv_first_write,
     put_samples,
     read_columns,
-    stream_samples,
     to_nested_by_length,
     write_columns,
 )
-from xtoken_core.errors import ConfigError
-from xtoken_core.wire import Column, QueueError
+from xtoken_core.wire import QueueError
 from xtoken_core.wire import messages as m
 
 LENGTHS = torch.tensor([3, 0, 5])
@@ -146,8 +143,9 @@ def test_a_put_waits_for_room() -> None:
         seen: list[int] = []
 
         def consume() -> None:
-            for delivery in consumer.stream("p", "read", count=1, wait_s=20.0):
-                seen.extend(delivery.ids)
+            while len(seen) < 12 and (claimed := consumer.claim("p", "read", count=1, wait_s=20.0)):
+                seen.extend(claimed[0].ids)
+                consumer.ack("p", "read", claimed[0].ids)
 
         thread = threading.Thread(target=consume)
         for i in range(3):
@@ -158,143 +156,5 @@ def test_a_put_waits_for_room() -> None:
         thread.start()
         for i in range(3, 12):
             put_samples(producer, "p", [i], block, wait_s=20.0)
-        producer.seal("p")
         thread.join(20.0)
         assert seen == list(range(12))
-
-
-def filled(client: TaskClient, partition: str, count: int) -> None:
-    for i in range(count):
-        kv_first_write(client, partition, [i], {"input_ids": torch.full((1, i + 1), i)}, lengths=torch.tensor([i + 1]))
-
-
-def states(client: TaskClient, partition: str) -> dict[str, list[int]]:
-    found = {s: client.list_samples(partition, s, task="train").ids for s in ("ready", "leased")}
-    return {state: ids for state, ids in found.items() if ids}
-
-
-@pytest.mark.parametrize("prefetch", [0, 2])
-def test_a_stream_ends_when_the_task_is_exhausted(client: TaskClient, partition: str, prefetch: int) -> None:
-    filled(client, partition, 7)
-    client.seal(partition)
-    seen = []
-    stream = stream_samples(
-        client, partition, "train", count=3, fields=["input_ids"], pad_value_dict={"input_ids": -1}, prefetch=prefetch
-    )
-    for delivery in stream:
-        batch = delivery.value["input_ids"]
-        assert batch.shape == (len(delivery.ids), max(delivery.ids) + 1)
-        seen += [(i, row[row >= 0].tolist()) for i, row in zip(delivery.ids, batch, strict=True)]
-    assert seen == [(i, [i] * (i + 1)) for i in range(7)]
-    assert client.stats()["partitions"][partition]["samples"] == 0
-
-
-@pytest.mark.parametrize("prefetch", [0, 2])
-def test_closed_stream_gives_back_unfinished_samples(client: TaskClient, partition: str, prefetch: int) -> None:
-    filled(client, partition, 8)
-
-    def first_two() -> None:
-        for number, delivery in enumerate(client.stream(partition, "train", count=2, prefetch=prefetch)):
-            if number == 2:
-                raise KeyError(delivery.ids[0])
-
-    with pytest.raises(KeyError, match="4"):
-        first_two()
-    assert states(client, partition) == {"ready": [4, 5, 6, 7]}
-    assert client.peek(partition, 4).attempts == 0
-
-
-def test_a_delivery_may_be_completed_or_refused(client: TaskClient, partition: str) -> None:
-    filled(client, partition, 3)
-    outcome: list[Any] = []
-    for delivery in client.stream(partition, "train", count=1, wait_s=5.0):
-        if delivery.ids == [0]:
-            delivery.complete({})
-        elif delivery.ids == [1] and len(outcome) < 4:
-            delivery.nack([1], "not today")
-        outcome += delivery.ids
-        if outcome[-1] == 2:
-            break
-    assert outcome == [0, 1, 1, 1, 2]
-    assert client.list_samples(partition, "dead").reasons == {1: "not today"}
-    assert states(client, partition) == {"ready": [2]}
-
-
-@pytest.mark.parametrize("prefetch", [0, 2])
-def test_samples_whose_completion_is_refused_are_given_back(client: TaskClient, partition: str, prefetch: int) -> None:
-    filled(client, partition, 2)
-    client.seal(partition)
-    wrong = {"y": Column("dense", "uint8", 3, (), memoryview(b"123"))}
-
-    def complete_all() -> None:
-        for delivery in client.stream(partition, "train", count=2, prefetch=prefetch):
-            delivery.complete(wrong)
-
-    with pytest.raises(QueueError, match="3 rows for 2 samples"):
-        complete_all()
-    assert states(client, partition) == {"ready": [0, 1]}
-    seen = []
-    for delivery in client.stream(partition, "train", count=2, prefetch=prefetch):
-        seen.append(delivery.ids)
-        if len(seen) == 1:
-            with pytest.raises(QueueError):
-                delivery.complete(wrong)
-    assert seen == [[0, 1], [0, 1]], "a result that was refused is no acknowledgement"
-    assert states(client, partition) == {}
-
-
-def test_a_revoked_lease_needs_no_giving_back(client: TaskClient, partition: str) -> None:
-    filled(client, partition, 2)
-    deliveries = iter(client.stream(partition, "train", count=1))
-    delivery = next(deliveries)
-    assert states(client, partition) == {"ready": [1], "leased": [0]}
-    client.clear(partition, delivery.ids)
-    with pytest.raises(QueueError, match="was revoked"):
-        delivery.complete({})
-    delivery.give_back()
-    assert states(client, partition) == {"ready": [1]}
-
-
-@pytest.mark.parametrize("prefetch", [0, 1])
-def test_samples_that_cannot_be_made_a_batch_are_given_back(client: TaskClient, partition: str, prefetch: int) -> None:
-    filled(client, partition, 4)
-    stream = stream_samples(
-        client, partition, "train", count=2, fields=["input_ids"], layout="paded", prefetch=prefetch
-    )  # type: ignore[call-overload]
-    with pytest.raises(ValueError, match="paded"):
-        next(iter(stream))
-    assert states(client, partition) == {"ready": [0, 1, 2, 3]}
-
-
-def test_a_stream_ends_by_its_deadline(client: TaskClient, partition: str) -> None:
-    with pytest.raises(TimeoutError, match="'train'"):
-        next(iter(client.stream(partition, "train", count=1, wait_s=0.05)))
-    with pytest.raises(QueueError, match="no task"):
-        next(iter(client.stream(partition, "sleep", count=1, wait_s=5.0, prefetch=1)))
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to pin for")
-def test_pinned_batches_without_gpu_are_refused(client: TaskClient, partition: str) -> None:
-    filled(client, partition, 2)
-    with pytest.raises(ConfigError, match="pin_memory requires a GPU; none found"):
-        stream_samples(client, partition, "train", count=1, fields=["input_ids"], pin_memory=True)
-    assert states(client, partition) == {"ready": [0, 1]}
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("layout", ["padded", "jagged"])
-def test_batches_are_pinned_in_the_background(client: TaskClient, partition: str, layout: str) -> None:
-    filled(client, partition, 4)
-    client.seal(partition)
-    stream = stream_samples(
-        client, partition, "train", count=2, fields=["input_ids"], layout=layout, pin_memory=True, prefetch=2
-    )  # type: ignore[arg-type]
-    for delivery in stream:
-        tokens = delivery.value["input_ids"]
-        assert tokens.is_pinned()
-        moved = delivery.value.to("cuda", non_blocking=True)["input_ids"]
-        torch.cuda.synchronize()
-        rows = [row.tolist() for row in moved.unbind()]
-        assert [row[: i + 1] for i, row in zip(delivery.ids, rows, strict=True)] == [
-            [i] * (i + 1) for i in delivery.ids
-        ]

@@ -22,7 +22,7 @@ from tests.contract.processes import free_port, ipc_address, queue_thread
 from tests.contract.reference_client import UnreachableError
 from tests.contract.test_transport import ask, dealer
 from xtoken_core.compat.task_client import TaskClient
-from xtoken_core.data_plane import connection
+from xtoken_core.data_plane import zmq_transport
 from xtoken_core.data_plane.address import Address
 from xtoken_core.data_plane.keys import client_keys, create_client_keys, create_queue_keys
 from xtoken_core.data_plane.zmq_transport import ZmqTransport
@@ -90,11 +90,11 @@ def test_odd_files_among_the_keys_admit_nobody(keys: tuple[Path, Path]) -> None:
 
 
 def test_a_refusal_before_the_first_message_is_told(keys: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "SEND_S", 0.1)
+    monkeypatch.setattr(zmq_transport, "SEND_S", 0.1)
     queue, client = keys
     url = f"tcp://127.0.0.1:{free_port()}"
     with queue_thread(Address.parse(url, keys=queue), memory_limit=MEMORY), zmq.Context() as context:
-        refused = connection.Connection(context, Address.parse(url, keys=client))
+        refused = zmq_transport.Connection(context, Address.parse(url, keys=client))
         with pytest.raises(QueueUnreachableError, match="refuses this client"):
             for _ in range(100):  # the first may be taken before the handshake
                 refused.send(b"hello", [])

@@ -274,6 +274,35 @@ def test_broken_connection_before_the_reply(tcp_place: Place, monkeypatch: pytes
     breaker.close()
 
 
+def test_a_late_copy_from_another_connection_leases_nothing(short_tmp: Path) -> None:
+    address = ipc_address(short_tmp / "late")
+    with queue_thread(address, memory_limit=1 << 20):
+        client, old, other = (reference_client.Client(address.url) for _ in range(3))
+        client.hello("w", "worker", 1)
+        other.hello("producer", "worker", 1)
+        client.call("open", partition="p", tasks=TASKS)
+        client.call("put", partition="p", ids=[0, 1, 2], columns={"x": ints([0], [1], [2])})
+        claim = {"type": "claim", "session": client.session, "partition": "p", "task": "a", "count": 1}
+
+        def sent(**fields: Any) -> Any:
+            header = {**claim, "id": f"{client.lane}.{next(client.numbers)}", **fields}
+            return header, client.exchange(header, [])[0]
+
+        granted, lease = sent()
+        assert lease["ids"] == old.exchange(granted, [])[0]["ids"] == [0]
+        client.call("ack", partition="p", task="a", ids=[0])
+        refused = old.exchange(granted, [])[0]
+        assert (refused["code"], refused["id"]) == ("bad_request", granted["id"])
+        sent(count=2)
+        expired, nothing = sent(wait_s=0.01)
+        assert nothing["type"] == "empty"
+        other.call("put", partition="p", ids=[3], columns={"x": ints([3])})
+        assert old.exchange(expired, [])[0]["type"] == "empty"
+        assert sent()[1]["ids"] == [3]
+        for peer in (client, old, other):
+            peer.close()
+
+
 def test_a_claim_repeated_on_a_new_connection_is_granted_once(short_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     server = Server(Engine(memory_limit=1 << 20, clock=time.monotonic), ipc_address(short_tmp / "repeated"))
     sent: list[tuple[bytes, Any]] = []

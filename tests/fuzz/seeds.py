@@ -77,8 +77,8 @@ def pipelines() -> list[bytes]:
         (m.Complete(id="b.81", lease=2, **a_run), []),
         (m.ClaimBatch(id="b.82", rewinds=1, ids=[0, 1, 2, 3], fields=["input_ids"], **a_run), []),
         (m.Release(id="b.83", ring=1, slot=0, generation=1, **a_run), []),
-        (m.CheckStep(id="b.9", step=0, rewinds=1, **a_run), []),
-        (m.AckWindow(id="c.1", step=0, rewinds=1, **a_run), []),
+        (m.CheckStep(id="b.84", step=0, rewinds=1, **a_run), []),
+        (m.AckWindow(id="b.85", step=0, rewinds=1, **a_run), []),
     ]
     return [
         joined([piece for request, after in sequence for piece in (m.encode(request), *after, b"")])

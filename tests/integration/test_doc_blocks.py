@@ -15,8 +15,7 @@ import pytest
 from rich.console import Console
 
 from tests.doc_blocks import ROOT, commands_of, fenced
-from xtoken_services.demo.run import run_demo
-from xtoken_services.demo.specs import Training
+from xtoken_services.demo.run import Training, run_demo
 
 SMALL = {
     "context_length": 64, "samples_per_step": 4, "max_steps": 6, "micro_batch_tokens": 256, "warmup_steps": 1,

@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 import torch
+from xtoken_services.demo.corpus import write_corpus
+from xtoken_services.demo.models import write_model
 
 from experiments.real import stages as real
 from experiments.real import summary
@@ -24,8 +26,6 @@ from tests.integration.conftest import Crew
 from tests.support.tiny_run import write_jsonl
 from tests.support.trained_student import train_briefly
 from xtoken_core.config.spec import RunSpec
-from xtoken_services.demo.corpus import write_corpus
-from xtoken_services.demo.models import write_model
 from xtoken_services.demo.vocabularies import train_student_tokenizer, train_teacher_tokenizer, training_texts
 
 STATE = os.environ.get("XTOKEN_REAL_STATE", "")

@@ -29,7 +29,7 @@ import sys, xtoken_services, services
 assert services.OWN
 from pathlib import Path
 from xtoken_services.demo.run import run_demo
-from xtoken_services.demo.specs import Training
+from xtoken_services.demo.run import Training
 assert Path(xtoken_services.__file__).is_relative_to(sys.prefix), xtoken_services.__file__
 run_demo(Path("demo-out"), teacher=Training(steps=4), student=Training(steps=2, eval_every=2))
 """

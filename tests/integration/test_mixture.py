@@ -17,7 +17,7 @@ from tests.support.tiny_run import TinyAssets, documents, steps_of, tiny_spec, w
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import ConfigError
 from xtoken_services.common.run.resolve import file_warnings, resolve_run
-from xtoken_services.common.run.resume import check_output
+from xtoken_services.supervisor.run import check_output
 
 
 def spec_of(assets: TinyAssets, directory: Path, weights: tuple[float, float] = (3, 1), **changes: Any) -> RunSpec:

@@ -40,7 +40,7 @@ from xtoken_services.supervisor.launch_check import RefusedError
 from xtoken_services.supervisor.local_run import run_locally, run_to_end
 from xtoken_services.supervisor.run import Run
 from xtoken_services.supervisor.store_build import resolve_build, store_build
-from xtoken_services.teacher.model import TeacherModel
+from xtoken_services.teacher.prepare import TeacherModel
 from xtoken_services.teacher.store_writer import StoreWriter
 
 Start = Callable[[RunSpec], Crew]

@@ -12,11 +12,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from xtoken_core.alignment.matching_blocks import differ, is_once, matching_blocks
 from xtoken_core.alignment.pipeline import LocatedTokens, Pipeline
 from xtoken_core.alignment.tables import SPECIAL, UNKNOWN, spread
 from xtoken_core.alignment.token_arrays import BOS, BOS_OR_EOS, EOS, Side, is_ended
-from xtoken_core.alignment.walks import Walk, located_walk, moves, normalised_walk, walk_without_whitespace
+from xtoken_core.alignment.walks import (
+    Walk,
+    differ,
+    is_once,
+    located_walk,
+    matching_blocks,
+    moves,
+    normalised_walk,
+    walk_without_whitespace,
+)
 
 _UNKNOWN_BYTES = 64
 """Bytes that one unknown token may stand for where a text ends differently on both sides."""

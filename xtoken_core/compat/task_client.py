@@ -1,12 +1,11 @@
-"""Client of the generic task queue: partitions, samples, tasks and streams."""
+"""Client of the generic task queue: partitions, samples and tasks."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
 
-from xtoken_core.compat.stream import Stream
-from xtoken_core.data_plane.queue_client import QueueClient, new_id
+from xtoken_core.data_plane.queue_client import QueueClient
 from xtoken_core.wire import Column, QueueError, pack_columns, unpack_columns
 from xtoken_core.wire import messages as m
 
@@ -27,25 +26,17 @@ class TaskClient(QueueClient):
     ) -> None:
         """Open a partition; opening it again with the same definition is not an error."""
         request = m.OpenPartition(
-            id=new_id(),
-            session=self.session,
-            partition=partition,
-            tasks=list(tasks),
-            volatile=list(volatile),
-            max_attempts=max_attempts,
-            run=run,
+            **self.head(partition), tasks=list(tasks), volatile=list(volatile), max_attempts=max_attempts, run=run
         )
         self.ask(request, m.Ok)
 
     def seal(self, partition: str) -> None:
         """Seal a partition: nothing will be put any more."""
-        self.ask(m.Seal(id=new_id(), session=self.session, partition=partition), m.Ok)
+        self.ask(m.Seal(**self.head(partition)), m.Ok)
 
     def clear(self, partition: str, ids: Sequence[int] | None = None) -> None:
         """Drop these samples, or all of them if None."""
-        request = m.Clear(
-            id=new_id(), session=self.session, partition=partition, ids=list(ids or ()), everything=ids is None
-        )
+        request = m.Clear(**self.head(partition), ids=list(ids or ()), everything=ids is None)
         self.ask(request, m.Ok)
 
     # Samples
@@ -61,7 +52,7 @@ class TaskClient(QueueClient):
         heads, buffers = pack_columns(dict(columns))
         deadline, pause = time.monotonic() + wait_s, 0.0
         while True:
-            request = m.Put(id=new_id(), session=self.session, partition=partition, ids=list(ids), columns=heads)
+            request = m.Put(**self.head(partition), ids=list(ids), columns=heads, lease=None, tombstones={})
             try:
                 return self.ask(request, m.Stored, buffers)[0].room
             except QueueError as error:
@@ -74,11 +65,7 @@ class TaskClient(QueueClient):
 
     def room(self, partition: str, nbytes: int, *, wait_s: float) -> int | None:
         """Wait until `nbytes` are free; return the number of free bytes."""
-        stored = self.wait(
-            lambda s: m.Room(id=new_id(), session=self.session, partition=partition, bytes=nbytes, wait_s=s),
-            m.Stored,
-            wait_s,
-        )
+        stored = self.wait(lambda s: m.Room(**self.head(partition), bytes=nbytes, wait_s=s), m.Stored, wait_s)
         return stored[0].room if stored else None
 
     def get(
@@ -86,11 +73,7 @@ class TaskClient(QueueClient):
     ) -> dict[str, Column] | None:
         """Read fields of samples, rows in the order of `ids`."""
         rows = self.wait(
-            lambda s: m.Get(
-                id=new_id(), session=self.session, partition=partition, ids=list(ids), fields=list(fields), wait_s=s
-            ),
-            m.Rows,
-            wait_s,
+            lambda s: m.Get(**self.head(partition), ids=list(ids), fields=list(fields), wait_s=s), m.Rows, wait_s
         )
         return unpack_columns(rows[0].columns, rows[1]) if rows else None
 
@@ -107,14 +90,7 @@ class TaskClient(QueueClient):
         """Lease samples of a task, by ids or up to `count` in the task's order, and read fields of them."""
         return self.wait_for_claim(
             lambda s: m.Claim(
-                id=new_id(),
-                session=self.session,
-                partition=partition,
-                task=task,
-                ids=list(ids),
-                count=count,
-                fields=list(fields),
-                wait_s=s,
+                **self.head(partition), task=task, ids=list(ids), count=count, fields=list(fields), wait_s=s
             ),
             wait_s,
         )
@@ -122,56 +98,17 @@ class TaskClient(QueueClient):
     def complete(self, partition: str, lease: int, columns: Mapping[str, Column] | None = None) -> None:
         """Put a lease's result and finish the lease, in one request."""
         heads, buffers = pack_columns(dict(columns or {}))
-        request = m.Complete(id=new_id(), session=self.session, partition=partition, lease=lease, columns=heads)
+        request = m.Complete(**self.head(partition), lease=lease, columns=heads)
         self.ask(request, m.Ok, buffers)
 
     def ack(self, partition: str, task: str, ids: Sequence[int]) -> None:
         """Mark leased samples as done by a task."""
-        self.ask(m.Ack(id=new_id(), session=self.session, partition=partition, task=task, ids=list(ids)), m.Ok)
+        self.ask(m.Ack(**self.head(partition), task=task, ids=list(ids)), m.Ok)
 
     def nack(self, partition: str, lease: int, ids: Sequence[int], reason: str) -> None:
         """Refuse samples of a lease; the others are given back."""
-        request = m.Nack(
-            id=new_id(), session=self.session, partition=partition, lease=lease, ids=list(ids), reason=reason[:4096]
-        )
+        request = m.Nack(**self.head(partition), lease=lease, ids=list(ids), reason=reason[:4096])
         self.ask(request, m.Ok)
-
-    def stream(
-        self,
-        partition: str,
-        task: str,
-        *,
-        count: int,
-        fields: Sequence[str] = (),
-        wait_s: float | None = None,
-        prefetch: int = 0,
-    ) -> Stream[dict[str, Column]]:
-        """Return a stream of a task's samples, up to `count` at a time, until the task is exhausted.
-
-        A delivery is acknowledged when the loop asks for the next one, unless it was completed or refused; one that the
-        loop leaves unfinished, or whose completion has failed, is given back.
-
-        Args:
-            partition: Partition of the samples.
-            task: The consumer.
-            count: Samples per delivery, at most.
-            fields: Columns to read along.
-            wait_s: How long to wait for each delivery; None waits for ever.
-            prefetch: Deliveries that a thread claims ahead.
-
-        Raises:
-            TimeoutError: From the loop, if nothing came in `wait_s`.
-        """
-        return Stream(
-            self,
-            partition,
-            task,
-            count=count,
-            fields=fields,
-            wait_s=wait_s,
-            prefetch=prefetch,
-            make=lambda _ids, columns: columns,
-        )
 
 
 DataPlaneClient = TaskClient

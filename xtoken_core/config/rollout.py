@@ -61,8 +61,6 @@ class RolloutSpec(ServedSpec):
                 f"{self.max_staleness + 1}: the last step before new weights could train no completion: publish more "
                 "often or raise max_staleness"
             )
-        if self.url and self.url_engine == "llama_cpp":
-            raise ValueError('rollout.url_engine = "llama_cpp" takes no new weights: use "vllm" or "sglang"')
         if self.url and self.workers > 1:
             raise ValueError(
                 f"rollout.workers = {self.workers}: one worker updates the servers of rollout.url: set it to 1"

@@ -13,7 +13,7 @@ from xtoken_core.config.base import ConfigModel
 from xtoken_core.config.eval import EvalSpec
 from xtoken_core.config.loss import LossConfig, Positive
 
-EngineName = Literal["vllm", "sglang", "llama_cpp"]
+EngineName = Literal["vllm", "sglang"]
 MAX_URLS = 64
 
 
@@ -24,7 +24,7 @@ class ServedSpec(ConfigModel):
     """Address of a server that runs the model, such as `http://10.0.0.5:8000`, or a list of servers that run the same
     one. The directory `model` then needs no weights, only `config.json` and the tokenizer."""
     url_engine: EngineName = "vllm"
-    """Program that serves it: `vllm`, `sglang`, or `llama_cpp` (the server of llama-cpp-python)."""
+    """Program that serves it: `vllm` or `sglang`."""
     url_model: str | None = None
     """Name under which it is served. Left out, a server must serve a single model."""
     url_key_file: Path | None = None

@@ -1,4 +1,7 @@
-"""RunSpec: the settings of a run, read from TOML."""
+"""RunSpec: the settings of a run, read from TOML.
+
+The loss of a run without teachers.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +18,19 @@ from xtoken_core.config.eval import EvalSpec
 from xtoken_core.config.loss import LossConfig, Positive
 from xtoken_core.config.rollout import BESIDE_COMPLETIONS, RolloutSpec, check_rollout
 from xtoken_core.config.served import ServedSpec, check_served, check_waiting
-from xtoken_core.config.text_only import CROSS_ENTROPY_ONLY, check_without_teachers
 from xtoken_core.config.train import ReportSpec, TrainSpec
 from xtoken_core.config.validation_errors import describe
 from xtoken_core.config.workers import Content, QueueSpec, RaySpec, WorkersSpec, check_content, check_placement
 from xtoken_core.errors import ConfigError, InputError
 
 Dtype = Literal["float32", "bfloat16", "float16"]
-
 PAD_MULTIPLE = 8
 """Padded lengths are rounded up to a multiple of this."""
 MAX_SLOTS = 1024
 """Maximum of slots of a ring in the queue's messages."""
 DEFAULT_TOPK = 64
 """Tokens of a position that a teacher with `content = "topk"` sends."""
+CROSS_ENTROPY_ONLY = {"kl_loss_weight": 0.0, "ce_loss_scale": 1.0}
 
 
 def padded_length(length: int) -> int:
@@ -388,3 +390,20 @@ def parse_run_spec(raw: object, *, source: str) -> RunSpec:
         return RunSpec.model_validate(raw)
     except ValidationError as error:
         raise ConfigError(f"{source}: {describe(error, RunSpec)}") from error
+
+
+def check_without_teachers(loss: LossConfig, held_out: EvalSpec | None) -> None:
+    """Refuse settings that compare with a teacher in a run that has none.
+
+    Raises:
+        ValueError: The first of them.
+    """
+    mode = loss.mode if loss.mode == "p_kl" else "chain"  # neither names anything about a teacher
+    plain = LossConfig.model_validate({**CROSS_ENTROPY_ONLY, "mode": mode, "ce_loss_scale": loss.ce_loss_scale})
+    given = {name: getattr(loss, name) for name in LossConfig.model_fields}
+    if not given["kl_loss_weight_end"]:  # as much as the default, where nothing is weighed
+        del given["kl_loss_weight_end"]
+    other = next((name for name, value in given.items() if value != getattr(plain, name)), None)
+    other = f"loss.{other}" if other else "eval.teacher_kl" if held_out is not None and held_out.teacher_kl else None
+    if other:
+        raise ValueError(f"{other} compares with a teacher, and this run has none: unset it, or name a [teacher]")

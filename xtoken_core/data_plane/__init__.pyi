@@ -3,7 +3,6 @@ from .codec import DataPlaneClient as DataPlaneClient
 from .codec import KVBatchMeta as KVBatchMeta
 from .codec import Layout as Layout
 from .codec import TaskClient as TaskClient
-from .codec import column_from_rows as column_from_rows
 from .codec import get_samples as get_samples
 from .codec import kv_first_write as kv_first_write
 from .codec import materialize as materialize
@@ -13,9 +12,7 @@ from .codec import pack_per_token_field as pack_per_token_field
 from .codec import put_samples as put_samples
 from .codec import read_columns as read_columns
 from .codec import response_from_nested as response_from_nested
-from .codec import rows_from_column as rows_from_column
 from .codec import stack_or_nest as stack_or_nest
-from .codec import stream_samples as stream_samples
 from .codec import to_nested_by_length as to_nested_by_length
 from .codec import unwrap_wire_stripped_payload as unwrap_wire_stripped_payload
 from .codec import write_columns as write_columns

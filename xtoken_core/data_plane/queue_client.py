@@ -125,9 +125,7 @@ class QueueClient:
 
     def heartbeat(self, phase: str, progress: int, activity: str = "") -> None:
         """Keep the session alive and report the units of work finished so far, and work that takes long."""
-        request = m.Heartbeat(
-            id=new_id(), session=self.session, phase=phase, progress=progress, activity=activity[:MAX_NAME]
-        )
+        request = m.Heartbeat(**self.head(), phase=phase, progress=progress, activity=activity[:MAX_NAME])
         self.ask(request, m.Ok)
 
     def bye(self) -> None:
@@ -135,7 +133,7 @@ class QueueClient:
         if not self.session:
             return
         try:
-            self.ask(m.Bye(id=new_id(), session=self.session), m.Ok)
+            self.ask(m.Bye(**self.head()), m.Ok)
         except StaleSessionError:
             pass
         finally:
@@ -145,24 +143,27 @@ class QueueClient:
 
     def stats(self) -> dict[str, Any]:
         """Return the queue's statistics."""
-        reply, _ = self.ask(m.Stats(id=new_id(), session=self.session), m.StatsReply)
+        reply, _ = self.ask(m.Stats(**self.head()), m.StatsReply)
         document: dict[str, Any] = json.loads(reply.document)
         return document
 
     def peek(self, partition: str, sample: int) -> m.Peeked:
         """Return the state of one sample."""
-        return self.ask(m.Peek(id=new_id(), session=self.session, partition=partition, sample=sample), m.Peeked)[0]
+        return self.ask(m.Peek(**self.head(partition), sample=sample), m.Peeked)[0]
 
     def list_samples(
         self, partition: str, state: str, *, task: str = "", after: int = -1, limit: int = 1024
     ) -> m.Listed:
         """Return ids in a state of a task, or `dead` or `skipped` ones."""
-        request = m.ListSamples(
-            id=new_id(), session=self.session, partition=partition, task=task, state=state, after=after, limit=limit
-        )
+        request = m.ListSamples(**self.head(partition), task=task, state=state, after=after, limit=limit)
         return self.ask(request, m.Listed)[0]
 
     # Requests
+
+    def head(self, partition: str | None = None) -> dict[str, str]:
+        """Return the fields that all requests of the session have, with a new id, or all about a partition."""
+        of = {} if partition is None else {"partition": partition}
+        return {"id": new_id(), "session": self.session, **of}
 
     def ask(self, request: m.Request, kind: type[R], buffers: Sequence[Buffer] = ()) -> tuple[R, list[Buffer]]:
         """Send a request that is answered at once; its reply must be of this kind."""

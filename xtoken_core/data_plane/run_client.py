@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from xtoken_core.data_plane.queue_client import QueueClient, new_id
+from xtoken_core.data_plane.queue_client import QueueClient
 from xtoken_core.wire import Column, pack_columns, unpack_columns
 from xtoken_core.wire import messages as m
 
@@ -163,4 +163,4 @@ class RunClient:
         self.client.ask(m.Giveup(**self._head(), reason=reason[:4096]), m.Ok)
 
     def _head(self) -> dict[str, str]:
-        return {"id": new_id(), "session": self.client.session, "partition": self.partition}
+        return self.client.head(self.partition)

@@ -51,32 +51,6 @@ def tensordict_from_columns(columns: Mapping[str, Column]) -> TensorDict:
     return TensorDict(leaves, batch_size=[next(iter(counts.values()), 0)])
 
 
-def column_from_rows(rows: Sequence[Tensor]) -> Column:
-    """Return a jagged column of rows `[L_i, ...]`, equal in dtype and in every dimension but the first; one copy.
-
-    Raises:
-        ValueError: If there are no rows, a row has no dimension, or rows differ in dtype or item shape.
-        TypeError: If their dtype is not supported.
-    """
-    if not rows:
-        raise ValueError("a column of no rows has no dtype")
-    if any(row.dim() == 0 for row in rows) or len({(row.dtype, row.shape[1:]) for row in rows}) > 1:
-        raise ValueError("the rows of a jagged column have a length, one dtype and one item shape")
-    return _jagged_column("rows", torch.cat([row.detach() for row in rows]), [row.shape[0] for row in rows])
-
-
-def rows_from_column(column: Column) -> list[Tensor]:
-    """Return the rows of a dense or jagged column as tensors over its memory.
-
-    Raises:
-        TypeError: If it is an object column.
-    """
-    values = _values(column)
-    if column.offsets is None:
-        return list(values.unbind(0))
-    return [values[column.offsets[row] : column.offsets[row + 1]] for row in range(column.rows)]
-
-
 def _column(name: str, value: Any) -> Column:
     if not isinstance(value, Tensor):
         return object_column(list(object_rows(name, value)))
@@ -127,8 +101,6 @@ def _leaf(column: Column) -> Tensor | NonTensorStack | NonTensorData:
 
 def _values(column: Column) -> Tensor:
     """Return `[rows or steps, *item_shape]` over the column's bytes; a copy only where they are not aligned."""
-    if column.kind == "object":
-        raise TypeError("an object column holds no tensors")
     steps = column.rows if column.offsets is None else column.offsets[column.rows]
     dtype = DTYPES[column.dtype]
     flat = tensor_over(column.values, dtype)

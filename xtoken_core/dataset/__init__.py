@@ -6,9 +6,8 @@ read.
 """
 
 from xtoken_core.dataset.index import DataIndex
-from xtoken_core.dataset.joined import JoinedIndex, TextIndex
 from xtoken_core.dataset.order import mixed_record_at, record_at
-from xtoken_core.dataset.pieces import PieceIndex
+from xtoken_core.dataset.pieces import JoinedIndex, PieceIndex, TextIndex
 from xtoken_core.dataset.records import BadRecord, Record
 
 __all__ = ["BadRecord", "DataIndex", "JoinedIndex", "PieceIndex", "Record", "TextIndex", "mixed_record_at", "record_at"]

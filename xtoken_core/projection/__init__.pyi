@@ -9,6 +9,5 @@ from .cache import get_topk_projection as get_topk_projection
 from .files import TopKProjection as TopKProjection
 from .files import parse_projection_file as parse_projection_file
 from .files import write_projection as write_projection
-from .fingerprint import check_projection_pair as check_projection_pair
 from .fingerprint import file_fingerprint as file_fingerprint
 from .fingerprint import tokenizer_fingerprint as tokenizer_fingerprint

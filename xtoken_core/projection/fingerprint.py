@@ -123,32 +123,6 @@ def safetensors_metadata(path: str | Path) -> dict[str, str] | None:
     return {str(key): str(value) for key, value in metadata.items()}
 
 
-def check_projection_pair(path: str | Path, student: Any, teacher: Any) -> None:
-    """Refuse a projection file that was built for another pair of tokenizers.
-
-    Files of the public formats do not say what they were built for and pass.
-
-    Args:
-        path: The projection file.
-        student: The student's tokenizer or its directory.
-        teacher: The teacher's.
-
-    Raises:
-        InputError: The file cannot be read, is of no known format, or belongs to another student or teacher.
-    """
-    metadata = projection_header(path)
-    if metadata is None:
-        check_archive(path)
-        return
-    for name, key, tokenizer in (("student", STUDENT_KEY, student), ("teacher", TEACHER_KEY, teacher)):
-        if key in metadata and metadata[key] != tokenizer_fingerprint(tokenizer):
-            where = tokenizer if isinstance(tokenizer, (str, Path)) else "given"
-            raise InputError(
-                f"the projection {path} was built for another {name}'s tokenizer than {where}: "
-                "build it again with xtoken projection build"
-            )
-
-
 def check_archive(path: str | Path) -> None:
     """Refuse a file that is not an archive as `torch.save` writes it; nothing in it is unpickled.
 

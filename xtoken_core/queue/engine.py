@@ -1,12 +1,17 @@
 """Engine of the queue, without a socket: takes a request, returns a response, or None while the request has to wait.
 
-The server and the in-memory transport both drive this class; the clock is injected by the caller.
+The server drives this class, and so do tests without one; the clock is injected by the caller.
+
+The last reply of each lane is kept, so that a repeated request gets the same reply and changes nothing. A request id is
+`lane.number`, or just a lane. A client has one request open per lane, with rising numbers: a new one means that the
+reply to the previous one has arrived, and that reply is dropped. A lower one is a late copy.
 """
 
 from __future__ import annotations
 
 import secrets
 import time
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
@@ -20,9 +25,9 @@ from xtoken_core.queue.budget import (
     cost_of_definition,
     cost_of_put,
     cost_of_reasons,
+    cost_of_reply,
 )
 from xtoken_core.queue.partition import Partition, PriorLease
-from xtoken_core.queue.reply_cache import ReplyCache
 from xtoken_core.queue.response import Response
 from xtoken_core.queue.run.partition import RunPartition
 from xtoken_core.queue.sessions import Session, Sessions
@@ -30,7 +35,7 @@ from xtoken_core.queue.stats import stats_document
 from xtoken_core.queue.tasks.partition import TaskPartition
 from xtoken_core.wire import QueueError, unpack_columns
 from xtoken_core.wire import messages as m
-from xtoken_core.wire.bounds import MAX_AHEAD_S, MAX_DOCUMENT_BYTES, MAX_PARTITIONS, MAX_SESSIONS
+from xtoken_core.wire.bounds import MAX_AHEAD_S, MAX_DOCUMENT_BYTES, MAX_LANES, MAX_PARTITIONS, MAX_SESSIONS
 from xtoken_core.wire.columns import Buffer
 
 ENDED_AT_ONCE = 64
@@ -83,7 +88,7 @@ class Engine:
     def handle(self, request: m.AnyRequest, buffers: Sequence[Buffer], *, waited: bool = False) -> Response | None:
         """Answer a request; None if it has to wait for a change.
 
-        The last request of a lane (see `xtoken_core.queue.reply_cache`) gets the same reply again and changes nothing.
+        The last request of a lane (see `xtoken_core.queue.engine`) gets the same reply again and changes nothing.
 
         Args:
             request: The request.
@@ -120,6 +125,13 @@ class Engine:
         if kind not in READS:
             self._record_change(request, response, session, buffers, prior)
         return response
+
+    def answer_empty(self, request: m.AnyRequest) -> m.Empty:
+        """Return the answer to a request that has waited in vain, and keep it: a copy that comes late must not run."""
+        session, reply = getattr(request, "session", ""), m.Empty(id=request.id)
+        if session in self.sessions.live and type(request) not in READS | NATURALLY_IDEMPOTENT:
+            self._replies.put(session, request.id, Response(reply))
+        return reply
 
     def tick(self) -> None:
         """End the sessions that have been silent for too long."""
@@ -341,10 +353,16 @@ READS: frozenset[type[m.Request]] = frozenset(
         m.CheckStep,
     }
 )
+
+
 """Requests that change nothing."""
 
+
 LEASING = (m.Claimed, m.Block)
+
+
 """Replies that may name a lease."""
+
 
 CALLS: dict[type[m.Request], Callable[[Engine, Any, Session, Sequence[Buffer]], Response | None]] = {
     m.Heartbeat: Engine._heartbeat,
@@ -357,7 +375,73 @@ CALLS: dict[type[m.Request], Callable[[Engine, Any, Session, Sequence[Buffer]], 
     m.Rewind: Engine._rewind,
     m.AnnounceRing: Engine._announce_ring,
 }
+
+
 """Requests that the engine answers or charges itself; all others go straight to their partition."""
 
+
 NATURALLY_IDEMPOTENT: frozenset[type[m.Request]] = frozenset({m.ClaimSlot, m.ClaimBatch})
+
+
 """Requests whose repetition returns what the first one made, so that their replies need no cache."""
+
+
+def lane_of(request: str) -> str:
+    """Return the lane of a request id: everything before its last dot, or all of it."""
+    lane, dot, _ = request.rpartition(".")
+    return lane if dot else request
+
+
+class ReplyCache:
+    """Last reply per session and lane, limited to each session's most recent lanes.
+
+    All replies together are limited by the budget: beyond it, the session that holds most loses its oldest ones.
+    """
+
+    def __init__(self, budget: Budget) -> None:
+        self._budget = budget
+        self._lanes: defaultdict[str, OrderedDict[str, tuple[str, Response, int]]] = defaultdict(OrderedDict)
+        self._bytes: dict[str, int] = {}
+
+    def get(self, session: str, request: str) -> Response | None:
+        """Return the reply to exactly this request, if it is still the last one of its lane.
+
+        Raises:
+            QueueError: `bad_request` if a later request of the lane was answered.
+        """
+        last, reply, _ = self._lanes[session].get(lane_of(request)) or ("", None, 0)
+        # By length, then as text: ids of a lane differ in their number only, which has no leading zeros.
+        if (len(request), request) < (len(last), last):
+            raise QueueError("bad_request", f"{request} comes after {last} was answered: a lane's numbers must rise")
+        return reply if last == request else None
+
+    def put(self, session: str, request: str, response: Response) -> None:
+        """Replace the lane's reply; columns are not kept."""
+        lanes, lane, cost = self._lanes[session], lane_of(request), cost_of_reply(response.reply)
+        old = lanes.pop(lane, None)
+        # Without columns: they are read again for a repeated claim, and a put's reply has none.
+        lanes[lane] = (request, Response(response.reply), cost)
+        if old is not None and old[2] == cost:
+            return
+        self._charge(session, cost - (0 if old is None else old[2]))
+        if len(lanes) > MAX_LANES:
+            self._drop_oldest(session)
+        while self._budget.excess("replies") > 0:
+            # Half of the largest holder's replies at once, so that one flooding client pays and the loop stays short.
+            heaviest = max(self._bytes, key=self._bytes.__getitem__)
+            enough = self._bytes[heaviest] // 2
+            while self._bytes.get(heaviest, 0) > enough:
+                self._drop_oldest(heaviest)
+
+    def drop(self, session: str) -> None:
+        """Drop all replies of an ended session."""
+        self._lanes.pop(session, None)
+        self._budget.add("replies", -self._bytes.pop(session, 0))
+
+    def _drop_oldest(self, session: str) -> None:
+        _, (_, _, cost) = self._lanes[session].popitem(last=False)
+        self._charge(session, -cost)
+
+    def _charge(self, session: str, nbytes: int) -> None:
+        self._budget.add("replies", nbytes)
+        self._bytes[session] = self._bytes.get(session, 0) + nbytes

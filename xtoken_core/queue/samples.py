@@ -23,7 +23,7 @@ SPARE_STATUSES = 256
 class Samples:
     """Samples of one partition, claimed by id.
 
-    `xtoken_core.queue.tasks.samples.OrderedSamples` adds claims in a task's order.
+    `xtoken_core.queue.tasks.partition.OrderedSamples` adds claims in a task's order.
 
     Attributes:
         samples: Every sample that is held, by id.

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from xtoken_services.cli.options import SpecialTokensOption, StudentOption, TeacherOption
+from xtoken_services.cli.options import JsonOption, SpecialTokensOption, StudentOption, TeacherOption
+from xtoken_services.common.processes.progress import progress_bar, spinner
 from xtoken_services.common.tokenizers.special_tokens import parse_special_tokens
 
 if TYPE_CHECKING:
@@ -40,11 +41,11 @@ _COVERAGE = {
 def show(
     student: StudentOption,
     teacher: TeacherOption,
-    text: Annotated[str | None, typer.Argument(help="The text.", show_default=False)] = None,
-    file: Annotated[Path | None, typer.Option("--file", help="A file with the text.", show_default=False)] = None,
-    html: Annotated[Path | None, typer.Option("--html", help="Write a page too.", show_default=False)] = None,
+    text: Annotated[str | None, typer.Argument(help="The text.")] = None,
+    file: Annotated[Path | None, typer.Option("--file", help="A file with the text.")] = None,
+    html: Annotated[Path | None, typer.Option("--html", help="Write a page too.")] = None,
     special_token: SpecialTokensOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Print both tokenizations of a text, every chunk in one colour; grey is in no chunk, red does not agree.
 
@@ -86,18 +87,15 @@ def check(
     teacher: TeacherOption,
     files: Annotated[list[Path], typer.Argument(metavar="FILES...", help=".jsonl, .parquet, .txt or other text.")],
     field: Annotated[str, typer.Option("--field", help="The field of a record that holds the text.")] = "text",
-    context: Annotated[
-        int | None, typer.Option("--context", min=1, help="Cut both sides to so many tokens.", show_default=False)
-    ] = None,
+    context: Annotated[int | None, typer.Option("--context", min=1, help="Cut both sides to so many tokens.")] = None,
     special_token: SpecialTokensOption = None,
     projection: Annotated[
-        Path | None,
-        typer.Option("--projection", help="Measure its coverage of the texts' beginning.", show_default=False),
+        Path | None, typer.Option("--projection", help="Measure its coverage of the texts' beginning.")
     ] = None,
     mass: Annotated[
         bool, typer.Option("--mass", help="With --projection: the teacher's probability on uncovered tokens.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Align every text of some files and count chunks; fails if a chunk does not spell the same on both sides.
 
@@ -116,7 +114,6 @@ def check(
     total, notes = sum(reports.values(), start=CheckReport()), list(sides[0].notes)
     coverage: dict[str, float] = {}
     if projection is not None:
-        from xtoken_services.common.processes.progress import spinner
         from xtoken_services.common.tables.coverage import coverage_of_text
 
         with spinner("measuring the texts' beginning", quiet=as_json):
@@ -151,7 +148,6 @@ def _check_files(
 ) -> tuple[dict[str, CheckReport], str]:
     """Return a report of every file, and the beginning of their texts."""
     from xtoken_core.alignment.check import CheckReport, check_records
-    from xtoken_services.common.processes.progress import progress_bar
 
     aligner, ours, theirs = sides
     reports: dict[str, CheckReport] = {}

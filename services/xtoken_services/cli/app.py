@@ -17,16 +17,13 @@ import typer
 from xtoken_core.errors import XtokenError
 from xtoken_services.cli.align import align_app
 from xtoken_services.cli.chain import chain_app
-from xtoken_services.cli.control import control
-from xtoken_services.cli.export import export
-from xtoken_services.cli.init import init
+from xtoken_services.cli.commands import collator, control, export, init, rollout, teacher, trainer
 from xtoken_services.cli.options import DEBUG_VARIABLE, JsonOption
 from xtoken_services.cli.projection import projection_app
 from xtoken_services.cli.queue import queue_app
 from xtoken_services.cli.run import run
 from xtoken_services.cli.runs import runs_app
 from xtoken_services.cli.store import store_app
-from xtoken_services.cli.workers import collator, rollout, teacher, trainer
 
 STATUS_VARIABLE = "XTOKEN_STATUS_FILE"
 INTERRUPTED = 130

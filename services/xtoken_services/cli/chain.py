@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from xtoken_services.cli.options import SpecialTokensOption, StudentOption, TeacherOption
+from xtoken_services.cli.options import JsonOption, SpecialTokensOption, StudentOption, TeacherOption
+from xtoken_services.common.processes.progress import spinner
 from xtoken_services.common.tokenizers.special_tokens import parse_special_tokens
 
 if TYPE_CHECKING:
@@ -28,11 +29,11 @@ def chain() -> None:
 def inspect(
     student: StudentOption,
     teacher: TeacherOption,
-    text: Annotated[str | None, typer.Argument(help="A text.", show_default=False)] = None,
-    file: Annotated[Path | None, typer.Option("--file", help="A file with a text.", show_default=False)] = None,
+    text: Annotated[str | None, typer.Argument(help="A text.")] = None,
+    file: Annotated[Path | None, typer.Option("--file", help="A file with a text.")] = None,
     samples: Annotated[int, typer.Option(min=0, help="Examples of each kind.")] = 5,
     special_token: SpecialTokensOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Show common tokens, tokens without a root and why, and a text's chunks by shape.
 
@@ -45,7 +46,6 @@ def inspect(
     from xtoken_core.chain.build import cached_tables
     from xtoken_core.chain.report import side_report, text_report
     from xtoken_services.cli.align import read_text, sides_of
-    from xtoken_services.common.processes.progress import spinner
     from xtoken_services.common.tokenizers.loading import load_tokenizer
 
     pairs = parse_special_tokens(special_token or (), "--special-token")

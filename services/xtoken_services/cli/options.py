@@ -37,7 +37,6 @@ ControlTokenOption = Annotated[
         "--token-file",
         envvar=TOKEN_VARIABLE,
         help="The file with the control plane's token; at a loopback address this user's own, if left out.",
-        show_default=False,
     ),
 ]
 
@@ -45,12 +44,10 @@ QueueOption = Annotated[
     str, typer.Option("--queue", metavar="ADDR", help="The queue's address: ipc://PATH or tcp://HOST:PORT.")
 ]
 QueueTokenOption = Annotated[
-    Path | None,
-    typer.Option("--token-file", help="The file with the queue's token, for loopback TCP.", show_default=False),
+    Path | None, typer.Option("--token-file", help="The file with the queue's token, for loopback TCP.")
 ]
 KeysOption = Annotated[
-    Path | None,
-    typer.Option("--keys", metavar="DIR", help="The directory of keys, for any other TCP address.", show_default=False),
+    Path | None, typer.Option("--keys", metavar="DIR", help="The directory of keys, for any other TCP address.")
 ]
 NameOption = Annotated[
     str | None, typer.Option("--name", help="The worker's name in the queue.", show_default="from its kind and rank")
@@ -69,17 +66,12 @@ PatienceOption = Annotated[
 LossOption = Annotated[
     str | None,
     typer.Option(
-        "--loss",
-        metavar="MODULE:CLASS",
-        help='The class of loss.mode = "custom", which is imported and run.',
-        show_default=False,
+        "--loss", metavar="MODULE:CLASS", help='The class of loss.mode = "custom", which is imported and run.'
     ),
 ]
 SetOption = Annotated[
     list[str] | None,
-    typer.Option(
-        "--set", metavar="TABLE.KEY=VALUE", help="Replace a setting of the run file; repeatable.", show_default=False
-    ),
+    typer.Option("--set", metavar="TABLE.KEY=VALUE", help="Replace a setting of the run file; repeatable."),
 ]
 RankOption = Annotated[int, typer.Option("--rank", min=0, help="The trainer's rank.")]
 
@@ -234,6 +226,5 @@ SpecialTokensOption = Annotated[
         "--special-token",
         metavar="STUDENT=TEACHER",
         help="Pair two special tokens, as teacher.special_tokens does; may be repeated.",
-        show_default=False,
     ),
 ]

@@ -8,7 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from xtoken_services.cli.options import SpecialTokensOption, StudentOption, TeacherOption
+from xtoken_services.cli.options import JsonOption, SpecialTokensOption, StudentOption, TeacherOption
+from xtoken_services.common.processes.progress import spinner
 from xtoken_services.common.tokenizers.special_tokens import parse_special_tokens
 
 projection_app = typer.Typer(
@@ -16,7 +17,6 @@ projection_app = typer.Typer(
 )
 
 FileArgument = Annotated[Path, typer.Argument(metavar="FILE", help="A projection file.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 MOST_UNREACHABLE = 0.1
@@ -44,7 +44,6 @@ def build(
     """Build the projection from a student's vocabulary to a teacher's."""
     from xtoken_core.projection.build import BuildOptions, build_projection
     from xtoken_core.projection.files import write_projection
-    from xtoken_services.common.processes.progress import spinner
 
     pairs = parse_special_tokens(special_token or (), "--special-token")
     options = BuildOptions(forward, reverse, specials, exact, top_k, as_reference)
@@ -68,9 +67,7 @@ def inspect(
     student: StudentOption,
     teacher: TeacherOption,
     samples: Annotated[int, typer.Option(min=0, help="Rows shown of each kind.")] = 5,
-    text: Annotated[
-        Path | None, typer.Option("--text", help="Measure the coverage of this text.", show_default=False)
-    ] = None,
+    text: Annotated[Path | None, typer.Option("--text", help="Measure the coverage of this text.")] = None,
     mass: Annotated[
         bool, typer.Option("--mass", help="With --text: the teacher's probability on uncovered tokens.")
     ] = False,
@@ -79,8 +76,7 @@ def inspect(
     """Show what a projection covers, and warn where it is thin."""
     from xtoken_core.projection import report
     from xtoken_core.projection.files import read_topk
-    from xtoken_core.projection.fingerprint import check_projection_pair
-    from xtoken_services.common.processes.progress import spinner
+    from xtoken_services.common.tables.pair_files import check_projection_pair
 
     check_projection_pair(file, student, teacher)
     coverage = _coverage_of_file(file, teacher, text, mass=mass, quiet=as_json)
@@ -132,7 +128,6 @@ def _coverage_of_file(file: Path, teacher: Path, text: Path | None, *, mass: boo
         if mass:
             raise ConfigError("--mass measures the teacher on a text: name one with --text")
         return {}
-    from xtoken_services.common.processes.progress import spinner
     from xtoken_services.common.tables.coverage import coverage_of_text
 
     with spinner("measuring the text", quiet=quiet):
@@ -141,9 +136,7 @@ def _coverage_of_file(file: Path, teacher: Path, text: Path | None, *, mass: boo
 
 @projection_app.command()
 def overlap(
-    tokenizers: Annotated[
-        list[Path] | None, typer.Argument(metavar="DIR...", help="More directories.", show_default=False)
-    ] = None,
+    tokenizers: Annotated[list[Path] | None, typer.Argument(metavar="DIR...", help="More directories.")] = None,
     student: Annotated[Path | None, typer.Option("--student", help="The student's directory.")] = None,
     teacher: Annotated[Path | None, typer.Option("--teacher", help="The teacher's directory.")] = None,
     as_json: JsonOption = False,
@@ -151,7 +144,6 @@ def overlap(
     """Show how many spellings each pair of vocabularies has in common, without specials."""
     from xtoken_core.errors import ConfigError
     from xtoken_core.projection import report
-    from xtoken_services.common.processes.progress import spinner
 
     directories = [path for path in (student, teacher, *(tokenizers or ())) if path is not None]
     if len(directories) < 2:

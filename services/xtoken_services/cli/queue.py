@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from xtoken_services.cli.options import KeysOption, QueueOption, QueueTokenOption, set_up_logging
+from xtoken_services.cli.options import JsonOption, KeysOption, QueueOption, QueueTokenOption, set_up_logging
 
 if TYPE_CHECKING:
     from xtoken_core.config.resolved import ResolvedRun
@@ -30,14 +30,9 @@ queue_app = typer.Typer(
 def serve_queue(
     context: typer.Context,
     bind: Annotated[
-        str | None,
-        typer.Option(
-            "--bind", metavar="ADDR", help="Address to serve at: ipc://PATH or tcp://HOST:PORT.", show_default=False
-        ),
+        str | None, typer.Option("--bind", metavar="ADDR", help="Address to serve at: ipc://PATH or tcp://HOST:PORT.")
     ] = None,
-    run: Annotated[
-        Path | None, typer.Option("--run", metavar="RUN.toml|resolved.json", help="Run to open.", show_default=False)
-    ] = None,
+    run: Annotated[Path | None, typer.Option("--run", metavar="RUN.toml|resolved.json", help="Run to open.")] = None,
     group: Annotated[int, typer.Option("--group", min=0, help="Number of the run's node group that it serves.")] = 0,
     token_file: QueueTokenOption = None,
     keys: KeysOption = None,
@@ -49,21 +44,13 @@ def serve_queue(
     ] = None,
     journal: Annotated[
         Path | None,
-        typer.Option(
-            "--journal",
-            metavar="DIR",
-            help="Write-ahead log that lets stored samples survive a crash.",
-            show_default=False,
-        ),
+        typer.Option("--journal", metavar="DIR", help="Write-ahead log that lets stored samples survive a crash."),
     ] = None,
     fsync: Annotated[
         str, typer.Option("--fsync", help="When the journal is synced to disk: interval or always.")
     ] = "interval",
     metrics_port: Annotated[
-        int | None,
-        typer.Option(
-            "--metrics-port", min=0, max=65535, help="Serve /metrics on this loopback port.", show_default=False
-        ),
+        int | None, typer.Option("--metrics-port", min=0, max=65535, help="Serve /metrics on this loopback port.")
     ] = None,
 ) -> None:
     """Serve a queue, unless a command is given."""
@@ -151,7 +138,7 @@ def top(
 def keygen(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory to write to.")],
     client: Annotated[bool, typer.Option("--client", help="Create a client's keys, not the queue's.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Create the keys of a queue on a network, or of one of its clients."""
     from xtoken_core.data_plane.keys import create_client_keys, create_queue_keys

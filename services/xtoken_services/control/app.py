@@ -1,12 +1,18 @@
-"""The control plane's HTTP application."""
+"""The control plane's HTTP application.
+
+Installation of the web interface in the application.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
+from starlette.staticfiles import StaticFiles
 
 from xtoken_services.control import problems
 from xtoken_services.control.api import files, health
@@ -16,14 +22,26 @@ from xtoken_services.control.api.telemetry import RequestMetrics, Telemetry
 from xtoken_services.control.auth import Auth, AuthMiddleware
 from xtoken_services.control.http_limits import BodyLimit
 from xtoken_services.control.runs import Runs
+from xtoken_services.control.table_builds import TableBuilds
 from xtoken_services.control.views import Views
-from xtoken_services.control.web import mount
+from xtoken_services.control.web import (
+    align_page,
+    compare_page,
+    downloads,
+    login,
+    new_run,
+    pages,
+    suggestions,
+    tables_page,
+)
+from xtoken_services.control.web.gauges import Gauges
 
 DESCRIPTION = """Start, monitor, stop and resume distillation runs.
 
 Errors are `application/problem+json` and name the invalid fields. Every request except the probes
 needs the header `Authorization: Bearer TOKEN`, with the token in `~/.config/xtoken/control.token`, or in the file that
 `--token-file` names."""
+STATIC = Path(__file__).parent / "web" / "static"
 
 
 def create_app(runs: Runs, auth: Auth | None = None) -> FastAPI:
@@ -34,7 +52,7 @@ def create_app(runs: Runs, auth: Auth | None = None) -> FastAPI:
         auth: Authentication settings; by default only this machine has access, without a token.
     """
     views = Views(runs)
-    context = AppContext(runs, views, mount.with_open_paths(auth or Auth()))
+    context = AppContext(runs, views, with_open_paths(auth or Auth()))
     telemetry = Telemetry(runs, views)
     app = FastAPI(
         title="xtoken control plane",
@@ -51,7 +69,7 @@ def create_app(runs: Runs, auth: Auth | None = None) -> FastAPI:
     app.add_middleware(RequestMetrics, telemetry=telemetry)
     app.add_middleware(BodyLimit, open_paths=context.auth.open_paths)
     app.add_middleware(AuthMiddleware, auth=context.auth)
-    mount.install(app)
+    install(app)
     _describe(app)
     return app
 
@@ -73,3 +91,20 @@ def _describe(app: FastAPI) -> None:
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign] # FastAPI's documented way
+
+
+def with_open_paths(auth: Auth) -> Auth:
+    """Return settings that also allow the login page and static files without a token."""
+    files = (f"/static/{path.relative_to(STATIC).as_posix()}" for path in STATIC.rglob("*") if path.is_file())
+    return replace(auth, open_paths=(*auth.open_paths, login.LOGIN, *files))
+
+
+def install(app: FastAPI) -> None:
+    """Add the pages, static files and the redirect to the login page."""
+    app.state.gauges = Gauges(app.state.context)
+    roots = app.state.context.runs.validator.roots
+    app.state.table_builds = TableBuilds(roots.environment if roots is not None else {})
+    for module in (new_run, pages, compare_page, downloads, align_page, tables_page, suggestions, login):
+        app.include_router(module.router, include_in_schema=False)
+    app.mount("/static", StaticFiles(directory=STATIC))
+    app.add_middleware(login.LoginRedirect)

@@ -143,7 +143,7 @@ class Server:
         # One last try: what it waited for may have come with the change that is retried at this moment.
         for entry in self.waiting.expired(now):
             if not self._answer(entry.peer, entry.request, waited=True):
-                self._send(entry.peer, m.Empty(id=entry.request.id), [])
+                self._send(entry.peer, self.engine.answer_empty(entry.request), [])
         self.waiting.run(RETRY_TURN_S)
 
     def _receive_burst(self) -> None:

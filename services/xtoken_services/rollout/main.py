@@ -1,9 +1,14 @@
-"""`xtoken rollout`: connect to a queue and complete prompts with the student's published weights until the run ends."""
+"""`xtoken rollout`: connect to a queue and complete prompts with the student's published weights until the run ends.
+
+Prompts: the part of a record that the student completes.
+"""
 
 from __future__ import annotations
 
 import logging
+import re
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -26,11 +31,9 @@ from xtoken_services.common.models.loading import head_width, load_model, pick_d
 from xtoken_services.common.processes.worker import QueueLink, Worker, worker_session
 from xtoken_services.common.text.collation import MAX_REASON, end_run, make_collator, open_data, serve_blocks
 from xtoken_services.common.text.run_order import record_of
-from xtoken_services.rollout.prompts import prompt_of
 from xtoken_services.rollout.served import MODEL, ServedSampler
 
 log = logging.getLogger("xtoken.rollout")
-
 QUIET_S = 10.0
 """Seconds without the weights before the log says why; in a run a version is written within less."""
 POLL_S = 0.2
@@ -238,7 +241,7 @@ def make_sampler(run: ResolvedRun, tokenizer: TextTokenizer, device: torch.devic
     spec = run.spec
     assert spec.rollout is not None
     if spec.rollout.url:
-        engine = open_engine(spec.rollout, "rollout", run.student.vocab_size, tokenizer)
+        engine = open_engine(spec.rollout, "rollout", run.student.vocab_size)
         file = spec.student.model / "generation_config.json"
         defaults = read_json_object(file).get("eos_token_id") if file.is_file() else None
         vocabulary = vocabulary_of(tokenizer, defaults, width=run.student.vocab_size)
@@ -251,3 +254,34 @@ def make_sampler(run: ResolvedRun, tokenizer: TextTokenizer, device: torch.devic
     return Sampler(
         model, vocabulary.to(device), spec.rollout, fixed_memory=spec.rollout.cuda_graphs and device.type == "cuda"
     )
+
+
+def prompt_of(value: Mapping[str, Any], characters: int | None) -> dict[str, Any] | None:
+    """Return the prompt of a record as `text` or `messages`; None if there is nothing to complete.
+
+    Args:
+        value: A record's value: `text`, `prompt` and `completion`, or `messages`.
+        characters: Maximum of characters of a plain text; None: all of it.
+    """
+    if "text" in value:
+        return {"text": cut_at_word(str(value["text"]), characters)}
+    if "completion" in value:
+        return {"text": value["prompt"]}
+    messages = list(value["messages"])
+    while messages and messages[-1]["role"] == "assistant":
+        messages.pop()
+    return {"messages": messages} if messages else None
+
+
+def cut_at_word(text: str, characters: int | None) -> str:
+    """Return the beginning of a text up to the end of its last whole word.
+
+    >>> cut_at_word("one two three", 9), cut_at_word("one two three", 7), cut_at_word("one", 2)
+    ('one two', 'one two', 'on')
+    """
+    if characters is None or len(text) <= characters:
+        return text
+    head = text[:characters]
+    if not text[characters].isspace():
+        head = re.sub(r"\s+\S*$", "", head) or head
+    return head.rstrip() or head

@@ -21,7 +21,14 @@ from xtoken_core.regular_files import access_of_others
 from xtoken_core.transports import remove_stale_files
 from xtoken_services.common.files.input_files import check_input_files
 from xtoken_services.common.files.private_files import OTHERS_WRITE
-from xtoken_services.common.run.resume import RESOLVED, check_output
+from xtoken_services.common.run.resume import (
+    CHECKPOINTS,
+    RESOLVED,
+    check_identity,
+    newest_checkpoint,
+    read_run_document,
+    unreadable,
+)
 from xtoken_services.common.run.status import RunState, RunStatus
 from xtoken_services.supervisor.events import SupervisorEvents
 from xtoken_services.supervisor.launchers.base import Launcher
@@ -418,3 +425,24 @@ def process_specs(
     """Return the processes of a run, with these variables in the environment of each."""
     specs = build_process_specs(resolved, run.spec.output / RESOLVED, queues.addresses, loss)
     return tuple(dataclasses.replace(spec, env={**spec.env, **(environment or {})}) for spec in specs)
+
+
+def check_output(run: ResolvedRun) -> int:
+    """Refuse an output directory whose newest checkpoint is another run's.
+
+    Returns:
+        The step at which the run resumes: the newest checkpoint's, 0 without one.
+
+    Raises:
+        ConfigError: It is another run's.
+        InputError: The checkpoint cannot be read.
+    """
+    path = newest_checkpoint(run.spec.output / CHECKPOINTS)
+    if path is None:
+        return 0
+    identity, cursor = read_run_document(path)
+    check_identity(path, identity, run)
+    step = cursor.get("step")
+    if not isinstance(step, int) or step < 0:
+        raise unreadable(path, ValueError("its cursor has no step"))
+    return step

@@ -14,14 +14,23 @@ from xtoken_core.teacher_store.files import open_files
 from xtoken_core.teacher_store.identity import identity_of
 from xtoken_core.teacher_store.shards import remove_damaged_indices, remove_unfinished
 from xtoken_core.teacher_store.store import TeacherStore
-from xtoken_services.common.run.resume import RESOLVED, check_output
+from xtoken_services.common.run.resume import RESOLVED
 from xtoken_services.common.run.status import RunState
 from xtoken_services.common.stores.store_build import build_spec, divided_as
 from xtoken_services.common.stores.store_records import check_stores, missing_steps, records_of
 from xtoken_services.supervisor.interrupts import POLL_S
 from xtoken_services.supervisor.launchers.forks import ForkServer
 from xtoken_services.supervisor.process_spec import writer_specs
-from xtoken_services.supervisor.run import Ended, Prepared, Run, already_finished, new_run, prepare_here, resolve_here
+from xtoken_services.supervisor.run import (
+    Ended,
+    Prepared,
+    Run,
+    already_finished,
+    check_output,
+    new_run,
+    prepare_here,
+    resolve_here,
+)
 from xtoken_services.supervisor.run_record import RunResult, has_ended_early, is_finished
 from xtoken_services.supervisor.writer_progress import WriterProgress
 

@@ -84,7 +84,7 @@ def _served(run: ResolvedRun, teacher: int, rank: int) -> ServedTeacher:
     check_room(run, device)
     tokenizer = load_tokenizer(settings.tokenizer_dir, spec.teacher_name(teacher))
     text = TextTokenizer(tokenizer, spec.teacher_name(teacher))
-    engine = open_engine(settings, f"teacher.{teacher}", run.teachers[teacher].vocab_size, text)
+    engine = open_engine(settings, f"teacher.{teacher}", run.teachers[teacher].vocab_size)
     model = ServedTeacher(engine, device, topk_settings(run, teacher), run.teachers[teacher].head_width)
     model.pad_id = pad_id(tokenizer)
     try:

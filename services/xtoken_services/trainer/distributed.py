@@ -1,14 +1,23 @@
-"""Collectives among the ranks of a trainer. A single rank needs no process group."""
+"""Collectives among the ranks of a trainer. A single rank needs no process group.
+
+Monitor of the other ranks for trainers that torchrun has started.
+
+Reductions of a step over node groups: each plans its own positions; counts and outcomes are combined.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import TypeVar
+from enum import IntEnum
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,8 +25,10 @@ from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from xtoken_core.config.resolved import ResolvedRun
+from xtoken_core.data_plane.run_client import RunClient
 from xtoken_core.errors import ConfigError, StaleSessionError
-from xtoken_services.trainer.peer_monitor import PeerMonitor
+from xtoken_services.common.batches.step_plan import StepPlan
 
 RENDEZVOUS = timedelta(minutes=10)
 """Limit for the rendezvous: until all ranks have started."""
@@ -28,6 +39,11 @@ BUCKET_BYTES = 256 << 20
 TEXT_BYTES = 512
 """Of each text that `exchange_in_background` sends; the rest is cut off."""
 T = TypeVar("T")
+log = logging.getLogger("xtoken.trainer")
+EVERY_S = 1.0
+GRACE_S = 5.0
+CLOSE_S = 5.0
+Reasons = dict[int, str]
 
 
 class RankGroup:
@@ -225,3 +241,126 @@ def buckets(tensors: Iterable[Tensor], limit: int) -> Iterator[list[Tensor]]:
         size += tensor.nbytes
     if bucket:
         yield bucket
+
+
+class RankState(IntEnum):
+    """State that a rank reports; the highest of all ranks counts."""
+
+    ALIVE = 0
+    CLOSING = 1
+    FAILED = 2
+
+
+class PeerMonitor:
+    """Thread that ends this process if another rank fails or exits during the training.
+
+    A collective of NCCL may wait on the GPU for a process that is gone, and its time limit is a day. A supervisor
+    restarts all ranks itself; torchrun only waits for each of its own processes to exit.
+
+    Args:
+        group: A gloo process group of its own, so that the thread's collectives never mix with others.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._state = RankState.ALIVE
+        self._wake = threading.Event()
+        self._thread = threading.Thread(target=self._exchange, name="peers", daemon=True)
+        self._thread.start()
+
+    def close(self, *, failed: bool) -> None:
+        """Report that this rank leaves the group.
+
+        Args:
+            failed: It leaves because of an error. The process then ends after `GRACE_S`, also if it hangs.
+        """
+        self._state = RankState.FAILED if failed else RankState.CLOSING
+        self._wake.set()
+        self._thread.join(0 if failed else CLOSE_S)
+
+    def _exchange(self) -> None:
+        """Exchange the states once a second: the body of the thread."""
+        while True:
+            self._wake.wait(EVERY_S)
+            highest = torch.tensor([self._state])
+            try:
+                dist.all_reduce(highest, dist.ReduceOp.MAX, group=self._group)
+            except RuntimeError:  # a connection was closed
+                highest.fill_(RankState.FAILED)
+            if highest == RankState.ALIVE:
+                continue
+            if highest == RankState.CLOSING or self._state == RankState.CLOSING:
+                return
+            break
+        if self._state == RankState.ALIVE:
+            log.error("another rank has failed or was killed: this process exits, to be restarted with it")
+        time.sleep(GRACE_S)  # the error that the main thread gets, if it gets one, is logged first
+        os._exit(1)
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """Outcome of a step's positions, over all node groups.
+
+    Attributes:
+        ids: Trained positions.
+        skipped: Positions without a row, with their reason.
+        dead: Dead letters, with their reason.
+    """
+
+    ids: tuple[int, ...]
+    skipped: Reasons
+    dead: Reasons
+
+
+def reduce_plan(step: StepPlan, group: RankGroup) -> StepPlan:
+    """Return a node group's step with the denominators and the micro-batch count of all groups; all ranks call.
+
+    Its positions stay the group's own; `step_outcome` gathers those of the others after the step.
+    """
+    if group.nodes == 1:
+        return step
+    # One exchange for all: a collective's latency is the cost, not its size.
+    counts = [step.plan.micro_batches, step.ce_tokens, step.tokens, step.truncated, *step.kd_chunks]
+    columns = list(zip(*group.gather_nodes(counts), strict=True))
+    ce_tokens, tokens, truncated, *kd_chunks = (sum(column) for column in columns[1:])
+    return replace(
+        step,
+        # Every rank has as many backward passes, or one would wait in a collective for ever.
+        plan=step.plan.filled_up(max(columns[0]), sides=1 + len(kd_chunks)),
+        ce_tokens=ce_tokens,
+        tokens=tokens,
+        truncated=truncated,
+        kd_chunks=tuple(kd_chunks),
+    )
+
+
+def step_outcome(step: StepPlan, group: RankGroup, queue: RunClient) -> StepOutcome:
+    """Return the outcome of all positions of a step; all ranks call."""
+    skipped = reasons_of(queue, "skipped", step.skipped)
+    dead = reasons_of(queue, "dead", step.dead)
+    if group.nodes == 1:
+        return StepOutcome(step.ids, skipped, dead)
+    mine: list[Any] = [list(step.ids), list(skipped.items()), list(dead.items())]
+    # Ranks of a node group have the same plan: the first one of each group speaks for it.
+    firsts = group.all_gather(mine)[:: group.size // group.nodes]
+    return StepOutcome(
+        tuple(i for ids, _, _ in firsts for i in ids),
+        {int(i): str(why) for _, reasons, _ in firsts for i, why in reasons},
+        {int(i): str(why) for _, _, reasons in firsts for i, why in reasons},
+    )
+
+
+def reasons_of(queue: RunClient, state: str, ids: Iterable[int]) -> Reasons:
+    """Return from the queue why positions are skipped or dead."""
+    wanted = sorted(ids)
+    if not wanted:
+        return {}
+    span = wanted[-1] - wanted[0] + 1
+    listed = queue.client.list_samples(queue.partition, state, after=wanted[0] - 1, limit=span)
+    return {i: listed.reasons.get(i, "") for i in wanted}
+
+
+def own_positions(reasons: Reasons, run: ResolvedRun) -> Reasons:
+    """Return the entries of positions that belong to this node group."""
+    return {i: why for i, why in reasons.items() if run.owns(i)}

@@ -23,8 +23,7 @@ from xtoken_services.common.run.metric_lines import TEACHER_BITS
 from xtoken_services.common.run.teacher_result import read_result
 from xtoken_services.common.text.training_text import open_held_out, open_index, scored_documents
 from xtoken_services.trainer.eval_loss import EvalLoss
-from xtoken_services.trainer.eval_samples import EvalSamples
-from xtoken_services.trainer.eval_tasks import EvalTasks
+from xtoken_services.trainer.eval_tasks import EvalSamples, EvalTasks
 from xtoken_services.trainer.loggers import eval_line
 from xtoken_services.trainer.student import Student
 

@@ -20,12 +20,11 @@ from xtoken_services.common.run.metric_lines import unreachable_warnings
 from xtoken_services.common.run.resume import CHECKPOINTS, RESOLVED
 from xtoken_services.trainer.best import BestFollower
 from xtoken_services.trainer.checkpoint import Checkpoints, Cursor
-from xtoken_services.trainer.distributed import RankGroup
+from xtoken_services.trainer.distributed import RankGroup, StepOutcome, own_positions, reduce_plan, step_outcome
 from xtoken_services.trainer.evaluate import Evaluator
 from xtoken_services.trainer.kd_weight import KdWeight
 from xtoken_services.trainer.loggers import MetricLogger, make_loggers
 from xtoken_services.trainer.metrics import flops_per_token, kl_fraction, peak_flops, peak_memory, to_floats
-from xtoken_services.trainer.node_reduce import StepOutcome, own_positions, reduce_plan, step_outcome
 from xtoken_services.trainer.optimizer import StudentOptimizer
 from xtoken_services.trainer.publish import WeightsPublisher
 from xtoken_services.trainer.step import StepRunner

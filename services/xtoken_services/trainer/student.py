@@ -1,4 +1,9 @@
-"""The student: a causal language model with adapters, master weights, compilation and sharding as configured."""
+"""The student: a causal language model with adapters, master weights, compilation and sharding as configured.
+
+LoRA adapters, implemented by peft.
+
+float32 master weights behind a model that computes in bfloat16 or float16.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +20,13 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from xtoken_core.config.spec import RunSpec
-from xtoken_core.config.train import TrainSpec
+from xtoken_core.config.train import LoraSpec, TrainSpec
 from xtoken_core.errors import ConfigError
 from xtoken_core.losses.lazy_logits import HeadProjection, WholeLogits
 from xtoken_core.packing import PackedRow
 from xtoken_services.common.models.loading import load_model
 from xtoken_services.common.models.logits_check import logits_are_heads
 from xtoken_services.common.models.packed_attention import packed_inputs
-from xtoken_services.trainer.lora import add_adapters
-from xtoken_services.trainer.master_weights import MasterWeights
 
 
 class Student(nn.Module):
@@ -200,3 +203,88 @@ def check_head(model: PreTrainedModel) -> None:
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """Return the model's layers, which are compiled, checkpointed and sharded one by one."""
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+def add_adapters(model: PreTrainedModel, spec: LoraSpec) -> Any:
+    """Freeze a model and add LoRA adapters to its linear layers, in place.
+
+    Args:
+        model: The student.
+        spec: Rank, scale and target layers.
+
+    Returns:
+        peft's view of the model, which can merge or save the adapters.
+
+    Raises:
+        ConfigError: peft is not installed, or the model has no such layers.
+    """
+    try:
+        from peft import LoraConfig, get_peft_model  # type: ignore[import-not-found,unused-ignore]  # an extra
+    except ImportError as error:
+        raise ConfigError("train.lora needs peft: install it by pip install 'xtoken[lora]'") from error
+    config = LoraConfig(
+        r=spec.rank,
+        lora_alpha=spec.alpha,  # type: ignore[arg-type,unused-ignore]  # it only divides it
+        lora_dropout=spec.dropout,
+        target_modules=list(spec.targets) or "all-linear",
+        task_type="CAUSAL_LM",
+    )
+    try:
+        return get_peft_model(model, config, autocast_adapter_dtype=False)
+    except ValueError as error:
+        layers = {name.rpartition(".")[2]: None for name, part in model.named_modules() if isinstance(part, nn.Linear)}
+        raise ConfigError(
+            f"train.lora.targets = {list(spec.targets)}: {str(error).splitlines()[0]} The student's linear layers are "
+            f"{', '.join(layers)}"
+        ) from error
+
+
+class MasterWeights:
+    """Each trained weight in float32, with its gradient accumulated in float32.
+
+    The model keeps rounded copies. As soon as the backward pass has a weight's gradient it is added to the master's and
+    freed, so that a step's micro-batches are accumulated without rounding and no second set of gradients is held.
+
+    Attributes:
+        weights: By the model's parameter names; frozen ones have none.
+    """
+
+    def __init__(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
+        """Copy a model's weights as master weights and round the model's own, in place.
+
+        Args:
+            model: In float32, on its device.
+            dtype: Dtype it computes in; modules that it must keep in float32 stay.
+        """
+        self.weights: dict[str, nn.Parameter] = {}
+        self._copies: list[Tensor] = []
+        self._sources: list[Tensor] = []
+        kept = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
+        for name, parameter in model.named_parameters():
+            rounds = not kept & set(name.split("."))
+            if parameter.requires_grad:
+                self.weights[name] = self._take(parameter, dtype) if rounds else parameter
+            elif rounds:
+                parameter.data = parameter.data.to(dtype)
+
+    def copy_to_model(self) -> None:
+        """Round the masters into the model, after an optimiser step or a restored checkpoint."""
+        if self._copies:
+            torch._foreach_copy_(self._copies, self._sources)
+
+    def _take(self, parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
+        master = nn.Parameter(parameter.data)
+        parameter.data = parameter.data.to(dtype)
+        self._copies.append(parameter.data)
+        self._sources.append(master.data)
+
+        def accumulate(copy: Tensor) -> None:
+            assert copy.grad is not None
+            if master.grad is None:
+                master.grad = copy.grad.float()
+            else:
+                master.grad.add_(copy.grad)
+            copy.grad = None
+
+        parameter.register_post_accumulate_grad_hook(accumulate)  # type: ignore[no-untyped-call]
+        return master

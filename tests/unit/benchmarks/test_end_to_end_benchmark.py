@@ -13,9 +13,8 @@ import pytest
 from benchmarks import pages
 from benchmarks.bounds import Bound
 from benchmarks.end_to_end import labels
-from benchmarks.end_to_end.__main__ import parsed
-from benchmarks.end_to_end.bounds import bounds_of
-from benchmarks.end_to_end.report import SAME, compare, opened, write
+from benchmarks.end_to_end.__main__ import SAME, compare, opened, parsed, write
+from benchmarks.end_to_end.labels import bounds_of
 from benchmarks.end_to_end.variants import VARIANTS, run_spec
 
 MACHINE = {"gpus": ["a GPU"], "digest": "0123", "torch": "2.11.0"}

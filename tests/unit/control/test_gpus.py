@@ -5,7 +5,7 @@ from __future__ import annotations
 import pynvml
 import pytest
 
-from xtoken_services.control.web.gpus import Gpus
+from xtoken_services.control.web.gauges import Gpus
 
 
 def test_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:

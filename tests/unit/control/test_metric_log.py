@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from xtoken_services.control import metric_log
-from xtoken_services.control.metric_log import MetricLog
+from xtoken_services.control import views
+from xtoken_services.control.views import MetricLog
 from xtoken_services.supervisor import run_files
 
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metric_log, "POLL_S", 0.0)
+    monkeypatch.setattr(views, "POLL_S", 0.0)
 
 
 def write(file: Path, rows: list[dict[str, Any]], *, mode: str = "w") -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from xtoken_services.common.run.status import RunState
-from xtoken_services.control import db_file
+from xtoken_services.control import store as store_module
 from xtoken_services.control.store import (
     FILE,
     VERSION,
@@ -132,8 +132,8 @@ def damage(file: Path, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["garbage", "emptied", "cut", "replaced", "removed"])
 def test_damage_while_the_database_is_served(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(db_file, "CHECK_S", 0.0)
-    monkeypatch.setattr(db_file, "CHECK_FRACTION", 0.0)
+    monkeypatch.setattr(store_module, "CHECK_S", 0.0)
+    monkeypatch.setattr(store_module, "CHECK_FRACTION", 0.0)
     store = Store(tmp_path)
     for number in range(40):
         store.add(row(f"run-{number}", spec={"text": "x" * 5000}))

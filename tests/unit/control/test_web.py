@@ -1,4 +1,7 @@
-"""Web pages without a browser: login, headers, page contents."""
+"""Web pages without a browser: login, headers, page contents.
+
+The page of completions: tokens of both sides, colours of the divergence, files of another shape.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from tests.unit.control.stored_runs import HERE, put, spec
-from xtoken_core.config.spec import RunSpec
-from xtoken_core.config.text_only import CROSS_ENTROPY_ONLY
+from xtoken_core.config.spec import CROSS_ENTROPY_ONLY, RunSpec
 from xtoken_core.losses.chunk_classes import CLASSES, GENERATED
 from xtoken_services.common.run.status import RunState
 from xtoken_services.control.app import create_app
@@ -26,6 +28,10 @@ from xtoken_services.control.web.charts import charts_of
 from xtoken_services.control.web.compare_page import differing_settings
 
 TOKEN = "a-token-that-is-long-enough"
+SIDE = {
+    "student": [["1+1", -1], ["=<", 4], ["2", 5]], "teacher": [["1", -1], ["+1", -1], ["=<", 4], ["2", 5]],
+    "divergence": {"4": 0.005, "5": 2.5},
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -36,6 +42,8 @@ def guarded(runs: Runs) -> TestClient:
 
 
 RUN_PAGES = ["", "/log", "/log?worker=trainer-0", "/configuration", "/files", "/live"]
+
+
 PAGES = [
     "/",
     "/compare?run=odd-1",
@@ -155,8 +163,14 @@ ONE_TEACHER = {
     "num_valid_samples": 8.0, "weight_t0": 1.0, "kl_loss_t0": 2.25, "chunk_mass_t0": 0.98, "proj_accuracy_t0": 0.5,
     "grad_norm": 1.0, "nonfinite": True,
 }  # fmt: skip
+
+
 TWO_TEACHERS = ONE_TEACHER | {"kl_loss_t1": 3.0, "chunk_mass_t1": 0.875, "proj_accuracy_t1": 0.5, "weight_t1": 1.0}
+
+
 BITS = {"step": 4, "bits_per_byte": 1.5, "loss": 3.0, "nll_nats": 90.0, "tokens": 30, "next_token_accuracy": 0.3125}
+
+
 MEASURED = BITS | {f"held_out_{name}": value for name, value in ONE_TEACHER.items() if "loss" in name}
 
 
@@ -228,6 +242,8 @@ def drawn(source: str, row: dict[str, float], spec: dict[str, Any]) -> dict[str,
 
 
 ONE = {"teacher": [{}], "loss": {"mode": "chain", "kl_loss_weight": 1.0, "ce_loss_scale": 0.1}}
+
+
 TWO = {"teacher": [{}, {"weight": 2.0}], "loss": {"mode": "gold", "teacher_modes": [None, "alm"], "ce_loss_scale": 0.1}}
 
 
@@ -379,3 +395,31 @@ def test_pages_show_the_evaluation_of_the_student_that_is_kept(client: TestClien
     compared = client.get("/compare?run=kept-1&run=last-1").text
     assert "with 2.0000 bits per byte after 1 steps; beside last-1: better by 0.7500" in compared
     assert client.get("/v1/runs/kept-1").json()["best_evaluation"] == {"step": 1, "bits_per_byte": 2.0}
+
+
+def test_tokens_have_the_colour_of_their_chunks_divergence(runs: Runs, client: TestClient) -> None:
+    output = put(runs)
+    (output / "rollouts.json").write_text(json.dumps({"samples": [{"step": 7, "version": 6, "teachers": [SIDE]}]}))
+    text = client.get("/runs/old-1/rollouts").text
+    assert "Step 7" in text
+    assert "by the weights of step 6" in text
+    assert '<span class="token h0" title="0.005 nats">=&lt;</span>' in text
+    assert '<span class="token h5" title="2.500 nats">2</span>' in text
+    assert '<span class="token none">1+1</span>' in text
+    part = client.get("/runs/old-1/rollouts", headers={"HX-Request": "true"}).text
+    assert part.lstrip().startswith('<div id="rollouts"')
+
+
+@pytest.mark.parametrize(
+    "content", [{}, {"samples": 1}, {"samples": [{"step": 1, "version": 0, "teachers": [{**SIDE, "student": [1]}]}]}]
+)
+def test_a_file_of_another_shape_shows_none(runs: Runs, client: TestClient, content: dict[str, Any]) -> None:
+    (put(runs) / "rollouts.json").write_text(json.dumps(content))
+    found = client.get("/runs/old-1/rollouts")
+    assert found.status_code == 200
+    assert "No completion yet." in found.text
+
+
+def test_only_runs_with_rollouts_have_the_tab(runs: Runs, client: TestClient) -> None:
+    put(runs)
+    assert 'href="/runs/old-1/rollouts"' not in client.get("/runs/old-1").text

@@ -11,20 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xtoken_core.wire import (
-    Column,
-    ColumnHead,
-    QueueError,
-    decode_request,
-    gather_rows,
-    messages,
-    object_column,
-    objects,
-    select_rows,
-)
+from xtoken_core.wire import Column, ColumnHead, QueueError, gather_rows, messages, object_column, objects, select_rows
 from xtoken_core.wire.bounds import MAX_OBJECT_DEPTH, MAX_OBJECT_VALUES
 from xtoken_core.wire.columns import bytes_view, offsets_from_lengths
-from xtoken_core.wire.messages.codec import envelope
+from xtoken_core.wire.messages import decode_request, envelope
 from xtoken_core.wire.objects import check_objects
 
 ROWS = [[0, 1], [], [2], [3, 4, 5], [6]]

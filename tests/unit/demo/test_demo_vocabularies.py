@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from xtoken_services.demo.corpus import cut_at_lines
+from xtoken_services.demo.run import cut_at_lines
 from xtoken_services.demo.vocabularies import frequent_numbers, train_student_tokenizer, train_teacher_tokenizer
 
 MODULES = ("argparse", "ast", "calendar", "datetime", "decimal", "ipaddress", "statistics", "tokenize")

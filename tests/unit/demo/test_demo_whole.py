@@ -7,8 +7,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from xtoken_services.demo.report import read_run
-from xtoken_services.demo.run import run_demo
-from xtoken_services.demo.specs import Training
+from xtoken_services.demo.run import Training, run_demo
 
 
 @pytest.mark.slow

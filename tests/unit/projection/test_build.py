@@ -11,10 +11,9 @@ from tests.support import vocabularies as v
 from tests.support.alignments import aligner_of
 from xtoken_core.errors import ConfigError
 from xtoken_core.projection import build
-from xtoken_core.projection.build import BuildOptions, Entries, build_projection, cut_rows
+from xtoken_core.projection.build import BuildOptions, Entries, build_projection, cut_rows, similarity, special_entries
 from xtoken_core.projection.exact_map import exact_token_map
 from xtoken_core.projection.retokenize import Retokenizer
-from xtoken_core.projection.specials import similarity, special_entries
 
 PAIRS = {
     "byte-level to sentencepiece": (v.byte_level, lambda: v.sentencepiece_bpe("legacy")),

@@ -3,7 +3,7 @@
 import pytest
 
 from xtoken_core.queue.intervals import IntervalSet
-from xtoken_core.queue.run.blocks import Blocks
+from xtoken_core.queue.run.state import Blocks
 from xtoken_core.wire import QueueError
 
 

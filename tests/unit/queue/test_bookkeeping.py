@@ -25,15 +25,12 @@ from xtoken_core.queue.budget import (
     cost_of_reasons,
     cost_of_reply,
 )
-from xtoken_core.queue.engine import Engine
-from xtoken_core.queue.reply_cache import ReplyCache
+from xtoken_core.queue.engine import Engine, ReplyCache
 from xtoken_core.queue.response import Response
 from xtoken_core.queue.sample import Task
 from xtoken_core.queue.sessions import Sessions
 from xtoken_core.queue.store import COMPACT_BYTES, Store
-from xtoken_core.queue.tasks.partition import SPARE_ENTRIES, TaskPartition
-from xtoken_core.queue.tasks.ready_queue import ReadyQueue
-from xtoken_core.queue.tasks.samples import OrderedSamples
+from xtoken_core.queue.tasks.partition import SPARE_ENTRIES, OrderedSamples, ReadyQueue, TaskPartition
 from xtoken_core.wire import Column, QueueError, pack_columns
 from xtoken_core.wire import messages as m
 
@@ -226,12 +223,29 @@ def test_replies_are_charged_and_replaced() -> None:
     for number, response in enumerate((short, long, short, short)):
         cache.put("s", f"lane.{number}", response)
         assert budget.bytes["replies"] == cost_of_reply(response.reply)
-    assert cache.get("s", "lane.2") is None
+    assert cache.get("s", "lane.4") is None
     assert cache.get("s", "lane.3").reply == short.reply
     cache.drop("t")
     assert budget.bytes["replies"] == cost_of_reply(short.reply)
     cache.drop("s")
     assert budget.bytes["replies"] == 0
+
+
+def test_a_late_copy_of_a_request_changes_nothing() -> None:
+    engine, worker = opened(m.TaskDef(name="a", requires=["x"]))
+    at = {"session": worker.session, "partition": "p"}
+    worker.ask(m.Put, {"x": column(2)}, ids=[1, 2])
+    worker.ask(m.Claim, task="a", count=2)
+    worker.number = 9
+    waits = m.Claim(id="lane.9", **at, task="a", count=1, wait_s=5.0)
+    assert engine.handle(waits, []) is None
+    assert worker.ask(m.Ack, task="a", ids=[1]) == m.Ok()
+    worker.ask(m.Put, {"x": column(1)}, ids=[3])
+    for waited in (False, True):
+        with pytest.raises(QueueError, match=r"lane\.9 comes after lane\.11 was answered") as refused:
+            engine.handle(waits, [], waited=waited)
+        assert refused.value.code == "bad_request"
+    assert worker.ask(m.Claim, task="a", count=2).ids == [3]
 
 
 def test_the_heaviest_session_loses_its_oldest_replies() -> None:

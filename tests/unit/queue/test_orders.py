@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from xtoken_core.queue.sample import Task
-from xtoken_core.queue.tasks.samples import SPARE_ENTRIES, OrderedSamples
+from xtoken_core.queue.tasks.partition import SPARE_ENTRIES, OrderedSamples
 from xtoken_core.wire import QueueError
 
 

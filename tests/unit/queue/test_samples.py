@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xtoken_core.queue.sample import Status, Task
-from xtoken_core.queue.tasks.samples import OrderedSamples
+from xtoken_core.queue.tasks.partition import OrderedSamples
 
 
 def one_task(order: Any, *requires: str, attempts: int = 3) -> OrderedSamples:

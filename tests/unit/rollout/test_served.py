@@ -84,7 +84,7 @@ def engine_of(stack: ExitStack, student: Path, kind: str, *handlers: Any) -> Any
     urls = tuple(stack.enter_context(serving(handler)) for handler in handlers)
     served = RolloutSpec(url=urls, url_engine=kind, url_timeout_s=20.0)
     text = TextTokenizer(AutoTokenizer.from_pretrained(student), "student")
-    engine = open_engine(served, "rollout", len(text.tokenizer), text)
+    engine = open_engine(served, "rollout", len(text.tokenizer))
     stack.callback(engine.pool.close)
     return engine
 
@@ -359,8 +359,6 @@ def test_a_server_without_versions_is_refused(stack: ExitStack, student: Path) -
         engine.load_weights(student, "1-0", engine.pool.replicas[0])
 
 
-def test_a_program_without_new_weights_is_refused() -> None:
-    with pytest.raises(ValueError, match="takes no new weights"):
-        RolloutSpec(url="http://a:1", url_engine="llama_cpp")
+def test_servers_with_several_workers_are_refused() -> None:
     with pytest.raises(ValueError, match="one worker updates the servers"):
         RolloutSpec(url="http://a:1", workers=2)

@@ -35,7 +35,9 @@ def record(run: ScriptedRun) -> dict:
     return json.loads((run.output / "run.json").read_text())
 
 
-def test_run_completes(scripted: ScriptedRun) -> None:
+def test_run_completes_and_its_incarnations_continue_after_existing_logs(scripted: ScriptedRun) -> None:
+    (scripted.output / "logs").mkdir()
+    (scripted.output / "logs" / "collator-0.7.log").write_text("older\n")
     scripted.start(steps=6)
     ending = scripted.wait()
     assert (ending.state, ending.error, ending.exit_code) == (RunState.COMPLETED, "", 0)
@@ -43,8 +45,9 @@ def test_run_completes(scripted: ScriptedRun) -> None:
     written = record(scripted)
     assert written["state"] == "completed"
     assert {name: (w["pid"], w["attempt"]) for name, w in written["workers"].items()} == dict.fromkeys(
-        ("queue", "collator-0", "teacher-0-0", "trainer-0"), (None, 1)
+        ("queue", "collator-0", "teacher-0-0", "trainer-0"), (None, 8)
     )
+    assert (scripted.output / "logs" / "collator-0.7.log").read_text() == "older\n"
     status = scripted.supervisor.status()
     assert (status.step, status.steps, status.skipped) == (6, 6, 24)
 
@@ -186,12 +189,14 @@ def test_early_exit_is_restarted(scripted: ScriptedRun) -> None:
     assert attempts(scripted, "collator-0") == 2
 
 
-def test_graceful_shutdown(scripted: ScriptedRun) -> None:
-    supervisor = scripted.start(steps=1000)
+def test_graceful_shutdown_and_sigterm_before_the_handler_are_clean(scripted: ScriptedRun) -> None:
+    supervisor = scripted.start(steps=1000)  # a scripted worker never listens: the signal ends it
     scripted.until_step(2)
     supervisor.stop()
     ending = scripted.wait()
-    assert (ending.state, ending.exit_code) == (RunState.STOPPED, 130)
+    assert (ending.state, ending.error, ending.exit_code) == (RunState.STOPPED, "", 130)
+    left = {name: worker["exit_code"] for name, worker in record(scripted)["workers"].items() if name != "queue"}
+    assert set(left.values()) == {-signal.SIGTERM}
     assert all(worker.pid is None for worker in supervisor.status().workers)
     assert record(scripted)["state"] == "stopped"
 
@@ -301,24 +306,6 @@ def test_worker_waiting_for_a_restart_has_not_failed_during_shutdown(scripted: S
     scripted.until(lambda s: any(w.state == "waiting" and w.exit_code == 7 for w in s.workers))
     supervisor.stop()
     assert scripted.wait().error == "", "its failure was told when it failed"
-
-
-def test_sigterm_before_the_handler_is_a_clean_exit(scripted: ScriptedRun) -> None:
-    supervisor = scripted.start(steps=1000)  # a scripted worker never listens: the signal ends it
-    scripted.until_step(1)
-    supervisor.stop()
-    assert scripted.wait().error == ""
-    left = {name: worker["exit_code"] for name, worker in record(scripted)["workers"].items() if name != "queue"}
-    assert set(left.values()) == {-signal.SIGTERM}
-
-
-def test_incarnations_continue_after_existing_logs(scripted: ScriptedRun) -> None:
-    (scripted.output / "logs").mkdir()
-    (scripted.output / "logs" / "collator-0.7.log").write_text("older\n")
-    scripted.start(steps=3)
-    assert scripted.wait().state == RunState.COMPLETED
-    assert (scripted.output / "logs" / "collator-0.7.log").read_text() == "older\n"
-    assert {worker["attempt"] for worker in record(scripted)["workers"].values()} == {8}
 
 
 def test_address_in_use_ends_the_run(scripted: ScriptedRun) -> None:

@@ -9,8 +9,7 @@ from safetensors.torch import save_file
 
 from xtoken_core.config.resolved import parse_resolved_run
 from xtoken_services.common.models.loading import load_model
-from xtoken_services.teacher.fp8 import Fp8Linear
-from xtoken_services.teacher.model import TeacherModel
+from xtoken_services.teacher.prepare import Fp8Linear, TeacherModel
 from xtoken_services.teacher.quantized import swap_linears
 
 directory = Path(sys.argv[1])

@@ -17,8 +17,7 @@ from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import ConfigError
 from xtoken_services.common.models.loading import load_model, pick_device
 from xtoken_services.supervisor.launch_check import check_launch
-from xtoken_services.teacher.model import TeacherModel
-from xtoken_services.teacher.prepare import prepared_model
+from xtoken_services.teacher.prepare import TeacherModel, prepared_model
 from xtoken_services.teacher.quantized import swap_linears
 from xtoken_services.teacher.shards import send_tokens, started_shards
 

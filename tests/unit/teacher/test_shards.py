@@ -20,9 +20,7 @@ from xtoken_core.packing import PackedRow
 from xtoken_services.common.models.loading import load_model
 from xtoken_services.common.models.tensor_parallel import DIVIDED, FAMILIES, QUANTIZED, check_divided, why_not_divided
 from xtoken_services.supervisor.launch_check import check_launch
-from xtoken_services.teacher.fp8 import Fp8Linear
-from xtoken_services.teacher.model import TeacherModel
-from xtoken_services.teacher.prepare import devices_of, prepared_model
+from xtoken_services.teacher.prepare import Fp8Linear, TeacherModel, devices_of, prepared_model
 from xtoken_services.teacher.quantized import swap_linears
 from xtoken_services.teacher.shards import send_tokens, started_shards
 

@@ -17,9 +17,8 @@ from xtoken_core.transports import RingShape
 from xtoken_core.transports.ring import TopKSettings
 from xtoken_services.common.models.packed_attention import NAME
 from xtoken_services.common.run.memory_estimate import check_teacher, weight_bytes
-from xtoken_services.teacher import model as teacher_model
-from xtoken_services.teacher.fp8 import Fp8Linear, check_fp8
-from xtoken_services.teacher.model import TeacherModel, head_is_plain
+from xtoken_services.teacher import prepare as teacher_model
+from xtoken_services.teacher.prepare import Fp8Linear, TeacherModel, check_fp8, head_is_plain
 from xtoken_services.teacher.quantized import swap_linears
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

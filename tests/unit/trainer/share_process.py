@@ -11,8 +11,7 @@ from typing import Any, cast
 
 from xtoken_core.plan import RowLengths, plan
 from xtoken_services.common.batches.step_plan import StepPlan
-from xtoken_services.trainer.distributed import RankGroup
-from xtoken_services.trainer.node_reduce import reduce_plan, step_outcome
+from xtoken_services.trainer.distributed import RankGroup, reduce_plan, step_outcome
 
 NODES = 2
 LENGTHS = {0: [(8, 8), (16, 8), (16, 8)], 1: []}

@@ -17,8 +17,7 @@ from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import InputError
 from xtoken_services.common.models.packed_attention import NAME
 from xtoken_services.common.processes.worker import StopRequested
-from xtoken_services.trainer.eval_samples import EvalSamples
-from xtoken_services.trainer.eval_tasks import EvalTasks
+from xtoken_services.trainer.eval_tasks import EvalSamples, EvalTasks
 from xtoken_services.trainer.student import Student
 
 TOKENIZER = byte_tokenizer(bos_token="<s>", eos_token="</s>", pad_token="<pad>")

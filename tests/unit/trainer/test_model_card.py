@@ -10,9 +10,8 @@ import yaml
 
 from tests.support.runs import resolved_run
 from xtoken_core.config.spec import RunSpec
-from xtoken_services.trainer.card_names import base_model, licence_of
 from xtoken_services.trainer.checkpoint import Cursor
-from xtoken_services.trainer.export import model_card, position_counts
+from xtoken_services.trainer.export import base_model, licence_of, model_card, position_counts
 
 
 def card(directory: Path, teachers: list[dict[str, Any]], **changes: Any) -> str:

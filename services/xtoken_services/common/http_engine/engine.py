@@ -85,18 +85,13 @@ class Continuation:
 
 
 class Engine(ABC):
-    """A program that serves a model, on one or several servers.
+    """A program that serves a model, on one or several servers; a request carries token ids.
 
     Args:
         pool: The servers.
         model: Name under which it is served; None: the only one of each server.
         vocab_size: Tokens of its vocabulary.
-
-    Attributes:
-        takes_ids: A request carries token ids; otherwise text, which the server tokenizes.
     """
-
-    takes_ids = True
 
     def __init__(self, pool: EnginePool, model: str | None, vocab_size: int) -> None:
         self.pool, self.vocab_size = pool, vocab_size
@@ -126,9 +121,11 @@ class Engine(ABC):
         """Name of the model in requests, once `served` has read it."""
         return self._name or ""
 
-    @abstractmethod
     def tokenize(self, text: str, replica: Replica) -> list[int]:
         """Return a server's own token ids of a text, with the special tokens that it adds."""
+        body: dict[str, Any] = {"model": self.name, "prompt": text, "add_special_tokens": True}
+        answer = self.pool.call("POST", "/tokenize", body, decode=read_tokens, entries=len(text), replica=replica)
+        return answer.tokens
 
     @abstractmethod
     def score(self, ids: Sequence[int], k: int, replica: Replica | None = None) -> PromptScores:
@@ -160,6 +157,7 @@ class Engine(ABC):
             SampleRefusedError: The server cannot take this text.
         """
 
+    @abstractmethod
     def load_weights(self, directory: Path, version: str, replica: Replica) -> None:
         """Request that a server reads its weights again; from then on it completes prompts with no others.
 
@@ -172,7 +170,6 @@ class Engine(ABC):
             EngineError: It has not answered in time.
             EngineRefusalError: It cannot.
         """
-        raise EngineRefusalError(f"{self.pool.field}.url: {replica.url} takes no new weights: use another program")
 
     def restored(self) -> bool:
         """Return whether servers were started again since they loaded weights; load them again.
@@ -180,16 +177,6 @@ class Engine(ABC):
         Completions since the last call may then be by other weights. A program whose answers name theirs returns False.
         """
         return False
-
-
-class IdsEngine(Engine):
-    """A program that takes token ids and has the endpoint `/tokenize`: vLLM and SGLang."""
-
-    def tokenize(self, text: str, replica: Replica) -> list[int]:
-        """See `Engine.tokenize`."""
-        body: dict[str, Any] = {"model": self.name, "prompt": text, "add_special_tokens": True}
-        answer = self.pool.call("POST", "/tokenize", body, decode=read_tokens, entries=len(text), replica=replica)
-        return answer.tokens
 
     def _answer(self, send: Callable[[dict[str, Any]], Answer], body: dict[str, Any], field: str) -> Answer:
         """Send a request about the text whose tokens are in a field of it.

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from xtoken_core.config.served import ServedSpec
-from xtoken_core.tokenizing import TextTokenizer
 from xtoken_services.common.files.allowed_paths import Roots
 from xtoken_services.common.http_engine.engine import Engine
-from xtoken_services.common.http_engine.llama_cpp import LlamaCppEngine
 from xtoken_services.common.http_engine.pool import EnginePool
 from xtoken_services.common.http_engine.sglang import SglangEngine
 from xtoken_services.common.http_engine.vllm import VllmEngine
 
 
-def open_engine(served: ServedSpec, field: str, vocab_size: int, text: TextTokenizer) -> Engine:
+def open_engine(served: ServedSpec, field: str, vocab_size: int) -> Engine:
     """Return the client of the servers that settings name; nothing is sent yet.
 
     Args:
         served: The settings, with an address at least.
         field: Their name in the run file, such as `teacher.0`, for errors.
         vocab_size: Tokens of the model's vocabulary.
-        text: Its tokenizer.
 
     Raises:
         InputError: The file with the key cannot be read.
@@ -28,8 +25,5 @@ def open_engine(served: ServedSpec, field: str, vocab_size: int, text: TextToken
     roots = Roots.of_environment()
     if roots is not None:
         roots.check_urls(served.url, f"{field}.url")
-    pool = EnginePool(served, field)
-    if served.url_engine == "llama_cpp":
-        return LlamaCppEngine(pool, served.url_model, vocab_size, text)
     kind = {"vllm": VllmEngine, "sglang": SglangEngine}[served.url_engine]
-    return kind(pool, served.url_model, vocab_size)
+    return kind(EnginePool(served, field), served.url_model, vocab_size)

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 import numpy as np
 
-from xtoken_services.common.http_engine.engine import Continuation, IdsEngine, Sampling
+from xtoken_services.common.http_engine.engine import Continuation, Engine, Sampling
 from xtoken_services.common.http_engine.errors import BadRequestError, EngineRefusalError
 from xtoken_services.common.http_engine.pool import EnginePool, Replica
 from xtoken_services.common.http_engine.scores import (
@@ -81,7 +81,7 @@ read_completion = msgspec.json.Decoder(_Completion).decode
 read_model = msgspec.json.Decoder(_Model).decode
 
 
-class SglangEngine(IdsEngine):
+class SglangEngine(Engine):
     """SGLang. A server that is started again has the weights of its start: every answer names its version."""
 
     def __init__(self, pool: EnginePool, model: str | None, vocab_size: int) -> None:

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from xtoken_services.common.http_engine.engine import Continuation, IdsEngine, Sampling
+from xtoken_services.common.http_engine.engine import Continuation, Engine, Sampling
 from xtoken_services.common.http_engine.errors import EngineError, EngineRefusalError
 from xtoken_services.common.http_engine.pool import EnginePool, Replica
 from xtoken_services.common.http_engine.scores import (
@@ -60,7 +60,7 @@ class _Completion(msgspec.Struct):
 read_completion = msgspec.json.Decoder(_Completion).decode
 
 
-class VllmEngine(IdsEngine):
+class VllmEngine(Engine):
     """vLLM. A server that is started again has the weights of its start, and its answers do not tell."""
 
     def __init__(self, pool: EnginePool, model: str | None, vocab_size: int) -> None:

@@ -1,4 +1,7 @@
-"""Resolution of a RunSpec to a ResolvedRun: checks every file before a process starts. No torch."""
+"""Resolution of a RunSpec to a ResolvedRun: checks every file before a process starts. No torch.
+
+Checks of a run's teachers against the student's tokenizer, before anything is built or loaded. No torch.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,9 @@ from xtoken_core.config.eval import EvalSpec
 from xtoken_core.config.loss import DENSE_ONLY, READ_BY, LossConfig, LossMode, kind_of
 from xtoken_core.config.resolved import ResolvedModel, ResolvedRun
 from xtoken_core.config.spec import PAD_MULTIPLE, ModelSpec, RunSpec, TeacherSpec, padded_length
-from xtoken_core.dataset import TextIndex
+from xtoken_core.dataset import JoinedIndex, TextIndex
 from xtoken_core.errors import ConfigError, InputError, XtokenError
-from xtoken_core.projection.fingerprint import check_projection_pair, file_fingerprint, is_sparse, tokenizer_fingerprint
+from xtoken_core.projection.fingerprint import file_fingerprint, is_sparse, tokenizer_fingerprint
 from xtoken_core.projection.pair_cache import NAMES
 from xtoken_core.tasks import read_prompts
 from xtoken_services.common.batches.step_plan import ring_shape
@@ -24,11 +27,10 @@ from xtoken_services.common.models.packable import why_not_packed
 from xtoken_services.common.models.tensor_parallel import check_divided
 from xtoken_services.common.models.weight_checks import check_weights, served_fingerprint, weights_fingerprint
 from xtoken_services.common.run.metric_lines import finite
-from xtoken_services.common.run.teacher_checks import check_teachers, same_tokenizer_of
 from xtoken_services.common.stores.store_records import check_stores
-from xtoken_services.common.tables.pair_files import cache_of, check_special_tokens, pair_file
+from xtoken_services.common.tables.pair_files import cache_of, check_projection_pair, check_special_tokens, pair_file
 from xtoken_services.common.text.measured_text import resolve_text
-from xtoken_services.common.text.training_text import documents_of, mixture_of, open_held_out, open_index
+from xtoken_services.common.text.training_text import documents_of, open_held_out, open_index
 from xtoken_services.common.tokenizers.chat_templates import read_chat_template
 from xtoken_services.common.tokenizers.vocabulary import has_chat_template, vocabulary_size
 
@@ -43,8 +45,6 @@ MOST_PASSES = 4
 https://arxiv.org/abs/2305.16264)."""
 LEARNED_POSITIONS = ("opt", "gpt_neo", "xglm", "biogpt", "ctrl", "openai-gpt")
 """Model types with a learned table of `max_position_embeddings` positions, and none beyond."""
-
-
 Progress = Callable[[str, float], None]
 """Takes what takes long, in words, and the part (0 to 1) of it that is done."""
 READING = "reading the text"
@@ -85,7 +85,7 @@ def resolve_run(spec: RunSpec, progress: Progress | None = None) -> ResolvedRun:
         for path in spec.eval.also_by_name.values():
             open_index(spec, [path], spec.eval.field)
         _check_tasks(spec.eval)
-    mixture = mixture_of(spec, index)
+    mixture = _mixture_of(spec, index)
     positions = spec.data.epochs * (sum(samples for _, samples in mixture) or records)
     if spec.train.max_steps is not None:
         positions = min(positions, spec.train.max_steps * spec.train.samples_per_step)
@@ -388,3 +388,59 @@ def _writable(output: Path) -> None:
         raise XtokenError(f"cannot make the output directory {output}: {error.strerror}") from error
     if not os.access(output, os.W_OK | os.X_OK):
         raise XtokenError(f"cannot write into the output directory {output}")
+
+
+def same_tokenizer_of(spec: RunSpec, student: ResolvedModel, teachers: Sequence[ResolvedModel]) -> list[bool]:
+    """Return for each teacher True if it has the student's tokenizer and no projection is named."""
+    return [
+        of_run.projection is None and files.tokenizer_fingerprint == student.tokenizer_fingerprint
+        for of_run, files in zip(spec.teacher, teachers, strict=True)
+    ]
+
+
+def check_teachers(spec: RunSpec, student: ResolvedModel, teachers: Sequence[ResolvedModel]) -> None:
+    """Refuse settings of the loss that these teachers' tokenizers make impossible.
+
+    Raises:
+        ConfigError: With the reason and what to change.
+    """
+    try:
+        same_tokenizer = same_tokenizer_of(spec, student, teachers)
+        spec.loss.check_teachers([t.weight for t in spec.teacher], same_tokenizer)
+        if spec.rollout is not None and any(same_tokenizer):
+            name = spec.teacher_name(same_tokenizer.index(True))
+            raise ValueError(
+                f"{name} has the student's tokenizer, and [rollout] takes teachers with tokenizers of their "
+                "own: name a projection, or unset one of them"
+            )
+        for number, same in enumerate(same_tokenizer):
+            if same:
+                _check_same_tokenizer(spec, number)
+        spec.loss.check_topk([t.content == "topk" for t in spec.teacher], same_tokenizer)
+    except ValueError as error:
+        raise ConfigError(f"loss: {error}") from error
+
+
+def _check_same_tokenizer(spec: RunSpec, number: int) -> None:
+    """Refuse settings that a teacher with the student's tokenizer cannot have, as it reads the student's tokens.
+
+    Raises:
+        ValueError: With the setting.
+    """
+    teacher, length = spec.teacher[number], spec.student.context_length
+    if teacher.special_tokens:
+        raise ValueError(f"teacher.{number}.special_tokens: this teacher has the student's tokenizer: unset it")
+    if teacher.context_length < length:
+        raise ValueError(
+            f"teacher.{number}.context_length = {teacher.context_length}: this teacher has the student's tokenizer and "
+            f"reads the student's tokens, up to {length} (student.context_length): make it at least as long, or lower "
+            "student.context_length"
+        )
+
+
+def _mixture_of(spec: RunSpec, index: TextIndex) -> tuple[tuple[int, int], ...]:
+    """Return per source of weighted texts its records and its samples in an epoch; empty without weights."""
+    if not isinstance(index, JoinedIndex):
+        return ()
+    records = tuple(map(len, index.parts))
+    return tuple(zip(records, spec.data.samples_per_epoch(records), strict=False))

@@ -123,27 +123,6 @@ def check_identity(path: Path, identity: RunIdentity, run: ResolvedRun) -> None:
         )
 
 
-def check_output(run: ResolvedRun) -> int:
-    """Refuse an output directory whose newest checkpoint is another run's.
-
-    Returns:
-        The step at which the run resumes: the newest checkpoint's, 0 without one.
-
-    Raises:
-        ConfigError: It is another run's.
-        InputError: The checkpoint cannot be read.
-    """
-    path = newest_checkpoint(run.spec.output / CHECKPOINTS)
-    if path is None:
-        return 0
-    identity, cursor = read_run_document(path)
-    check_identity(path, identity, run)
-    step = cursor.get("step")
-    if not isinstance(step, int) or step < 0:
-        raise unreadable(path, ValueError("its cursor has no step"))
-    return step
-
-
 def unreadable(path: Path, error: BaseException) -> InputError:
     """Return the error of a damaged checkpoint."""
     first = (str(error).splitlines() or [type(error).__name__])[0].partition(". ")[0]

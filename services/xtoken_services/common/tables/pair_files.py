@@ -6,11 +6,20 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from xtoken_core.config.loss import PairKind
 from xtoken_core.config.spec import RunSpec, TeacherSpec
 from xtoken_core.errors import ConfigError, InputError
-from xtoken_core.projection.fingerprint import SPECIAL_TOKENS_KEY, projection_header, special_tokens_metadata
+from xtoken_core.projection.fingerprint import (
+    SPECIAL_TOKENS_KEY,
+    STUDENT_KEY,
+    TEACHER_KEY,
+    check_archive,
+    projection_header,
+    special_tokens_metadata,
+    tokenizer_fingerprint,
+)
 from xtoken_core.projection.pair_cache import NAMES, PairCache
 from xtoken_core.user_cache import user_cache
 from xtoken_services.common.processes.child_process import BUILD_SILENCE_S, ask_child
@@ -104,3 +113,29 @@ def _writable(directory: Path) -> bool:
     except OSError:
         return False
     return os.access(directory, os.W_OK | os.X_OK)
+
+
+def check_projection_pair(path: str | Path, student: Any, teacher: Any) -> None:
+    """Refuse a projection file that was built for another pair of tokenizers.
+
+    Files of the public formats do not say what they were built for and pass.
+
+    Args:
+        path: The projection file.
+        student: The student's tokenizer or its directory.
+        teacher: The teacher's.
+
+    Raises:
+        InputError: The file cannot be read, is of no known format, or belongs to another student or teacher.
+    """
+    metadata = projection_header(path)
+    if metadata is None:
+        check_archive(path)
+        return
+    for name, key, tokenizer in (("student", STUDENT_KEY, student), ("teacher", TEACHER_KEY, teacher)):
+        if key in metadata and metadata[key] != tokenizer_fingerprint(tokenizer):
+            where = tokenizer if isinstance(tokenizer, (str, Path)) else "given"
+            raise InputError(
+                f"the projection {path} was built for another {name}'s tokenizer than {where}: "
+                "build it again with xtoken projection build"
+            )

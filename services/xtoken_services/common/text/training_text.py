@@ -55,14 +55,6 @@ def open_text(spec: RunSpec, limit: int, progress: Callable[[int, int], None] | 
     return JoinedIndex(parts) if spec.data.sources else parts[0]
 
 
-def mixture_of(spec: RunSpec, index: TextIndex) -> tuple[tuple[int, int], ...]:
-    """Return per source of weighted texts its records and its samples in an epoch; empty without weights."""
-    if not isinstance(index, JoinedIndex):
-        return ()
-    records = tuple(map(len, index.parts))
-    return tuple(zip(records, spec.data.samples_per_epoch(records), strict=False))
-
-
 def documents_of(spec: RunSpec, progress: Callable[[int, int], None] | None = None) -> Iterator[DataIndex]:
     """Yield the index of every training text, of which each record is a document."""
     for text in spec.data.texts:

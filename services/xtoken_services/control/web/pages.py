@@ -1,12 +1,18 @@
-"""Pages: the list of runs, the pages of a run with their actions, and the API reference."""
+"""Pages: the list of runs, the pages of a run with their actions, and the API reference.
+
+A run's newest completions, as the trainer writes them: both tokenizations and the divergence of every chunk.
+"""
 
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse, RedirectResponse
+from pydantic import BaseModel, Field, ValidationError
 
 from xtoken_core.config.spec import RunSpec
 from xtoken_services.common.run.baseline import baseline_of, baseline_output
@@ -18,10 +24,10 @@ from xtoken_services.control.api.runs import MAX_CURSOR, VALIDATION_WAIT_S, disc
 from xtoken_services.control.artifacts import list_files
 from xtoken_services.control.logs import last_attempts, logs_in, merged, tail
 from xtoken_services.control.web.charts import charts_of
-from xtoken_services.control.web.completions import LEVELS, read_samples
 from xtoken_services.control.web.gauges import gauges_of
 from xtoken_services.control.web.render import PageRoute, page
 from xtoken_services.control.web.run_view import RunView, run_views
+from xtoken_services.supervisor.json_files import read_json
 from xtoken_services.supervisor.run_record import SUMMARY
 
 PAGE_SIZE = 50
@@ -41,11 +47,14 @@ TAB_LABELS = {"": "All", "active": "Active", "completed": "Completed", "ended": 
 LOG_LINE = re.compile(
     r"(?:(?P<worker>[\w.-]+) \| )?(?:(?P<time>\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ) )?(?:(?P<level>[A-Z]+) )?(?P<text>.*)"
 )
-
 router = APIRouter(route_class=PageRoute)
-
 Tab = Literal["", "active", "completed", "ended"]
 Cursor = Annotated[int | None, Query(ge=0, le=MAX_CURSOR)]
+FILE = "rollouts.json"
+LEVELS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+"""Nats from which a chunk has the next colour of the heat map."""
+Token = tuple[Annotated[str, Field(max_length=1024)], int]
+"""Text, and number of its chunk; -1: none, as in a prompt."""
 
 
 @router.get("/")
@@ -218,3 +227,51 @@ def _variables(context: AppContext, run_id: str) -> dict[str, Any]:
         "baseline": baseline.id if baseline is not None else None,
         "baseline_made": run.has_baseline and (directory / SUMMARY).is_file(),
     }
+
+
+class SampleTeacher(BaseModel):
+    """A completion beside one teacher.
+
+    Attributes:
+        student: The student's tokens, prompt included.
+        teacher: The teacher's.
+        divergence: By number of the chunk, nats.
+    """
+
+    student: Annotated[list[Token], Field(max_length=1024)]
+    teacher: Annotated[list[Token], Field(max_length=1024)]
+    divergence: dict[int, float | None]
+
+    def level(self, chunk: int) -> int | None:
+        """Return the colour of a chunk in the heat map, 0 for the least divergence; None without one."""
+        nats = self.divergence.get(chunk)
+        return None if nats is None else bisect_right(LEVELS, nats)
+
+
+class Sample(BaseModel):
+    """A completion.
+
+    Attributes:
+        step: The step that trained it.
+        version: Step of the weights that generated it.
+        teachers: One entry for each teacher.
+    """
+
+    step: int
+    version: int
+    teachers: Annotated[list[SampleTeacher], Field(max_length=64)]
+
+
+class Samples(BaseModel):
+    """Content of the file, the newest completion first."""
+
+    samples: Annotated[list[Sample], Field(max_length=64)]
+
+
+def read_samples(output: Path) -> list[Sample]:
+    """Return the completions in a run's directory; none if the file is missing or holds something else."""
+    content = read_json(output / FILE)
+    try:
+        return Samples.model_validate(content).samples if content is not None else []
+    except ValidationError:
+        return []

@@ -8,6 +8,7 @@ import select
 import signal
 import socket
 import subprocess
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -24,56 +25,62 @@ from xtoken_services.supervisor.os_process import Identity
 LOOPBACK = "127.0.0.1"
 
 
-class LocalHandle:
-    """A child process, leader of a session and process group of its own."""
+class _GroupLeader(ABC):
+    """A process that this one, or its fork server, has started: leader of a session and process group of its own.
 
-    def __init__(self, process: subprocess.Popen[bytes], reaper: OrphanReaper | None) -> None:
-        self._process = process
-        self._reaper = reaper
-        identity = os_process.identify(process.pid)
-        self._identity = identity.to_document() if identity else {}
+    Attributes:
+        pid: Process id, which is also the id of its process group.
+    """
+
+    def __init__(self, pid: int, reaper: OrphanReaper | None) -> None:
+        self.pid, self._reaper = pid, reaper
+        self._process = os_process.identify(pid)
         if reaper is not None:
-            reaper.watch(process.pid)
-
-    @property
-    def pid(self) -> int:
-        """Process id, which is also the id of its process group."""
-        return self._process.pid
+            reaper.watch(pid)
 
     @property
     def identity(self) -> dict[str, Any]:
         """Process id, start time, boot id and PID namespace."""
-        return self._identity
+        return self._process.to_document() if self._process else {}
+
+    @abstractmethod
+    def poll(self) -> int | None:
+        """Return the process's exit status; the rest of its process group is killed."""
+
+    def kill(self) -> None:
+        """Send SIGKILL to its process group and to all descendants, also those that left the group."""
+        if self.poll() is None:
+            # Listed first: once their parent is dead, descendants belong to init and cannot be listed any more.
+            descendants = os_process.descendants(self.pid)
+            os_process.kill_group(self.pid)
+            os_process.kill(descendants)
+
+    def _forget(self) -> None:
+        if self._reaper is not None:
+            self._reaper.forget(self.pid)
+
+
+class LocalHandle(_GroupLeader):
+    """A child process."""
+
+    def __init__(self, process: subprocess.Popen[bytes], reaper: OrphanReaper | None) -> None:
+        super().__init__(process.pid, reaper)
+        self._child = process
 
     def poll(self) -> int | None:
         """Return the process's exit status; kill the rest of its process group, then reap it."""
-        if self._process.returncode is None and self._has_exited():
-            self._kill_group()
-            self._process.wait()
-            if self._reaper is not None:
-                self._reaper.forget(self.pid)
-        return self._process.returncode
+        # WNOWAIT leaves a zombie: until it is reaped, the kernel gives its process and group id to no other process.
+        options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        if self._child.returncode is None and os.waitid(os.P_PID, self.pid, options) is not None:
+            os_process.kill_group(self.pid)
+            self._child.wait()
+            self._forget()
+        return self._child.returncode
 
     def terminate(self) -> None:
         """Send SIGTERM to the process alone: it ends its children itself."""
         if self.poll() is None:
-            self._process.send_signal(signal.SIGTERM)
-
-    def kill(self) -> None:
-        """Send SIGKILL to its process group and to all descendants, also those that left the group."""
-        if self.poll() is not None:
-            return
-        # Listed first: once their parent is dead, descendants belong to init and cannot be listed any more.
-        descendants = os_process.descendants(self.pid)
-        self._kill_group()
-        os_process.kill(descendants)
-
-    def _has_exited(self) -> bool:
-        # WNOWAIT leaves a zombie: until it is reaped, the kernel gives its process and group id to no other process.
-        return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-
-    def _kill_group(self) -> None:
-        os_process.kill_group(self.pid)
+            self._child.send_signal(signal.SIGTERM)
 
 
 class AttachedHandle:
@@ -132,8 +139,8 @@ class AttachedHandle:
                 signal.pidfd_send_signal(self._pidfd, number)
 
 
-class ForkedHandle:
-    """A child of the fork server, leader of a session and process group of its own.
+class ForkedHandle(_GroupLeader):
+    """A child of the fork server.
 
     Args:
         server: The fork server.
@@ -144,58 +151,39 @@ class ForkedHandle:
     """
 
     def __init__(self, server: ForkServer, pid: int, mark: str, status: Path, reaper: OrphanReaper | None) -> None:
-        self._server, self._pid, self._reaper = server, pid, reaper
-        self._mark, self._status = mark, status
-        self._process = os_process.identify(pid)
+        super().__init__(pid, reaper)
+        self._server, self._mark, self._status = server, mark, status
         self._attached: AttachedHandle | None = None
         self._exit_code: int | None = None
-        if reaper is not None:
-            reaper.watch(pid)
-
-    @property
-    def pid(self) -> int:
-        """Process id, which is also the id of its process group."""
-        return self._pid
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        """Process id, start time, boot id and PID namespace."""
-        return self._process.to_document() if self._process else {}
 
     def poll(self) -> int | None:
         """Return the process's exit status; the rest of its process group is killed."""
         if self._exit_code is not None:
             return self._exit_code
-        status = self._server.exit_status(self._pid)
+        status = self._server.exit_status(self.pid)
         if status is not None:
-            self._server.reap(self._pid)
+            self._server.reap(self.pid)
         elif self._server.lost:
             self._attached = self._attached or AttachedHandle(self._process, self._mark, self._status)
             status = self._attached.poll()
         self._exit_code = status
-        if status is not None and self._reaper is not None:
-            self._reaper.forget(self._pid)
+        if status is not None:
+            self._forget()
         return status
 
     def terminate(self) -> None:
         """Send SIGTERM to the process alone: it ends its children itself."""
-        if self.poll() is not None:
-            return
-        if self._attached is not None:
+        if self.poll() is None and self._attached is not None:
             self._attached.terminate()
-        else:
-            os.kill(self._pid, signal.SIGTERM)
+        elif self._exit_code is None:
+            os.kill(self.pid, signal.SIGTERM)
 
     def kill(self) -> None:
-        """Send SIGKILL to its process group and to all descendants, also those that left the group."""
-        if self.poll() is not None:
-            return
-        if self._attached is not None:
+        """Send SIGKILL to it and what it has started; see `AttachedHandle` for one whose server is lost."""
+        if self.poll() is None and self._attached is not None:
             self._attached.kill()
-            return
-        descendants = os_process.descendants(self._pid)
-        os_process.kill_group(self._pid)
-        os_process.kill(descendants)
+        else:
+            super().kill()
 
 
 class LocalLauncher:

@@ -19,7 +19,7 @@ from torch import nn
 
 from xtoken_core.errors import InputError
 from xtoken_core.transports.shared_files import WEIGHTS_PREFIX, remove_stale_files
-from xtoken_services.common.generation import device_weights, published_weights
+from xtoken_services.common.generation import published_weights
 from xtoken_services.common.generation.published_weights import (
     HEADER,
     ON_DEVICE,
@@ -160,9 +160,9 @@ class HostMemory:
 @pytest.fixture
 def host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     HostMemory.file = tmp_path / "memory"
-    monkeypatch.setattr(device_weights, "DeviceMemory", HostMemory)
-    monkeypatch.setattr(device_weights, "device_uuid", lambda device: bytes(16))
-    monkeypatch.setattr(device_weights, "device_of", lambda uuid: torch.device("cpu"))
+    monkeypatch.setattr(published_weights, "DeviceMemory", HostMemory)
+    monkeypatch.setattr(published_weights, "device_uuid", lambda device: bytes(16))
+    monkeypatch.setattr(published_weights, "device_of", lambda uuid: torch.device("cpu"))
     monkeypatch.setattr(published_weights, "why_not_on_device", lambda model: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)

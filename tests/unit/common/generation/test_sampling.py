@@ -10,7 +10,7 @@ from xtoken_core.config.rollout import RolloutSpec
 from xtoken_core.tokenizing import TextTokenizer
 from xtoken_services.common.generation.sampling import Sampler, choose, seed_of, spelled_text
 from xtoken_services.common.generation.vocabulary import Vocabulary, end_tokens, vocabulary_of
-from xtoken_services.rollout.prompts import prompt_of
+from xtoken_services.rollout.main import prompt_of
 
 PIECES = [bytes([letter]) for letter in b"abcdefghij"] + [b"", "é".encode()[:1], "é".encode()[1:]]
 END = 10

@@ -18,8 +18,8 @@ from xtoken_services.common.models.hub import fetch_inputs, hub_id
 from xtoken_services.common.run.defaults import load_run
 from xtoken_services.common.run.machine import Machine
 from xtoken_services.supervisor.run_record import SPEC, write_json
-from xtoken_services.trainer.card_names import hub_name
-from xtoken_services.trainer.push import push_model
+from xtoken_services.trainer.export import hub_name
+from xtoken_services.trainer.main import push_model
 
 CPU = Machine(cores=2)
 RUN = 'student = "org/small"\nteacher = "org/large@v2"\ndata = "org/text"\neval = "none"\n'

@@ -15,7 +15,8 @@ from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.config.train import LoraSpec
 from xtoken_core.errors import ConfigError, InputError
 from xtoken_services.common.run.resolve import file_warnings
-from xtoken_services.common.run.resume import CHECKPOINTS, VERSION, check_output
+from xtoken_services.common.run.resume import CHECKPOINTS, VERSION
+from xtoken_services.supervisor.run import check_output
 from xtoken_services.trainer.checkpoint import Checkpoints, Cursor
 
 

@@ -1,4 +1,7 @@
-"""Messages that define a partition, seal it and clear it."""
+"""The types of messages' fields: bounded values, and structures of several.
+
+Names that other modules use stand in `messages` too.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,23 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from xtoken_core.wire.bounds import MAX_IDS, MAX_ROWS
-from xtoken_core.wire.columns import Id, Name
-from xtoken_core.wire.messages.base import Document, Ids, Names, PartitionRequest
+from xtoken_core.wire.bounds import MAX_COLUMNS, MAX_DOCUMENT_BYTES, MAX_IDS, MAX_ROWS, MAX_TEXT, MAX_TOKEN, MAX_WAIT_S
+from xtoken_core.wire.columns import ColumnHead, Id, Name
+
+Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
+RequestId = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_TOKEN)]
+SessionId = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_TOKEN)]
+Ids = Annotated[list[Id], msgspec.Meta(max_length=MAX_IDS)]
+"""Ids in a request."""
+ManyIds = Annotated[list[Id], msgspec.Meta(max_length=MAX_ROWS)]
+"""Ids in a reply."""
+Names = Annotated[list[Name], msgspec.Meta(max_length=MAX_COLUMNS)]
+Heads = Annotated[list[ColumnHead], msgspec.Meta(max_length=MAX_COLUMNS)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=MAX_WAIT_S)]
+Index = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
+Reasons = Annotated[dict[Id, Text], msgspec.Meta(max_length=MAX_ROWS)]
+Document = Annotated[bytes, msgspec.Meta(max_length=MAX_DOCUMENT_BYTES)]
+Handle = Annotated[bytes, msgspec.Meta(max_length=MAX_TEXT)]
 
 
 class TaskDef(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -41,24 +58,10 @@ class RunDef(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defa
     document: Document
 
 
-class OpenPartition(PartitionRequest, tag="open", kw_only=True):
-    """Create a partition; the same one again is no error."""
+class SlotRef(msgspec.Struct, kw_only=True):
+    """Slot that holds a teacher's signal for a claimed micro-batch: its row `i` belongs to sample `ids[i]`."""
 
-    tasks: Annotated[list[TaskDef], msgspec.Meta(max_length=64)]
-    volatile: Names = []
-    max_attempts: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)] = 3
-    run: RunDef | None = None
-
-
-class Seal(PartitionRequest, tag="seal", kw_only=True):
-    """Close the partition to further puts."""
-
-
-class Clear(PartitionRequest, tag="clear", kw_only=True):
-    """Forget these samples, or with `everything` the whole partition."""
-
-    ids: Ids = []
-    everything: bool = False
-
-
-PartitionRequests = OpenPartition | Seal | Clear
+    teacher: Index
+    ring: Id
+    slot: Index
+    generation: Id

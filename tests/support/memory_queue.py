@@ -1,4 +1,4 @@
-"""In-memory transport: the server's engine behind a lock, for tests, notebooks and small scripts."""
+"""In-memory transport: the server's engine behind a lock."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class InMemoryTransport(Transport):
                     return m.decode_reply(m.encode(response.reply)), frames
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    return m.Empty(id=request.id), []
+                    return engine.answer_empty(typed), []
                 self.queue.changed.wait(min(left, 1.0))
                 waited = True
 

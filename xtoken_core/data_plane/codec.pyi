@@ -1,0 +1,17 @@
+from xtoken_core.compat.meta import KVBatchMeta as KVBatchMeta
+from xtoken_core.compat.samples import get_samples as get_samples
+from xtoken_core.compat.samples import kv_first_write as kv_first_write
+from xtoken_core.compat.samples import maybe_pack_jagged as maybe_pack_jagged
+from xtoken_core.compat.samples import pack_jagged_fields as pack_jagged_fields
+from xtoken_core.compat.samples import pack_per_token_field as pack_per_token_field
+from xtoken_core.compat.samples import put_samples as put_samples
+from xtoken_core.compat.samples import read_columns as read_columns
+from xtoken_core.compat.samples import response_from_nested as response_from_nested
+from xtoken_core.compat.samples import stack_or_nest as stack_or_nest
+from xtoken_core.compat.samples import to_nested_by_length as to_nested_by_length
+from xtoken_core.compat.samples import write_columns as write_columns
+from xtoken_core.compat.task_client import DataPlaneClient as DataPlaneClient
+from xtoken_core.compat.task_client import TaskClient as TaskClient
+from xtoken_core.data_plane.layout import Layout as Layout
+from xtoken_core.data_plane.layout import materialize as materialize
+from xtoken_core.data_plane.layout import unwrap_wire_stripped_payload as unwrap_wire_stripped_payload
