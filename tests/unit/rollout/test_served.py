@@ -60,7 +60,7 @@ SGLANG = {
         },
     },
     "answer": {"text": " a", "meta_info": {
-        "finish_reason": {"type": "stop", "matched": "\n"},
+        "finish_reason": {"type": "stop", "matched": "\n"}, "weight_version": "default",
         "output_token_logprobs": [[-0.5, 7, None], [-0.1, 8, None]],
     }},
 }  # fmt: skip

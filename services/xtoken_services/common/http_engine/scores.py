@@ -68,12 +68,20 @@ class ScoresBuilder:
         """
         ids = np.fromiter((token for token, _ in entries), dtype=np.int64, count=len(entries))
         values = np.fromiter((value for _, value in entries), dtype=np.float64, count=len(entries))
-        self.add_rows(position, ids[None], values[None])
+        possible = (ids >= 0) & (ids < self._vocab_size) & (values > NOTHING)
+        ids, values = ids[possible], np.minimum(values[possible], 0.0)
+        order = np.argsort(-values, kind="stable")[: self._k]
+        self._ids[position, : len(order)] = ids[order]
+        self._values[position, : len(order)] = values[order]
         if own is not None:
-            self._own[position] = -np.inf if own <= NOTHING else min(own, 0.0)
+            self.add_own(position, own)
+
+    def add_own(self, position: int, own: float) -> None:
+        """Record the log-probability of the token that follows a position."""
+        self._own[position] = -np.inf if own <= NOTHING else min(own, 0.0)
 
     def add_rows(self, first: int, ids: Int[np.ndarray, "rows n"], values: Float[np.ndarray, "rows n"]) -> None:
-        """Record the likeliest tokens of several positions, from `first` on."""
+        """Record the tokens of several positions, from `first` on; see `add`."""
         possible = (ids >= 0) & (ids < self._vocab_size) & (values > NOTHING)
         ids, values = np.where(possible, ids, -1), np.where(possible, np.minimum(values, 0.0), -np.inf)
         order = np.argsort(-values, axis=1, kind="stable")[:, : self._k]

@@ -108,7 +108,7 @@ class SglangEngine(Engine):
         for position, (token, own) in enumerate(zip(ids[1:], meta.input_token_logprobs[1:], strict=True)):
             if own[0] is None or own[1] != token:
                 raise EngineRefusalError("input_token_logprobs of an answer is of other tokens: check url_engine")
-            builder.add(position, (), own[0])
+            builder.add_own(position, own[0])
         if k:
             builder.add_rows(*_tops(meta, len(ids)))
         if meta.output_top_logprobs:

@@ -2,7 +2,7 @@
 
 Written after the request and response models of 0.24.0. Not run yet. A server of a teacher needs `--max-logprobs` of at
 least `teacher.topk`; its default is 20. One that generates reads new weights by `reload_weights` of its workers, which
-takes `VLLM_SERVER_DEV_MODE=1`. Its answers name no weights: the start time of its process tells a restart.
+takes `VLLM_SERVER_DEV_MODE=1`. Its answers name no weights: the start time of its process shows a restart.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ read_completion = msgspec.json.Decoder(_Completion).decode
 
 
 class VllmEngine(Engine):
-    """vLLM. A server that is started again has the weights of its start, and its answers do not tell."""
+    """vLLM. A server that is started again has the weights of its start, and its answers do not show it."""
 
     def __init__(self, pool: EnginePool, model: str | None, vocab_size: int) -> None:
         super().__init__(pool, model, vocab_size)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import base64
 import copy
+import json
 import math
 import os
 import shutil
@@ -28,6 +29,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.doc_blocks import ROOT, fenced, shell_commands
 from tests.support.engine_server import Answer, ModelHandler, flat_top_logprobs, serving
 from tests.support.tiny_run import documents, make_model
 from tests.unit.common.http_engine import recorded
@@ -346,6 +348,36 @@ def test_sglang_gives_the_likeliest_tokens_as_they_are_read() -> None:
     assert made == {"input_token_logprobs": []} | flat_top_logprobs(
         [{7: -0.5, 8: -1.5}, {5: -0.25, 1 << 17: -2.0}], 2, 3
     )
+
+
+def within(part: Any, whole: Any) -> bool:
+    """Return whether JSON is another with entries of objects left out."""
+    if isinstance(part, dict) and isinstance(whole, dict):
+        return all(key in whole and within(value, whole[key]) for key, value in part.items())
+    if isinstance(part, list) and isinstance(whole, list):
+        return len(part) == len(whole) and all(map(within, part, whole))
+    return bool(part == whole)
+
+
+def test_requests_and_answers_in_the_documents_are_the_recorded_ones() -> None:
+    told = [json.loads(block) for block in fenced(ROOT / "docs/operations.md", "json")]
+    records = (recorded.VLLM, test_served.VLLM, recorded.SGLANG, test_served.SGLANG)
+    for record, request_, answer in zip(records, told[::2], told[1::2], strict=True):
+        assert request_ == record["request"] and within(answer, record["answer"])
+    decoders = (vllm.read_completion, vllm.read_completion, sglang.read_scores, sglang.read_completion)
+    for decode, answer in zip(decoders, told[1::2], strict=True):
+        assert decode(json.dumps(answer).encode())
+
+
+def test_vllm_has_the_options_in_the_documents_and_guards_what_they_say() -> None:
+    commands = [words for words in shell_commands(ROOT / "docs/operations.md") if words[:2] == ["vllm", "serve"]]
+    told = {word[2:].replace("-", "_") for words in commands for word in words if word.startswith("--")}
+    options = fields("vllm", "entrypoints/openai/cli_args.py", "FrontendArgs")
+    options |= fields("vllm", "entrypoints/openai/cli_args.py", "BaseFrontendArgs")
+    assert len(commands) == 2 and told <= options | fields("vllm", "config/model.py", "ModelConfig")
+    guard = 'GUARDED_PREFIX = ("/v1", "/v2", "/inference")'
+    assert guard in source("vllm", "entrypoints/serve/utils/server_utils.py")
+    assert "if envs.VLLM_SERVER_DEV_MODE:" in source("vllm", "entrypoints/openai/api_server.py")
 
 
 def test_sglang_updates_weights_by_the_same_calls() -> None:
