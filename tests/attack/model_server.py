@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 
 from tests.attack.target import Attack, FaultError, Target
-from tests.support.engine_server import RAW_ATTACKS, Answer, raw_serving, serving
+from tests.support.engine_server import RAW_ATTACKS, Answer, flat_top_logprobs, raw_serving, serving
 from xtoken_core.config.served import ServedSpec
 from xtoken_core.errors import XtokenError
 from xtoken_services.common.http_engine.engine import Engine, Sampling
@@ -27,7 +27,8 @@ ANSWERS: dict[type[Engine], dict[str, Any]] = {
     VllmEngine: {
         "data": [{"id": "m", "max_model_len": 9}], "tokens": IDS,
         "choices": [{
-            "finish_reason": "stop", "stop_reason": None, "logprobs": {"tokens": ["token_id:1"], "top_logprobs": [{}]},
+            "finish_reason": "stop", "stop_reason": None, "token_ids": [1],
+            "logprobs": {"token_logprobs": [-0.1], "top_logprobs": [{}]},
             "prompt_logprobs": [None, {"1": {"logprob": -1.0}}, {"2": {"logprob": -1.0}}],
         }],
     },
@@ -36,7 +37,7 @@ ANSWERS: dict[type[Engine], dict[str, Any]] = {
         "meta_info": {
             "finish_reason": {"type": "stop", "matched": "x"}, "output_token_logprobs": [[-1.0, 1, None]],
             "input_token_logprobs": [[None, 3, None], [-1.0, 1, None], [-1.0, 2, None]],
-            "input_top_logprobs": [None, [[-1.0, 1, None]], [[-1.0, 2, None]]], "output_top_logprobs": [[]],
+            "output_top_logprobs": [[]], **flat_top_logprobs([{1: -1.0}, {2: -1.0}], 1, len(IDS)),
         },
     },
 }  # fmt: skip

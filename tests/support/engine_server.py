@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import gzip
 import itertools
 import json
@@ -17,6 +18,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -203,10 +205,29 @@ class ModelHandler:
     def sglang(self, body: Any) -> Any:
         ids, k = body["input_ids"], body["top_logprobs_num"]
         own: list[Any] = [[None, ids[0], None]]
-        top: list[Any] = [None]
+        top: list[dict[int, float]] = []
         for token, row in zip(ids[1:], self.rows(ids), strict=True):
             own.append([row[token].item(), token, None])
-            top.append([[v, i, None] for i, v in self.best(row, k, None).items()])
+            top.append(self.best(row, k, None))
         after = [[v, i, None] for i, v in self.best(self.log_probs(ids)[-1], k, None).items()]
-        meta = {"input_token_logprobs": own, "input_top_logprobs": top, "output_top_logprobs": [after]}
+        meta = {"input_token_logprobs": own, "output_top_logprobs": [after]}
+        if k:
+            assert body["return_flat_raw_top_logprobs"] and body["return_flat_raw_top_logprobs_b64"]
+            meta |= flat_top_logprobs([row for row in top if row], k, len(ids))
         return {"text": "", "meta_info": meta}
+
+
+def flat_top_logprobs(rows: list[dict[int, float]], k: int, length: int) -> dict[str, Any]:
+    """Likeliest tokens as SGLang writes them in base64: `_build_flat_top_logprobs_fields_from_arrays`."""
+    parts: dict[str, Any] = {
+        "val": (np.array([[*row.values()] for row in rows], dtype="<f4"), "float32"),
+        "idx": (np.array([[*row] for row in rows], dtype="<i4"), "int32"),
+    }
+    made: dict[str, Any] = {
+        "input_top_logprobs_shape": [len(rows), len(rows[0]) if rows else k],
+        "input_top_logprobs_null_prefix": length - len(rows),
+    }
+    for name, (array, dtype) in parts.items():
+        made[f"input_top_logprobs_{name}_flat_b64"] = base64.b64encode(array.tobytes()).decode()
+        made[f"input_top_logprobs_{name}_flat_b64_dtype"] = dtype
+    return made

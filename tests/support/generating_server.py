@@ -7,6 +7,7 @@ running ones.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from tests.support.engine_server import Answer
 OK: Answer = (200, {}, b"")
 LOADING = threading.Lock()
 """Of all servers: `from_pretrained` replaces methods of transformers' classes meanwhile; two at once leave them so."""
+STARTS = itertools.count(1_772_367_069)
+"""Start times of processes, one per server."""
 FIELDS = {
     # io_struct.py of SGLang: UpdateWeightFromDiskReqInput, PauseGenerationReqInput, ContinueGenerationReqInput.
     "/update_weights_from_disk": {
@@ -47,6 +50,7 @@ class GeneratingServer:
 
     def __init__(self, start: Path, end: int, max_length: int = 4096) -> None:
         self.start, self.end, self.max_length = start, end, max_length
+        self.started = next(STARTS)
         self.seen: list[str] = []
         self.bodies: list[Any] = []
         self.held: list[int] | None = None
@@ -69,12 +73,17 @@ class GeneratingServer:
             "/update_weights_from_disk": self._update, "/pause_generation": self._pause_sglang,
             "/continue_generation": self._continue_sglang, "/v1/completions": self._complete,
             "/collective_rpc": self._reload, "/reset_prefix_cache": self._reset, "/pause": self._pause_vllm,
-            "/resume": self._resume_vllm,
+            "/resume": self._resume_vllm, "/metrics": self._metrics,
         }  # fmt: skip
         return routes[path](body, query) if path in routes else (404, {}, {"detail": "Not Found"})
 
     def _models(self, body: Any, query: Any) -> Answer:
         return 200, {}, {"data": [{"id": "m", "root": str(self.start), "max_model_len": self.max_length}]}
+
+    def _metrics(self, body: Any, query: Any) -> Answer:
+        # As prometheus_client writes it; vLLM with several API servers lists no process.
+        name = "process_start_time_seconds"
+        return 200, {}, f"# HELP {name} Start time.\n# TYPE {name} gauge\n{name} {self.started / 1e9}e+09\n".encode()
 
     def _model_info(self, body: Any, query: Any) -> Answer:
         return 200, {}, {"model_path": str(self._path), "weight_version": self.version}
@@ -117,7 +126,10 @@ class GeneratingServer:
 
     def _reload(self, body: Any, query: Any) -> Answer:
         assert body["method"] == "reload_weights" and body.get("kwargs", {}).keys() <= {"weights_path"}
-        self._load(Path(body.get("kwargs", {}).get("weights_path", self._path)))
+        path = Path(body.get("kwargs", {}).get("weights_path", self._path))
+        if not (path / "config.json").is_file():
+            return 500, {}, {"error": {"message": "Internal server error"}}
+        self._load(path)
         return 200, {}, {"results": [None]}
 
     def _generate(self, body: Any, query: Any) -> Answer:
@@ -137,11 +149,12 @@ class GeneratingServer:
             return 400, {}, {"error": {"message": made, "type": "BadRequestError", "param": None, "code": 400}}
         ids, reason = [token for token, _ in made], "abort" if self._aborted(made) else "length"
         listed = {
-            "tokens": [f"token_id:{token}" for token in ids], "token_logprobs": [value for _, value in made],
-            "top_logprobs": [{f"token_id:{token}": value} for token, value in made], "text_offset": [0] * len(ids),
+            "tokens": ["text"] * len(ids), "token_logprobs": [value for _, value in made],
+            "top_logprobs": [{"text": value} for _, value in made], "text_offset": [0] * len(ids),
         }  # fmt: skip
         reason = "stop" if ids[-1:] == [self.end] else reason
         choice = {"index": 0, "text": "", "finish_reason": reason, "stop_reason": None, "logprobs": listed}
+        choice["token_ids"] = ids if body.get("return_token_ids") else None
         return 200, {}, {"choices": [choice]}
 
     def _load(self, path: Path) -> None:

@@ -92,11 +92,14 @@ class ServedSampler:
             EngineError: No server has answered in time.
             EngineRefusalError: A server refuses a request.
         """
-        futures = [
-            self._threads.submit(self._complete, prompt.tolist(), seed)
-            for prompt, seed in zip(prompts, seeds, strict=True)
-        ]
-        return results_of(futures, progress)
+        while True:
+            futures = [
+                self._threads.submit(self._complete, prompt.tolist(), seed)
+                for prompt, seed in zip(prompts, seeds, strict=True)
+            ]
+            sampled = results_of(futures, progress)
+            if not self.engine.restored():
+                return sampled
 
     def _load(self, version: str, replica: Replica) -> None:
         served = self.engine.served(replica)

@@ -18,7 +18,7 @@ GUIDES = [ROOT / "README.md", ROOT / "docs/quickstart.md"]
 """Pages that are followed from the top in a fresh shell."""
 SYSTEM = {
     ".", "cat", "cp", "curl", "df", "docker", "echo", "export", "kubectl", "ls", "mkdir", "nvidia-cuda-mps-control",
-    "nvidia-smi", "openssl", "pip", "ray", "sed", "umask",
+    "nvidia-smi", "openssl", "pip", "ray", "sed", "sglang", "umask", "vllm",
 }  # fmt: skip
 """Programs of other projects, whose options are not checked."""
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import httpx
@@ -25,7 +26,7 @@ from xtoken_core.tokenizing import TextTokenizer
 from xtoken_services.common.generation.published_weights import Version, WeightsWriter
 from xtoken_services.common.generation.vocabulary import Vocabulary
 from xtoken_services.common.http_engine.engine import Sampling
-from xtoken_services.common.http_engine.errors import EngineRefusalError
+from xtoken_services.common.http_engine.errors import EngineError, EngineRefusalError
 from xtoken_services.common.http_engine.factory import open_engine
 from xtoken_services.demo.vocabularies import train_teacher_tokenizer
 from xtoken_services.rollout.served import ServedSampler
@@ -37,13 +38,14 @@ VLLM = {
     "request": {
         "model": "m", "prompt": [5, 6], "max_tokens": 4, "temperature": 0.7, "top_p": 0.9, "top_k": 9,
         "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
-        "seed": (1 << 40) + 3, "stop": ["\n"], "logprobs": 1,
-        "return_tokens_as_token_ids": True,
+        "seed": (1 << 40) + 3, "stop": ["\n"], "logprobs": 0,
+        "return_token_ids": True,
         "add_special_tokens": False,
     },
     "answer": {"choices": [{
         "index": 0, "text": " a", "finish_reason": "stop", "stop_reason": "\n",
-        "logprobs": {"tokens": ["token_id:7", "token_id:8"], "token_logprobs": [-0.5, -0.1], "top_logprobs": []},
+        "token_ids": [7, 8], "prompt_token_ids": [5, 6],
+        "logprobs": {"tokens": [" a", "\n"], "token_logprobs": [-0.5, -0.1], "top_logprobs": [{" a": -0.5}, None]},
     }]},
 }  # fmt: skip
 SGLANG = {
@@ -58,7 +60,7 @@ SGLANG = {
         },
     },
     "answer": {"text": " a", "meta_info": {
-        "finish_reason": {"type": "stop", "matched": "\n"},
+        "finish_reason": {"type": "stop", "matched": "\n"}, "weight_version": "default",
         "output_token_logprobs": [[-0.5, 7, None], [-0.1, 8, None]],
     }},
 }  # fmt: skip
@@ -127,9 +129,8 @@ class Run:
         text = TextTokenizer(AutoTokenizer.from_pretrained(student), "student")
         assert text.eos_id is not None
         self.end, self.directory = text.eos_id, output / "rollout-model"
-        # SGLang starts with the student's directory, vLLM with the one that the run writes.
-        self.begin = student if kind == "sglang" else self.directory
-        self.server = GeneratingServer(self.begin, self.end)
+        self.kind, self.student = kind, student
+        self.server = self.ready()
         self.engine = engine_of(stack, student, kind, *[lambda *request: self.answer(*request)] * servers)
         allowed = torch.ones(len(text.tokenizer), dtype=torch.bool)
         vocabulary = Vocabulary(text.table.pieces, allowed, frozenset({self.end}), 0)
@@ -141,6 +142,10 @@ class Run:
         self.writer = WeightsWriter(self.published)
         stack.callback(self.writer.close)
         self.step = 2
+
+    def ready(self) -> GeneratingServer:
+        """A server that somebody has started with the student's own directory."""
+        return GeneratingServer(self.student, self.end)
 
     def answer(self, *request: Any) -> Answer:
         return self.server(*request)
@@ -191,20 +196,20 @@ def test_every_version_is_read_by_the_server(run: Run) -> None:
 
 
 def test_no_completion_is_of_the_weights_of_a_restarted_server(run: Run) -> None:
-    count = 0
+    random, restarts = Random(1), 0
 
     def answer(*request: Any) -> Answer:
-        nonlocal count
-        count += 1
-        if count % 9 == 0:
-            run.server = GeneratingServer(run.begin, run.end)
+        nonlocal restarts
+        if random.random() < 0.08:
+            restarts += 1
+            run.server = run.ready()
         return run.server(*request)
 
+    run.publish()
     run.answer = answer  # type: ignore[method-assign]
-    for _ in range(5):
-        run.publish()
+    while restarts < 12:
         run.check(*PROMPTS)
-    assert count > 40
+        run.publish()
 
 
 def test_keys_and_values_of_old_weights_go_though_a_request_runs(run: Run) -> None:
@@ -212,7 +217,7 @@ def test_keys_and_values_of_old_weights_go_though_a_request_runs(run: Run) -> No
     run.check(*PROMPTS)
     run.server.held = [8, 8]
     body = {"prompt": [8, 8], "max_tokens": 6, "input_ids": [8, 8], "sampling_params": {"max_new_tokens": 6}}
-    path = "/generate" if run.begin != run.directory else "/v1/completions"
+    path = {"sglang": "/generate", "vllm": "/v1/completions"}[run.kind]
     url = run.engine.pool.replicas[0].url + path
     abandoned = threading.Thread(target=httpx.post, args=(url,), kwargs={"json": body, "timeout": 60}, daemon=True)
     abandoned.start()
@@ -233,10 +238,16 @@ def test_a_prompt_that_a_server_refuses_has_no_completion(run: Run) -> None:
         run.sampler.complete([np.array([5])], [1], lambda _: None)
 
 
-def test_a_server_of_another_directory_is_refused(stack: ExitStack, student: Path, tmp_path: Path) -> None:
+def test_a_server_whose_restart_would_not_be_noticed_is_refused(
+    stack: ExitStack, student: Path, tmp_path: Path
+) -> None:
     run = Run(stack, student, tmp_path / "run", "vllm")
-    run.server = GeneratingServer(student, run.end)
-    with pytest.raises(EngineRefusalError, match=r"was started with .*student0: start it with .*rollout-model"):
+
+    def answer(*request: Any) -> Answer:
+        return (200, {}, b"") if request[1] == "/metrics" else run.server(*request)
+
+    run.answer = answer  # type: ignore[method-assign]
+    with pytest.raises(EngineRefusalError, match="no process_start_time_seconds, by which a restart is noticed"):
         run.publish()
 
 
@@ -328,6 +339,15 @@ def test_a_server_that_does_not_load_the_weights(stack: ExitStack, student: Path
     engine = engine_of(stack, student, "sglang", GeneratingServer(student, end=0))
     with pytest.raises(EngineRefusalError, match=r"Failed to get model config: let it see .* under the same path"):
         engine.load_weights(tmp_path, "1-0", engine.pool.replicas[0])
+
+
+def test_a_vllm_that_does_not_see_the_directory(stack: ExitStack, student: Path, tmp_path: Path) -> None:
+    server = GeneratingServer(student, end=0)
+    engine = engine_of(stack, student, "vllm", server)
+    engine.pool.timeout_s = 0.5
+    with pytest.raises(EngineError, match=r"status 500: Internal server error: .*; let it see .* under the same path"):
+        engine.load_weights(tmp_path, "1-0", engine.pool.replicas[0])
+    assert not server.paused
 
 
 def test_a_server_without_versions_is_refused(stack: ExitStack, student: Path) -> None:

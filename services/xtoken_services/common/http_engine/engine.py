@@ -21,7 +21,6 @@ Answer = TypeVar("Answer")
 class _ListedModel(msgspec.Struct):
     id: str
     max_model_len: int | None = None
-    root: str | None = None
 
 
 class _Models(msgspec.Struct):
@@ -43,12 +42,10 @@ class ServedModel:
     Attributes:
         name: Its name.
         max_length: Tokens of the longest text, generated ones included; None: the server does not say.
-        root: Directory that it was started with; None: the server does not say.
     """
 
     name: str
     max_length: int | None
-    root: str | None = None
 
 
 @dataclass(frozen=True)
@@ -117,7 +114,7 @@ class Engine(ABC):
                 f"({self.pool.field}.url_model)"
             )
         self._name = name
-        return ServedModel(name, models[name].max_model_len, models[name].root)
+        return ServedModel(name, models[name].max_model_len)
 
     @property
     def name(self) -> str:
@@ -173,6 +170,13 @@ class Engine(ABC):
             EngineError: It has not answered in time.
             EngineRefusalError: It cannot.
         """
+
+    def restored(self) -> bool:
+        """Return whether servers were started again since they loaded weights; load them again.
+
+        Completions since the last call may then be by other weights. A program whose answers name theirs returns False.
+        """
+        return False
 
     def _answer(self, send: Callable[[dict[str, Any]], Answer], body: dict[str, Any], field: str) -> Answer:
         """Send a request about the text whose tokens are in a field of it.

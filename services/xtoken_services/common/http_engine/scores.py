@@ -14,7 +14,8 @@ from xtoken_services.common.http_engine.errors import EngineRefusalError
 
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 40)]
 """Token id of an answer."""
-LogProb = Annotated[float, Meta(le=1e-3)]
+MAX_LOG_PROB = 1e-3
+LogProb = Annotated[float, Meta(le=MAX_LOG_PROB)]
 """Log-probability of an answer; above 0 by rounding at most."""
 NOTHING = -9999.0
 """Log-probability that servers write for tokens of no probability, since JSON has no infinity."""
@@ -73,7 +74,20 @@ class ScoresBuilder:
         self._ids[position, : len(order)] = ids[order]
         self._values[position, : len(order)] = values[order]
         if own is not None:
-            self._own[position] = -np.inf if own <= NOTHING else min(own, 0.0)
+            self.add_own(position, own)
+
+    def add_own(self, position: int, own: float) -> None:
+        """Record the log-probability of the token that follows a position."""
+        self._own[position] = -np.inf if own <= NOTHING else min(own, 0.0)
+
+    def add_rows(self, first: int, ids: Int[np.ndarray, "rows n"], values: Float[np.ndarray, "rows n"]) -> None:
+        """Record the tokens of several positions, from `first` on; see `add`."""
+        possible = (ids >= 0) & (ids < self._vocab_size) & (values > NOTHING)
+        ids, values = np.where(possible, ids, -1), np.where(possible, np.minimum(values, 0.0), -np.inf)
+        order = np.argsort(-values, axis=1, kind="stable")[:, : self._k]
+        part = slice(first, first + len(ids)), slice(0, order.shape[1])
+        self._ids[part] = np.take_along_axis(ids, order, axis=1)
+        self._values[part] = np.take_along_axis(values, order, axis=1)
 
     def scores(self) -> PromptScores:
         """Return the recorded scores."""

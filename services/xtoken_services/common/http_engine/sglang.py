@@ -10,14 +10,22 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
+import numpy as np
 
 from xtoken_services.common.http_engine.engine import Continuation, Engine, Sampling
 from xtoken_services.common.http_engine.errors import BadRequestError, EngineRefusalError
 from xtoken_services.common.http_engine.pool import EnginePool, Replica
-from xtoken_services.common.http_engine.scores import LogProb, PromptScores, ScoresBuilder, TokenId, check_length
+from xtoken_services.common.http_engine.scores import (
+    MAX_LOG_PROB,
+    LogProb,
+    PromptScores,
+    ScoresBuilder,
+    TokenId,
+    check_length,
+)
 
 log = logging.getLogger("xtoken.engine")
 
@@ -29,10 +37,19 @@ LOADS = 3
 Scored = tuple[LogProb | None, TokenId, str | None]
 """Log-probability, id and text of a token; the first token of a text has none of the first."""
 
+Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 30)]
+
 
 class _Scores(msgspec.Struct):
+    """Log-probabilities of a text; the likeliest tokens are arrays in base64, a third of the bytes of lists."""
+
     input_token_logprobs: list[Scored]
-    input_top_logprobs: list[list[Scored] | None] | None = None
+    input_top_logprobs_val_flat_b64: bytes = b""
+    input_top_logprobs_idx_flat_b64: bytes = b""
+    input_top_logprobs_val_flat_b64_dtype: Literal["float32"] = "float32"
+    input_top_logprobs_idx_flat_b64_dtype: Literal["int32"] = "int32"
+    input_top_logprobs_shape: tuple[Count, Count] | None = None
+    input_top_logprobs_null_prefix: Count = 0
     output_top_logprobs: list[list[Scored] | None] | None = None
 
 
@@ -80,18 +97,20 @@ class SglangEngine(Engine):
             "return_logprob": True,
             "logprob_start_len": 0,
             "top_logprobs_num": k,
+            "return_flat_raw_top_logprobs": True,
+            "return_flat_raw_top_logprobs_b64": True,
         }
         entries = len(ids) * (k + 2)
         send = partial(self.pool.call, "POST", "/generate", decode=read_scores, entries=entries, replica=replica)
         meta = self._answer(send, body, "input_ids").meta_info
-        tops = (meta.input_top_logprobs if k else None) or [None] * len(ids)
         check_length(meta.input_token_logprobs, len(ids), "input_token_logprobs")
-        check_length(tops, len(ids), "input_top_logprobs")
         builder = ScoresBuilder(len(ids), k, self.vocab_size)
         for position, (token, own) in enumerate(zip(ids[1:], meta.input_token_logprobs[1:], strict=True)):
             if own[0] is None or own[1] != token:
                 raise EngineRefusalError("input_token_logprobs of an answer is of other tokens: check url_engine")
-            builder.add(position, _entries(tops[position + 1]), own[0])
+            builder.add_own(position, own[0])
+        if k:
+            builder.add_rows(*_tops(meta, len(ids)))
         if meta.output_top_logprobs:
             builder.add(len(ids) - 1, _entries(meta.output_top_logprobs[0]), None)
         return builder.scores()
@@ -158,6 +177,25 @@ class SglangEngine(Engine):
 
     def _version_of(self, replica: Replica) -> str | None:
         return self.pool.call("GET", "/model_info", decode=read_model, replica=replica).weight_version
+
+
+def _tops(meta: _Scores, length: int) -> tuple[int, np.ndarray, np.ndarray]:
+    """Return the likeliest tokens and their log-probabilities, `[rows, n]`, and the position of the first row.
+
+    Raises:
+        EngineRefusalError: They are not those of a text of this length.
+    """
+    shape, skipped = meta.input_top_logprobs_shape, meta.input_top_logprobs_null_prefix
+    if shape is None:
+        raise EngineRefusalError("an answer lacks input_top_logprobs_shape: check url_engine, or use a newer SGLang")
+    for name in ("input_top_logprobs_idx_flat_b64", "input_top_logprobs_val_flat_b64"):
+        check_length(getattr(meta, name), 4 * shape[0] * shape[1], name)
+    ids = np.frombuffer(meta.input_top_logprobs_idx_flat_b64, "<i4").reshape(shape)
+    values = np.frombuffer(meta.input_top_logprobs_val_flat_b64, "<f4").reshape(shape)
+    # The first token of a text is predicted by nothing.
+    if skipped < 1 or skipped + len(ids) != length or (values > MAX_LOG_PROB).any():
+        raise EngineRefusalError("input_top_logprobs of an answer is of another text: check url_engine")
+    return skipped - 1, ids, values
 
 
 def _entries(listed: list[Scored] | None) -> list[tuple[int, float]]:

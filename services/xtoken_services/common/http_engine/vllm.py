@@ -1,12 +1,14 @@
 """vLLM: completions of no text, with the log-probabilities of the prompt (`prompt_logprobs`).
 
 Written after the request and response models of 0.24.0. Not run yet. A server of a teacher needs `--max-logprobs` of at
-least `teacher.topk`; its default is 20. One that generates reads new weights by `reload_weights` of its workers, from
-the directory that it was started with, which takes `VLLM_SERVER_DEV_MODE=1`.
+least `teacher.topk`; its default is 20. One that generates reads new weights by `reload_weights` of its workers, which
+takes `VLLM_SERVER_DEV_MODE=1`. Its answers name no weights: the start time of its process shows a restart.
 """
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -15,8 +17,8 @@ from typing import Annotated, Any
 import msgspec
 
 from xtoken_services.common.http_engine.engine import Continuation, Engine, Sampling
-from xtoken_services.common.http_engine.errors import EngineRefusalError
-from xtoken_services.common.http_engine.pool import Replica
+from xtoken_services.common.http_engine.errors import EngineError, EngineRefusalError
+from xtoken_services.common.http_engine.pool import EnginePool, Replica
 from xtoken_services.common.http_engine.scores import (
     LogProb,
     PromptScores,
@@ -26,21 +28,26 @@ from xtoken_services.common.http_engine.scores import (
     token_id,
 )
 
+log = logging.getLogger("xtoken.engine")
+
+START = re.compile(rb"^process_start_time_seconds (\S+)", re.MULTILINE)
+"""Line of a server's metrics."""
+
 
 class _Entry(msgspec.Struct):
     logprob: LogProb
 
 
 class _Generated(msgspec.Struct):
-    """Generated tokens, named `token_id:N` by `return_tokens_as_token_ids`."""
+    """Of generated tokens, named `token_id:N` by `return_tokens_as_token_ids`."""
 
-    tokens: list[str] | None = None
     token_logprobs: list[LogProb] = []
     top_logprobs: list[dict[str, LogProb] | None] | None = None
 
 
 class _Choice(msgspec.Struct):
     logprobs: _Generated | None = None
+    token_ids: list[TokenId] | None = None
     prompt_logprobs: list[dict[TokenId, _Entry] | None] | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
@@ -54,7 +61,11 @@ read_completion = msgspec.json.Decoder(_Completion).decode
 
 
 class VllmEngine(Engine):
-    """vLLM."""
+    """vLLM. A server that is started again has the weights of its start, and its answers do not show it."""
+
+    def __init__(self, pool: EnginePool, model: str | None, vocab_size: int) -> None:
+        super().__init__(pool, model, vocab_size)
+        self._loaded: dict[str, tuple[Path, str, bytes]] = {}
 
     def score(self, ids: Sequence[int], k: int, replica: Replica | None = None) -> PromptScores:
         """See `Engine.score`."""
@@ -98,35 +109,52 @@ class VllmEngine(Engine):
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
             "seed": sampling.seed,
-            "logprobs": 1,
-            "return_tokens_as_token_ids": True,
+            "logprobs": 0,
+            "return_token_ids": True,
             "add_special_tokens": False,
         }
         if sampling.stop:
             body["stop"] = list(sampling.stop)
         choice = self._completion(body, len(ids) + 4 * sampling.max_tokens, replica)
-        names = choice.logprobs.tokens if choice.logprobs else None
-        tokens = [token_id(name) for name in names or ()]
-        if names is None or min(tokens, default=0) < 0:
-            raise EngineRefusalError("logprobs of an answer lacks the ids of its tokens: check url_engine")
+        tokens = choice.token_ids
+        if tokens is None:
+            raise EngineRefusalError("an answer lacks token_ids: check url_engine, or use a newer vLLM")
         values = tuple(choice.logprobs.token_logprobs) if choice.logprobs else ()
         check_length(values, len(tokens), "token_logprobs")
         return Continuation(tokens, choice.finish_reason == "stop", isinstance(choice.stop_reason, str), values)
 
     def load_weights(self, directory: Path, version: str, replica: Replica) -> None:
-        """See `Engine.load_weights`; the server must have been started with this directory, in development mode.
-
-        Its answers name no version. One that is started again reads the last weights, if it reads this directory.
-        """
-        root = self.served(replica).root
-        if root is not None and Path(root).parts[-2:] != directory.parts[-2:]:
-            raise EngineRefusalError(
-                f"{self.pool.field}.url: {replica.url} was started with {self.pool.clean(root)}: start it with "
-                f"{directory}, so that it has the last weights if it is started again"
-            )
+        """See `Engine.load_weights`; the server must have been started in development mode."""
+        started = self._start_of(replica)  # before: one that is started again meanwhile must load them once more
+        body = {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}}
         with self._paused(replica, "/pause?mode=wait", "/resume"):
-            self.pool.call("POST", "/collective_rpc", {"method": "reload_weights"}, decode=bytes, replica=replica)
+            try:
+                self.pool.call("POST", "/collective_rpc", body, decode=bytes, replica=replica)
+            except EngineError as error:  # it answers with status 500, whatever the reason
+                raise EngineError(f"{error}; let it see {directory} under the same path") from error
             self.pool.call("POST", "/reset_prefix_cache", decode=bytes, replica=replica)
+        self._loaded[replica.url] = directory, version, started
+
+    def restored(self) -> bool:
+        """See `Engine.restored`."""
+        restarted = False
+        for replica in self.pool.replicas:
+            directory, version, started = self._loaded.get(replica.url, (None, "", b""))
+            if directory is not None and self._start_of(replica) != started:
+                log.warning("%s has been started again: loading the weights %s", replica.url, version)
+                self.load_weights(directory, version, replica)
+                restarted = True
+        return restarted
+
+    def _start_of(self, replica: Replica) -> bytes:
+        """Return the start time of a server's process."""
+        found = START.search(self.pool.call("GET", "/metrics", decode=bytes, replica=replica))
+        if found is None:
+            raise EngineRefusalError(
+                f"{self.pool.field}.url: {replica.url}/metrics has no process_start_time_seconds, by which a restart "
+                "is noticed: start it with --api-server-count 1 and without PROMETHEUS_MULTIPROC_DIR"
+            )
+        return found[1]
 
     def _completion(self, body: dict[str, Any], entries: int, replica: Replica | None) -> _Choice:
         send = partial(

@@ -42,6 +42,7 @@ SGLANG: dict[str, Any] = {
     "request": {
         "input_ids": [1782, 6722, 315], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
         "return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2,
+        "return_flat_raw_top_logprobs": True, "return_flat_raw_top_logprobs_b64": True,
     },
     "answer": {
         "text": " France",
@@ -49,9 +50,11 @@ SGLANG: dict[str, Any] = {
             "id": "26223ea355df4c0ab45e5af04505ed67", "finish_reason": {"type": "length", "length": 1},
             "prompt_tokens": 3, "completion_tokens": 1,
             "input_token_logprobs": [[None, 1782, None], [-6.25, 6722, None], [-0.582, 315, None]],
-            "input_top_logprobs": [
-                None, [[-1.5, 220, None], [-2.25, 1156, None]], [[-0.582, 315, None], [-2.1406, 3283, None]],
-            ],
+            # float32 [[-1.5, -2.25], [-0.582, -2.1406]] and int32 [[220, 1156], [315, 3283]]; none of the first token.
+            "input_top_logprobs_val_flat_b64": "AADAvwAAEMD0/RS/l/8IwA==",
+            "input_top_logprobs_idx_flat_b64": "3AAAAIQEAAA7AQAA0wwAAA==",
+            "input_top_logprobs_val_flat_b64_dtype": "float32", "input_top_logprobs_idx_flat_b64_dtype": "int32",
+            "input_top_logprobs_shape": [2, 2], "input_top_logprobs_null_prefix": 1,
             "output_token_logprobs": [[-1.039, 279, None]],
             "output_top_logprobs": [[[-1.039, 279, None], [-3.531, 9625, None]]],
         },

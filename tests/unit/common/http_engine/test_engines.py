@@ -3,16 +3,19 @@
 Requests and answers beside the fields that the programs' own packages declare, read from their source.
 
 Needs the packages vllm and sglang, installed or unpacked (`pip download --no-deps`, `unzip`) below the directory that
-XTOKEN_ENGINE_SOURCES names: `vllm/`, `sglang/`. Nothing of them is imported.
+XTOKEN_ENGINE_SOURCES names: `vllm/`, `sglang/`. Nothing of them is imported; one function of SGLang runs by itself.
 """
 
 from __future__ import annotations
 
 import ast
+import base64
 import copy
+import json
 import math
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -26,7 +29,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.support.engine_server import Answer, ModelHandler, serving
+from tests.doc_blocks import ROOT, fenced, shell_commands
+from tests.support.engine_server import Answer, ModelHandler, flat_top_logprobs, serving
 from tests.support.tiny_run import documents, make_model
 from tests.unit.common.http_engine import recorded
 from tests.unit.common.http_engine.recorded import SGLANG, VLLM
@@ -35,7 +39,7 @@ from xtoken_core.config.served import ServedSpec
 from xtoken_core.tokenizing import TextTokenizer
 from xtoken_core.topk_logits import read_topk
 from xtoken_core.transports.ring import TopKSettings
-from xtoken_services.common.http_engine import engine, vllm
+from xtoken_services.common.http_engine import engine, sglang, vllm
 from xtoken_services.common.http_engine.engine import Engine, Sampling
 from xtoken_services.common.http_engine.errors import EngineError, EngineRefusalError, SampleRefusedError
 from xtoken_services.common.http_engine.factory import open_engine
@@ -124,6 +128,7 @@ def test_an_answer_of_another_form(stack: ExitStack, models: dict[str, Path], ki
         engine.score(recorded.get("prompt") or recorded["input_ids"], 2)
 
 
+OWN = [[None, 1782, None], [-1, 6722, None], [-1, 315, None]]
 ODD: list[Any] = [
     None, 7, "x", [], {}, {"choices": []}, {"choices": 7}, {"choices": [[]]}, {"choices": [{"logprobs": 5}]},
     {"choices": [{"prompt_logprobs": [None, 7, 7], "logprobs": []}]},
@@ -131,7 +136,14 @@ ODD: list[Any] = [
     {"choices": [{"prompt_logprobs": [None, {"3019": {"logprob": -1}}, {"315": {"logprob": -1}}],
                   "logprobs": {"top_logprobs": 3}}]},
     {"meta_info": []}, {"meta_info": {"input_token_logprobs": 5}},
-    {"meta_info": {"input_token_logprobs": [[None, 1, None]] * 3, "input_top_logprobs": [None, 5, 5]}},
+    {"meta_info": {"input_token_logprobs": OWN, "input_top_logprobs": [None, [[-1, 5, None]], [[-1, 5, None]]]}},
+    *({"meta_info": {"input_token_logprobs": OWN, **flat_top_logprobs([{5: -1.0}] * 2, 1, 3), **odd}} for odd in (
+        {"input_top_logprobs_shape": [2, 2]}, {"input_top_logprobs_shape": [1 << 40, 1 << 40]},
+        {"input_top_logprobs_shape": [-1, 1]}, {"input_top_logprobs_null_prefix": 0},
+        {"input_top_logprobs_null_prefix": 2}, {"input_top_logprobs_idx_flat_b64": "AAAA"},
+        {"input_top_logprobs_val_flat_b64": "?"}, {"input_top_logprobs_val_flat_b64": "AACAPwAAgD8="},
+        {"input_top_logprobs_val_flat_b64_dtype": "float16"},
+    )),
     {"meta_info": {"output_token_logprobs": 7, "finish_reason": "stop"}},
     {"meta_info": {"output_token_logprobs": [[-1, 1 << 60, None]], "finish_reason": {"type": "stop"}}},
 ]  # fmt: skip
@@ -303,7 +315,14 @@ def test_vllm_gives_every_field_that_is_read() -> None:
 def test_vllm_updates_weights_by_the_same_calls() -> None:
     routes = source("vllm", "entrypoints/serve/dev/rlhf/api_router.py")
     assert all(part in routes for part in ('"/pause"', '"/resume"', '"wait"'))
-    assert "def reload_weights" in source("vllm", "v1/worker/gpu_model_runner.py")
+    runner = source("vllm", "v1/worker/gpu_model_runner.py")
+    assert "def reload_weights" in runner and "weights_path: str | None" in runner
+
+
+def test_vllm_tells_when_its_process_was_started() -> None:
+    assert "    return REGISTRY" in source("vllm", "v1/metrics/prometheus.py")
+    text = pytest.importorskip("prometheus_client").generate_latest()
+    assert 1e9 < float(vllm.START.search(text)[1]) <= time.time()
 
 
 @pytest.mark.parametrize(
@@ -313,6 +332,52 @@ def test_sglang_knows_every_field_of_a_request(request_: dict[str, Any]) -> None
     assert set(request_) <= fields("sglang", IO, "GenerateReqInput")
     sampling = fields("sglang", "srt/sampling/sampling_params.py", "SamplingParams")
     assert set(request_["sampling_params"]) <= sampling
+
+
+def test_sglang_gives_the_likeliest_tokens_as_they_are_read() -> None:
+    """By its own function, which has no other parts of it."""
+    tree = ast.parse(source("sglang", "srt/managers/tokenizer_manager.py"))
+    name = "_build_flat_top_logprobs_fields_from_arrays"
+    [function] = (at for at in tree.body if isinstance(at, ast.FunctionDef) and at.name == name)
+    parts: dict[str, Any] = {"np": np, "pybase64": base64, "Any": Any, "Dict": dict}
+    exec(compile(ast.Module([function], []), name, "exec"), parts)
+    values, ids = np.array([[-0.5, -1.5], [-0.25, -2.0]], np.float32), np.array([[7, 8], [5, 1 << 17]], np.int32)
+    made = {"input_token_logprobs": [], **parts[name]("input", values, ids, 1, return_b64=True)}
+    first, tokens, log_probs = sglang._tops(sglang.read_scores(msgspec.json.encode({"meta_info": made})).meta_info, 3)
+    assert (first, tokens.tolist(), log_probs.tolist()) == (0, ids.tolist(), values.tolist())
+    assert made == {"input_token_logprobs": []} | flat_top_logprobs(
+        [{7: -0.5, 8: -1.5}, {5: -0.25, 1 << 17: -2.0}], 2, 3
+    )
+
+
+def within(part: Any, whole: Any) -> bool:
+    """Return whether JSON is another with entries of objects left out."""
+    if isinstance(part, dict) and isinstance(whole, dict):
+        return all(key in whole and within(value, whole[key]) for key, value in part.items())
+    if isinstance(part, list) and isinstance(whole, list):
+        return len(part) == len(whole) and all(map(within, part, whole))
+    return bool(part == whole)
+
+
+def test_requests_and_answers_in_the_documents_are_the_recorded_ones() -> None:
+    told = [json.loads(block) for block in fenced(ROOT / "docs/operations.md", "json")]
+    records = (recorded.VLLM, test_served.VLLM, recorded.SGLANG, test_served.SGLANG)
+    for record, request_, answer in zip(records, told[::2], told[1::2], strict=True):
+        assert request_ == record["request"] and within(answer, record["answer"])
+    decoders = (vllm.read_completion, vllm.read_completion, sglang.read_scores, sglang.read_completion)
+    for decode, answer in zip(decoders, told[1::2], strict=True):
+        assert decode(json.dumps(answer).encode())
+
+
+def test_vllm_has_the_options_in_the_documents_and_guards_what_they_say() -> None:
+    commands = [words for words in shell_commands(ROOT / "docs/operations.md") if words[:2] == ["vllm", "serve"]]
+    told = {word[2:].replace("-", "_") for words in commands for word in words if word.startswith("--")}
+    options = fields("vllm", "entrypoints/openai/cli_args.py", "FrontendArgs")
+    options |= fields("vllm", "entrypoints/openai/cli_args.py", "BaseFrontendArgs")
+    assert len(commands) == 2 and told <= options | fields("vllm", "config/model.py", "ModelConfig")
+    guard = 'GUARDED_PREFIX = ("/v1", "/v2", "/inference")'
+    assert guard in source("vllm", "entrypoints/serve/utils/server_utils.py")
+    assert "if envs.VLLM_SERVER_DEV_MODE:" in source("vllm", "entrypoints/openai/api_server.py")
 
 
 def test_sglang_updates_weights_by_the_same_calls() -> None:
