@@ -17,6 +17,7 @@ import pytest
 import tomli_w
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
 
 from tests.integration.conftest import DEADLINE_S, Crew
 from tests.support.tiny_run import TinyAssets, documents, steps_of, tiny_spec, write_jsonl
@@ -27,6 +28,7 @@ from xtoken_core.teacher_store.identity import StoreError, identity_of
 from xtoken_core.teacher_store.shards import FRAMES, INDEX, Entry, ShardWriter, drop_records
 from xtoken_core.teacher_store.store import TeacherStore, empty_values
 from xtoken_core.tokenizing import TextTokenizer
+from xtoken_services.cli.store import store_app
 from xtoken_services.common.run.resolve import resolve_run
 from xtoken_services.common.run.status import RunState
 from xtoken_services.common.stores.store_build import build_spec, divided_as
@@ -306,6 +308,17 @@ def test_a_run_computes_what_its_store_lacks(assets: TinyAssets, tmp_path: Path)
     ]
     subprocess.run(command, check=True, timeout=DEADLINE_S)
     assert TeacherStore.open(str(tmp_path / "store")).damaged(range(24)) == {}
+
+
+def test_a_dry_build_writes_nothing(assets: TinyAssets, tmp_path: Path) -> None:
+    teacher = {"model": assets.teacher, "context_length": 96, "projection": assets.projection, "content": "hidden"}
+    spec = tiny_spec(assets, tmp_path, records=24, teacher=[teacher], loss={"vocab_topk": None})
+    file, before = tmp_path / "run.toml", sorted(tmp_path.rglob("*"))
+    file.write_text(tomli_w.dumps(spec.model_dump(mode="json", exclude_none=True) | {"eval": "none"}))
+    command = ["build", str(file), "--out", str(tmp_path / "store"), "--dry-run", "--json"]
+    shown = CliRunner().invoke(store_app, command, catch_exceptions=False)
+    assert [json.loads(shown.stdout)[name] for name in ("records", "missing")] == [24, 24]
+    assert sorted(tmp_path.rglob("*")) == sorted([*before, file])
 
 
 @pytest.mark.slow

@@ -1,7 +1,4 @@
-"""Tokens of one row as intervals of a byte stream, and the same intervals after a change of the stream.
-
-Matching blocks of two byte streams that should be equal: exact, for the rare rows in which they are not.
-"""
+"""Tokens of one row as intervals of a byte stream, and the same intervals after a change of the stream."""
 
 from __future__ import annotations
 

@@ -1,15 +1,12 @@
 """Build the chain tables of a pair of tokenizers.
 
-Paths: how far the other side can come inside a token, and what can follow there.
-
-A path is a sequence of the other side's tokens with which the spellings of some tokens begin. At such a node
-the tokens that share it are distinguished by their next piece's root, or by ending exactly there.
+A path says how far the other side can come inside a token: it is a sequence of the other
+side's tokens with which the spellings of some tokens begin. At such a node the tokens that share it are distinguished
+by their next piece's root, or by ending exactly there.
 
 That a token has ended is a decision of its own where the tokenizer would have written a longer one for the text that
 would have continued it. BPE mostly would. A Unigram chooses the most likely cut of a whole word and ends "t" before "y"
 although it has "ty", so that the next token does not say whether "t" has ended: its tokens have no end terms.
-
-Common tokens and roots: the classes in which two vocabularies are compared where both begin a token.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
-"""TensorDicts in and out of the transfer queue.
+"""TensorDicts in and out of the transfer queue, and their packing by the names and rules of other data planes.
 
 A per-token column gets the same row lengths from every writer: those of the batch, which travel in its `KVBatchMeta`.
 
-Packing of padded tensors into jagged ones, by the names and rules of the data planes that others know.
-
 Per-token columns travel as jagged tensors (`torch.jagged`: rows of their own length in one buffer, ragged along
 dimension 1), so that padding is paid for only where a rectangle is needed: in `materialize`.
-
-Names of the rows of a batch in a partition.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""RunSpec: the settings of a run, read from TOML.
-
-The loss of a run without teachers.
-"""
+"""RunSpec: the settings of a run, read from TOML."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""ZeroMQ transport: one DEALER socket per thread, lost requests are retried on a new connection.
-
-One DEALER socket with a monitor, so that a broken or refused connection is noticed at once.
-"""
+"""ZeroMQ transport: one DEALER socket per thread; requests are repeated on a new connection when theirs is lost."""
 
 from __future__ import annotations
 

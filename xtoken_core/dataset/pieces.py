@@ -1,7 +1,4 @@
-"""Long documents divided into records: each a stretch of bytes of a document's text, cut at line or word ends.
-
-The records of several texts, numbered as one.
-"""
+"""Records of several texts numbered as one, and long documents divided at line or word ends."""
 
 from __future__ import annotations
 

@@ -2,8 +2,6 @@
 
 Weights are kept as coordinates until the rows are cut; every step is a function of its own, and the same tokenizers
 give the same projection to the byte.
-
-Pairs of special tokens by their names: of one meaning, or, as the public tools do, of similar ones.
 """
 
 from __future__ import annotations

@@ -47,7 +47,8 @@ def pick_transport(setting: str, device: torch.device) -> str:
         return cuda_ipc.TRANSPORT
     if shared_memory.TRANSPORT not in allowed:
         raise ConfigError(f'workers.transport = "{setting}": {reason}: use "shared_memory" or "auto"')
-    log.warning("falling back to shared memory: %s", reason)
+    level = logging.WARNING if device.type == "cuda" else logging.INFO  # on the CPU "auto" is meant to do that
+    log.log(level, "falling back to shared memory: %s", reason)
     return shared_memory.TRANSPORT
 
 

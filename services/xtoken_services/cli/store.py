@@ -117,7 +117,9 @@ def write(
 
 
 def _plan_of(spec: RunSpec, target: str, run: RunSpec) -> dict[str, Any]:
-    """Return the records, sizes and identity of a build, without starting it."""
+    """Return the records, sizes and identity of a build, without starting it or writing into its directory."""
+    import tempfile
+
     from xtoken_core.teacher_store.files import open_files
     from xtoken_core.teacher_store.identity import identity_of
     from xtoken_core.teacher_store.shards import MANIFEST
@@ -127,7 +129,9 @@ def _plan_of(spec: RunSpec, target: str, run: RunSpec) -> dict[str, Any]:
     from xtoken_services.common.stores.store_records import records_of
     from xtoken_services.common.stores.teacher_stores import skip_condition
 
-    resolved = divided_as(resolve_run(spec), run)
+    with tempfile.TemporaryDirectory(prefix="xtoken-") as directory:
+        elsewhere = spec.model_copy(update={"output": Path(directory) / "output"})
+        resolved = divided_as(resolve_run(elsewhere), run)
     identity = identity_of(resolved, 0)
     wanted = list(records_of(resolved))
     missing = len(wanted)

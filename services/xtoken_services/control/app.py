@@ -1,7 +1,4 @@
-"""The control plane's HTTP application.
-
-Installation of the web interface in the application.
-"""
+"""The control plane's HTTP application, with its web interface."""
 
 from __future__ import annotations
 

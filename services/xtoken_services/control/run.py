@@ -1,9 +1,4 @@
-"""One run of the control plane: started, or recovered after a restart, with its events in the database.
-
-Writer of a supervisor's events to the database, from which another control plane can recover the run.
-
-Recovery of runs after a restart of the control plane: find their processes again, or infer how they ended.
-"""
+"""One run of the control plane: started, or recovered after a restart, with its events in the database."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The control plane's SQLite database: in the runs' directory, or in memory for tests and tools.
 
-File of the control plane's database: private to its user, created whole, and checked while it is served.
-
-The file is never opened here except by SQLite: closing a descriptor of it would drop this process's locks.
+The file is private to its user, created whole, and checked while it is served. It is
+never opened here except by SQLite: closing a descriptor of it would drop this process's locks.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Read-only views of runs, made from the database, the supervisor's last status and the run's files.
 
 Reading sends no request to a worker or a queue.
-
-Metrics of a run as columns, from which intervals are averaged.
 """
 
 from __future__ import annotations

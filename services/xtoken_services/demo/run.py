@@ -1,11 +1,4 @@
-"""The whole demo, from the text to the report.
-
-The three runs of the demo, as the TOML files a user would write.
-
-The demo's models before their training: a teacher and a student with random weights.
-
-The demo's text: the Python standard library's own sources, which are on every machine.
-"""
+"""The whole demo, from the text to the report."""
 
 from __future__ import annotations
 
@@ -29,17 +22,11 @@ from xtoken_core.config import load_run_spec
 from xtoken_core.errors import InputError, XtokenError
 from xtoken_services.demo.report import Run, read_run, table, write_report
 
-_MARK = ".xtoken-demo"
 TEACHER, STUDENT = "teacher", "student"
 CROSS_ENTROPY, DISTILLED = "cross-entropy", "distilled"
 _NAMES = {TEACHER: "teacher", CROSS_ENTROPY: "student, cross-entropy only", DISTILLED: "student, distilled"}
 UNTRAINED_TEACHER = "untrained-teacher"
-EVAL_BYTES = 40_000
 TEACHER_LAYERS, STUDENT_LAYERS = 4, 2
-_INITIAL_RANGE = 0.05
-_LEFT_OUT = {"test", "tests", "idlelib", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-_HELD_OUT_ONE_IN = 16
-_SMALLEST, _LARGEST = 600, 1000
 
 
 @dataclass(frozen=True)
@@ -96,7 +83,6 @@ def run_demo(
         corpus = write_corpus(out / "corpus")
     console.print(f"  {corpus.train_bytes / 1e6:.1f} MB to train on, {corpus.heldout_bytes / 1e6:.1f} MB held out")
     with _stage(console, "Tokenizers: BPE over digits for the teacher, Unigram over whole numbers for the student"):
-        from xtoken_services.demo.run import STUDENT_LAYERS, TEACHER_LAYERS, write_model
         from xtoken_services.demo.vocabularies import train_student_tokenizer, train_teacher_tokenizer, training_texts
 
         texts = training_texts(corpus.train)
@@ -115,6 +101,9 @@ def run_demo(
                 shutil.copytree(out / "runs" / TEACHER / "model", out / TEACHER)
     _show(console, out, [read_run(title, out / "runs" / name) for name, title in _NAMES.items()])
     console.print(f"The demo took {time.monotonic() - began:.0f} s.")
+
+
+_MARK = ".xtoken-demo"
 
 
 def prepare_directory(out: Path) -> None:
@@ -197,6 +186,9 @@ def write_run_files(out: Path, teacher: Training, student: Training) -> dict[str
     return files
 
 
+EVAL_BYTES = 40_000
+
+
 def run_file(name: str, model: str, teacher: str, loss: str, training: Training) -> str:
     """Return the text of a run file; its paths are relative to its own directory."""
     return f"""# Created by `xtoken demo`; rerun it with `xtoken run {name}.toml`.
@@ -233,6 +225,9 @@ checkpoint_every = {training.steps}
 collators = 2
 device = "cpu"
 """
+
+
+_INITIAL_RANGE = 0.05
 
 
 def write_model(
@@ -307,6 +302,10 @@ def write_corpus(directory: Path, *, library: Path | None = None) -> Corpus:
     return Corpus(train, heldout, train_bytes, heldout_bytes)
 
 
+_LEFT_OUT = {"test", "tests", "idlelib", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+_HELD_OUT_ONE_IN = 16
+
+
 def library_files(library: Path) -> list[Path]:
     """Return the library's `.py` files, without its tests, IDLE and installed packages, sorted by name."""
     kept = [path for path in library.rglob("*.py") if not _LEFT_OUT & set(path.relative_to(library).parts)]
@@ -317,6 +316,9 @@ def is_held_out(path: Path, library: Path) -> bool:
     """Return whether a file belongs to the sixteenth that is held out for evaluation."""
     name = path.relative_to(library).as_posix()
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big") % _HELD_OUT_ONE_IN == 0
+
+
+_SMALLEST, _LARGEST = 600, 1000
 
 
 def cut_at_lines(text: str) -> Iterator[str]:

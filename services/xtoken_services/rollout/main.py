@@ -1,7 +1,4 @@
-"""`xtoken rollout`: connect to a queue and complete prompts with the student's published weights until the run ends.
-
-Prompts: the part of a record that the student completes.
-"""
+"""`xtoken rollout`: connect to a queue and complete prompts with the student's published weights until the run ends."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""`xtoken teacher`: connect to a queue, open one teacher, and serve its rank until the run ends.
-
-The teacher's main loop: micro-batches strictly in plan order, one slot each.
-"""
+"""`xtoken teacher`: connect to a queue, open one teacher, and serve its rank until the run ends."""
 
 from __future__ import annotations
 

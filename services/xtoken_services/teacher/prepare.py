@@ -1,9 +1,4 @@
-"""A teacher's devices, and its model with the settings that it runs with.
-
-Linear layers in float8: weights scaled per output row, activations per token.
-
-Forward pass of a teacher into a slot: logits, or hidden states and each row's column maxima.
-"""
+"""A teacher that is loaded here: its devices, its model as configured, and its forward pass into a slot."""
 
 from __future__ import annotations
 
@@ -39,16 +34,6 @@ from xtoken_services.teacher.base import HeldOutText, Teacher, TeacherBatch
 from xtoken_services.teacher.quantized import QuantizedLinear, local_part, swap_linears
 
 log = logging.getLogger("xtoken.teacher")
-LARGEST = 448.0
-"""The largest finite value of `float8_e4m3fn`."""
-OLDEST = (8, 9)
-"""Compute capability of the first GPUs with float8 matrix products."""
-WIDTH_BUCKET = 128
-"""Widths of a compiled model are rounded up to a multiple of this, so that few shapes are compiled."""
-CHUNK_TOKENS = 1024
-"""Tokens whose logits exist at a time where only their maxima are needed."""
-WIDTH_MULTIPLE = 64
-"""Rows of logits of which the largest are taken are as wide as this allows, so that they are aligned."""
 
 
 def device_of(spec: RunSpec, teacher: int, rank: int) -> torch.device:
@@ -150,6 +135,12 @@ def _format(spec: TeacherSpec, device: torch.device, what: str) -> type[Quantize
     return Nf4Linear
 
 
+LARGEST = 448.0
+"""The largest finite value of `float8_e4m3fn`."""
+OLDEST = (8, 9)
+"""Compute capability of the first GPUs with float8 matrix products."""
+
+
 class Fp8Linear(QuantizedLinear):
     """`x W^T + b` with `W` in `float8_e4m3fn`, one scale per row of `W` and one per token of `x`, which is bfloat16.
 
@@ -197,6 +188,14 @@ def check_fp8(device: torch.device, dtype: str, what: str) -> None:
         )
     if dtype != "bfloat16":
         raise ConfigError(f'{what}: fp8 goes with dtype = "bfloat16", not {dtype!r}')
+
+
+WIDTH_BUCKET = 128
+"""Widths of a compiled model are rounded up to a multiple of this, so that few shapes are compiled."""
+CHUNK_TOKENS = 1024
+"""Tokens whose logits exist at a time where only their maxima are needed."""
+WIDTH_MULTIPLE = 64
+"""Rows of logits of which the largest are taken are as wide as this allows, so that they are aligned."""
 
 
 class TeacherModel(Teacher):

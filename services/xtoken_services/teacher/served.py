@@ -1,7 +1,4 @@
-"""A teacher that another program serves over HTTP: its answers are written into the slots of a ring.
-
-Check of servers before a run reads from them: that they run the model and the tokenizer that are meant.
-"""
+"""A teacher that another program serves over HTTP: its servers are checked, its answers written into a ring's slots."""
 
 from __future__ import annotations
 

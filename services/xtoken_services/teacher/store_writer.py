@@ -11,8 +11,9 @@ import json
 import logging
 import os
 import signal
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -38,6 +39,7 @@ from xtoken_core.wire.columns import select_rows
 from xtoken_services.common.batches.step_plan import plan_step, ring_shape
 from xtoken_services.common.files.jsonl import JsonLines
 from xtoken_services.common.processes.worker import StopRequested, set_by_signals
+from xtoken_services.common.stores.store_build import SIGN_OF_LIFE
 from xtoken_services.common.stores.store_records import missing_steps
 from xtoken_services.common.stores.teacher_stores import skip_condition
 from xtoken_services.common.text.collation import collate_positions, make_collator, open_data, row_counts
@@ -87,14 +89,11 @@ def work(run_file: Path, store: str, *, rank: int) -> None:
     setproctitle(f"xtoken writer-{rank}")
     stopping = set_by_signals()
 
-    def report(_activity: str) -> None:
-        if stopping.is_set():
-            raise StopRequested
-
     try:
         run = parse_resolved_run(read_regular(run_file, JSON_LIMIT), source=str(run_file))
     except OSError as error:
         raise InputError(f"cannot read the run file {run_file}: {error.strerror}") from error
+    report = reporter(run.spec.output / SIGN_OF_LIFE.format(rank=rank), stopping)
     try:
         with opened_teacher(run, 0, rank, report) as teacher:
             target = TeacherStore.create(store, identity_of(run, 0))
@@ -107,6 +106,26 @@ def work(run_file: Path, store: str, *, rank: int) -> None:
         # Ended by the signal, and not with status 0: the supervisor must not take this rank for done.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
+
+
+def reporter(sign: Path, stopping: threading.Event) -> Callable[[str], None]:
+    """Return a teacher's `report`, which changes a file when there is progress: a new text, or an empty one.
+
+    Args:
+        sign: The file.
+        stopping: Set to end the teacher's wait with `StopRequested`.
+    """
+    last = ""
+
+    def report(activity: str) -> None:
+        nonlocal last
+        if stopping.is_set():
+            raise StopRequested
+        if not activity or activity != last:
+            sign.write_text(str(time.monotonic_ns()))
+        last = activity
+
+    return report
 
 
 class StoreWriter:

@@ -25,7 +25,7 @@ from xtoken_services.common.text.run_order import record_of
 from xtoken_services.teacher.base import Teacher, TeacherBatch
 
 THREADS = 4
-"""Records that are decompressed at a time, beside the trainer's own work."""
+"""Records that are decompressed at a time, at most."""
 
 
 class StoredTeacher(Teacher):

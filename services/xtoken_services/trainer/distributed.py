@@ -1,9 +1,4 @@
-"""Collectives among the ranks of a trainer. A single rank needs no process group.
-
-Monitor of the other ranks for trainers that torchrun has started.
-
-Reductions of a step over node groups: each plans its own positions; counts and outcomes are combined.
-"""
+"""Collectives among the ranks of a trainer, and reductions over its node groups; a single rank needs no group."""
 
 from __future__ import annotations
 
@@ -40,9 +35,6 @@ TEXT_BYTES = 512
 """Of each text that `exchange_in_background` sends; the rest is cut off."""
 T = TypeVar("T")
 log = logging.getLogger("xtoken.trainer")
-EVERY_S = 1.0
-GRACE_S = 5.0
-CLOSE_S = 5.0
 Reasons = dict[int, str]
 
 
@@ -241,6 +233,11 @@ def buckets(tensors: Iterable[Tensor], limit: int) -> Iterator[list[Tensor]]:
         size += tensor.nbytes
     if bucket:
         yield bucket
+
+
+EVERY_S = 1.0
+GRACE_S = 5.0
+CLOSE_S = 5.0
 
 
 class RankState(IntEnum):

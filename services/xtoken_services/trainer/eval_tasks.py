@@ -1,7 +1,4 @@
-"""Accuracy on tasks: the student completes prompts, and its completions are compared with the answers.
-
-Sample completions: the same prompts at every evaluation, to be read, not judged.
-"""
+"""Completions at an evaluation: accuracy on tasks, and samples to be read."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Export of a student as a Hugging Face directory: safetensors, tokenizer and model card.
-
-Names and licences of a run's models and texts, as its model card gives them: without paths of this machine.
-"""
+"""Export of a student as a Hugging Face directory: safetensors, tokenizer and model card."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""`xtoken trainer`: connect to a queue, load the student, train this rank to the end of the run, export the model.
-
-Upload of a run's model to the Hugging Face Hub.
-"""
+"""`xtoken trainer`: connect to a queue, load the student, train this rank to the end of the run, export the model."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""The student: a causal language model with adapters, master weights, compilation and sharding as configured.
-
-LoRA adapters, implemented by peft.
-
-float32 master weights behind a model that computes in bfloat16 or float16.
-"""
+"""The student: a causal language model with adapters, master weights, compilation and sharding as configured."""
 
 from __future__ import annotations
 

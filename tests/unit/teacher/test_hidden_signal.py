@@ -213,8 +213,9 @@ def test_a_ring_of_a_transport_that_the_run_does_not_name_is_refused():
 @pytest.mark.parametrize(
     ("signal", "transport"), [("auto", "shared_memory"), ("shared_memory", "shared_memory"), ("queue", "queue")]
 )
-def test_a_teacher_without_a_gpu_takes_what_it_can(signal, transport):
+def test_a_teacher_without_a_gpu_takes_what_it_can(signal, transport, caplog):
     assert pick_transport(signal, CPU) == transport
+    assert not [line for line in caplog.records if line.levelname == "WARNING"]
 
 
 def test_a_transport_that_needs_a_gpu_is_refused_without_one():

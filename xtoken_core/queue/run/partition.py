@@ -1,7 +1,4 @@
-"""Partition of a run: the calls of `RunProtocol`, with the columns that travel beside them.
-
-Columns of signals that travel through the queue, kept as long as their slot is full or being read.
-"""
+"""Partition of a run: the calls of `RunProtocol`, with the columns that travel beside them."""
 
 from __future__ import annotations
 

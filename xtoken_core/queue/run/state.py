@@ -1,7 +1,4 @@
-"""State of a run: its cursor, positions, samples, blocks and slots, and the steps that several calls share.
-
-Blocks of positions that collators lease. Back-pressure is in this lease, not in the put.
-"""
+"""State of a run: its cursor, positions, samples, blocks and slots, and the steps that several calls share."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Generic partition: tasks claim samples, and volatile fields belong to the session that put them.
-
-Samples that tasks claim in an order: that of the puts, or that of becoming ready.
-
-Priority queue of sample ids, fast for keys that come in ascending order.
-"""
+"""Generic partition: tasks claim samples in an order, and volatile fields belong to the session that put them."""
 
 from __future__ import annotations
 

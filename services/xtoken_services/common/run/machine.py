@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from xtoken_core.transports.shared_files import DIRECTORY
 
@@ -98,11 +99,21 @@ def _gpu_bytes() -> list[int]:
         pynvml.nvmlInit()
     except Exception:
         return []
+
+    def named(handles: list[Any], name: str) -> Any:
+        """Return the GPU with this number or UUID, of which the beginning will do; else a part of one (MIG)."""
+        if name.isdigit():
+            return handles[int(name)]
+        of_uuid = (each for each in handles if name and str(pynvml.nvmlDeviceGetUUID(each)).startswith(name))
+        return next(of_uuid, None) or pynvml.nvmlDeviceGetHandleByUUID(name)
+
+    sizes = []
     try:
-        handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
-        sizes = [int(pynvml.nvmlDeviceGetMemoryInfo(handle).total) for handle in handles]
-    except pynvml.NVMLError:
-        return []
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(number) for number in range(pynvml.nvmlDeviceGetCount())]
+        for name in map(str, range(len(handles))) if visible == "all" else visible.split(","):
+            sizes.append(int(pynvml.nvmlDeviceGetMemoryInfo(named(handles, name.strip())).total))
+    except (pynvml.NVMLError, IndexError):
+        pass  # as CUDA does: what is named after an unknown GPU is not visible either
     finally:
         pynvml.nvmlShutdown()
-    return sizes if visible == "all" else sizes[: len(visible.split(","))]
+    return sizes

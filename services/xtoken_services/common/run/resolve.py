@@ -1,7 +1,4 @@
-"""Resolution of a RunSpec to a ResolvedRun: checks every file before a process starts. No torch.
-
-Checks of a run's teachers against the student's tokenizer, before anything is built or loaded. No torch.
-"""
+"""Resolution of a RunSpec to a ResolvedRun: checks every file before a process starts. No torch."""
 
 from __future__ import annotations
 

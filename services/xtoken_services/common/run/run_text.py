@@ -1,7 +1,4 @@
-"""Runs as the text of a run file: with all settings, or without those that have their default.
-
-Settings as the document of a run file.
-"""
+"""Runs as the text of a run file: with all settings, or without those that have their default."""
 
 from __future__ import annotations
 

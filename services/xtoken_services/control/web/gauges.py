@@ -1,7 +1,4 @@
-"""Time series of runs whose pages are open: queue depth, and the GPUs of this machine.
-
-Memory and utilization of this machine's NVIDIA GPUs, from NVML.
-"""
+"""Time series of runs whose pages are open: queue depth, and the GPUs of this machine."""
 
 from __future__ import annotations
 

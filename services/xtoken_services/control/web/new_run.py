@@ -1,7 +1,4 @@
-"""Page of a new run: its run file, checked before anything is started, and a form of the settings most often set.
-
-Settings of a run file by name, from the JSON schema of their models, and the settings that errors are about.
-"""
+"""Page of a new run: its run file, checked before anything is started, and a form of the settings most often set."""
 
 from __future__ import annotations
 
@@ -64,8 +61,6 @@ name = "run"
 [data]
 """
 router = APIRouter(route_class=PageRoute)
-NUMBER = re.compile(r"\.[0-9]+(?=\.|$)")
-NAMED = re.compile(r"[a-z_]+(?:\.[a-z_0-9]+)*")
 Errors = dict[str, list[str]]
 """Messages by the name of their setting; those under the empty name belong to none."""
 
@@ -179,6 +174,10 @@ def settings() -> dict[str, dict[str, Any]]:
 
     collect(schema, "")
     return by_name
+
+
+NUMBER = re.compile(r"\.[0-9]+(?=\.|$)")
+NAMED = re.compile(r"[a-z_]+(?:\.[a-z_0-9]+)*")
 
 
 def setting_of(name: str, message: str) -> str:

@@ -1,7 +1,4 @@
-"""Pages: the list of runs, the pages of a run with their actions, and the API reference.
-
-A run's newest completions, as the trainer writes them: both tokenizations and the divergence of every chunk.
-"""
+"""Pages: the list of runs, the pages of a run with their actions, and the API reference."""
 
 from __future__ import annotations
 
@@ -42,7 +39,6 @@ TABS = {
     "ended": (RunState.FAILED, RunState.STOPPED, RunState.INTERRUPTED),
 }
 """Run states in each tab of the list; empty for all."""
-"""Tabs of a run's page."""
 TAB_LABELS = {"": "All", "active": "Active", "completed": "Completed", "ended": "Stopped or failed"}
 LOG_LINE = re.compile(
     r"(?:(?P<worker>[\w.-]+) \| )?(?:(?P<time>\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ) )?(?:(?P<level>[A-Z]+) )?(?P<text>.*)"
@@ -50,11 +46,6 @@ LOG_LINE = re.compile(
 router = APIRouter(route_class=PageRoute)
 Tab = Literal["", "active", "completed", "ended"]
 Cursor = Annotated[int | None, Query(ge=0, le=MAX_CURSOR)]
-FILE = "rollouts.json"
-LEVELS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
-"""Nats from which a chunk has the next colour of the heat map."""
-Token = tuple[Annotated[str, Field(max_length=1024)], int]
-"""Text, and number of its chunk; -1: none, as in a prompt."""
 
 
 @router.get("/")
@@ -227,6 +218,13 @@ def _variables(context: AppContext, run_id: str) -> dict[str, Any]:
         "baseline": baseline.id if baseline is not None else None,
         "baseline_made": run.has_baseline and (directory / SUMMARY).is_file(),
     }
+
+
+FILE = "rollouts.json"
+LEVELS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+"""Nats from which a chunk has the next colour of the heat map."""
+Token = tuple[Annotated[str, Field(max_length=1024)], int]
+"""Text, and number of its chunk; -1: none, as in a prompt."""
 
 
 class SampleTeacher(BaseModel):

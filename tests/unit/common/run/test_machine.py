@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
+import pynvml
 import pytest
 
 from xtoken_services.common.run import machine
@@ -49,3 +52,45 @@ def test_kills_are_counted_on_the_machine_and_in_the_group(group: Path) -> None:
 
 def test_this_machine_has_what_it_says() -> None:
     assert 0 < available_memory() <= psutil.virtual_memory().total
+
+
+@pytest.mark.parametrize(
+    ("visible", "smallest", "count"),
+    [
+        (None, 16, 4),
+        ("3", 80, 1),
+        ("3, 2", 40, 2),
+        ("GPU-c", 40, 1),
+        ("MIG-1", 10, 1),
+        ("3,9,0", 80, 1),
+        ("3,-1,0", 80, 1),
+        ("3,", 80, 1),
+        ("GPU-x", 0, 0),
+        ("", 0, 0),
+    ],
+)
+def test_the_gpus_that_are_named_count(
+    visible: str | None, smallest: int, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"GPU-aa": 16, "GPU-bb": 24, "GPU-cc": 40, "GPU-dd": 80, "MIG-1": 10}
+
+    def by_uuid(name: str) -> str:
+        if name not in sizes:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
+        return name
+
+    driver: dict[str, Any] = {
+        "Init": lambda: None,
+        "Shutdown": lambda: None,
+        "DeviceGetCount": lambda: 4,
+        "DeviceGetHandleByIndex": lambda number: list(sizes)[number],
+        "DeviceGetUUID": lambda handle: handle,
+        "DeviceGetHandleByUUID": by_uuid,
+        "DeviceGetMemoryInfo": lambda handle: SimpleNamespace(total=sizes[handle]),
+    }
+    for name, function in driver.items():
+        monkeypatch.setattr(pynvml, f"nvml{name}", function)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert (machine.Machine.of_this().gpu_bytes, machine.count_gpus()) == (smallest, count)
