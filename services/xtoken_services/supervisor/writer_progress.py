@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from xtoken_services.common.stores.store_build import SIGN_OF_LIFE
+from xtoken_services.common.stores import SIGN_OF_LIFE
 
 LINES = "steps.jsonl"
 

@@ -39,7 +39,7 @@ from xtoken_core.wire.columns import select_rows
 from xtoken_services.common.batches.step_plan import plan_step, ring_shape
 from xtoken_services.common.files.jsonl import JsonLines
 from xtoken_services.common.processes.worker import StopRequested, set_by_signals
-from xtoken_services.common.stores.store_build import SIGN_OF_LIFE
+from xtoken_services.common.stores import SIGN_OF_LIFE
 from xtoken_services.common.stores.store_records import missing_steps
 from xtoken_services.common.stores.teacher_stores import skip_condition
 from xtoken_services.common.text.collation import collate_positions, make_collator, open_data, row_counts

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from xtoken_services.common.processes.worker import StopRequested
-from xtoken_services.common.stores.store_build import SIGN_OF_LIFE
+from xtoken_services.common.stores import SIGN_OF_LIFE
 from xtoken_services.supervisor.writer_progress import WriterProgress
 from xtoken_services.teacher.store_writer import reporter
 

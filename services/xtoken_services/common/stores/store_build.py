@@ -17,8 +17,6 @@ from xtoken_services.common.text.training_text import open_text
 SUFFIX = "-store"
 BUILD = "build"
 """Directory within a store that holds the logs and the record of its build."""
-SIGN_OF_LIFE = "writer-{rank}.alive"
-"""File in a build's directory that a writer changes when its teacher reports something new."""
 
 
 def build_spec(spec: RunSpec, teacher: int | None, out: str) -> RunSpec:
