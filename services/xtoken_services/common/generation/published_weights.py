@@ -2,12 +2,9 @@
 
 The file is a header and safetensors bytes. The header has the step, a tag that is new at every rewind, and a checksum.
 In shared memory the writer holds a lock on it: one whose lock is free has lost its trainer, and the next start sweeps
-it. A trainer on a GPU keeps the weights themselves in device memory, and the file says how to open it.
-
-The student's weights in device memory, which rollout workers open by CUDA IPC: no byte passes the host.
-
-The memory is written in place. A reader compares the header of the published file before and after its copy, and the
-trainer marks the header before it writes, so that a mixture of two versions is read again.
+it. A trainer on a GPU keeps the weights themselves in device memory, which rollout workers open by CUDA IPC as the file
+says: no byte passes the host. That memory is written in place. A reader compares the header before and after its copy,
+and the trainer marks the header before it writes, so that a mixture of two versions is read again.
 """
 
 from __future__ import annotations
