@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from xtoken_core.losses import LossTeacher
+from xtoken_core.config import LossConfig
+from xtoken_core.losses import CrossTokenizerDistillationLoss, LossTeacher
 
 V_S = 23
 STUDENT_HEAD = 26
@@ -65,6 +67,15 @@ def make_case(
         case.teachers.append(LossTeacher(V_t, indices, likelihoods, weight=weight))
         case.teacher_logits.append(2 * torch.randn(B, T_s + 3, V_t + 5, dtype=dtype))
     return case
+
+
+def run(case: Case, config: LossConfig, **step: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """The case's loss, the gradient of the student's logits and the metrics, under the step's denominators if given."""
+    logits = case.student_logits.clone().requires_grad_()
+    loss_fn = CrossTokenizerDistillationLoss(config, student_vocab_size=V_S, teachers=case.teachers)
+    loss, metrics = loss_fn(case.batch, logits, case.teacher_logits, **step)
+    loss.backward()
+    return loss.detach(), logits.grad, metrics
 
 
 def projection(V_t: int) -> tuple[Tensor, Tensor]:

@@ -8,19 +8,11 @@ import pytest
 import torch
 
 from tests.unit.losses import loss_loops as loops
-from tests.unit.losses.loss_cases import V_S, make_case
+from tests.unit.losses.loss_cases import V_S, make_case, run
 from xtoken_core.config import LossConfig
 from xtoken_core.losses import CrossTokenizerDistillationLoss
 
 KD_ONLY = {"ce_loss_scale": 0.0}
-
-
-def run(case, config):
-    logits = case.student_logits.clone().requires_grad_()
-    loss_fn = CrossTokenizerDistillationLoss(config, student_vocab_size=V_S, teachers=case.teachers)
-    loss, metrics = loss_fn(case.batch, logits, case.teacher_logits)
-    loss.backward()
-    return loss.detach(), logits.grad, metrics
 
 
 def check(case, config, by_loops, *, rtol=1e-6):

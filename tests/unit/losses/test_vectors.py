@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from xtoken_core.config import LossConfig
-from xtoken_core.losses import CrossTokenizerDistillationLoss, LossTeacher
+from xtoken_core.losses import CrossTokenizerDistillationLoss, HeadProjection, LossTeacher
 
 DEFAULT = Path(__file__).parents[2] / "data" / "loss_vectors.pt"
 CASES = torch.load(os.environ.get("XTOKEN_LOSS_VECTORS", DEFAULT), weights_only=True)
@@ -33,17 +33,15 @@ def loss_of(case: dict, device: torch.device | str = "cpu") -> CrossTokenizerDis
     )
 
 
+@pytest.mark.parametrize("identity_head", [False, True], ids=["logits", "hidden_states"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
-def test_loss_parts_and_gradient_match(case):
+def test_loss_parts_and_gradient_match(case, identity_head):
     inputs, expected = case["inputs"], case["expected"]
     logits = inputs["student_logits"].clone().requires_grad_()
-    loss, metrics = loss_of(case)(
-        batch_of(inputs),
-        logits,
-        [inputs["teacher_logits"]],
-        global_valid_toks=inputs["global_valid_toks"],
-        global_valid_chunks=inputs.get("global_valid_chunks"),
-    )
+    both = logits, inputs["teacher_logits"]
+    student, teacher = (HeadProjection(x, torch.eye(x.shape[-1])) for x in both) if identity_head else both
+    step = {name: inputs.get(name) for name in ("global_valid_toks", "global_valid_chunks")}
+    loss, metrics = loss_of(case)(batch_of(inputs), student, [teacher], **step)
     loss.backward()
 
     parts = {"the loss itself": (loss.item(), expected["loss"])}
