@@ -1,7 +1,5 @@
 """Fenced blocks of the documents, and the commands in their shell blocks."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Running a program of the project with some packages blocked."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -4,8 +4,6 @@ Names of other data planes and loss utilities that the product itself does not c
 modules named `compat`, each of which calls the product's own functions.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections import defaultdict

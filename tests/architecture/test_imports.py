@@ -1,7 +1,5 @@
 """What importing a part of the house brings with it, and which processes live without torch."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

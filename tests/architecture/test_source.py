@@ -1,7 +1,5 @@
 """What every source file keeps to: its size, and no code that runs what it reads."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from functools import cache

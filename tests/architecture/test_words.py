@@ -3,8 +3,6 @@
 python -m tests.architecture.test_words    # list every offender, by file
 """
 
-from __future__ import annotations
-
 import ast
 import io
 import re

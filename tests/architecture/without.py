@@ -1,7 +1,5 @@
 """Run a module as a program while some packages cannot be imported: `without.py torch,numpy MODULE ARGUMENT...`."""
 
-from __future__ import annotations
-
 import runpy
 import sys
 from collections.abc import Sequence

@@ -7,8 +7,6 @@ ended a process or left a request without an answer the next attack has a fresh 
 no fault.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

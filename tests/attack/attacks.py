@@ -1,7 +1,5 @@
 """All attacks by name, and how one runs in a process of its own."""
 
-from __future__ import annotations
-
 import random
 from multiprocessing.connection import Connection
 

@@ -1,7 +1,5 @@
 """Attacks by peers without a token: connections to the queue that never finish their handshake, or fail it."""
 
-from __future__ import annotations
-
 import random
 import socket
 import time

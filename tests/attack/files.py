@@ -1,7 +1,5 @@
 """Attacks by files that a run names: models, tokenizers, projections and text that are not what they seem."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

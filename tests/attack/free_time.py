@@ -4,8 +4,6 @@ It advances by the fraction of all processors that other processes and the hyper
 fast as the wall clock, at half its speed while something else takes half of the machine.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import threading

@@ -1,7 +1,5 @@
 """Attacks on the control plane over HTTP: slow, malformed, oversized and repeated requests."""
 
-from __future__ import annotations
-
 import random
 import socket
 import time

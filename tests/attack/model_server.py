@@ -1,7 +1,5 @@
 """Attacks by a server of a model on the client that a teacher or a rollout worker has."""
 
-from __future__ import annotations
-
 import copy
 import json
 import random

@@ -1,7 +1,5 @@
 """Attacks by a peer that has the queue's token: what it sends, holds and never reads."""
 
-from __future__ import annotations
-
 import json
 import random
 import secrets

@@ -1,7 +1,5 @@
 """Attacks by the directory of a run that is over: its files are replaced while the control plane shows them."""
 
-from __future__ import annotations
-
 import random
 import shutil
 import time

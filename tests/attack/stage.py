@@ -1,7 +1,5 @@
 """A control plane with a real run and one that is over, started as a user starts them."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

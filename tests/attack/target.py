@@ -1,7 +1,5 @@
 """What an attack is given, and the exception that reports a fault of the product."""
 
-from __future__ import annotations
-
 import random
 import secrets
 import time

@@ -1,7 +1,5 @@
 """Every attack while a real run trains: no honest request waits, nothing ends, memory is bounded, ids are exact."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.attack.__main__ import ATTACKS, attack_for

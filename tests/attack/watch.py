@@ -1,7 +1,5 @@
 """Honest clients of the queue and the control plane, and the memory and life of their processes."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

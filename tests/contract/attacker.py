@@ -1,7 +1,5 @@
 """An authenticated peer that speaks ZMTP 3.0 by hand: unlike libzmq it can leave a message unfinished."""
 
-from __future__ import annotations
-
 import socket
 import struct
 import time

@@ -1,7 +1,5 @@
 """The queues that the contract suite runs against, each with the clients that can reach it."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path

@@ -4,8 +4,6 @@
 short one.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

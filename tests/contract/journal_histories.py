@@ -1,7 +1,5 @@
 """Random histories of a run's queue, the records that they leave, and what a restart must bring back of them."""
 
-from __future__ import annotations
-
 import array
 import random
 from collections.abc import Iterable, Mapping, Sequence

@@ -5,8 +5,6 @@ partition, and the collator, teacher and trainer of a run, whose trainer sometim
 `python -m tests.contract.killing KILLS RESULT.json [QUEUES]` runs it by hand, its kills spread over so many queues.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

@@ -1,7 +1,5 @@
 """One process of load for `tests.contract.killing`: works until its input ends, and writes down what it saw."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """Random commands of random workers, for Hypothesis: the oracle and every driven queue must answer alike."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ Sessions and leases go by names of the model's own. A column is `(kind, dtype, i
 client. A refusal is a set of codes, for where a request is wrong in several ways any of them may be told.
 """
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What the contract suite talks through: the library's clients behind the reference client's `hello` and `call`."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import time

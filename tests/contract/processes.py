@@ -1,7 +1,5 @@
 """A real queue process for the tests: `xtoken queue` as a user starts it."""
 
-from __future__ import annotations
-
 import socket
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Random commands of a run's workers, for Hypothesis: two collators, a teacher and a trainer."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """An authenticated peer, or one without a token, that tries to stop a queue: other clients are served meanwhile."""
 
-from __future__ import annotations
-
 import resource
 import signal
 import socket

@@ -1,7 +1,5 @@
 """What a queue refuses from a peer: misfit columns, secrets of others, numbers that lock others out."""
 
-from __future__ import annotations
-
 import json
 import time
 from typing import Any

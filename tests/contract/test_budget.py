@@ -1,7 +1,5 @@
 """Memory that a client can make a queue take beside the values of samples: it is bounded, account by account."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 
@@ -64,7 +62,7 @@ ATTACKS: dict[str, tuple[Account, Callable[[TaskClient], None]]] = {
 
 
 @pytest.mark.parametrize("attack", ["rows", pytest.param("documents", marks=SLOW), pytest.param("reasons", marks=SLOW)])
-def test_bookkeeping_is_bounded(short_tmp: Path, attack: str, record_property: pytest.RecordProperty) -> None:
+def test_bookkeeping_is_bounded(short_tmp: Path, attack: str, record_property: Callable[[str, object], None]) -> None:
     account, run = ATTACKS[attack]
     address = ipc_address(short_tmp / f"b-{attack}")
     with queue_process(address, "--memory-limit", str(MEMORY)) as started:

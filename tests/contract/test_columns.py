@@ -1,7 +1,5 @@
 """What is put comes back: every kind of column, any selection of rows, whoever wrote them."""
 
-from __future__ import annotations
-
 import struct
 from typing import Any
 

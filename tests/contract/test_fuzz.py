@@ -1,7 +1,5 @@
 """A short fuzz run; `make fuzz` is the long one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import psutil

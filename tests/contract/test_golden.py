@@ -1,7 +1,5 @@
 """The files in `proto/` say what the message types say, and every frame of them means what its header shows."""
 
-from __future__ import annotations
-
 import json
 import re
 import runpy

@@ -1,7 +1,5 @@
 """The journal: what was answered is there after the process has died, whenever that was."""
 
-from __future__ import annotations
-
 import random
 import resource
 from pathlib import Path

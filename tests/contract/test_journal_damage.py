@@ -1,7 +1,5 @@
 """Journals that are damaged, of another version, or written by something else than a queue."""
 
-from __future__ import annotations
-
 import os
 import random
 import sqlite3

@@ -1,7 +1,5 @@
 """A restart brings back the same run from all records of the journal and from a snapshot, whatever happened before."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Kills of a queue with a journal, under load: see `tests.contract.killing`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

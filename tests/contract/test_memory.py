@@ -1,10 +1,9 @@
 """How much memory the queue's process takes for what it holds, and that it gives it back."""
 
-from __future__ import annotations
-
 import os
 import random
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -54,7 +53,7 @@ def fill(client: TaskClient, samples: int, longest: int) -> int:
     ("samples", "longest", "share"), [(1600, 1024, 1.25), pytest.param(10_048, 2048, 1.1, marks=[pytest.mark.slow])]
 )
 def test_memory_follows_what_is_held(
-    short_tmp: Path, samples: int, longest: int, share: float, record_property: pytest.RecordProperty
+    short_tmp: Path, samples: int, longest: int, share: float, record_property: Callable[[str, object], None]
 ) -> None:
     address = ipc_address(short_tmp / f"m{samples}")
     with queue_process(address, "--memory-limit", str(1 << 30)) as started:

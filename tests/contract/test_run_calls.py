@@ -1,7 +1,5 @@
 """The calls of a run's pipeline, by workers that are played here: collator, teacher, trainer."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """TensorDicts in and out, and a trainer's three calls, on the queue in memory and on a real one."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 

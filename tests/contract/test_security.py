@@ -1,7 +1,5 @@
 """Who may connect, and how much of the queue one peer can take."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

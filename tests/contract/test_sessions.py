@@ -1,7 +1,5 @@
 """Sessions and what hangs on them; requests that are repeated; what a queue refuses."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

@@ -1,7 +1,5 @@
 """Signals that come through the queue: who gets their columns, and when the queue lets them go."""
 
-from __future__ import annotations
-
 import struct
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The queue in memory and the real server against a model of the protocol, by random commands."""
 
-from __future__ import annotations
-
 import itertools
 import tempfile
 from collections.abc import Sequence

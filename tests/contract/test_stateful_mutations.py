@@ -1,7 +1,5 @@
 """The random commands can fail: each of these mistakes in the queue's rules is found by them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

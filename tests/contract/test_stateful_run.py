@@ -1,7 +1,5 @@
 """The queue in memory and the real server against a model of a run's protocol, by random commands; and its mistakes."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack

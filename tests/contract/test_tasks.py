@@ -1,7 +1,5 @@
 """Tasks: who gets which sample when, and what becomes of it."""
 
-from __future__ import annotations
-
 import threading
 import time
 from typing import Any

@@ -1,7 +1,5 @@
 """What only a real socket can show: bytes that are no message, peers that are not wanted, connections that break."""
 
-from __future__ import annotations
-
 import random
 import socket
 import threading

@@ -1,7 +1,5 @@
 """What a peer that has passed the handshake can make the queue hold: messages without an end, answers unread."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator

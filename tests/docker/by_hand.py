@@ -7,8 +7,6 @@ models is started by REST, stopped, resumed and completed; its page and metrics 
 engine stops it. Takes two minutes. An engine's part (user, capabilities, mounts, shared memory) is not imitated.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

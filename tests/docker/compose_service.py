@@ -1,7 +1,5 @@
 """A service of the Compose file started without a container engine: command, environment, limits, health check."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -5,8 +5,6 @@
 Images that are not built keep their entry in the result file. Sizes are uncompressed, as `docker image inspect` says.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """`docker compose up` with the CPU profile: a run started over HTTP, finished, its model taken out, nothing left."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket

@@ -5,8 +5,6 @@ the smallest inputs that reach new code are kept in `tests/fuzz/corpus`. An inpu
 `build/fuzz/TARGET`, the exit status is 1, and the result file counts it.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Kept inputs of a fuzz target: one text file per target with one input per line, in base64."""
 
-from __future__ import annotations
-
 import base64
 from collections.abc import Iterable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """First inputs of each fuzz target: valid ones, made from the golden messages and from what the queue itself writes."""
 
-from __future__ import annotations
-
 import base64
 import json
 from pathlib import Path

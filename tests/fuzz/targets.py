@@ -1,7 +1,5 @@
 """Fuzz targets: functions of bytes that return for any input, or raise what the parser under test must not raise."""
 
-from __future__ import annotations
-
 import os
 import sqlite3
 import struct

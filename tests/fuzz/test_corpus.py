@@ -1,7 +1,5 @@
 """The kept inputs of every fuzz target, without a fuzzer."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

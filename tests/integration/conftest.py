@@ -1,7 +1,5 @@
 """Runs of real processes, and what must be gone after each."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import tempfile

@@ -1,7 +1,5 @@
 """What a user gets for bad input: one clear line that names the thing, a non-zero exit, nothing half-written."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """A run that gets worse, in real processes: it ends early, and its model is that of the best evaluation."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

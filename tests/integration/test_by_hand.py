@@ -1,7 +1,5 @@
 """The README's four commands, each started by itself: a run without a supervisor, stopped, exported, gone on with."""
 
-from __future__ import annotations
-
 import stat
 import subprocess
 import sys

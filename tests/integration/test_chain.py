@@ -1,7 +1,5 @@
 """A run by the command, with `loss.mode = "chain"` and no projection: tables and matrix are built, kept, part of it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

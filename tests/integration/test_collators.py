@@ -1,7 +1,5 @@
 """Collators that come, are killed and are replaced in mid-run: every position has one row, and the right one."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The control plane with real runs: over HTTP, as the client of one, and in place; and what a signal leaves behind."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """A whole run with a loss from outside the library, named on the command line, and its refusals before a start."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """README and quick start as typed: their shell blocks in a fresh shell, over small models of the demo."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -3,8 +3,6 @@
 The latter need a GPU and `XTOKEN_REAL_STATE`, a directory with `models` and `texts` of `python -m experiments.real`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time

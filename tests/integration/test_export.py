@@ -1,7 +1,5 @@
 """Models from the checkpoints of real runs: while one goes on, once it was stopped, and after its end."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """First use: five commands with pretrained models, and the demo from a wheel outside the repository."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Whole runs on inputs that are fetched or converted: ids of a Hub on this machine, and GGUF files."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Weighted texts through real processes: the rows of every step, and a run that is stopped and resumed."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Callable

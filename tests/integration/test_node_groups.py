@@ -1,7 +1,5 @@
 """Several node groups, all on this machine: what they train together is what one group with as many ranks trains."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

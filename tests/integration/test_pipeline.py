@@ -1,7 +1,5 @@
 """The whole pipeline with real processes: complete, killed in mid-run, resumed."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

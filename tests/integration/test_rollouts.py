@@ -1,7 +1,5 @@
 """On-policy runs of real processes: the same ids twice, a mixture with text, kills of workers."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Runs whose teacher is behind an address: all processes are real, and so is the model that answers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

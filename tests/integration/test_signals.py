@@ -1,7 +1,5 @@
 """Whole runs of real processes, once per way in which a teacher's signal can travel: all must train alike."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Runs that cannot end well: each is refused or fails with its reason, and none leaves a model behind."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Runs whose teacher's output comes from a store: built by the real processes, read by a run without a teacher."""
 
-from __future__ import annotations
-
 import json
 import random
 import subprocess

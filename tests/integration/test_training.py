@@ -1,7 +1,5 @@
 """What training settings do, with real processes: shares of ranks, precision, held-out losses, no finite loss."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import time

@@ -1,7 +1,5 @@
 """Teachers and trainers killed at random moments: the other one says so, they pair again, and nothing is lost."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Forks of this process, in which everything large is imported already."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

@@ -13,8 +13,6 @@ With `--since` the mutants are drawn from all product lines that have changed si
 unit, contract and operator tests that concern its file: that call its function, or import its module or package.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import compileall

@@ -1,7 +1,5 @@
 """Which tests call which functions, so that a mutant meets the tests of its own function first, the cheapest first."""
 
-from __future__ import annotations
-
 import ast
 import faulthandler
 import json

@@ -1,7 +1,5 @@
 """The kernels of the chain divergence beside the reference, with several blocks, slices and segments each."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

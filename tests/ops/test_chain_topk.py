@@ -1,7 +1,5 @@
 """The kernels of the chain divergence from largest logits beside the reference, with several blocks of everything."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

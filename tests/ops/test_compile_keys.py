@@ -1,7 +1,5 @@
 """Triton compiles a kernel once, not again for every number of positions, samples or chunks of a micro-batch."""
 
-from __future__ import annotations
-
 from functools import cache
 from unittest.mock import patch
 

@@ -1,7 +1,5 @@
 """The numerical contract of every op on every backend that this machine can run."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """`embedding` beyond the common contract: memory, id types, and the order of its backward."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Every mode of the loss with its ops on Triton: the float64 reference's numbers, nothing waits, the same bits."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """GPU test results belong to the kernels as they are."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

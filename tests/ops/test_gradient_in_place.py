@@ -1,7 +1,5 @@
 """P-KL's option that writes the gradient over the student's logits: same numbers, no memory of its own."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """`indices_to_multihot` beyond the common contract: the documented example, duplicates, empty slots, odd sizes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

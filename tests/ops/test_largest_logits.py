@@ -1,7 +1,5 @@
 """`largest_logits`: which tokens, in which order, and the sums beside them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

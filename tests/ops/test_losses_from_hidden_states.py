@@ -1,7 +1,5 @@
 """Losses from hidden states with their ops on Triton: value and every gradient, batch invariance, determinism."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

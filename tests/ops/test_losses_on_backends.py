@@ -1,7 +1,5 @@
 """The reference vectors through the losses with their ops on Triton."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Positions sorted by chunk: the kernel's result is that of sorting."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The registry: which backend runs where, and what `XTOKEN_OPS` may say."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """`select_topk_columns`: which columns, and which of equal ones."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """Kernels whose rows and column sets do not fit one block, and at a size that does not fit one program."""
 
-from __future__ import annotations
-
 import importlib
 
 import pytest

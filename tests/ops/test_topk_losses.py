@@ -1,7 +1,5 @@
 """P-KL of a teacher's largest logits with the projection on Triton: value and gradient."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

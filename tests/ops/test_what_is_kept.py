@@ -1,7 +1,5 @@
 """What the kernels keep for their backward: the inputs themselves, watched for changes, and only until then."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

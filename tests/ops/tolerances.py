@@ -6,8 +6,6 @@ ops also average over a chunk. `bfloat16` and `float16` are dtypes of the inputs
 reference sees the same rounded inputs, upcast.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

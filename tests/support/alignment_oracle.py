@@ -5,8 +5,6 @@ gives both parts of the normalised text; tokens lie in the normalised text where
 normaliser puts them.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import unicodedata

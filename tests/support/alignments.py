@@ -1,7 +1,5 @@
 """What an alignment must be, said without the aligner's own code."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache
 from typing import Any

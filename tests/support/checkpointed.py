@@ -1,7 +1,5 @@
 """A run's directory as a trainer leaves it, without the run: `resolved.json`, checkpoints, lines."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A real queue with a run, real collator processes on it, and nobody who trains."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """Columns of the queue as arrays, row by row, and columns from such rows."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import numpy as np

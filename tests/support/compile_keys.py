@@ -1,7 +1,5 @@
 """What Triton would compile: the keys of all launches of a computation, recorded instead of launched, without a GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

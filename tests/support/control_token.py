@@ -1,7 +1,5 @@
 """Requests to a control plane that the test has started with the default token."""
 
-from __future__ import annotations
-
 from xtoken_services.common.files.private_files import control_token_file
 
 

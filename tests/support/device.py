@@ -1,7 +1,5 @@
 """Code that must not wait for the GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """Servers that speak the protocols of programs which serve models: of scripted answers, or of a real small model."""
 
-from __future__ import annotations
-
 import base64
 import gzip
 import itertools

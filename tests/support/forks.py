@@ -5,8 +5,6 @@ started as always. `python -m tests.support.forks` is that process: it takes a J
 with a process id.
 """
 
-from __future__ import annotations
-
 import ctypes
 import importlib
 import json

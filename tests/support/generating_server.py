@@ -5,8 +5,6 @@ process that starts again lacks, that cached keys and values stay while any requ
 running ones.
 """
 
-from __future__ import annotations
-
 import itertools
 import threading
 from pathlib import Path

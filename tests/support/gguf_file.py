@@ -1,7 +1,5 @@
 """GGUF files of tiny Llamas with byte-level BPE, written by the package gguf."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """In-memory transport: the server's engine behind a lock."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Sequence

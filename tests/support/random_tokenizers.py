@@ -1,7 +1,5 @@
 """Tokenizers and texts drawn by seed: every model, normaliser and pre-tokenizer of the `tokenizers` library."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 from functools import cache

@@ -1,7 +1,5 @@
 """Several ranks as processes, in the environment that torchrun would give them."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Sequence

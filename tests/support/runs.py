@@ -1,7 +1,5 @@
 """A resolved run without any file behind it, for tests of what workers do with one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

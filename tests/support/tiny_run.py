@@ -1,7 +1,5 @@
 """A whole run, tiny: two different tokenizers, two small models, a projection, some text. Made in seconds, all real."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """A tiny model that has learnt from text."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tokenizers for tests: the real vocabularies that mistral-common carries, and small ones of every other family."""
 
-from __future__ import annotations
-
 import base64
 import io
 import itertools

@@ -5,8 +5,6 @@ Steps of the alignment of one row, each alone: streams, their cuts, and tokens p
 Transport names of an alignment, and stretches that two byte streams have in common.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import fields, replace
 from itertools import chain

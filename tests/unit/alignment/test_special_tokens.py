@@ -1,7 +1,5 @@
 """Pairs of special tokens that are set by hand, in the aligner, the projection and the chain tables."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The Python interface: a training loop of one's own without services, and a run's settings given by name."""
 
-from __future__ import annotations
-
 import json
 import runpy
 from pathlib import Path

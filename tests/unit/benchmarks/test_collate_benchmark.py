@@ -1,7 +1,5 @@
 """The benchmark of alignment, collation and projection: its cases and its bounds."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The control plane's benchmark: its bounds and its comparison of neighbouring windows."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks import pages

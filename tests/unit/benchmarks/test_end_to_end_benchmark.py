@@ -1,7 +1,5 @@
 """The benchmark of whole runs: ratios within one file, its calls, its bounds."""
 
-from __future__ import annotations
-
 import copy
 import re
 import shlex

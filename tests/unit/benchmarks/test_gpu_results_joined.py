@@ -1,7 +1,5 @@
 """Parts of the GPU's tests that ran in calls of their own make one report only if they are of the same thing."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from benchmarks.gpu_tests import ALONE, ROOT, SIDE_BY_SIDE, WHOLE_RUNS, joined

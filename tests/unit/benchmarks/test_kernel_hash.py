@@ -1,7 +1,5 @@
 """The hash of the kernels follows the computation, not the words around it."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks.kernel_hash import hash_of, kernel_files

@@ -1,7 +1,5 @@
 """Generated pages are in step with result files, and their comparisons are computed from them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

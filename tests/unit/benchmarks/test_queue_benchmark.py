@@ -1,7 +1,5 @@
 """The queue's benchmark: its workload, its load generator and its bounds."""
 
-from __future__ import annotations
-
 import tempfile
 
 import pytest

@@ -1,7 +1,5 @@
 """Sizes and rates of stores: what is measured comes back, bit for bit."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The benchmark of kills and of a resumed run: a bad result does not hold."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

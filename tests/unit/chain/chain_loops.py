@@ -1,7 +1,5 @@
 """The chain divergence once more: sets, dictionaries and loops over single chunks, straight from the definition."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import cache, cached_property

@@ -1,7 +1,5 @@
 """Byte-level BPE tokenizers of a few dozen tokens, and the same in plain Python."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from functools import cache

@@ -1,7 +1,5 @@
 """The `xtoken` command: help without heavy imports, errors in one line, exit statuses."""
 
-from __future__ import annotations
-
 import errno
 import getpass
 import json

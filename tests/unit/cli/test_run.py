@@ -1,7 +1,5 @@
 """`xtoken run` without `--control`: what it loads, and how it answers to a wrong run file."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """`xtoken runs`, against a control plane that is served: what it prints, as lines and as JSON, and its errors."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Runs in a directory, and a client of the control plane that has them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

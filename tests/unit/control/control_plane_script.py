@@ -5,8 +5,6 @@
 With --start it begins a run; without it finds what an earlier one has left. It ends when no run goes on.
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 from pathlib import Path

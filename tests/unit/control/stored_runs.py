@@ -1,7 +1,5 @@
 """A control plane under test without any run of its own: an application, and runs put into its database."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

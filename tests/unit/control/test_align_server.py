@@ -1,7 +1,5 @@
 """The process that aligns for a control plane: it stays, answers again at once, and is replaced when it dies."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

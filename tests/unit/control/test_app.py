@@ -1,7 +1,5 @@
 """HTTP API without starting a run: validation errors, and runs that are over."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

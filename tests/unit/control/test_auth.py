@@ -1,7 +1,5 @@
 """Authentication: tokens, host names, origins."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """GPU memory and utilization from NVML."""
 
-from __future__ import annotations
-
 import pynvml
 import pytest
 

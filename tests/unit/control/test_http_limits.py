@@ -1,7 +1,5 @@
 """Limits of the HTTP server against peers without a token: half-sent requests, many connections, unread responses."""
 
-from __future__ import annotations
-
 import json
 import socket
 import time

@@ -1,7 +1,5 @@
 """Logs of a run: which are shown of many, and how much of them is read."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 

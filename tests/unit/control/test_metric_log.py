@@ -1,7 +1,5 @@
 """Metric files: incremental reads, means over intervals, rewinds."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -3,8 +3,6 @@
 Specifications without what models, text and machine decide: completed as run files, by the API and by the page.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

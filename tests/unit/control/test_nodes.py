@@ -1,7 +1,5 @@
 """Several node groups: their processes, the places of their queues, and what is refused before anything starts."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 import time

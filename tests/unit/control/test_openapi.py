@@ -1,7 +1,5 @@
 """API against its OpenAPI description, by generated requests: no server errors, no undescribed responses."""
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 

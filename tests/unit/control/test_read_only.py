@@ -1,7 +1,5 @@
 """Read-only requests send none to a worker or the queue."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Control planes that die while their runs live, and those that come after them: real processes, scripted work."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """What a worker may open: told by the control plane through its environment, looked at again at every opening."""
 
-from __future__ import annotations
-
 import typing
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A run of the control plane that is stopped, and what the database says of it."""
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The database: schema version, persistence, unique columns, removal of a run."""
 
-from __future__ import annotations
-
 import os
 import re
 import sqlite3

@@ -1,7 +1,5 @@
 """Tables that are built from the page: in a child process with the roots of the control plane."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from pathlib import Path

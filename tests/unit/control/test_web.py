@@ -3,8 +3,6 @@
 The page of completions: tokens of both sides, colours of the divergence, files of another shape.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import math

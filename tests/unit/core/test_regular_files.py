@@ -1,7 +1,5 @@
 """Opening of files by name: FIFOs, devices, links, sizes."""
 
-from __future__ import annotations
-
 import os
 import socket
 from pathlib import Path

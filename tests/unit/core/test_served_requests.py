@@ -1,7 +1,5 @@
 """Counts of requests to a teacher's servers, on their way from its worker to the trainer."""
 
-from __future__ import annotations
-
 from xtoken_core.served_requests import RequestCounts, requests_field, take_requests
 
 

@@ -1,7 +1,5 @@
 """Tasks of an evaluation: which records are prompts, and how completions are judged."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

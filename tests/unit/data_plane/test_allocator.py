@@ -1,7 +1,5 @@
 """A process that moves batches takes their memory from the system once, not again for each."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

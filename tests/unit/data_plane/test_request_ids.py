@@ -1,7 +1,5 @@
 """Request ids: nobody else's, also in a process that was forked from one that had used some."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """Data files that are much larger in memory than on disk."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pyarrow as pa

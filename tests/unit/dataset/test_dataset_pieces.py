@@ -1,7 +1,5 @@
 """Long documents divided into records: where pieces end, which records there are, how a collator closes them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

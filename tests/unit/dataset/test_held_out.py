@@ -1,7 +1,5 @@
 """The two parts of a text: what is held out by its content, and what is trained on."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

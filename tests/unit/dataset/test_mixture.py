@@ -1,7 +1,5 @@
 """Several texts as one: numbers, weights, order."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

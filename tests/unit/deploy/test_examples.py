@@ -1,7 +1,5 @@
 """The examples are runs that the program takes; the compose file, its settings and the image fit each other."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The Kubernetes manifests: their API's schema where its package is installed, and what our program needs anywhere."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The board asks only for what is there: every name in it is in an answer of a control plane or of a queue."""
 
-from __future__ import annotations
-
 import json
 import re
 import time

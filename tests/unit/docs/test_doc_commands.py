@@ -1,7 +1,5 @@
 """Commands in the documents: names, options, targets and files exist, and `xtoken` is installed before it is used."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import subprocess

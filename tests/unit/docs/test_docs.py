@@ -1,7 +1,5 @@
 """The documents say what the program does: fields, commands, messages, run files and links are looked up."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import re

@@ -1,7 +1,5 @@
 """The experiment on real models: its run files are valid, its summary is that of hand-made curves."""
 
-from __future__ import annotations
-
 import json
 import tomllib
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The time of a step by loss: measured with tiny models, and shown on the page."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The texts of experiments/real, on hand-made pages."""
 
-from __future__ import annotations
-
 import json
 import zipfile
 from pathlib import Path

@@ -4,8 +4,6 @@ Only `log`, `exp` and sums of vectors are torch's, so that autograd gives the gr
 term of a whole micro-batch, `T^2` included.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

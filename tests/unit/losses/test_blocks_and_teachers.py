@@ -1,7 +1,5 @@
 """Borders of blocks, of denominators and of what a teacher's loss reads."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

@@ -1,7 +1,5 @@
 """Metrics by class of chunk: the classes of hand-made chunks, sums over micro-batches, and the mean of a step."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

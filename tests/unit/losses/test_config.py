@@ -1,7 +1,5 @@
 """Impossible combinations of loss settings are refused with the reason."""
 
-from __future__ import annotations
-
 import pytest
 from pydantic import ValidationError
 

@@ -1,7 +1,5 @@
 """Custom losses: names from the command line, the classes that are accepted, the example of the documentation."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Denominators known from metadata equal those of the tensors, and a step may be split at will."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """What the losses do at the edges: nothing to compare, certain models, infinite logits, bad heads."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

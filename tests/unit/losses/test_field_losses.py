@@ -1,7 +1,5 @@
 """The references in experiments/losses against loops over one chunk, and against values computed by hand."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from itertools import product

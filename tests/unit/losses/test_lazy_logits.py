@@ -1,7 +1,5 @@
 """Losses from hidden states are the losses from logits: value, metrics and every gradient, in every mode."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """Every mode against the plain loops in float64: value and gradient."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Every mode of the loss on a packed batch: value, metrics and gradients are those of the padded batch."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

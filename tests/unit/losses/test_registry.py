@@ -1,7 +1,5 @@
 """Losses by mode, and teachers from projection files."""
 
-from __future__ import annotations
-
 from typing import get_args
 
 import pytest

@@ -1,7 +1,5 @@
 """The teacher's mass on tokens that no row of a projection names."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The loss utilities: projection product under autocast, chunk means, sums over ranks, the exact-token map."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

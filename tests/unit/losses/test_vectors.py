@@ -1,7 +1,5 @@
 """The loss, its parts and its gradient against cases computed by the method's public implementation."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

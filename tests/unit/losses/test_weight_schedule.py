@@ -1,7 +1,5 @@
 """The weight of the KD term over a run: what it is at a step, and that every path of the loss uses it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

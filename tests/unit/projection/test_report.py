@@ -3,8 +3,6 @@
 Coverage of a teacher's tokens and probability by a projection.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace

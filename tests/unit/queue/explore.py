@@ -1,7 +1,5 @@
 """Breadth-first exploration of the model: canonical states, shortest counterexamples, what can still reach the end."""
 
-from __future__ import annotations
-
 import pickle
 from collections import deque
 from dataclasses import dataclass, field

@@ -14,8 +14,6 @@ What is assumed of the world:
   `lease_block` rely on the engine's memory of request ids and are not lost here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 from tests.unit.queue.agents.producers import Producers

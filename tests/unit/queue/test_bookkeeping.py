@@ -1,7 +1,5 @@
 """Bookkeeping of a queue: what is charged is what is held, and what is kept for repetitions is bounded."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The bound of the connections of one address."""
 
-from __future__ import annotations
-
 import socket
 import time
 from collections.abc import Iterator

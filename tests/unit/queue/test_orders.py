@@ -1,7 +1,5 @@
 """Order in which samples are handed out again, and pruning of stale entries."""
 
-from __future__ import annotations
-
 import pytest
 
 from xtoken_core.queue.sample import Task

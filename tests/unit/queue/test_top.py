@@ -1,7 +1,5 @@
 """Terminal view of a queue: units, rates and states."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A state of the model: the queue, its workers, the memory of the rings, and how much may still go wrong."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 

@@ -1,7 +1,5 @@
 """The scripted run as a fixture that also checks that nothing is left of it."""
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A run of scripted workers around a real queue, and a look at what processes it leaves."""
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

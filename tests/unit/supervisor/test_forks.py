@@ -1,7 +1,5 @@
 """Workers that are forked from a server: what they inherit, how they exit, and what happens without the server."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """Signals that are counted instead of obeyed."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

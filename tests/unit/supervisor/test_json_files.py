@@ -1,7 +1,5 @@
 """Readers of JSON files that are being written, and the run's record."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Processes of this machine: groups, descendants, and what happens to them when their starter is killed."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

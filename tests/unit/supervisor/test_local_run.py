@@ -1,7 +1,5 @@
 """A run without a control plane: what ends it, what does not, and the record of its end."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import tempfile

@@ -1,7 +1,5 @@
 """Which processes a run has, and with what commands and environments."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

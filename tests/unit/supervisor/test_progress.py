@@ -1,7 +1,5 @@
 """What a user sees of a run."""
 
-from __future__ import annotations
-
 import io
 import json
 from typing import Any

@@ -1,7 +1,5 @@
 """Activities of workers on the console, and the estimate of a run's remaining time."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tests.unit.supervisor.test_progress import WORKER

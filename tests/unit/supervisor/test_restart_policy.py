@@ -1,7 +1,5 @@
 """Restarts with back-off, reset by progress."""
 
-from __future__ import annotations
-
 import pytest
 
 from xtoken_services.supervisor.process_group import LONGEST_DELAY_S, RestartPolicy

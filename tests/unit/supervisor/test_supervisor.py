@@ -1,7 +1,5 @@
 """The supervisor, over a real queue and real processes that misbehave."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -7,8 +7,6 @@ teacher leases a step's and nobody trains any. The trainer keeps its cursor in a
 its own, as a checkpoint would. Each DEED leaves a mark in DIR, and is done once, or every time where it says so.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os

@@ -1,7 +1,5 @@
 """Which GPU a trainer and a teacher take, and that one which is thereby shared is told of."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A teacher in NormalFloat 4: close to its own dtype, divided as whole, compiled; refused without bitsandbytes."""
 
-from __future__ import annotations
-
 import copy
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A teacher divided over two processes: results as of one, refusals, the end of its processes."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What a writer of a store reports to its supervisor."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Teachers that are read from stores: their slots hold what the models sent that the stores were made of."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Frames of a store: every bit comes back, and nothing else is taken for a frame."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Stores on disk: whole or not there at all, damage named, and only for what they were built from."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import os

@@ -1,7 +1,5 @@
 """The standing attack: its clock, which leaves out the time that other processes take, and its summary."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """One rank that hangs, as in a collective on a GPU, or raises: `python -m ...hanging_process hang|raise`."""
 
-from __future__ import annotations
-
 import sys
 import threading
 

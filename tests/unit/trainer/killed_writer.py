@@ -4,8 +4,6 @@ Every element of a checkpoint's tensors is its step. After each kill every check
 forked from one process, which has imported everything and computed nothing.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import signal

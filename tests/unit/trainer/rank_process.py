@@ -1,7 +1,5 @@
 """One rank of a small training without a queue, in torchrun's environment: `python -m ...rank_process OUT JSON`."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

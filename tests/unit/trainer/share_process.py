@@ -1,7 +1,5 @@
 """One rank of two node groups that agree on a step, without a queue: `python -m ...share_process OUT`."""
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """Small students of several families, and settings for them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The best evaluation: which it is, when it ends a run, and that its checkpoint outlives newer ones."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A checkpoint's files: any number of ranks reads what any number has written, and damage is named."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Held-out text during a run: it says that it goes on, it may be left, and it keeps a head in blocks."""
 
-from __future__ import annotations
-
 import sys
 import weakref
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A model from a checkpoint: which one, the very weights, its figures, and nothing where it cannot be."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The adaptive weight of the divergence, from the lines of `eval.jsonl`, or else of `steps.jsonl`."""
 
-from __future__ import annotations
-
 import logging
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a run's log, TensorBoard and Weights & Biases are told, also across a restart."""
 
-from __future__ import annotations
-
 import logging
 import math
 import sys

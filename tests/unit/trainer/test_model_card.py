@@ -1,7 +1,5 @@
 """What a model's card says of its origin, for each kind of teacher."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Node groups that plan their own shares of a step agree on what is one step's: four real ranks over gloo."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

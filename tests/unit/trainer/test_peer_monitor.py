@@ -1,7 +1,5 @@
 """Ranks of torchrun end when another one has, although they hang: two real ranks over gloo."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

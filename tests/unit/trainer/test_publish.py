@@ -1,7 +1,5 @@
 """Publishing weights for rollout workers: when, under which tag, and in which runs not at all."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Several ranks, real processes over gloo: they train as one would, and go on from each other's checkpoints."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

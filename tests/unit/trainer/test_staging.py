@@ -1,7 +1,5 @@
 """The host's copy of a state: whole tensors and shares of sharded ones, as they were when the copy began."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """One rank's step, without a queue: what it does before its first backward."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace

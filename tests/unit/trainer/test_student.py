@@ -1,7 +1,5 @@
 """How a student is prepared: precision, recomputation, adapters, mixtures of experts, what its head is given as."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Seconds of the parts of a step, as the device sees them."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

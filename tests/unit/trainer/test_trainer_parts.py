@@ -1,7 +1,5 @@
 """The trainer's parts that need no queue: checkpoints, records, schedule, seeds."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import stat

@@ -1,7 +1,5 @@
 """What teacher and student must agree on: the same plan, the same padding, the same denominators."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import hypothesis.strategies as st

@@ -1,7 +1,5 @@
 """Configurations of models that are refused before anything is built from them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

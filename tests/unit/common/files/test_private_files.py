@@ -1,7 +1,5 @@
 """Files that only their owner may have written."""
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Requests and answers in the form that the programs' documentation shows."""
 
-from __future__ import annotations
-
 from typing import Any
 
 VLLM: dict[str, Any] = {

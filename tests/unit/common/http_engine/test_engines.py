@@ -6,8 +6,6 @@ Needs the packages vllm and sglang, installed or unpacked (`pip download --no-de
 XTOKEN_ENGINE_SOURCES names: `vllm/`, `sglang/`. Nothing of them is imported; one function of SGLang runs by itself.
 """
 
-from __future__ import annotations
-
 import ast
 import base64
 import copy

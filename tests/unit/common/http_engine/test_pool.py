@@ -1,7 +1,5 @@
 """Requests to servers that fail, stall, refuse or lie, over real sockets."""
 
-from __future__ import annotations
-
 import logging
 import resource
 import socket

@@ -1,7 +1,5 @@
 """A tokenizer that was read from a GGUF file without its merges is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Models and texts of a Hub: a server of this machine stands in for it."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Models on packed rows: every sample's states and gradients are those of the sample alone."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Which files a model's weights are, and what tells them from another's."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Child processes that read foreign texts and files: deadline, memory, output; TOML from another user."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

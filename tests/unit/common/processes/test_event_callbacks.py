@@ -1,7 +1,5 @@
 """Actions after the device's work: in order, at the right time, errors where the main loop meets them."""
 
-from __future__ import annotations
-
 import threading
 import time
 

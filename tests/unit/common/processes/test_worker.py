@@ -1,7 +1,5 @@
 """A worker's life on the queue: heartbeats follow progress, and an ended session makes it leave."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterator

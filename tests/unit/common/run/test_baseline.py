@@ -1,7 +1,5 @@
 """Runs without a teacher: settings, the loss, and the baseline of a run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The shortest run file, what it leaves out, and what a resume reads back."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Memory of the machine and of control groups, from files as the kernel writes them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Configurations of models that no library has written: whatever their values, the answer is one line."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What is found out about a run before anything is started: whose checkpoint lies there, and how long it really is."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Warnings about a run's metrics, on the console and as text."""
 
-from __future__ import annotations
-
 import io
 from typing import Any
 

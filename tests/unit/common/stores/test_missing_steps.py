@@ -1,7 +1,5 @@
 """The shares of a build's writers: what the store lacks, by ranks and steps."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Chat templates: where they are read from, and twenty of different shapes on both sides of an alignment."""
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path

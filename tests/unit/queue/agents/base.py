@@ -5,8 +5,6 @@ does with the answer. It returns False if the answer is "not yet". Its last argu
 negative one says that the answer is lost.
 """
 
-from __future__ import annotations
-
 from tests.unit.queue.world import Config, Ids, Worker, World, ask
 from xtoken_core.wire import messages as m
 

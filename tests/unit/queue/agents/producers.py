@@ -1,7 +1,5 @@
 """Collators and rollout workers: they lease blocks of positions and put rows."""
 
-from __future__ import annotations
-
 from tests.unit.queue.agents.base import Agents
 from tests.unit.queue.world import ViolationError, Weights, Worker, World, ask
 from xtoken_core import schema

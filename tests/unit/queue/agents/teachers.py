@@ -1,7 +1,5 @@
 """Teachers: they announce a ring, and write the signals of a window into its slots."""
 
-from __future__ import annotations
-
 from tests.unit.queue.agents.base import Agents
 from tests.unit.queue.world import Worker, World, ask
 from xtoken_core.wire import QueueError

@@ -1,7 +1,5 @@
 """Trainers: ranks that read the signals, decide on a step together, and keep the cursor."""
 
-from __future__ import annotations
-
 from tests.unit.queue.agents.base import Agents
 from tests.unit.queue.world import Checkpoint, Ids, ViolationError, Weights, Worker, World, ask, owned
 from xtoken_core.wire import messages as m
