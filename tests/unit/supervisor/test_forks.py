@@ -1,22 +1,26 @@
-"""Workers that are forked from a server: what they inherit, how they exit, and what happens without the server."""
+"""Launchers: processes of the host and forks of one process."""
 
 import os
 import signal
+import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.support.runs import resolved_run
 from tests.unit.supervisor.scripted_run import alive
-from tests.unit.supervisor.test_launchers import PARENT, SLEEP, finished, read_pid, until
 from xtoken_core.errors import ConfigError
 from xtoken_services.supervisor import os_process
 from xtoken_services.supervisor.fork_server import MARK_ROOM
 from xtoken_services.supervisor.launchers.base import STATUS_FILE, UNKNOWN_EXIT
 from xtoken_services.supervisor.launchers.forks import ForkServer, early_fork_server, fork_server_of
 from xtoken_services.supervisor.launchers.local import ForkedHandle, LocalHandle, LocalLauncher
+from xtoken_services.supervisor.orphan_reaper import watched_at_end
 from xtoken_services.supervisor.os_process import MARK
 
 Start = Callable[..., LocalHandle | ForkedHandle]
@@ -49,6 +53,12 @@ def start(tmp_path: Path, server: ForkServer, environment: dict[str, str]) -> St
     return start
 
 
+@pytest.fixture(params=["forked", "program"])
+def either(request: pytest.FixtureRequest, tmp_path: Path) -> Start:
+    """Start a program's text, forked and by itself."""
+    return request.getfixturevalue("start") if request.param == "forked" else partial(start_program, tmp_path)
+
+
 def test_forked_process_is_like_a_program(start: Start, tmp_path: Path) -> None:
     text = """
 import os, sys
@@ -60,9 +70,7 @@ sys.exit(3)
     assert isinstance(handle, ForkedHandle)
     assert finished(handle) == 3 and handle.poll() == 3
     output = (tmp_path / "log").read_text().splitlines()
-    assert output == ["['--name', 'one'] __main__ 7 True True", "4"] or output == [
-        "4", "['--name', 'one'] __main__ 7 True True"
-    ]  # fmt: skip
+    assert sorted(output) == ["4", "['--name', 'one'] __main__ 7 True True"]
 
 
 def test_forked_process_carries_its_mark(start: Start) -> None:
@@ -81,18 +89,18 @@ def test_forked_process_carries_its_mark(start: Start) -> None:
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["same group", "own session"])
-def test_kill_reaches_descendants(start: Start, tmp_path: Path, own: bool) -> None:
+def test_kill_reaches_descendants(either: Start, tmp_path: Path, own: bool) -> None:
     file = tmp_path / "pid"
-    handle = start(PARENT.format(own=own, file=str(file), then="time.sleep(600)"))
+    handle = either(PARENT.format(own=own, file=str(file), then="time.sleep(600)"))
     child = read_pid(file)
     handle.kill()
     assert finished(handle) == -signal.SIGKILL
     until(lambda: not alive(child))
 
 
-def test_exit_kills_the_process_group(start: Start, tmp_path: Path) -> None:
+def test_exit_kills_the_process_group(either: Start, tmp_path: Path) -> None:
     file = tmp_path / "pid"
-    handle = start(PARENT.format(own=False, file=str(file), then="sys.exit(0)"))
+    handle = either(PARENT.format(own=False, file=str(file), then="sys.exit(0)"))
     child = read_pid(file)
     assert finished(handle) == 0
     until(lambda: not alive(child))
@@ -142,3 +150,102 @@ def test_early_server_ends_with_its_block(tmp_path: Path, monkeypatch: pytest.Mo
         assert server is not None and not server.lost
         raise ConfigError("a setting is wrong")
     assert server.lost
+
+
+SLEEP = "import time; time.sleep(600)"
+PARENT = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session={own})
+open({file!r}, "w").write(str(child.pid))
+{then}
+"""
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline, "it never came"
+        time.sleep(0.02)
+
+
+def read_pid(file: Path) -> int:
+    until(lambda: file.exists() and file.read_text() != "")
+    return int(file.read_text())
+
+
+def start_program(tmp_path: Path, program: str, launcher: LocalLauncher | None = None) -> LocalHandle:
+    launcher = launcher or LocalLauncher()
+    return launcher.start([sys.executable, "-c", program], {**os.environ, "MARK": "one"}, tmp_path / "log")
+
+
+def finished(handle: LocalHandle) -> int:
+    until(lambda: handle.poll() is not None)
+    status = handle.poll()
+    assert status is not None
+    return status
+
+
+def test_output_and_exit_status(tmp_path: Path) -> None:
+    program = "import os, sys; print(os.environ['MARK']); print('two', file=sys.stderr); sys.exit(3)"
+    handle = start_program(tmp_path, program)
+    assert finished(handle) == 3
+    assert sorted((tmp_path / "log").read_text().split()) == ["one", "two"]
+
+
+def test_process_leads_its_own_session(tmp_path: Path) -> None:
+    handle = start_program(tmp_path, SLEEP)
+    assert os.getsid(handle.pid) == handle.pid
+    assert handle.identity["pid"] == handle.pid and handle.identity["ticks"] > 0
+    handle.terminate()
+    assert finished(handle) == -signal.SIGTERM
+    handle.terminate()
+    handle.kill()
+
+
+def test_missing_program(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        LocalLauncher().start(["/no/such/program"], {}, tmp_path / "log")
+
+
+STARTER = """
+import sys, time
+from pathlib import Path
+from xtoken_services.supervisor.launchers.local import LocalLauncher
+launcher = LocalLauncher(tied={tied}, private=[Path({private!r})], detached={detached})
+program = {program!r}
+handle = launcher.start([sys.executable, "-c", program], {{}}, Path({log!r}))
+Path({file!r}).write_text(str(handle.pid))
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(
+    ("tied", "detached"), [(True, False), (True, True), (False, False)], ids=["tied", "children killed", "free"]
+)
+def test_processes_left_by_a_killed_supervisor(tmp_path: Path, tied: bool, detached: bool) -> None:
+    private, file, grandchild = tmp_path / "private", tmp_path / "pid", tmp_path / "grandchild"
+    private.mkdir()
+    (private / "socket").touch()
+    program = PARENT.format(own=False, file=str(grandchild), then="time.sleep(600)")
+    text = STARTER.format(
+        tied=tied, detached=detached, private=str(private), program=program, log=str(tmp_path / "log"), file=str(file)
+    )  # fmt: skip
+    starter = subprocess.Popen([sys.executable, "-c", text])
+    pids = [read_pid(file), read_pid(grandchild)]
+    for child in psutil.Process(starter.pid).children() if detached else ():
+        child.kill()
+    starter.kill()
+    starter.wait()
+    try:
+        if tied:
+            until(lambda: not any(map(alive, pids)) and not private.exists())
+        else:
+            assert all(map(alive, pids)) and private.exists()
+    finally:
+        for pid in pids:
+            if alive(pid):
+                os.kill(pid, signal.SIGKILL)
+
+
+def test_orphan_reaper_watches_processes_not_forgotten() -> None:
+    assert watched_at_end(["watch 3\n", "watch 5\n", "forget 3\n", "\n"]) == {5}

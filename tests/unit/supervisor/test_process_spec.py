@@ -1,6 +1,8 @@
-"""Which processes a run has, and with what commands and environments."""
+"""Process specifications, interrupts and the policy of restarts."""
 
 import os
+import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,8 @@ from xtoken_core.data_plane.address import Address
 from xtoken_services.cli.app import app
 from xtoken_services.common.http_engine.keys import VARIABLE as ENGINE_KEY
 from xtoken_services.supervisor.environment import HUB_TOKEN, SECRETS, worker_environment
+from xtoken_services.supervisor.interrupts import Interrupts
+from xtoken_services.supervisor.process_group import LONGEST_DELAY_S, RestartPolicy
 from xtoken_services.supervisor.process_spec import build_process_specs, threads_of_model_workers, writer_specs
 
 
@@ -72,3 +76,65 @@ def test_threads_per_model_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert threads_of_model_workers(spec) == 1
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert threads_of_model_workers(spec) == 3
+
+
+def test_signals_are_counted() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with Interrupts() as interrupts:
+        assert not interrupts.wait(0)
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert interrupts.wait(0)
+    assert (interrupts.count, interrupts.status) == (2, 143)
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_ignored_hang_up_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Interrupts() as interrupts:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not interrupts.wait(0)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_other_threads_handle_no_signals() -> None:
+    seen = []
+
+    def enter() -> None:
+        with Interrupts():
+            seen.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert seen == [signal.getsignal(signal.SIGTERM)]
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.01])
+def test_wait_without_a_signal(seconds: float) -> None:
+    with Interrupts() as interrupts:
+        assert not interrupts.wait(seconds)
+
+
+def test_delays_double_up_to_the_longest_and_the_limit() -> None:
+    policy = RestartPolicy(9, first_delay_s=0.5)
+    delays = [policy.record_failure(3) for _ in range(10)]
+    assert delays == [0.5, 1, 2, 4, 8, 16, LONGEST_DELAY_S, LONGEST_DELAY_S, LONGEST_DELAY_S, None]
+
+
+def test_progress_resets_the_count() -> None:
+    policy = RestartPolicy(1, first_delay_s=1)
+    assert [policy.record_failure(step) for step in (0, 1, 2, 3)] == [1, 1, 1, 1]
+    assert policy.record_failure(3) is None
+
+
+def test_repeated_steps_are_no_progress() -> None:
+    policy = RestartPolicy(2, first_delay_s=1)
+    assert [policy.record_failure(step) for step in (9, 4, 9)] == [1, 2, None]
+
+
+@pytest.mark.parametrize("step", [0, 5])
+def test_no_restarts(step: int) -> None:
+    assert RestartPolicy(0).record_failure(step) is None

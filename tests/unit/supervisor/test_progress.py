@@ -1,4 +1,4 @@
-"""What a user sees of a run."""
+"""Progress of a run, and the time that remains."""
 
 import io
 import json
@@ -221,3 +221,34 @@ def test_quiet_view_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
         view.show(status())
         view.end(status(state="stopped"))
     assert capsys.readouterr().out == ""
+
+
+LOADING = WORKER | {"phase": "load", "activity": ""}
+
+
+def loading_status(**changes: Any) -> RunStatus:
+    start = {"step": 0, "steps": 10, "last": None, "evaluation": None, "queue": None, "spec": {"eval": {"every": 4}}}
+    return status(**start | {"workers": [LOADING]} | changes)
+
+
+def test_an_evaluation_is_counted_and_shown() -> None:
+    evaluating = LOADING | {"activity": "evaluating: 40%"}
+    line = status_line(loading_status(workers=[evaluating]))
+    assert "trainer-0 evaluating: 40%" in line and "to load" not in line
+    loading = status_line(loading_status(workers=[LOADING | {"activity": "loading the student"}]))
+    assert "waiting for trainer-0 (loading the student) to load" in loading
+    assert (
+        status_line(loading_status(steps=None, state="starting", checking="building tables", workers=[]))
+        == "tiny: starting, building tables"
+    )
+
+
+def test_remaining_time_has_steps_and_evaluations() -> None:
+    assert loading_status().remaining_s() is None
+    evaluated = {"step": 4, "seconds": 30.0}
+    assert loading_status(step=5, last={"seconds": 2.0}, evaluation=evaluated).remaining_s() == 5 * 2.0 + 2 * 30.0
+    assert loading_status(step=4, evaluation=evaluated).evaluations_left == 2
+    assert loading_status().evaluations_left == 4
+    assert loading_status(step=10, evaluation={"step": 10}).evaluations_left == 0
+    recent = [{"seconds": 1.0}, {"seconds": 3.0}]
+    assert loading_status(step=8, spec={}).remaining_s(recent) == 4.0

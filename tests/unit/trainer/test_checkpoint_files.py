@@ -1,4 +1,4 @@
-"""A checkpoint's files: any number of ranks reads what any number has written, and damage is named."""
+"""Checkpoint files, tensors staged for them, and published weights."""
 
 import json
 import math
@@ -6,8 +6,9 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,13 +16,16 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.support.ranks import ROOT
 from tests.support.runs import resolved_run
+from xtoken_core.config.resolved import ResolvedRun
+from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import InputError, OutputError
+from xtoken_services.common.generation.published_weights import Version, read_version, weights_file
 from xtoken_services.trainer import checkpoint as module
 from xtoken_services.trainer.checkpoint import Checkpoints, Cursor
 from xtoken_services.trainer.checkpoint_files import (
@@ -34,7 +38,8 @@ from xtoken_services.trainer.checkpoint_files import (
     write_index,
     write_rank_file,
 )
-from xtoken_services.trainer.staging import local_part
+from xtoken_services.trainer.publish import WeightsPublisher
+from xtoken_services.trainer.staging import Stage, local_part
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "even": (12, 3), "uneven": (7, 2), "fewer rows than ranks": (2, 2), "vector": (5,), "none": (0, 4),
@@ -268,3 +273,89 @@ def test_another_ranks_failure_is_every_ranks(tmp_path: Path) -> None:
 def test_writer_that_is_killed_at_any_moment_leaves_whole_checkpoints(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.unit.trainer.killed_writer", str(tmp_path)]
     subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, timeout=200)
+
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture(params=DEVICES)
+def mesh(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[DeviceMesh]:
+    """One rank that shares with nobody: its tensors are `DTensor`s all the same."""
+    device = str(request.param)
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    yield init_device_mesh(device, (1,))
+    dist.destroy_process_group()
+
+
+def local(value: Tensor) -> Tensor:
+    return (value.to_local() if isinstance(value, DTensor) else value).cpu().clone()
+
+
+def test_a_copy_is_of_the_moment_it_was_begun(mesh: DeviceMesh) -> None:
+    device = mesh.device_type
+    state: dict[str, Tensor] = {
+        "share": distribute_tensor(torch.randn(512, 256, device=device), mesh, [Shard(0)]),
+        "whole": torch.randn(1 << 20, device=device),
+        "count": torch.tensor(3.0, device=device),
+    }
+    stage = Stage()
+    stage.prepare(state)
+    for _ in range(3):
+        expected = {name: local(value) for name, value in state.items()}
+        stage.copy(state)
+        stage.wait()
+        for value in state.values():
+            value.add_(1)
+        staged = stage.staged()
+        assert isinstance(staged["share"], DTensor)
+        for name, value in expected.items():
+            assert staged[name].device.type == "cpu"
+            torch.testing.assert_close(local(staged[name]), value, rtol=0, atol=0)
+
+
+def run_of(directory: Path, **parts: Any) -> ResolvedRun:
+    """A run of four steps."""
+    made = resolved_run(directory)
+    raw = made.spec.model_dump() | {"loss": {"mode": "alm"}} | parts
+    return made.model_copy(update={"spec": RunSpec.model_validate(raw)})
+
+
+def publisher(run: ResolvedRun, told: list[tuple[int, int, int]], *, writes: bool = True) -> WeightsPublisher:
+    """A publisher that notes step, tag and rewinds of what it tells the queue."""
+    queue = SimpleNamespace(publish=lambda step, *, tag, rewinds: told.append((step, tag, rewinds)))
+    worker: Any = SimpleNamespace(run=run, queue=queue)
+    student: Any = SimpleNamespace(model=torch.nn.Linear(2, 2))
+    return WeightsPublisher(worker, student, writes=writes)
+
+
+def test_weights_are_published_after_a_rewind_and_when_they_are_due(tmp_path: Path) -> None:
+    rollout = {"max_new_tokens": 8, "publish_every": 2, "weights": "directory"}
+    run = run_of(tmp_path, rollout=rollout)
+    run.spec.output.mkdir()
+    told: list[tuple[int, int, int]] = []
+    published = publisher(run, told)
+    published.after_rewind(0, 1)
+    first = read_version(weights_file(run))
+    assert (first.step, told) == (0, [(0, first.tag, 1)])
+    for step in (1, 2, 3, 4):
+        published.after_step(step, 1)
+    assert told[1:] == [(2, first.tag, 1)], "not after the last step either"
+    assert read_version(weights_file(run)) == Version(2, first.tag)
+    published.after_rewind(1, 2)
+    assert told[2][0::2] == (1, 2) and told[2][1] != first.tag
+    published.close()
+    assert not weights_file(run).exists()
+
+
+@pytest.mark.parametrize("case", ["no rollouts", "another rank"])
+def test_nothing_is_published(tmp_path: Path, case: str) -> None:
+    parts = {} if case == "no rollouts" else {"rollout": {"max_new_tokens": 8, "weights": "directory"}}
+    run = run_of(tmp_path, **parts)
+    run.spec.output.mkdir()
+    told: list[tuple[int, int, int]] = []
+    published = publisher(run, told, writes=case == "no rollouts")
+    published.after_rewind(0, 1)
+    published.after_step(1, 1)
+    published.close()
+    assert not told and not list(run.spec.output.iterdir())

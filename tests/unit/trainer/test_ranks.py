@@ -1,4 +1,4 @@
-"""Several ranks, real processes over gloo: they train as one would, and go on from each other's checkpoints."""
+"""Ranks of a trainer: shares, reductions over nodes, and a peer that is gone."""
 
 import json
 import shutil
@@ -12,7 +12,9 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.checkpointed import run_directory
 from tests.support.ranks import start_ranks
+from tests.support.runs import resolved_run
 from tests.unit.trainer.students import make_model
+from xtoken_services.trainer.distributed import RankGroup
 from xtoken_services.trainer.export_checkpoint import export_checkpoint
 
 FSDP = {"train": {"parallel": "fsdp"}}
@@ -92,3 +94,59 @@ def test_two_ranks_in_bfloat16_add_up_alike_in_bfloat16_and_float32(tmp_path: Pa
         for dtype in ("float32", "bfloat16")
     ]
     same(found[1], found[0], rtol=0, atol=0)
+
+
+RANKS = 4
+
+
+@pytest.mark.slow
+def test_groups_agree_on_counts_denominators_and_what_has_become_of_all_positions(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.unit.trainer.share_process", str(tmp_path / "said.json")]
+    for process in start_ranks(command, RANKS):
+        _, errors = process.communicate(timeout=250)
+        assert process.returncode == 0, errors
+    said = json.loads((tmp_path / "said.json").read_text())
+    assert [rank["node"] for rank in said] == [0, 0, 1, 1]
+    assert [rank["leads"] for rank in said] == [[True, True], [False, False], [False, True], [False, False]]
+    assert [rank["rewinds"] for rank in said] == [100, 100, 102, 102]  # each group's own first rank's
+    for rank in said:
+        assert rank["micro_batches"] == [2, 2]  # the first group's, also where there is no row at all
+        assert rank["denominators"] == [7 + 8, 20 + 21, 3, 1]
+        assert rank["account"] == {"ids": [0, 1, 2], "skipped": {"3": "empty"}, "dead": {"4": "refused"}}
+    assert [rank["own"] for rank in said] == [[[0, 1, 2], [], []]] * 2 + [[[], [3], [4]]] * 2
+
+
+def test_a_group_owns_its_share_of_every_step(tmp_path: Path) -> None:
+    run = resolved_run(tmp_path, nodes=4)
+    groups = [run.model_copy(update={"group": group}) for group in range(4)]
+    assert [[p for p in range(16) if group.owns(p)] for group in groups] == [
+        [0, 1, 8, 9], [2, 3, 10, 11], [4, 5, 12, 13], [6, 7, 14, 15],
+    ]  # fmt: skip
+    assert run.world == 4
+
+
+@pytest.mark.parametrize(("rank", "node"), [(0, 0), (2, 0), (3, 1), (5, 1)])
+def test_ranks_are_shared_out_in_order(rank: int, node: int) -> None:
+    group = RankGroup(0, 1)
+    group.rank, group.size, group.nodes = rank, 6, 2
+    assert group.node == node
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["hang", "raise"])
+def test_a_hanging_rank_ends_when_another_is_killed_or_fails(how: str) -> None:
+    first, second = start_ranks([sys.executable, "-m", "tests.unit.trainer.hanging_process", how], 2)
+    try:
+        for rank in (first, second):
+            assert rank.stdout is not None
+            assert rank.stdout.readline() == "met\n"
+        if how == "hang":
+            second.kill()
+        _, errors = first.communicate(timeout=60)
+        assert first.returncode == 1, errors
+        assert "another rank has failed or was killed" in errors
+        assert second.wait(timeout=60) == (1 if how == "raise" else -9)
+    finally:
+        for rank in (first, second):
+            rank.kill()
+            rank.communicate()
