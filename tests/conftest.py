@@ -6,6 +6,10 @@ import shutil
 import tempfile
 from pathlib import Path
 
+import pytest
+
+from tests.support.examples import EVERY
+
 # Several pytest workers share the cores: threads of torch that spin beside each other cost more than they give. Torch
 # reads this when it is first imported, and so do the processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -15,3 +19,9 @@ atexit.register(shutil.rmtree, os.environ["XDG_CONFIG_HOME"], ignore_errors=True
 # Triton reads this once, when it is first imported: without a GPU its kernels run in the interpreter.
 if not Path("/proc/driver/nvidia").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Before a test module is imported: its properties read this.
+    if "not slow" not in config.option.markexpr:
+        os.environ[EVERY] = "1"

@@ -5,10 +5,11 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.alignments import most_chunks, table_of
+from tests.support.examples import examples
 from xtoken_core.alignment.boundaries import find_chunks
 from xtoken_core.alignment.token_arrays import build_token_arrays
 
@@ -52,7 +53,7 @@ cuts = st.lists(st.integers(0, 40), max_size=8)
 rows = st.lists(st.tuples(texts, cuts, cuts, st.integers(0, 12), st.integers(0, 12)), min_size=1, max_size=4)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(37, 150)
 @given(rows, st.booleans())
 def test_as_many_equal_chunks_as_brute_force_finds(rows, left):
     given_rows = []
@@ -74,7 +75,7 @@ def test_as_many_equal_chunks_as_brute_force_finds(rows, left):
         assert (found.student_chunk[row][~s_mask[row]] == -1).all()
 
 
-@settings(max_examples=100, deadline=None)
+@examples(25, 100)
 @given(texts, cuts, cuts, *[st.lists(st.integers(0, 12), max_size=4) for _ in range(3)])
 def test_specials_pair_at_their_byte_and_shift_nothing(text, a, b, ours, theirs, alone):
     pieces = split(text, a), split(text, b)
@@ -94,7 +95,7 @@ def test_specials_pair_at_their_byte_and_shift_nothing(text, a, b, ours, theirs,
     assert all(c < 0 for c, (_, p) in zip(found.student_chunk[0], rows[0], strict=True) if p == own)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(25, 100)
 @given(st.lists(st.tuples(texts, texts, cuts, cuts), min_size=1, max_size=3))
 def test_rows_that_differ_are_never_taken_for_equal(rows):
     found, _, _ = run([(split(x, a), split(y, b)) for x, y, a, b in rows])

@@ -12,12 +12,13 @@ from itertools import chain
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
 from tests.support import vocabularies as v
 from tests.support.alignments import padded, table_of
+from tests.support.examples import examples
 from tests.unit.alignment.test_boundaries import run
 from xtoken_core import schema
 from xtoken_core.alignment import (
@@ -397,7 +398,7 @@ def test_a_missing_field_is_named(batch):
         alignment_from_flat_batch(flat)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(50, 200)
 @given(
     st.binary(max_size=60),
     st.lists(st.tuples(st.integers(0, 60), st.integers(0, 5), st.binary(max_size=4)), max_size=3),

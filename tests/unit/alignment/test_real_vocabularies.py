@@ -2,11 +2,12 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support import vocabularies as v
 from tests.support.alignments import aligner_of, check_batch, chunks_of, padded, spelled
+from tests.support.examples import examples
 
 MAKERS = {
     "tekken": v.tekken,
@@ -80,7 +81,7 @@ def test_the_number_of_chunks_is_the_number_of_common_ends(pair):
         assert int(batch.num_chunks[row]) - bos - len(ends[0] & ends[1]) in (0, 1)  # 1: a pair of eos
 
 
-@settings(max_examples=60, deadline=None)
+@examples(20, 60)
 @given(st.lists(st.text(max_size=24), min_size=1, max_size=3), st.integers(3, 40), st.booleans(), st.booleans())
 def test_random_unicode(texts, cap, left, ids_alone):
     student, teacher = v.tekken(), v.sentencepiece_bpe()

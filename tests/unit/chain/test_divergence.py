@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
 from tests.support.chain_divergence import ChainBatch, chain_divergence
+from tests.support.examples import examples
 from tests.unit.chain.chain_loops import Options, Pair, sample_divergence
 from tests.unit.chain.tiny_tokenizers import BY_THREE, PATTERNS, UNGROUPED, TinyTokenizer, TinyUnigram, split_words
 from xtoken_core.alignment import TokenAligner
@@ -136,12 +137,15 @@ CASES = given(*GIVEN)
 NUMERAL_CASES = given(*drawn(NUMERALS, 16))
 
 
+long = pytest.mark.timeout(3600)  # with every example
+
 BROKEN = TinyTokenizer(ALPHABET, [(b"a", b"\xc3"), (b"a\xc3", b"\xa9"), (b"a\xc3\xa9", b"\xc3")], "digits")
 CROSSED = TinyTokenizer(ALPHABET, [(b"\xa9", b"\xc3"), (b"\xc3", b"\xa9"), (b"a", b"\xc3\xa9")], "digits")
 
 
 # CROSSED merges the bytes of "é" with the next letter's first: it writes the token "aé\xc3" with more tokens than "aé".
-@settings(QUICK, max_examples=100)
+@long
+@examples(25, 2000, QUICK)
 @example(BROKEN, CROSSED, ["1"], ChainOptions(False, False, False), 0)
 @example(CROSSED, BROKEN, ["1", "aéé"], ChainOptions(), 0)
 @CASES
@@ -149,15 +153,20 @@ def test_equals_loops(student, teacher, documents, chosen, seed):
     compare(student, teacher, documents, chosen, seed)
 
 
-@settings(QUICK, max_examples=100)
+@long
+@examples(25, 2000, QUICK)
 @example(UNGROUPED, BY_THREE, ["12.", "12 12", "..s", "'."], ChainOptions(), 0)
+@example(BY_THREE, UNGROUPED, ["12.", "12 12", "..s", "'."], ChainOptions(), 4)
+@example(BY_THREE, UNGROUPED, ["12.12 1", "1"], ChainOptions(), len(UNGROUPED.vocab) - 1)  # all are listed
 @NUMERAL_CASES
 def test_digit_groups_equal_loops(student, teacher, documents, chosen, seed):
     compare(student, teacher, documents, chosen, seed)
+    compare(student, teacher, documents, chosen, seed, k=1 + seed % len(teacher.vocab))
 
 
 # The Unigram may cut "111" before or after "11" with the same sum of scores.
-@settings(QUICK, max_examples=25)
+@long
+@examples(15, 2000, QUICK)
 @example(
     TinyTokenizer(ALPHABET, [(b"1", b"1"), (b"11", b"1")], "none"),
     TinyTokenizer(ALPHABET, [(b"1", b"1")], "none"),
@@ -177,31 +186,6 @@ def compare_unigrams(student, teacher, documents, chosen, seed):
     compare(*((student, sides[1]), (sides[0], teacher), sides)[seed % 3], documents, chosen, seed)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-@settings(QUICK, max_examples=2000)
-@CASES
-def test_equals_loops_in_many_cases(student, teacher, documents, chosen, seed):
-    compare(student, teacher, documents, chosen, seed)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-@settings(QUICK, max_examples=2000)
-@NUMERAL_CASES
-def test_digit_groups_equal_loops_in_many_cases(student, teacher, documents, chosen, seed):
-    compare(student, teacher, documents, chosen, seed)
-    compare(student, teacher, documents, chosen, seed, k=1 + seed % len(teacher.vocab))
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-@settings(QUICK, max_examples=2000)
-@CASES
-def test_unigram_equals_loops_in_many_cases(student, teacher, documents, chosen, seed):
-    compare_unigrams(student, teacher, documents, chosen, seed)
-
-
 BETAS = st.sampled_from([None, 0.1, 0.5, 0.9])
 
 
@@ -213,20 +197,11 @@ def listed(teacher: TinyTokenizer, seed: int, beta: float | None) -> int:
     return 1 + seed % (len(teacher.vocab) - (beta is None))
 
 
-@settings(QUICK, max_examples=100)
+@long
+@examples(25, 2000, QUICK)
 @example(CROSSED, BROKEN, ["1", "aéé"], ChainOptions(), 0, None)
 @given(*GIVEN, BETAS)
 def test_generated_rows_equal_loops(student, teacher, documents, chosen, seed, beta):
-    compare(student, teacher, documents, chosen, seed, beta=beta, own=True)
-    if seed % 3 == 0:
-        compare(student, teacher, documents, chosen, seed, k=listed(teacher, seed, beta), beta=beta, own=True)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-@settings(QUICK, max_examples=2000)
-@given(*GIVEN, BETAS)
-def test_generated_rows_equal_loops_in_many_cases(student, teacher, documents, chosen, seed, beta):
     compare(student, teacher, documents, chosen, seed, beta=beta, own=True)
     compare(student, teacher, documents, chosen, seed, k=listed(teacher, seed, beta), beta=beta, own=True)
 
@@ -234,14 +209,6 @@ def test_generated_rows_equal_loops_in_many_cases(student, teacher, documents, c
 @settings(QUICK, max_examples=15)
 @CASES
 def test_largest_probabilities_of_the_teacher_equal_loops(student, teacher, documents, chosen, seed):
-    compare(student, teacher, documents, chosen, seed, k=1 + seed % len(teacher.vocab))
-
-
-@settings(QUICK, max_examples=15)
-@example(BY_THREE, UNGROUPED, ["12.", "12 12", "..s", "'."], ChainOptions(), 4)
-@example(BY_THREE, UNGROUPED, ["12.12 1", "1"], ChainOptions(), len(UNGROUPED.vocab) - 1)  # all are listed
-@NUMERAL_CASES
-def test_largest_probabilities_of_digit_groups_equal_loops(student, teacher, documents, chosen, seed):
     compare(student, teacher, documents, chosen, seed, k=1 + seed % len(teacher.vocab))
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import schemathesis
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, Phase
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import (
     content_type_conformance,
@@ -13,6 +13,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
+from tests.support.examples import examples
 from tests.unit.control.stored_runs import make_runs, put
 from xtoken_services.common.run.status import RunState
 from xtoken_services.control.app import create_app
@@ -50,13 +51,6 @@ def check(case: schemathesis.Case) -> None:
 
 
 @SCHEMA.parametrize()
-@settings(max_examples=6, **COMMON)
+@examples(6, 300, **COMMON)
 def test_api_matches_its_description(case: schemathesis.Case) -> None:
-    check(case)
-
-
-@pytest.mark.slow
-@SCHEMA.parametrize()
-@settings(max_examples=300, **COMMON)
-def test_api_matches_its_description_at_length(case: schemathesis.Case) -> None:
     check(case)

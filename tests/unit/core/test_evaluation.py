@@ -5,12 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from tests.support.examples import examples
 from tests.support.vocabularies import unigram
 from xtoken_core.errors import InputError
 from xtoken_core.evaluation import answer_windows, cut_windows, evaluate, sum_nll_and_hits
@@ -187,7 +188,7 @@ def test_what_cannot_be_evaluated_is_refused(tokenizer: PreTrainedTokenizerFast)
         evaluate(Uniform(500), unigram(byte_fallback=False, unknown=False), ["hello Ω"], **settings)
 
 
-@settings(deadline=None, max_examples=100)
+@examples(25, 100)
 @given(ids=st.lists(st.integers(0, 99), max_size=40), context=st.integers(1, 45))
 def test_windows_predict_each_token_from_the_one_before(ids: list[int], context: int) -> None:
     windows = cut_windows(ids, start=[-1], again=[], context_length=context)
@@ -196,7 +197,7 @@ def test_windows_predict_each_token_from_the_one_before(ids: list[int], context:
     assert all(len(w.inputs) == len(w.targets) <= context for w in windows)
 
 
-@settings(deadline=None, max_examples=100)
+@examples(25, 100)
 @given(ids=st.lists(st.integers(0, 99), max_size=40), added=st.integers(1, 2), room=st.integers(1, 45))
 def test_windows_repeat_what_begins_a_text(ids: list[int], added: int, room: int) -> None:
     special, context = list(range(-added, 0)), added + room
@@ -260,7 +261,7 @@ def test_of_records_only_the_answers_are_scored(tokenizer: PreTrainedTokenizerFa
     assert (result.bytes, result.tokens, result.documents) == (scored, scored, 4)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(50, 200)
 @given(st.lists(st.integers(0, 1), min_size=1, max_size=30), st.integers(1, 12))
 def test_windows_of_answers_have_every_learnt_token_once(learn: list[int], context: int) -> None:
     learn = [0, *learn]

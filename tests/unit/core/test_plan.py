@@ -3,9 +3,10 @@
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.examples import examples
 from xtoken_core.errors import ConfigError
 from xtoken_core.plan import MicroBatch, RowLengths, plan, window_positions
 
@@ -21,7 +22,7 @@ def rows_of(*lengths):
 
 
 @given(windows, st.integers(1, 5), budgets, st.sampled_from([1, 4, 8]))
-@settings(deadline=None, max_examples=150)
+@examples(37, 150)
 def test_every_row_once_within_the_budget_and_the_same_count_per_rank(rows, ranks, budget, multiple):
     made = plan(rows, ranks=ranks, token_budget=budget, pad_multiple=multiple, max_widths=MAX_WIDTHS)
     assert len(made.ranks) == ranks
@@ -43,7 +44,7 @@ def test_every_row_once_within_the_budget_and_the_same_count_per_rank(rows, rank
 
 
 @given(windows, st.integers(1, 5), budgets, st.randoms(use_true_random=False))
-@settings(deadline=None, max_examples=50)
+@examples(20, 50)
 def test_the_order_of_the_rows_does_not_matter(rows, ranks, budget, rng):
     shuffled = rng.sample(rows, len(rows))
     arguments = {"ranks": ranks, "token_budget": budget, "max_widths": MAX_WIDTHS}
@@ -51,7 +52,7 @@ def test_the_order_of_the_rows_does_not_matter(rows, ranks, budget, rng):
 
 
 @given(windows, st.integers(1, 5), budgets)
-@settings(deadline=None, max_examples=100)
+@examples(25, 100)
 def test_ranks_differ_by_at_most_one_micro_batch(rows, ranks, budget):
     made = plan(rows, ranks=ranks, token_budget=budget, max_widths=MAX_WIDTHS)
     loads = [sum(batch.padded_tokens for batch in own) for own in made.ranks]
@@ -60,7 +61,7 @@ def test_ranks_differ_by_at_most_one_micro_batch(rows, ranks, budget):
 
 
 @given(windows, st.integers(1, 4), budgets, st.integers(0, 3))
-@settings(deadline=None, max_examples=50)
+@examples(20, 50)
 def test_a_larger_count_only_adds_empty_micro_batches(rows, ranks, budget, more):
     arguments = {"ranks": ranks, "token_budget": budget, "max_widths": MAX_WIDTHS}
     small = plan(rows, **arguments)
@@ -71,7 +72,7 @@ def test_a_larger_count_only_adds_empty_micro_batches(rows, ranks, budget, more)
 
 
 @given(windows, st.integers(1, 5), budgets, st.sampled_from([1, 4, 8]), st.randoms(use_true_random=False))
-@settings(deadline=None, max_examples=60)
+@examples(20, 60)
 def test_packed_rows_keep_the_budget_and_pad_only_their_sum(rows, ranks, budget, multiple, rng):
     arguments = {"ranks": ranks, "token_budget": budget, "pad_multiple": multiple, "max_widths": MAX_WIDTHS}
     made = plan(rows, **arguments, packed=True)
@@ -90,7 +91,7 @@ def test_packed_rows_keep_the_budget_and_pad_only_their_sum(rows, ranks, budget,
 
 
 @given(windows, st.integers(1, 4), st.integers(1, 6), st.sampled_from([1, 8]))
-@settings(deadline=None, max_examples=40)
+@examples(20, 40)
 def test_packed_micro_batches_are_bounded_by_rows_of_full_length(rows, ranks, per_batch, multiple):
     longest = max(MAX_WIDTHS)
     arguments = {"ranks": ranks, "token_budget": per_batch * longest, "pad_multiple": multiple}
@@ -198,7 +199,7 @@ def test_what_makes_no_plan_is_refused(rows, arguments):
 
 
 @given(st.integers(1, 20), st.integers(0, 100), st.integers(1, 5))
-@settings(deadline=None, max_examples=100)
+@examples(25, 100)
 def test_windows_of_all_groups_cover_every_position_once(samples, positions, groups):
     seen = []
     for step in range(-(-positions // samples) + 1):

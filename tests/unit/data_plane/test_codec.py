@@ -3,11 +3,12 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict
 from torch.overrides import TorchFunctionMode
 
+from tests.support.examples import examples
 from xtoken_core.data_plane import (
     BatchedDataDict,
     materialize,
@@ -53,7 +54,7 @@ def test_strip_and_pad_round_trip(lengths, item):
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=6), st.integers(0, 12))
-@settings(deadline=None, max_examples=40)
+@examples(20, 40)
 def test_any_lengths_survive_with_any_target_width(lengths, width):
     rows = [torch.arange(length) + 1 for length in lengths]
     jagged = torch.nested.nested_tensor(rows, layout=torch.jagged)

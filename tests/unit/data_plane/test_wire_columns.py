@@ -8,9 +8,10 @@ import msgpack
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.examples import examples
 from xtoken_core.wire import Column, ColumnHead, QueueError, gather_rows, messages, object_column, objects, select_rows
 from xtoken_core.wire.bounds import MAX_OBJECT_DEPTH, MAX_OBJECT_VALUES
 from xtoken_core.wire.columns import bytes_view, offsets_from_lengths
@@ -36,7 +37,7 @@ def rows_of(selected):
 
 @pytest.mark.parametrize("kind", ["dense", "jagged"])
 @given(chosen=st.lists(st.integers(0, 4), max_size=7) | st.builds(range, st.integers(0, 4), st.integers(0, 5)))
-@settings(deadline=None, max_examples=60)
+@examples(20, 60)
 def test_any_rows_in_any_order(kind, chosen):
     rows = DENSE.tolist() if kind == "dense" else ROWS
     assert rows_of(select_rows(column(kind), chosen)) == [rows[n] for n in chosen]
@@ -98,7 +99,7 @@ PIECES = st.binary(max_size=12) | st.lists(
 
 
 @given(value=VALUES, at=st.integers(0, 200), piece=PIECES)
-@settings(deadline=None, max_examples=300)
+@examples(75, 300)
 def test_object_rows_are_checked_as_the_decoder_reads_them(value, at, piece):
     """A valid row, and one with other bytes at some place: accepted where the decoder accepts it."""
     whole = msgspec.msgpack.encode(value)

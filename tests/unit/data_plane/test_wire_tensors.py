@@ -6,10 +6,11 @@ import sys
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
+from tests.support.examples import examples
 from xtoken_core.data_plane import columns_from_tensordict, materialize, tensordict_from_columns
 from xtoken_core.data_plane.jagged import jagged_from_rows
 from xtoken_core.data_plane.tensors import DTYPES
@@ -51,7 +52,7 @@ def test_every_dtype_survives_dense_and_jagged(name):
 
 
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=6), st.sampled_from([(), (3,), (2, 3)]))
-@settings(deadline=None, max_examples=40)
+@examples(20, 40)
 def test_rows_of_any_length_and_item_shape_survive(lengths, item):
     rows = [torch.randn(n, *item) for n in lengths]
     column = over_the_wire({"x": column_from_rows(rows)})["x"]

@@ -9,10 +9,11 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import xtoken_core.dataset.index as index_module
+from tests.support.examples import examples
 from xtoken_core.dataset import BadRecord, DataIndex, Record
 from xtoken_core.errors import InputError
 
@@ -78,7 +79,7 @@ def test_several_files_follow_each_other(tmp_path: Path) -> None:
     assert texts_of(build(*paths), [0, 1, 2, 3]) == ["zero", "one", "two", "three"]
 
 
-@settings(deadline=None, max_examples=60)
+@examples(20, 60)
 @given(
     lines=st.lists(st.text(alphabet="ab\r \u00e9\u2028", max_size=6), min_size=1, max_size=12),
     newline_at_end=st.booleans(),

@@ -4,20 +4,21 @@ from collections import Counter
 from itertools import pairwise, permutations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.examples import examples
 from xtoken_core.dataset import record_at
 
 
-@settings(deadline=None, max_examples=60)
+@examples(20, 60)
 @given(records=st.integers(1, 700), seed=st.integers(0, 2**63 - 1), epoch=st.integers(0, 2**40))
 def test_every_epoch_holds_each_record_once(records: int, seed: int, epoch: int) -> None:
     order = [record_at(epoch * records + i, records=records, seed=seed, shuffle=True) for i in range(records)]
     assert sorted(order) == list(range(records))
 
 
-@settings(deadline=None, max_examples=200)
+@examples(50, 200)
 @given(records=st.integers(1, 2**45), position=st.integers(0, 2**60), seed=st.integers(0, 2**63 - 1))
 def test_large_data_stays_in_range(records: int, position: int, seed: int) -> None:
     assert 0 <= record_at(position, records=records, seed=seed, shuffle=True) < records

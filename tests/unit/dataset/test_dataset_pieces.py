@@ -5,12 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support import vocabularies as v
 from tests.support.alignments import aligner_of, spelled
 from tests.support.columns import rows_of
+from tests.support.examples import examples
 from xtoken_core.collate import CrossTokenizerCollator
 from xtoken_core.dataset import BadRecord, DataIndex, JoinedIndex, PieceIndex, Record
 from xtoken_core.dataset.pieces import divide
@@ -31,7 +32,7 @@ def pieces_of(directory: Path, records: list[Any], limit: int = LIMIT) -> PieceI
 
 
 @given(text=st.text(alphabet="ab \n\té日👍", max_size=200), limit=st.integers(4, 40))
-@settings(max_examples=300, deadline=None)
+@examples(75, 300)
 def test_pieces_cover_a_text_in_order(text: str, limit: int) -> None:
     raw = text.encode()
     at = 0

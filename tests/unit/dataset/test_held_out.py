@@ -7,11 +7,12 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import xtoken_core.dataset.held_out as held_out_module
 import xtoken_core.dataset.index as index_module
+from tests.support.examples import examples
 from tests.unit.dataset.test_dataset_index import write_jsonl, write_parquet, write_saved_dataset
 from xtoken_core.dataset import DataIndex
 from xtoken_core.dataset.held_out import PARTS, Part, is_held_out
@@ -46,7 +47,7 @@ def test_the_parts_are_the_text_in_its_order_and_equal_records_are_in_one(tmp_pa
     assert set(build([write(moved, kind, TEXTS[::-1])], "held_out").documents()) == set(held_out)
 
 
-@settings(deadline=None, max_examples=40)
+@examples(20, 40)
 @given(
     lines=st.lists(st.sampled_from(["", " ", "\r", *(f"{n} a\u2028\r" for n in range(60)), "{}"]), max_size=200),
     cut=st.integers(0, 119),

@@ -5,10 +5,11 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from tests.support.examples import examples
 from tests.support.runs import resolved_run
 from xtoken_core.config import DataSpec
 from xtoken_core.dataset import BadRecord, DataIndex, JoinedIndex, Record, mixed_record_at
@@ -22,7 +23,7 @@ def spec_of(weights: list[float | None]) -> DataSpec:
     return DataSpec.model_validate({"sources": sources})
 
 
-@settings(deadline=None, max_examples=50)
+@examples(20, 50)
 @given(sizes=SIZES, seed=st.integers(0, 2**63 - 1), shuffle=st.booleans())
 def test_an_epoch_holds_every_record_and_the_weights(sizes: list[tuple[int, float]], seed: int, shuffle: bool) -> None:
     records, weights = tuple(n for n, _ in sizes), [w for _, w in sizes]
@@ -39,7 +40,7 @@ def test_an_epoch_holds_every_record_and_the_weights(sizes: list[tuple[int, floa
     assert any(count == of_epoch for count, of_epoch in sources)  # no shorter epoch holds every record
 
 
-@settings(deadline=None, max_examples=50)
+@examples(20, 50)
 @given(sizes=SIZES, seed=st.integers(0, 2**63 - 1), shuffle=st.booleans())
 def test_no_record_is_read_twice_on_the_first_pass(
     sizes: list[tuple[int, float]], seed: int, shuffle: bool, tmp_path_factory: pytest.TempPathFactory

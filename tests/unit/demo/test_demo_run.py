@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.support.examples import examples
 from xtoken_core.config import load_run_spec
 from xtoken_core.errors import InputError, XtokenError
 from xtoken_services.demo.run import (
@@ -135,7 +136,7 @@ def test_directory_without_sources(tmp_path: Path) -> None:
         write_corpus(tmp_path / "out", library=tmp_path)
 
 
-@settings(deadline=None, max_examples=60)
+@examples(20, 60)
 @given(lines=st.lists(st.integers(0, 1500), max_size=30))
 def test_documents_end_at_line_ends(lines: list[int]) -> None:
     text = "".join("é" * (width // 2) + "\n" for width in lines)

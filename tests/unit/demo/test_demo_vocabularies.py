@@ -5,10 +5,11 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from tests.support.examples import examples
 from xtoken_services.demo.run import cut_at_lines
 from xtoken_services.demo.vocabularies import frequent_numbers, train_student_tokenizer, train_teacher_tokenizer
 
@@ -57,7 +58,7 @@ def test_code_and_every_script_come_back_exactly(tokenizer: PreTrainedTokenizerB
         assert tokenizer.unk_token_id is None or tokenizer.unk_token_id not in ids
 
 
-@settings(deadline=None, max_examples=200)
+@examples(50, 200)
 @given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=30))
 def test_any_unicode_comes_back_exactly(tokenizers: dict[str, PreTrainedTokenizerBase], text: str) -> None:
     for tokenizer in tokenizers.values():

@@ -21,7 +21,8 @@ PLANNED = list(cells(tuple(CONDITIONS), tuple(METHODS), (), (0, 1)))
 
 @pytest.mark.parametrize("method", METHODS)
 def test_run_files_are_valid(method: str) -> None:
-    for cell in (cell for cell in PLANNED if cell.method == method):
+    # Rates and seeds are numbers in the same places: one of each is enough.
+    for cell in {(cell.condition, cell.weight): cell for cell in PLANNED if cell.method == method}.values():
         spec = parse_run_spec(tomllib.loads(job(cell).file), source=cell.name)
         assert spec.loss.kl_loss_weight == METHODS[method].weights[cell.weight][0]
         assert f"{CONDITIONS[cell.condition].source}.test" in spec.eval.also_by_name

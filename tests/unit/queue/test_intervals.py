@@ -2,9 +2,10 @@
 
 from itertools import pairwise
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.examples import examples
 from xtoken_core.queue.intervals import IntervalSet
 
 SPANS = st.lists(st.tuples(st.integers(-5, 40), st.integers(-3, 8)), max_size=25)
@@ -18,7 +19,7 @@ def filled(spans: list[tuple[int, int]]) -> tuple[IntervalSet, set[int]]:
     return intervals, plain
 
 
-@settings(deadline=None, max_examples=200)
+@examples(50, 200)
 @given(SPANS)
 def test_it_holds_what_a_set_holds(spans: list[tuple[int, int]]) -> None:
     intervals, plain = filled(spans)
@@ -27,7 +28,7 @@ def test_it_holds_what_a_set_holds(spans: list[tuple[int, int]]) -> None:
     assert {p for start, stop in intervals.intervals() for p in range(start, stop)} == plain
 
 
-@settings(deadline=None, max_examples=200)
+@examples(50, 200)
 @given(SPANS)
 def test_runs_are_ascending_and_never_touch(spans: list[tuple[int, int]]) -> None:
     runs = list(filled(spans)[0].intervals())
@@ -35,7 +36,7 @@ def test_runs_are_ascending_and_never_touch(spans: list[tuple[int, int]]) -> Non
     assert all(left[1] < right[0] for left, right in pairwise(runs))
 
 
-@settings(deadline=None, max_examples=200)
+@examples(50, 200)
 @given(SPANS, st.integers(-10, 60))
 def test_first_gap_is_the_lowest_integer_that_is_missing(spans: list[tuple[int, int]], start: int) -> None:
     intervals, plain = filled(spans)

@@ -4,9 +4,10 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.examples import examples
 from xtoken_core.queue.sample import Status, Task
 from xtoken_core.queue.tasks.partition import OrderedSamples
 
@@ -70,7 +71,7 @@ OPS = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=150)
+@examples(37, 150)
 @given(st.sampled_from(["strict", "arrival"]), OPS)
 def test_leased_status_matches_leases(order: str, ops: list[tuple[str, int]]) -> None:
     samples = one_task(order, "x", "y", attempts=2)
@@ -100,7 +101,7 @@ def test_leased_status_matches_leases(order: str, ops: list[tuple[str, int]]) ->
         assert all(s.status["use"] != Status.READY or {"x", "y"} <= s.fields for s in samples.samples.values())
 
 
-@settings(deadline=None, max_examples=100)
+@examples(25, 100)
 @given(st.sampled_from(["strict", "arrival"]), OPS)
 def test_remaining_samples_can_always_be_done(order: str, ops: list[tuple[str, int]]) -> None:
     samples = one_task(order, "x", "y")

@@ -1,9 +1,10 @@
 """The store of columns: views instead of copies, and an honest count of bytes."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.examples import examples
 from xtoken_core.queue.store import COMPACT_BYTES, COMPACT_RATIO, Store
 from xtoken_core.wire import Column, QueueError
 from xtoken_core.wire.columns import offsets_from_lengths
@@ -82,7 +83,7 @@ def test_fields_go_alone() -> None:
 BATCHES = st.lists(st.lists(st.binary(max_size=40_000 // 16), min_size=1, max_size=12), min_size=1, max_size=5)
 
 
-@settings(deadline=None, max_examples=60)
+@examples(20, 60)
 @given(BATCHES, st.randoms(use_true_random=False))
 def test_drops_in_any_order_free_all_memory(batches: list[list[bytes]], random: object) -> None:
     store, expected = Store(), {}

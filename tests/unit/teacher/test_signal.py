@@ -7,10 +7,11 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import xtoken_core.teacher
+from tests.support.examples import examples
 from tests.support.slot_refs import slot_refs
 from xtoken_core.transports import RingHandle, RingShape, SignalError
 from xtoken_core.transports.factory import create_ring, open_ring
@@ -129,7 +130,7 @@ def test_a_malformed_handle_is_refused(change):
 
 
 @given(st.binary(max_size=64))
-@settings(deadline=None, max_examples=100)
+@examples(25, 100)
 def test_any_bytes_are_a_handle_or_a_clear_error(frame):
     with pytest.raises(SignalError):
         RingHandle.from_bytes(frame)

@@ -6,9 +6,10 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 
 from tests.support.columns import columns_of
+from tests.support.examples import examples
 from tests.support.runs import resolved_run
 from xtoken_core import schema
 from xtoken_core.config.spec import RunSpec
@@ -113,7 +114,7 @@ def test_every_axis_is_padded_to_its_own_width() -> None:
     assert batch["input_ids"].dtype == torch.int64
 
 
-@settings(max_examples=60, deadline=None)
+@examples(20, 60)
 @given(
     lengths=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 64)), min_size=1, max_size=24),
     ranks=st.integers(1, 3),
