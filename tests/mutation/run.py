@@ -45,10 +45,8 @@ RESULTS = ROOT / "tests" / "mutation" / "results.json"
 EQUIVALENT = ROOT / "tests" / "mutation" / "equivalent.toml"
 PRODUCT = ("services", "xtoken", "xtoken_core")
 COPIED = (*PRODUCT, "tests", "proto", "docs", "deploy", "benchmarks", "experiments", "pyproject.toml")
-PRELOADED = (
-    "beartype", "hypothesis", "jaxtyping", "msgspec", "numpy", "pydantic", "pytest", "tensordict", "tokenizers",
-    "torch", "transformers", "zmq",
-)  # fmt: skip
+SETTINGS = tomllib.loads((ROOT / "tests" / "mutation" / "settings.toml").read_text(encoding="utf-8"))
+PRELOADED = SETTINGS["preloaded"]
 """Imported once; each mutant's tests start in a fork of this process."""
 
 
@@ -66,43 +64,10 @@ class Package(NamedTuple):
     lines: Mapping[str, Collection[int]] | None = None
 
 
-PACKAGES = {
-    "alignment": Package(("xtoken_core/alignment",), ("tests/unit/alignment", "tests/unit/core/test_collate.py")),
-    "losses": Package(
-        ("xtoken_core/losses",),
-        ("tests/unit/losses", "tests/unit/chain", "tests/ops/test_losses_from_hidden_states.py"),
-    ),
-    "plan": Package(("xtoken_core/plan.py",), ("tests/unit/core/test_plan.py",)),
-    "projection": Package(
-        ("xtoken_core/projection",),
-        ("tests/unit/projection", "tests/unit/common/tables/test_pair_files.py", "tests/unit/losses/test_utilities.py"),
-    ),
-    "queue": Package(
-        ("xtoken_core/queue",),
-        (
-            "tests/unit/queue", "tests/contract/test_tasks.py", "tests/contract/test_samples.py",
-            "tests/contract/test_sessions.py", "tests/contract/test_run_calls.py",
-            "tests/contract/test_signal_columns.py", "tests/contract/test_unfinished.py",
-            "tests/contract/test_stateful.py", "tests/contract/test_stateful_run.py", "tests/contract/test_budget.py",
-        ),
-    ),
-    "wire": Package(
-        ("xtoken_core/wire",),
-        (
-            "tests/contract/test_columns.py", "tests/contract/test_golden.py", "tests/unit/data_plane",
-            "tests/contract/test_samples.py", "tests/contract/test_security.py",
-        ),
-    ),
-}  # fmt: skip
+PACKAGES = {name: Package(tuple(each["paths"]), tuple(each["tests"])) for name, each in SETTINGS["packages"].items()}
 
 
-TESTS_OF_CHANGES = (
-    *(f"tests/unit/{name}" for name in (
-        "alignment", "api", "chain", "cli", "common", "config", "control", "core", "data_plane", "dataset", "demo",
-        "losses", "projection", "queue", "rollout", "supervisor", "teacher", "teacher_store", "trainer",
-    )),
-    "tests/contract", "tests/ops",
-)  # fmt: skip
+TESTS_OF_CHANGES = tuple(SETTINGS["tests_of_changes"])
 STARTS_THREADS = "tests/unit/control/test_openapi.py"
 """Starts threads when it is imported, which the forks lack."""
 
