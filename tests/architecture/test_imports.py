@@ -144,12 +144,10 @@ def test_the_queue_serves_a_run_without_torch(tmp_path: Path) -> None:
 def test_the_control_plane_serves_without_torch(tmp_path: Path) -> None:
     arguments = ("control", "--port", "0", "--runs-dir", str(tmp_path / "runs"))
     with started_without(MODELS, "xtoken_services.cli", *arguments) as process:
-        assert process.stdout is not None
         lines = iter(process.stdout.readline, "")
         said = next((line for line in lines if "serving at" in line), None)
         assert said is not None
         url = re.search(r"http://[0-9.]+:\d+", said)
-        assert url is not None
         assert httpx.get(f"{url[0]}/readyz", timeout=30).json()["ready"] is True
         assert httpx.get(f"{url[0]}/v1/runs", timeout=30, headers=bearer()).json() == {"runs": [], "next": None}
 

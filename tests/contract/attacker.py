@@ -22,7 +22,6 @@ class Attacker:
             self._command(b"\x05READY" + _property(b"Socket-Type", b"DEALER") + _property(b"Identity", b""))
             self._read_command()
             return
-        assert address.token_file is not None
         token = address.token_file.read_text().strip().encode()
         self.socket = socket.create_connection(("127.0.0.1", int(address.url.rsplit(":", 1)[1])))
         self._greet(b"PLAIN")

@@ -91,7 +91,6 @@ def _start(role: str, url: str, log: Path, seed: int) -> subprocess.Popen[bytes]
 
 def _stop(load: list[subprocess.Popen[bytes]], outcome: Outcome) -> None:
     for process in load:
-        assert process.stdin is not None
         process.stdin.close()
     for process, role in zip(load, ROLES, strict=True):
         try:

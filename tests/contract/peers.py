@@ -275,7 +275,6 @@ class Place:
             assert self.address is not None
             peer = LibraryPeer(TaskClient(ZmqTransport(self.address)))
         else:
-            assert self.address is not None
             token = self.address.token_file
             peer = reference_client.Client(self.address.url, token.read_text().strip() if token else None)
         self._peers.append(peer)

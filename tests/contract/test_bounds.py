@@ -68,7 +68,6 @@ def test_a_refused_claim_of_a_run_leases_nothing(queue: MemoryQueue) -> None:
     ring = teacher.announce_ring(0, 0, trainer_of(teacher), b"h")
     trainer.confirm_ring(0, ring)
     first = teacher.claim_slot(ring, [0, 1], [], rewinds=rewinds, wait_s=0.0)
-    assert first is not None
     teacher.complete(first[0].lease)
     part = queue.engine.partitions["r"]
     for _ in range(2):
@@ -76,7 +75,6 @@ def test_a_refused_claim_of_a_run_leases_nothing(queue: MemoryQueue) -> None:
             trainer.claim_batch([0, 1], stranger, rewinds=rewinds, wait_s=0.0)
         assert part.samples.leases == {}
     found = trainer.claim_batch([0, 1], ["input_ids"], rewinds=rewinds, wait_s=0.0)
-    assert found is not None
     assert [ref.generation for ref in found[0].slots] == [1]
 
 
@@ -86,7 +84,6 @@ def running(queue: MemoryQueue) -> tuple[RunClient, RunClient, int]:
     run = m.RunDef(positions=8, samples_per_step=2, block_size=2, span=6, teachers=1, ranks=1, slots=2, document=b"{}")
     collator.open("r", run=run)
     block = RunClient(collator, "r").lease_block(wait_s=0.0)
-    assert block is not None
     RunClient(collator, "r").put_block(block.lease, [0, 1], {"input_ids": _column()}, {})
     made = RunClient(trainer, "r")
     return made, RunClient(teacher, "r"), made.rewind(0, {}, {})
@@ -94,7 +91,6 @@ def running(queue: MemoryQueue) -> tuple[RunClient, RunClient, int]:
 
 def trainer_of(teacher: RunClient) -> str:
     found = teacher.await_trainer(0, wait_s=0.0)
-    assert found is not None
     return found.trainer
 
 

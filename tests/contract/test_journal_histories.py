@@ -39,7 +39,6 @@ def completed(workers: Workers) -> list[int]:
 
 def refuse(workers: Workers, position: int) -> None:
     claimed = workers.claim_slot([position])
-    assert claimed is not None
     workers.ask("teacher", m.Nack, lease=claimed.lease, ids=[position], reason="refused")
 
 
@@ -116,7 +115,6 @@ def test_the_reason_of_a_failed_run_names_all_who_died_together() -> None:
     workers = Workers({**TEXT, "max_dead": 0})
     workers.put_block("collator", workers.ask("collator", m.LeaseBlock))
     claimed = workers.claim_slot([0, 1])
-    assert claimed is not None
     workers.ask("teacher", m.Nack, lease=claimed.lease, ids=[0, 1], reason="refused")
     assert state_after_restart(workers)["failed"] == "2 dead letters, 0 are allowed: 0, 1: refused"
 

@@ -253,7 +253,6 @@ class Breaker:
 
 def test_broken_connection_before_the_reply(tcp_place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reference_client, "SLICE_S", 0.5)
-    assert tcp_place.address is not None
     breaker = Breaker(int(tcp_place.address.url.rsplit(":", 1)[1]), cuts=2)
     through = Address.parse(f"tcp://127.0.0.1:{breaker.port}", tcp_place.address.token_file)
     place = Place(tcp_place.kind, address=through)
@@ -340,7 +339,7 @@ def test_a_claim_repeated_on_a_new_connection_is_granted_once(short_tmp: Path, m
 def test_nobody_there_ends_by_the_deadline(short_tmp: Path) -> None:
     nobody = ipc_address(short_tmp / "n")
     client = TaskClient(ZmqTransport(nobody, patience_s=0.3))
-    with pytest.raises(QueueUnreachableError, match="no reply from"):
+    with pytest.raises(QueueUnreachableError, match=r"no reply from .*: is the queue running there"):
         client.hello("w", "r", incarnation=1)
     client.close()
     other = reference_client.Client(nobody.url, patience_s=0.3)
@@ -380,7 +379,6 @@ def test_clients_work_beside_garbage(tcp_place: Place) -> None:
 
 
 def test_bytes_before_the_handshake_do_no_harm(tcp_place: Place) -> None:
-    assert tcp_place.address is not None
     port = int(tcp_place.address.url.rsplit(":", 1)[1])
     peer = tcp_place.worker()
     rng = random.Random(11)

@@ -8,10 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import tomli_w
 
 from tests.contract.processes import ROOT, free_port
-from tests.support.tiny_run import TinyAssets, steps_of, tiny_spec
+from tests.support.tiny_run import TinyAssets, steps_of, tiny_spec, write_run
 from xtoken_services.trainer.export_checkpoint import export_checkpoint
 
 LIMIT_S = 120.0
@@ -50,8 +49,7 @@ def test_four_commands_make_a_run_that_is_stopped_exported_and_gone_on_with(
     assets: TinyAssets, tmp_path: Path, hand: Hand
 ) -> None:
     spec = tiny_spec(assets, tmp_path, records=160, train={"checkpoint_every": 100})
-    file = tmp_path / "run.toml"
-    file.write_text(tomli_w.dumps(spec.model_dump(mode="json", exclude_defaults=True, exclude_none=True)))
+    file = write_run(tmp_path, spec.model_dump(mode="json", exclude_defaults=True))
     workers = [hand.starts("collator"), hand.starts("teacher", "--teacher", "0", "--rank", "0")]
     hand.starts("queue", "--run", str(file))  # later than some, and it makes the token file
     trainer = hand.starts("trainer", "--rank", "0")

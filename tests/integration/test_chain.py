@@ -4,10 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
-import tomli_w
 
 from tests.integration.test_control import Command
-from tests.support.tiny_run import TinyAssets, documents, steps_of, tiny_spec, write_jsonl
+from tests.support.tiny_run import TinyAssets, documents, steps_of, tiny_spec, write_jsonl, write_run
 from xtoken_services.common.run.resolve import resolve_run
 
 
@@ -26,8 +25,7 @@ def test_chain_and_p_kl_learn_from_files_built_at_the_start(
     )
     document = spec.model_dump(mode="json", exclude_none=True)  # all of it: what is left out, the command chooses
     document["loss"]["teacher_modes"] = ["none", "p_kl"]
-    (tmp_path / "run.toml").write_text(tomli_w.dumps(document), encoding="utf-8")
-    command = Command(tmp_path, "run", str(tmp_path / "run.toml"), cwd=planted)
+    command = Command(tmp_path, "run", str(write_run(tmp_path, document)), cwd=planted)
     assert command.ended() == 0, command.said()
     lines = steps_of(spec.output)
     assert lines[-1]["kl_loss_t0"] < lines[0]["kl_loss_t0"]

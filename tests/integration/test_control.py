@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from tests.support.control_token import bearer
-from tests.support.tiny_run import RUN_NAME, TinyAssets, steps_of, tiny_spec
+from tests.support.tiny_run import RUN_NAME, TinyAssets, steps_of, tiny_spec, write_run
 from xtoken_core.config.spec import RunSpec
 from xtoken_services.common.files.allowed_paths import Roots
 from xtoken_services.common.run.resolve import resolve_run
@@ -75,20 +75,7 @@ def run_file(spec: RunSpec, directory: Path) -> Path:
     Without an evaluation none is added: all of the text is trained.
     """
 
-    def lines(table: dict[str, Any], name: str) -> Iterator[str]:
-        yield from (
-            f"{key} = {json.dumps(v)}" for key, v in table.items() if not isinstance(v, dict) and key != "teacher"
-        )
-        for key, value in table.items():
-            if isinstance(value, dict):
-                yield from (f"[{name}{key}]", *lines(value, f"{name}{key}."))
-        for teacher in table.get("teacher", ()):
-            yield from ("[[teacher]]", *lines(teacher, "teacher."))
-
-    path = directory / "run.toml"
-    table = spec.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
-    path.write_text("\n".join(lines({"eval": "none"} | table, "")) + "\n")
-    return path
+    return write_run(directory, {"eval": "none"} | spec.model_dump(mode="json", exclude_defaults=True))
 
 
 def serve(directory: Path, assets: TinyAssets, **command: Any) -> tuple[Command, str]:

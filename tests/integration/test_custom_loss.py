@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from tests.doc_blocks import ROOT
-from tests.integration.test_bad_input import only_line, raw_spec, run_file, xtoken
-from tests.support.tiny_run import TinyAssets, steps_of
+from tests.integration.test_bad_input import only_line, raw_spec, xtoken
+from tests.support.tiny_run import TinyAssets, steps_of, write_run
 
 LOSS = "experiments.losses.simct:SimCTLoss"
 
@@ -15,7 +15,7 @@ LOSS = "experiments.losses.simct:SimCTLoss"
 def test_a_run_with_a_loss_of_experiments(assets: TinyAssets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     raw = raw_spec(assets, tmp_path) | {"loss": {"mode": "custom"}}
-    file = run_file(tmp_path, raw)
+    file = write_run(tmp_path, raw)
     assert "--loss" in only_line(xtoken("run", str(file)))
     assert "no NoLoss" in only_line(xtoken("run", str(file), "--loss", "experiments.losses.simct:NoLoss"))
     assert not (tmp_path / "out" / "logs").exists(), "nothing was started"

@@ -43,16 +43,3 @@ def test_a_model_is_made_while_a_run_goes_on_and_the_last_is_the_runs_own(
         assert (last.target / name).read_bytes() == (spec.output / "model" / name).read_bytes(), name
     weights = [load_file(found.target / "model.safetensors") for found in (going, last)]
     assert any(not weights[0][name].equal(weights[1][name]) for name in weights[0])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kept", ["merged", "adapter"])
-def test_adapters_come_out_as_the_run_leaves_them(assets: TinyAssets, tmp_path: Path, start: Start, kept: str) -> None:
-    pytest.importorskip("peft")
-    spec = tiny_spec(assets, tmp_path, train={"lora": {"rank": 4, "export": kept}})
-    start(spec).complete()
-    place = export_checkpoint(spec.output).target
-    name = "model.safetensors" if kept == "merged" else "adapter_model.safetensors"
-    found, expected = (load_file(directory / name) for directory in (place, spec.output / "model"))
-    assert found.keys() == expected.keys()
-    assert all(found[tensor].equal(expected[tensor]) for tensor in found)

@@ -12,13 +12,12 @@ from typing import Any
 
 import psutil
 import pytest
-import tomli_w
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from tests.integration.conftest import DEADLINE_S, Crew
-from tests.support.tiny_run import TinyAssets, documents, steps_of, tiny_spec, write_jsonl
+from tests.support.tiny_run import TinyAssets, documents, steps_of, tiny_spec, write_jsonl, write_run
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.dataset.order import record_at
@@ -290,29 +289,17 @@ def test_a_run_computes_what_its_store_lacks(assets: TinyAssets, tmp_path: Path)
     damage(tmp_path / "store", again.entries[0])
     index = tmp_path / "store" / again.entries[0].shard.replace(FRAMES, INDEX)
     index.write_bytes(index.read_bytes()[:-2])
-    file = tmp_path / "again.toml"
-    document = spec.model_dump(mode="json", exclude_none=True) | {"eval": "none"}  # else it would hold back some text
-    file.write_text(tomli_w.dumps(document))
-    command = [
-        sys.executable,
-        "-m",
-        "xtoken_services.cli",
-        "store",
-        "build",
-        file,
-        "--out",
-        tmp_path / "store",
-        "--verify",
-    ]
-    subprocess.run(command, check=True, timeout=DEADLINE_S)
+    file = write_run(tmp_path, spec.model_dump(mode="json") | {"eval": "none"})  # else it would hold back some text
+    command = [sys.executable, "-m", "xtoken_services.cli", "store", "build", file]
+    subprocess.run([*command, "--out", tmp_path / "store", "--verify"], check=True, timeout=DEADLINE_S)
     assert TeacherStore.open(str(tmp_path / "store")).damaged(range(24)) == {}
 
 
 def test_a_dry_build_writes_nothing(assets: TinyAssets, tmp_path: Path) -> None:
     teacher = {"model": assets.teacher, "context_length": 96, "projection": assets.projection, "content": "hidden"}
     spec = tiny_spec(assets, tmp_path, records=24, teacher=[teacher], loss={"vocab_topk": None})
-    file, before = tmp_path / "run.toml", sorted(tmp_path.rglob("*"))
-    file.write_text(tomli_w.dumps(spec.model_dump(mode="json", exclude_none=True) | {"eval": "none"}))
+    before = sorted(tmp_path.rglob("*"))
+    file = write_run(tmp_path, spec.model_dump(mode="json") | {"eval": "none"})
     command = ["build", str(file), "--out", str(tmp_path / "store"), "--dry-run", "--json"]
     shown = CliRunner().invoke(store_app, command, catch_exceptions=False)
     assert [json.loads(shown.stdout)[name] for name in ("records", "missing")] == [24, 24]

@@ -55,7 +55,6 @@ class ForkLauncher(LocalLauncher):
             return super().start(command, env, log, **place)
         order = {"arguments": arguments, "env": dict(env), "log": str(log)}
         with self._lock:
-            assert self._template.stdin is not None
             self._template.stdin.write(json.dumps(order) + "\n")
             self._template.stdin.flush()
             pid = int(self._answer())
@@ -64,12 +63,10 @@ class ForkLauncher(LocalLauncher):
     def close(self) -> None:
         """End the process that forks, and with it what it has forked."""
         super().close()
-        assert self._template.stdin is not None
         self._template.stdin.close()
         self._template.wait()
 
     def _answer(self) -> str:
-        assert self._template.stdout is not None
         line = self._template.stdout.readline()
         if not line:
             raise RuntimeError("the process that workers are forked from has ended")

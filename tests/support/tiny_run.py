@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import tomli_w
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -31,6 +32,19 @@ def documents(count: int, *, seed: int, words: int = 24) -> list[str]:
 def write_jsonl(path: Path, texts: list[str]) -> Path:
     """One record per text, under `text`."""
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+    return path
+
+
+def write_run(directory: Path, document: dict[str, Any]) -> Path:
+    """A run file of a document; what is None is left out."""
+
+    def told(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: told(part) for key, part in value.items() if part is not None}
+        return [told(part) for part in value] if isinstance(value, list) else value
+
+    path = directory / "run.toml"
+    path.write_text(tomli_w.dumps(told(document)), encoding="utf-8")
     return path
 
 

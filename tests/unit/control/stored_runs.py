@@ -37,7 +37,6 @@ def spec(tmp_path: Path, **changes: Any) -> dict[str, Any]:
 
 def put(runs: Runs, name: str = "old-1", state: RunState = RunState.COMPLETED, **columns: Any) -> Path:
     """A run that is remembered, with two steps in its curves; returns its output."""
-    assert runs.directory is not None
     output = runs.directory / name
     (output / "logs").mkdir(parents=True)
     (output / "steps.jsonl").write_text('{"step":0,"loss":2.0,"ids":[1]}\n{"step":1,"loss":1.0,"ids":[2]}\n')

@@ -11,20 +11,13 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from tests.unit.control.stored_runs import HERE, make_runs, put, spec
+from tests.unit.control.stored_runs import HERE, put, spec
 from xtoken_services.common.run.status import RunState
 from xtoken_services.control.app import create_app
 from xtoken_services.control.http_limits import MAX_BODY_BYTES
 from xtoken_services.control.runs import Runs
 
 JSON = {"content-type": "application/json"}
-
-
-@pytest.fixture
-def runs(tmp_path: Path) -> Iterator[Runs]:
-    found = make_runs(tmp_path)
-    yield found
-    found.close()
 
 
 @pytest.fixture
@@ -61,7 +54,6 @@ def test_no_answer_s_type_is_guessed(client: TestClient, path: str) -> None:
 
 
 def test_readiness_with_an_emptied_database(client: TestClient, runs: Runs) -> None:
-    assert runs.directory is not None
     os.truncate(runs.directory / ".control.sqlite3", 0)
     until = time.monotonic() + 30
     while (answer := client.get("/readyz")).status_code == 200 and time.monotonic() < until:

@@ -24,13 +24,6 @@ from xtoken_services.control.sessions import MAX_DELAYED
 TOKEN = "a-token-of-some-length"
 
 
-@pytest.fixture
-def runs(tmp_path: Path) -> Iterator[Runs]:
-    found = make_runs(tmp_path)
-    yield found
-    found.close()
-
-
 def status(runs: Runs, auth: Auth, headers: dict, path: str = "/v1/runs", method: str = "GET") -> int:
     client = TestClient(create_app(runs, auth), base_url=HERE)
     return client.request(method, path, headers=headers).status_code

@@ -1,4 +1,4 @@
-"""Nodes and GPUs that a control plane knows."""
+"""Node groups of a run, and the GPUs of this machine."""
 
 import importlib.util
 import sys

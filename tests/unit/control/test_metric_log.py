@@ -133,7 +133,7 @@ def test_curve_that_is_no_regular_file(tmp_path: Path, kind: str) -> None:
     assert len(curve) == 0
 
 
-def write_of_logs(output: Path, name: str, text: str = "") -> None:
+def write_log(output: Path, name: str, text: str = "") -> None:
     (output / "logs").mkdir(exist_ok=True)
     with (output / "logs" / name).open("a") as file:
         file.write(text)
@@ -142,18 +142,18 @@ def write_of_logs(output: Path, name: str, text: str = "") -> None:
 def test_last_attempts_of_many_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logs, "MAX_LOGS", 4)
     for worker in "abc":
-        write_of_logs(tmp_path, f"{worker}.1.log")
-    write_of_logs(tmp_path, "a.2.log")
+        write_log(tmp_path, f"{worker}.1.log")
+    write_log(tmp_path, "a.2.log")
     assert [(log.worker, log.attempt) for log in logs_in(tmp_path)] == [("a", 1), ("a", 2), ("b", 1), ("c", 1)]
     for worker in "def":
-        write_of_logs(tmp_path, f"{worker}.1.log")
+        write_log(tmp_path, f"{worker}.1.log")
     assert [(log.worker, log.attempt) for log in logs_in(tmp_path)] == [("a", 2), ("b", 1), ("c", 1), ("d", 1)]
 
 
 def test_bytes_read_to_merge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logs, "MERGED_BYTES", 800)
     for worker in ("a", "b"):
-        write_of_logs(tmp_path, f"{worker}.1.log", "".join(f"{number:08}\n" for number in range(1000)))
+        write_log(tmp_path, f"{worker}.1.log", "".join(f"{number:08}\n" for number in range(1000)))
     lines = list(merged(last_attempts(logs_in(tmp_path)), 1000))
     assert len(lines) == 2 * (400 // 9) and lines[-1] == b"b | 00000999"
 
@@ -162,10 +162,10 @@ def test_follower_of_many_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(logs, "MAX_BYTES", 100)
     monkeypatch.setattr(logs, "TAIL_BYTES", 50)
     for worker in ("a", "b"):
-        write_of_logs(tmp_path, f"{worker}.1.log", "before\n")
+        write_log(tmp_path, f"{worker}.1.log", "before\n")
     follower = Follower(tmp_path, "")
-    write_of_logs(tmp_path, "a.1.log", "x" * 120 + "\n" + "line\n" * 20)
-    write_of_logs(tmp_path, "b.1.log", "other\n")
+    write_log(tmp_path, "a.1.log", "x" * 120 + "\n" + "line\n" * 20)
+    write_log(tmp_path, "b.1.log", "other\n")
     parts = [follower.read() for _ in range(10)]
     assert all(len(part) < 300 for part in parts) and b"b | other\n" in parts[0]
     lines = b"".join(parts).splitlines()
@@ -182,9 +182,9 @@ def followed(follower: Follower, output: Path, lines: list[str]) -> bytes:
     async def run() -> bytes:
         task = asyncio.create_task(text())
         for line in lines[:-1]:
-            write_of_logs(output, "a.1.log", line)
+            write_log(output, "a.1.log", line)
             await asyncio.sleep(2.5 * logs.POLL_S)
-        write_of_logs(output, "a.1.log", lines[-1])
+        write_log(output, "a.1.log", lines[-1])
         over.append(True)
         return await task
 
@@ -193,7 +193,7 @@ def followed(follower: Follower, output: Path, lines: list[str]) -> bytes:
 
 def test_lines_are_followed_to_the_end_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logs, "POLL_S", 0.02)
-    write_of_logs(tmp_path, "a.1.log", "before\n")
+    write_log(tmp_path, "a.1.log", "before\n")
     follower = Follower(tmp_path, "")
     assert followed(follower, tmp_path, ["1\n", "2\n", "3\n"]) == b"a | 1\na | 2\na | 3\n"
 
@@ -201,6 +201,6 @@ def test_lines_are_followed_to_the_end_of_a_run(tmp_path: Path, monkeypatch: pyt
 def test_more_than_one_read_is_left_at_the_end_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logs, "MAX_BYTES", 100)
     monkeypatch.setattr(logs, "TAIL_BYTES", 50)
-    write_of_logs(tmp_path, "a.1.log")
+    write_log(tmp_path, "a.1.log")
     follower = Follower(tmp_path, "")
     assert followed(follower, tmp_path, ["line\n" * 100]) == b"a | line\n" * 100

@@ -36,7 +36,6 @@ def test_killing_a_trainer_during_shutdown_is_recorded(
     spec = resolved_run(tmp_path / "out", 1000).spec
     workers = spec.workers.model_copy(update={"stop_timeout_s": 1.0})
     run, row = runs.start(spec.model_copy(update={"workers": workers}))
-    assert run is not None
     steps = state / "steps"
     while not steps.exists() or len(steps.read_text().split()) < 2:
         assert not run.over.wait(0.05), run.status()
@@ -44,7 +43,6 @@ def test_killing_a_trainer_during_shutdown_is_recorded(
     run.join()
     lost = "trainer-0 did not exit within 1 s (workers.stop_timeout_s): progress since"
     ended = runs.store.run(row.id)
-    assert ended is not None
     assert (ended.state, ended.exit_code) == ("stopped", 130)
     assert ended.error.startswith(lost)
     assert [note.message for note in runs.store.notes(row.id)][-1] == f"stopped: {ended.error}"
@@ -58,7 +56,6 @@ def test_a_run_that_has_ended_early_has_taken_the_steps_of_its_summary(
     spec.output.mkdir()
     (spec.output / "summary.json").write_text('{"steps": 2, "stopped_early": "no better"}')
     run, row = runs.start(spec)
-    assert run is not None
     run.join()
     status, ended = run.status(), runs.store.run(row.id)
     assert ended is not None and ended.state == "completed", ended

@@ -123,7 +123,6 @@ def test_align_server_keeps_its_tokenizers(server: AlignServer, tmp_path: Path) 
 
     assert chunks("naïve\n") == [7, 7]
     process = server._child
-    assert process is not None
     began = time.monotonic()
     assert chunks("abc") == [3, 3]
     assert time.monotonic() - began < 2.0 and server._child is process
@@ -135,7 +134,6 @@ def test_align_server_keeps_its_tokenizers(server: AlignServer, tmp_path: Path) 
 
     assert chunks("ab") == [2, 2]
     process = server._child
-    assert process is not None
     os.kill(process.pid, signal.SIGKILL)
     while process.alive:
         time.sleep(0.01)

@@ -25,8 +25,6 @@ from xtoken_services.control.runs import Runs
 def generator() -> ModuleType:
     """`docs/generate.py` as a module."""
     spec = importlib.util.spec_from_file_location("generate_docs", ROOT / "docs" / "generate.py")
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

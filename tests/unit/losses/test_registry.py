@@ -1,6 +1,5 @@
 """Losses by mode, teachers from projection files, and custom losses: names, classes, the documented example."""
 
-from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 from tests.doc_blocks import ROOT, fenced
 from tests.unit.losses.loss_cases import V_S, make_case
 from tests.unit.supervisor.scripted_run import resolved_run
-from xtoken_core.config import LossConfig, RunSpec
+from xtoken_core.config import LossConfig
 from xtoken_core.config.loss import COLUMN_SELECTING_MODES, DENSE_ONLY, TABLE_MODES, LossMode
 from xtoken_core.data_plane.address import Address
 from xtoken_core.errors import ConfigError
@@ -24,7 +23,6 @@ from xtoken_core.losses.registry import LOSSES, load_teacher
 from xtoken_core.schema import with_numbers
 from xtoken_services.common.run.custom_loss import check_custom_loss
 from xtoken_services.common.run.loss_import import check_importable
-from xtoken_services.control.validation import RefusedError, SpecValidator
 from xtoken_services.supervisor.process_spec import build_process_specs
 
 CPU = torch.device("cpu")
@@ -101,10 +99,6 @@ def test_other_classes_may_be_given():
 CUSTOM = LossConfig(mode="custom")
 
 
-def custom_spec(directory: Path) -> RunSpec:
-    return RunSpec.model_validate(resolved_run(directory, steps=2).spec.model_dump() | {"loss": {"mode": "custom"}})
-
-
 @pytest.mark.parametrize(
     ("config", "name", "message"),
     [
@@ -156,11 +150,6 @@ def test_only_trainers_get_the_name(tmp_path):
     specs = build_process_specs(run, tmp_path / "r.json", [Address.parse("ipc:///private/queue")], "a:B")
     with_name = {spec.kind for spec in specs if ("--loss", "a:B") in zip(spec.command, spec.command[1:], strict=False)}
     assert with_name == {"trainer"}
-
-
-def test_control_planes_refuse_custom_losses(tmp_path):
-    with pytest.raises(RefusedError, match="a control plane runs no custom loss"):
-        SpecValidator().validate(custom_spec(tmp_path))
 
 
 def test_the_documented_example(tmp_path, monkeypatch):

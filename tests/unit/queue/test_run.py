@@ -191,7 +191,6 @@ def test_a_rewind_drops_completions_and_keeps_text() -> None:
         ("rollout/1", lease_prompts(run)),
         (COLLATOR, leased(run)),
     ):
-        assert lease is not None
         tombstones = {3: "no valid text"} if lease.first == 3 else {}
         ids = [] if tombstones else [lease.first]
         run.put_block(ask(m.Put, session, ids=ids, columns=[], lease=lease.lease, tombstones=tombstones), ["input_ids"])
@@ -199,7 +198,6 @@ def test_a_rewind_drops_completions_and_keeps_text() -> None:
     assert (list(run.samples.samples), dict(run.skipped)) == ([0], {})
     publish(run, 0, tag=6)
     block = lease_prompts(run)
-    assert block is not None
     assert (block.first, block.tag) == (1, 6)
 
 

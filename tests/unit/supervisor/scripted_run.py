@@ -128,11 +128,9 @@ class ScriptedRun:
         self._thread.start()
 
     def _run(self) -> None:
-        assert self.supervisor is not None
         self.ending = self.supervisor.run()
 
     def wait(self) -> RunResult:
-        assert self._thread is not None
         self._thread.join(60)
         assert not self._thread.is_alive(), "the supervisor did not come to an end"
         assert self.ending is not None

@@ -34,7 +34,6 @@ def listed(_: str, state: str, *, after: int, limit: int) -> Any:
 def main() -> None:
     """Agree, and leave what every rank has understood."""
     group = RankGroup.of_environment()
-    assert group is not None
     group.nodes = NODES
     step = share(group.node, group.size // NODES)
     whole = reduce_plan(step, group)

@@ -27,7 +27,6 @@ class Trainers(Agents):
         return True
 
     def _trainer_publishing(self, world: World, worker: Worker, lost: int) -> bool:
-        assert worker.weights is not None
         tag, step, _ = worker.weights
         world.protocol.publish(ask(m.Publish, worker.session, step=step, rewinds=worker.rewinds, tag=tag))
         if not lost:
@@ -153,8 +152,6 @@ class Trainers(Agents):
         known, leader = world.cursor, world.trainers[0]
         for position in filter(world.protocol.is_prompt, trained):
             weights = world.generated[position]
-            assert weights is not None
-            assert leader.weights is not None
             of_this_life = weights.tag == leader.weights.tag and weights.chain == known.chain[: weights.step]
             if step - weights.step > self.config.max_staleness or not of_this_life:
                 raise ViolationError("stale", f"step {step} trains position {position} of weights {weights}")
@@ -178,7 +175,6 @@ class Trainers(Agents):
             trainer.step = step
             trainer.phase = "saving" if end else "window"
         if self.config.prompts and not end and step % self.config.publish_every == 0:
-            assert worker.weights is not None
             worker.weights = Weights(worker.weights.tag, step, world.cursor.chain)
             worker.phase = "saving_weights"
         return True
