@@ -71,6 +71,7 @@ def too_long_functions() -> set[str]:
     for path in source_files(*HOUSE):
         for node in ast.walk(tree_of(path)):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                assert node.end_lineno is not None
                 if node.end_lineno - node.lineno + 1 > MOST_LINES_OF_A_FUNCTION:
                     found.add(f"{name_of(path)}:{node.name}")
     return found

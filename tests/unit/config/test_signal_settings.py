@@ -1,5 +1,7 @@
 """What a run's settings make of its rings, and which settings cannot be."""
 
+from __future__ import annotations
+
 import hashlib
 import json
 from pathlib import Path

@@ -1,5 +1,7 @@
 """Completions by servers: what is sent to each program, what is read of its answers, weights that are updated."""
 
+from __future__ import annotations
+
 import dataclasses
 import shutil
 import threading

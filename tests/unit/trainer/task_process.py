@@ -1,5 +1,7 @@
 """One rank that measures tasks with a student of several: `python -m tests.unit.trainer.task_process FILE`."""
 
+from __future__ import annotations
+
 import json
 import sys
 from pathlib import Path

@@ -1,5 +1,7 @@
 """Accuracy on tasks with a tiny model: its completions are those of a plain loop, and training is not disturbed."""
 
+from __future__ import annotations
+
 import json
 import sys
 from pathlib import Path

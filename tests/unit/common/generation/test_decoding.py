@@ -121,6 +121,7 @@ def test_steps_that_are_captured_give_the_same_tokens(recorded: bool, caplog: py
     model = model_of("llama")
     own, graphs = (sampler_of(model, fixed_memory=fixed_memory) for fixed_memory in (False, True))
     decoder = graphs._decoder
+    assert decoder is not None
     decoder.pool = torch.cuda.graph_pool_handle()
     for rows, longest, sizes in ((9, 3, [16, 8]), (20, 60, [24, 8])):
         check_same(completions(own, rows=rows, longest=longest), completions(graphs, rows=rows, longest=longest))
@@ -143,6 +144,7 @@ def test_a_step_reads_nothing_back_to_the_host(family: str, sampling: dict[str, 
     vocabulary = Vocabulary([b"a"] * 16, torch.ones(16, dtype=torch.bool, device="meta"), frozenset({END}), 0)
     sampler = Sampler(model, vocabulary, RolloutSpec.model_validate(sampling), fixed_memory=True)
     decoder = sampler._decoder
+    assert decoder is not None
     prompt = torch.zeros(3, 5, dtype=torch.int64, device="meta")
     decoder.reserve(model(prompt, use_cache=True).past_key_values, 8 * 64)
     Batch(decoder, 8, 64).step()

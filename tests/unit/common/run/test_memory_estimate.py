@@ -1,5 +1,7 @@
 """What a run keeps on its GPUs, counted before anything is loaded."""
 
+from __future__ import annotations
+
 from pathlib import Path
 from typing import Any
 
