@@ -6,6 +6,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import psutil
 import pytest
 
 from tests.support.forks import ForkLauncher
-from tests.support.tiny_run import RUN_NAME, TinyAssets, make_assets, steps_of
+from tests.support.tiny_run import RUN_NAME, TinyAssets, make_assets, steps_of, tiny_spec
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.data_plane.address import Address
 from xtoken_services.common.run.resolve import resolve_run
@@ -113,6 +114,27 @@ class Crew:
         left = list(self.sockets.iterdir())
         shutil.rmtree(self.sockets)
         assert left == [], f"sockets are left: {left}"
+
+
+Start = Callable[..., Crew]
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """Tiny runs of one test: what they read, where they write, and what starts them."""
+
+    assets: TinyAssets
+    path: Path
+    start: Start
+
+    def spec(self, name: str = "", **changes: Any) -> RunSpec:
+        """A run in the test's directory, or in one of this name in it."""
+        return tiny_spec(self.assets, self.path / name, **changes)
+
+
+@pytest.fixture
+def tiny(assets: TinyAssets, tmp_path: Path, start: Start) -> Tiny:
+    return Tiny(assets, tmp_path, start)
 
 
 def command_of(process: psutil.Process) -> str:

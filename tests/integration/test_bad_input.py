@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.integration.conftest import Crew
+from tests.integration.conftest import Crew, Tiny
 from tests.support.tiny_run import TinyAssets, documents, tiny_spec, write_jsonl, write_run
 from xtoken_core.config.spec import RunSpec
 from xtoken_services.common.run.status import RunState
@@ -152,16 +152,14 @@ CASES: list[tuple[Change, list[str]]] = [
 
 
 @pytest.mark.parametrize(("change", "words"), CASES, ids=[case[0].__name__ for case in CASES])
-def test_a_run_with_bad_input_says_what_is_wrong(
-    change: Change, words: list[str], assets: TinyAssets, tmp_path: Path
-) -> None:
-    raw = raw_spec(assets, tmp_path)
-    for place, value in change(tmp_path, assets).items():
+def test_a_run_with_bad_input_says_what_is_wrong(tiny: Tiny, change: Change, words: list[str]) -> None:
+    raw = raw_spec(tiny.assets, tiny.path)
+    for place, value in change(tiny.path, tiny.assets).items():
         part, name = place.split(".")
         (raw["teacher"][0] if part == "teacher" else raw[part])[name] = value
-    line = only_line(xtoken("run", str(write_run(tmp_path, raw))))
+    line = only_line(xtoken("run", str(write_run(tiny.path, raw))))
     assert all(word in line for word in words), line
-    assert not (tmp_path / "out" / "model").exists()
+    assert not (tiny.path / "out" / "model").exists()
 
 
 def test_dry_run_refuses_what_a_start_refuses(assets: TinyAssets, tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.contract.processes import ROOT, free_port
-from tests.support.tiny_run import TinyAssets, steps_of, tiny_spec, write_run
+from tests.integration.conftest import Tiny
+from tests.support.tiny_run import steps_of, write_run
 from xtoken_services.trainer.export_checkpoint import export_checkpoint
 
 LIMIT_S = 120.0
@@ -45,11 +46,9 @@ def hand(tmp_path: Path) -> Iterator[Hand]:
 
 
 @pytest.mark.slow
-def test_four_commands_make_a_run_that_is_stopped_exported_and_gone_on_with(
-    assets: TinyAssets, tmp_path: Path, hand: Hand
-) -> None:
-    spec = tiny_spec(assets, tmp_path, records=160, train={"checkpoint_every": 100})
-    file = write_run(tmp_path, spec.model_dump(mode="json", exclude_defaults=True))
+def test_four_commands_make_a_run_that_is_stopped_exported_and_gone_on_with(tiny: Tiny, hand: Hand) -> None:
+    spec = tiny.spec(records=160, train={"checkpoint_every": 100})
+    file = write_run(tiny.path, spec.model_dump(mode="json", exclude_defaults=True))
     workers = [hand.starts("collator"), hand.starts("teacher", "--teacher", "0", "--rank", "0")]
     hand.starts("queue", "--run", str(file))  # later than some, and it makes the token file
     trainer = hand.starts("trainer", "--rank", "0")

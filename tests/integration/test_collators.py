@@ -1,18 +1,25 @@
-"""Collators that come, are killed and are replaced in mid-run: every position has one row, and the right one."""
+"""Collators of real runs: killed and replaced in mid-run, and texts with weights."""
 
+import json
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
+from tests.integration.conftest import Tiny
 from tests.support.collators import DEADLINE_S, CollatorCrew
 from tests.support.columns import row_of
-from tests.support.tiny_run import TinyAssets, documents, tiny_spec, write_jsonl
+from tests.support.tiny_run import TinyAssets, documents, steps_of, tiny_spec, write_jsonl
 from xtoken_core.collate import CrossTokenizerCollator
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.dataset import record_at
+from xtoken_core.errors import ConfigError
+from xtoken_services.common.run.resolve import file_warnings, resolve_run
+from xtoken_services.supervisor.run import check_output
 
 RECORDS, EPOCHS = 5000, 2
 FIELDS = ["input_ids", "teacher_0_input_ids", "alignment_0_student_chunk_id"]
@@ -89,12 +96,10 @@ def test_a_killed_collator_without_a_successor_is_given_up_by_its_silence(crew: 
 
 
 @pytest.mark.slow
-def test_a_bad_record_ends_a_run_without_a_supervisor_too(
-    assets: TinyAssets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bad_record_ends_a_run_without_a_supervisor_too(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    text = write_jsonl(tmp_path / "text.jsonl", [*documents(10, seed=4), "", *documents(10, seed=5)])
-    crew = CollatorCrew(tiny_spec(assets, tmp_path, data={"path": text, "on_bad_record": "fail"}))
+    text = write_jsonl(tiny.path / "text.jsonl", [*documents(10, seed=4), "", *documents(10, seed=5)])
+    crew = CollatorCrew(tiny.spec(data={"path": text, "on_bad_record": "fail"}))
     try:
         crew.start("collator-0")
         assert crew.ended("collator-0") == 2, crew.log()
@@ -102,3 +107,54 @@ def test_a_bad_record_ends_a_run_without_a_supervisor_too(
         assert crew.failed() in crew.log()
     finally:
         crew.close()
+
+
+def spec_of(assets: TinyAssets, directory: Path, weights: tuple[float, float] = (3, 1), **changes: Any) -> RunSpec:
+    """A run over 60 long texts, under `text`, and 5 short ones, under `body`."""
+    write_jsonl(directory / "long.jsonl", documents(60, seed=3))
+    (directory / "short.jsonl").write_text("".join(json.dumps({"body": f"{n} {n}"}) + "\n" for n in range(5)))
+    sources = [
+        {"path": directory / "long.jsonl", "weight": weights[0]},
+        {"path": directory / "short.jsonl", "field": "body", "weight": weights[1]},
+    ]
+    return tiny_spec(assets, directory, data={"path": (), "sources": sources}, **changes)
+
+
+@pytest.mark.slow
+def test_rows_of_every_step_have_the_weights(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    spec = spec_of(tiny.assets, tiny.path, queue={"block_size": 4, "span_steps": 10})
+    crew = CollatorCrew(spec)
+    try:
+        assert crew.positions == 80
+        crew.start("one")
+        rows: list[tuple[int, ...]] = []
+        for step in range(10):
+            window = crew.run.window(step, ["input_ids"], rewinds=crew.rewinds, wait_s=60.0)
+            assert window is not None and not window.skipped
+            column = window.columns["input_ids"]
+            values = np.frombuffer(column.values, dtype=column.dtype)
+            rows += [tuple(part) for part in np.split(values, np.asarray(column.offsets)[1:-1])]
+    finally:
+        crew.close()
+    short = [len(row) < 6 for row in rows]
+    assert all(sum(short[first : first + 8]) == 2 for first in range(0, 80, 8))
+    times = Counter(rows)
+    assert sorted(times.values()) == [1] * 60 + [4] * 5
+
+
+@pytest.mark.slow
+def test_a_mixture_resumes_and_belongs_to_the_run(tiny: Tiny) -> None:
+    spec = spec_of(tiny.assets, tiny.path)
+    assert any(
+        "data.sources.1: its 5 records" in line
+        for line in file_warnings(resolve_run(spec_of(tiny.assets, tiny.path, (1, 1))))
+    )
+    crew = tiny.start(spec)
+    crew.wait_for_steps(5)
+    crew.kill("trainer-0")
+    crew.complete()
+    trained = {row["step"]: row["ids"] for row in steps_of(spec.output)}
+    assert [p for step in sorted(trained) for p in trained[step]] == list(range(80))
+    with pytest.raises(ConfigError, match=r"what differs is .*the weights of data\.sources"):
+        check_output(resolve_run(spec_of(tiny.assets, tiny.path, (2, 1))))

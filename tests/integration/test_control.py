@@ -17,6 +17,7 @@ import psutil
 import pytest
 import torch
 
+from tests.integration.conftest import Tiny
 from tests.support.control_token import bearer
 from tests.support.tiny_run import RUN_NAME, TinyAssets, steps_of, tiny_spec, write_run
 from xtoken_core.config.spec import RunSpec
@@ -272,12 +273,10 @@ def test_killing_a_run_in_place_takes_everything_with_it(tmp_path: Path, assets:
         pytest.param(("queue",), marks=pytest.mark.slow, id="queue"),
     ],
 )
-def test_a_killed_control_plane_is_replaced_while_training_goes_on(
-    tmp_path: Path, assets: TinyAssets, killed: tuple[str, ...]
-) -> None:
-    runs = tmp_path / "runs"
-    spec = tiny_spec(assets, tmp_path / "run", records=2400, output=runs / "run", workers={"collators": 1})
-    first, url = serve(tmp_path, assets)
+def test_a_killed_control_plane_is_replaced_while_training_goes_on(tiny: Tiny, killed: tuple[str, ...]) -> None:
+    runs = tiny.path / "runs"
+    spec = tiny.spec("run", records=2400, output=runs / "run", workers={"collators": 1})
+    first, url = serve(tiny.path, tiny.assets)
     try:
         answer = httpx.post(f"{url}/v1/runs", json=spec.model_dump(mode="json"), timeout=60, headers=bearer())
         path = answer.headers["location"]
@@ -287,7 +286,7 @@ def test_a_killed_control_plane_is_replaced_while_training_goes_on(
         first.process.kill()
         first.ended()
     assert not any(gone([pid]) for pid in pids.values())
-    second, url = serve(tmp_path, assets)
+    second, url = serve(tiny.path, tiny.assets)
     try:
         shown = httpx.get(url + path, timeout=60, headers=bearer()).json()
         assert (shown["state"], {w["name"]: w["pid"] for w in shown["workers"]}) == ("running", pids)

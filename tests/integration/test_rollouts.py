@@ -2,14 +2,13 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
 
-from tests.integration.conftest import Crew
+from tests.integration.conftest import Start
 from tests.support.engine_server import Answer, serving
 from tests.support.forks import ForkLauncher
 from tests.support.generating_server import GeneratingServer
@@ -18,7 +17,6 @@ from tests.support.trained_student import train_briefly
 from xtoken_core.config.spec import RunSpec
 from xtoken_services.common.run.status import RunState
 
-Start = Callable[..., Crew]
 EXACT = ("ids", "loss", "grad_norm", "completion_tokens", "finished", "staleness")
 
 

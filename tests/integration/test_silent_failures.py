@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.integration.conftest import Crew
+from tests.integration.conftest import Crew, Tiny
 from tests.support.forks import ForkLauncher
 from tests.support.tiny_run import TinyAssets, documents, steps_of, tiny_spec, write_jsonl
 from xtoken_core.config.spec import RunSpec
@@ -30,7 +29,6 @@ from xtoken_services.supervisor.json_files import last_line
 from xtoken_services.supervisor.local_run import run_locally
 from xtoken_services.supervisor.run_files import Curve, with_files
 
-Start = Callable[..., Crew]
 REFUSING = (
     "{% if messages[0].role == 'user' %}{{ raise_exception('no user here') }}{% endif %}{{ messages[0].content }}"
 )
@@ -80,32 +78,33 @@ def refusals(spec: RunSpec) -> set[str]:
 
 
 def test_a_run_that_the_memory_cannot_hold_is_refused_and_defaults_are_made_to_fit(
-    assets: TinyAssets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec = tiny_spec(assets, tmp_path, train={"micro_batch_tokens": 8192})
-    has_memory(tmp_path / "proc", 24 << 20, monkeypatch)
+    spec = tiny.spec(train={"micro_batch_tokens": 8192})
+    has_memory(tiny.path / "proc", 24 << 20, monkeypatch)
     [reason] = refusals(spec)
     assert reason.startswith("host memory (available) has 0.02 GiB, the run keeps 0.03 there before any activation (")
     assert "signal in 2 slots 0.02" in reason and "lower train.micro_batch_tokens = 8192 or" in reason
-    (tmp_path / "run.toml").write_text(
-        f'student = "{assets.student}"\nteacher = "{assets.teacher}"\ndata = "train.jsonl"\n', encoding="utf-8"
+    (tiny.path / "run.toml").write_text(
+        f'student = "{tiny.assets.student}"\nteacher = "{tiny.assets.teacher}"\ndata = "train.jsonl"\n',
+        encoding="utf-8",
     )
-    has_memory(tmp_path / "proc", 24 << 20, monkeypatch)
-    fitted, notes = load_run(tmp_path / "run.toml")
+    has_memory(tiny.path / "proc", 24 << 20, monkeypatch)
+    fitted, notes = load_run(tiny.path / "run.toml")
     assert 320 <= fitted.train.micro_batch_tokens < 2048
     assert any("of memory)" in note for note in notes)
     _, [memory, *_] = check_start(fitted)
     assert memory.startswith("memory: before any activation the run keeps 0.00 of 0.02 GiB in host memory (available)")
-    has_memory(tmp_path / "proc", 1 << 30, monkeypatch)
-    roomy, notes = load_run(tmp_path / "run.toml")
+    has_memory(tiny.path / "proc", 1 << 30, monkeypatch)
+    roomy, notes = load_run(tiny.path / "run.toml")
     assert roomy.train.micro_batch_tokens == 8192 and not any("micro_batch" in note for note in notes)
 
 
 def test_a_run_whose_signals_shared_memory_cannot_hold_is_refused(
-    assets: TinyAssets, tmp_path: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch
+    tiny: Tiny, small_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machine, "DIRECTORY", small_disk)
-    [reason] = refusals(tiny_spec(assets, tmp_path))
+    [reason] = refusals(tiny.spec())
     assert reason.startswith("/dev/shm has 0.00 GiB") and "lower train.micro_batch_tokens = 320 or" in reason
 
 
@@ -125,14 +124,14 @@ def unknown_architecture(directory: Path, assets: TinyAssets) -> TinyAssets:
 
 
 def test_a_model_without_a_causal_language_model_is_refused_by_dry_run_and_start(
-    assets: TinyAssets, tmp_path: Path, start: Start, forking: ForkLauncher
+    tiny: Tiny, forking: ForkLauncher
 ) -> None:
-    spec = tiny_spec(unknown_architecture(tmp_path, assets), tmp_path, train={"packing": "off"})
+    spec = tiny_spec(unknown_architecture(tiny.path, tiny.assets), tiny.path, train={"packing": "off"})
     with pytest.raises(XtokenError) as refused:
         check_run(spec, None)
     assert "is of the type 't5': transformers" in str(refused.value)
     assert not spec.output.exists()
-    assert failed(start(spec, forking)) == f"trainer-0: {refused.value}"
+    assert failed(tiny.start(spec, forking)) == f"trainer-0: {refused.value}"
 
 
 def test_a_context_beyond_the_models_is_refused(assets: TinyAssets, tmp_path: Path) -> None:
@@ -165,57 +164,51 @@ def test_a_look_at_long_documents_reads_two_mebibytes_at_most(assets: TinyAssets
     assert found == {"positions": 6, "skipped": 0, "truncated": 5, "reason": ""}
 
 
-def test_a_dry_run_warns_of_cut_documents_and_of_evaluation_text_that_is_trained_on(
-    assets: TinyAssets, tmp_path: Path
-) -> None:
-    long = write_jsonl(tmp_path / "long.jsonl", [" ".join(documents(20, seed=n)) for n in range(24)])
-    copied = tmp_path / "copied.jsonl"
+def test_a_dry_run_warns_of_cut_documents_and_of_evaluation_text_that_is_trained_on(tiny: Tiny) -> None:
+    long = write_jsonl(tiny.path / "long.jsonl", [" ".join(documents(20, seed=n)) for n in range(24)])
+    copied = tiny.path / "copied.jsonl"
     shutil.copyfile(long, copied)
-    other = write_jsonl(tmp_path / "other.jsonl", documents(9, seed=77))
-    spec = tiny_spec(assets, tmp_path, data={"path": long}, eval={"path": copied})
+    other = write_jsonl(tiny.path / "other.jsonl", documents(9, seed=77))
+    spec = tiny.spec(data={"path": long}, eval={"path": copied})
     lines = check_run(spec, None)
     assert "eval.path is also training text: bits per byte of it say nothing about other text" in lines
     assert any(line.startswith("24 of 24 samples are cut at a context") for line in lines), lines
     both = {"path": [long, other]}
-    among = file_warnings(resolve_run(tiny_spec(assets, tmp_path, data=both, eval={"path": other})))
+    among = file_warnings(resolve_run(tiny.spec(data=both, eval={"path": other})))
     assert any(line.startswith("eval.path is also training text") for line in among)
-    fresh = resolve_run(tiny_spec(assets, tmp_path, data={"path": other}, eval={"path": copied}))
+    fresh = resolve_run(tiny.spec(data={"path": other}, eval={"path": copied}))
     assert list(file_warnings(fresh)) == []
 
 
-def test_a_run_without_a_usable_record_ends_before_its_first_step(
-    assets: TinyAssets, tmp_path: Path, start: Start, forking: ForkLauncher
-) -> None:
-    crew = start(refusing(assets, tmp_path, chats(tmp_path, 40)), forking)
+def test_a_run_without_a_usable_record_ends_before_its_first_step(tiny: Tiny, forking: ForkLauncher) -> None:
+    crew = tiny.start(refusing(tiny.assets, tiny.path, chats(tiny.path, 40)), forking)
     reason = failed(crew)
     assert "none of 40 samples, evenly spread over the run, can be used" in reason
     assert "user.jsonl:" in reason and "no user here" in reason
     assert steps_of(crew.spec.output) == []
 
 
-def test_a_run_whose_every_loss_is_not_finite_writes_no_model(
-    assets: TinyAssets, tmp_path: Path, start: Start, forking: ForkLauncher
-) -> None:
-    student = tmp_path / "nan"
-    shutil.copytree(assets.student, student)
+def test_a_run_whose_every_loss_is_not_finite_writes_no_model(tiny: Tiny, forking: ForkLauncher) -> None:
+    student = tiny.path / "nan"
+    shutil.copytree(tiny.assets.student, student)
     weights = load_file(student / "model.safetensors")
     save_file({k: torch.full_like(v, torch.nan) for k, v in weights.items()}, student / "model.safetensors")
-    spec = tiny_spec(replace(assets, student=student), tmp_path, records=16, train={"packing": "off"})
-    crew = start(spec, forking)
+    spec = tiny_spec(replace(tiny.assets, student=student), tiny.path, records=16, train={"packing": "off"})
+    crew = tiny.start(spec, forking)
     assert "nothing was trained, no model is written: of 16 samples 2 steps had no finite loss" in failed(crew)
 
 
-def test_many_skipped_and_cut_samples_are_said_from_the_start_to_the_end(
-    assets: TinyAssets, tmp_path: Path, start: Start, forking: ForkLauncher
-) -> None:
+def test_many_skipped_and_cut_samples_are_said_from_the_start_to_the_end(tiny: Tiny, forking: ForkLauncher) -> None:
     mixed = [json.dumps({"text": text}) for text in documents(14, seed=4, words=12)]
-    mixed += chats(tmp_path, 10).read_text("utf-8").splitlines()
+    mixed += chats(tiny.path, 10).read_text("utf-8").splitlines()
     long = json.dumps({"text": " ".join(documents(20, seed=6))})
-    data = tmp_path / "mixed.jsonl"
+    data = tiny.path / "mixed.jsonl"
     data.write_text("\n".join([*mixed, *[long] * 8]) + "\n", encoding="utf-8")
-    crew = start(refusing(assets, tmp_path, data), forking)
+    crew = tiny.start(refusing(tiny.assets, tiny.path, data), forking)
     crew.complete()
-    status = with_files(crew.supervisor.status(), last_line(crew.spec.output / "steps.jsonl"), Curve(tmp_path / "none"))
+    status = with_files(
+        crew.supervisor.status(), last_line(crew.spec.output / "steps.jsonl"), Curve(tiny.path / "none")
+    )
     assert status.summary is not None and status.summary["skipped"] == 10
     before = status.model_copy(update={"last": None, "summary": None})
     under_way = status.model_copy(update={"summary": None})

@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
-from tests.integration.conftest import DEADLINE_S, Crew
+from tests.integration.conftest import DEADLINE_S, Crew, Start, Tiny
 from tests.support.tiny_run import TinyAssets, documents, steps_of, tiny_spec, write_jsonl, write_run
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.config.spec import RunSpec
@@ -41,8 +41,6 @@ from xtoken_services.supervisor.run import Run
 from xtoken_services.supervisor.store_build import resolve_build, store_build
 from xtoken_services.teacher.prepare import TeacherModel
 from xtoken_services.teacher.store_writer import StoreWriter
-
-Start = Callable[[RunSpec], Crew]
 
 
 def build(spec: RunSpec, store: Path) -> TeacherStore:
@@ -88,26 +86,24 @@ def damage(store: Path, entry: Entry) -> None:
     (store / entry.shard).write_bytes(content)
 
 
-def test_a_build_divides_long_documents_as_its_run_does(
-    assets: TinyAssets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_build_divides_long_documents_as_its_run_does(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     def measured(_module: str, request: dict[str, Any], **_: Any) -> int:
         return int(min(context for _, _, context in request["sides"]))
 
     monkeypatch.setattr(measured_text, "ask_child", measured)  # the measurement itself imports transformers
     teachers: list[dict[str, Any]] = [
-        {"model": assets.teacher, "context_length": 96, "content": "hidden"},
-        {"model": assets.other_teacher, "context_length": 32},
+        {"model": tiny.assets.teacher, "context_length": 96, "content": "hidden"},
+        {"model": tiny.assets.other_teacher, "context_length": 32},
     ]
     changes = {"loss": {"mode": "alm", "vocab_topk": None}, "data": {"long": "split"}}
-    spec = tiny_spec(assets, tmp_path, records=100, teacher=teachers, eval={}, **changes)
+    spec = tiny.spec(records=100, teacher=teachers, eval={}, **changes)
     run = resolve_run(spec)
-    built = divided_as(resolve_run(build_spec(spec, 0, str(tmp_path / "store"))), spec)
+    built = divided_as(resolve_run(build_spec(spec, 0, str(tiny.path / "store"))), spec)
     assert run.piece_bytes == built.piece_bytes == 32
     assert identity_of(built, 0) == identity_of(run, 0)
     assert (built.records, built.positions) == (run.records, run.positions)
-    TeacherStore.create(str(tmp_path / "store"), identity_of(built, 0))
-    first = spec.teacher[0].model_copy(update={"store": str(tmp_path / "store"), "store_missing": "compute"})
+    TeacherStore.create(str(tiny.path / "store"), identity_of(built, 0))
+    first = spec.teacher[0].model_copy(update={"store": str(tiny.path / "store"), "store_missing": "compute"})
     stored = resolve_run(spec.model_copy(update={"teacher": (first, spec.teacher[1])}))
     with pytest.raises(StoreError, match=r"of the text are not in the store .*, record 0 first"):
         check_stores(stored, completed=True)
@@ -116,10 +112,8 @@ def test_a_build_divides_long_documents_as_its_run_does(
         check_stores(other, completed=True)
 
 
-def test_a_conversation_that_a_template_refuses_is_skipped_for_this_template_only(
-    assets: TinyAssets, tmp_path: Path
-) -> None:
-    data, templates = tmp_path / "train.jsonl", {name: tmp_path / f"{name}.jinja" for name in "ab"}
+def test_a_conversation_that_a_template_refuses_is_skipped_for_this_template_only(tiny: Tiny) -> None:
+    data, templates = tiny.path / "train.jsonl", {name: tiny.path / f"{name}.jinja" for name in "ab"}
     talk = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
     data.write_text(f"{json.dumps({'messages': talk})}\n{json.dumps({'text': ''})}\n")
     for name, file in templates.items():
@@ -127,16 +121,16 @@ def test_a_conversation_that_a_template_refuses_is_skipped_for_this_template_onl
     model = {"context_length": 64, "chat_template": templates["a"]}
 
     def run(student: Path, train_on: str = "completions") -> ResolvedRun:
-        changes = {"student": {**model, "model": assets.student, "chat_template": student}, "data": {"path": data}}
+        changes = {"student": {**model, "model": tiny.assets.student, "chat_template": student}, "data": {"path": data}}
         changes["data"]["train_on"] = train_on
-        teacher = [{**model, "model": assets.teacher, "content": "hidden"}]
-        return resolve_run(tiny_spec(assets, tmp_path, teacher=teacher, loss={"mode": "alm"}, **changes))
+        teacher = [{**model, "model": tiny.assets.teacher, "content": "hidden"}]
+        return resolve_run(tiny.spec(teacher=teacher, loss={"mode": "alm"}, **changes))
 
     one, other = run(templates["a"]), run(templates["b"])
     conditions = [skip_condition(each, 0) for each in (one, other, run(templates["a"], "all"))]
     assert len(set(conditions)) == 3
     assert skip_condition(run(templates["a"]), 0) == conditions[0]
-    store = TeacherStore.create(str(tmp_path / "store"), identity_of(one, 0))
+    store = TeacherStore.create(str(tiny.path / "store"), identity_of(one, 0))
     shard = ShardWriter(store.files, 1 << 20)
     writer: Any = SimpleNamespace(run=one, index=open_data(one), shard=shard)
     StoreWriter._skip(writer, {0: "refused", 1: "empty"})
@@ -147,7 +141,7 @@ def test_a_conversation_that_a_template_refuses_is_skipped_for_this_template_onl
 
 
 def test_a_build_reads_only_what_its_store_lacks(assets: TinyAssets, tmp_path: Path) -> None:
-    teacher = {"model": assets.teacher, "context_length": 96, "projection": assets.projection, "content": "hidden"}
+    teacher = assets.first_teacher(content="hidden")
     spec, address = tiny_spec(assets, tmp_path, records=24, teacher=[teacher]), str(tmp_path / "store")
     building = build_spec(spec, None, address)
     identity = identity_of(resolve_run(building), 0)
@@ -163,18 +157,16 @@ def test_a_build_reads_only_what_its_store_lacks(assets: TinyAssets, tmp_path: P
 CONTENTS = pytest.mark.parametrize("content", [{"content": "hidden"}, {"content": "topk", "topk": 1000}])
 
 
-def computed_and_stored(
-    assets: TinyAssets, directory: Path, start: Start, content: dict[str, Any], **changes: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
+def computed_and_stored(tiny: Tiny, content: dict[str, Any], **changes: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """The losses of a run with a teacher that computes, and of the same run with the store of its output."""
-    teacher = {"model": assets.teacher, "context_length": 96, "projection": assets.projection, **content}
+    teacher = tiny.assets.first_teacher(**content)
     changes = {"loss": {"vocab_topk": None}, "data": {"epochs": 2}, **changes}
-    spec = tiny_spec(assets, directory, records=48, teacher=[teacher], **changes)
-    computed = losses(spec, start, 96)
-    store = build(spec, directory / "store")
+    spec = tiny.spec(records=48, teacher=[teacher], **changes)
+    computed = losses(spec, tiny.start, 96)
+    store = build(spec, tiny.path / "store")
     assert sorted(store.entries) == list(range(48))
-    stored = of_store(spec, directory / "store", directory / "stored")
-    found = losses(stored, start, 96)
+    stored = of_store(spec, tiny.path / "store", tiny.path / "stored")
+    found = losses(stored, tiny.start, 96)
     last = steps_of(stored.output)[-1]
     assert last["store_hits"] == 8
     assert last["store_misses"] == 0
@@ -187,42 +179,38 @@ def computed_and_stored(
 @pytest.mark.parametrize("packing", ["on", "off"])
 @CONTENTS
 def test_a_run_from_a_store_equals_one_whose_teacher_computes(
-    assets: TinyAssets, tmp_path: Path, start: Start, content: dict[str, Any], packing: str
+    tiny: Tiny, content: dict[str, Any], packing: str
 ) -> None:
-    computed, stored = computed_and_stored(assets, tmp_path, start, content, train={"packing": packing})
+    computed, stored = computed_and_stored(tiny, content, train={"packing": packing})
     torch.testing.assert_close(stored, computed, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["auto", "queue"])
-def test_a_stored_teacher_is_killed_beside_one_that_computes(
-    assets: TinyAssets, tmp_path: Path, start: Start, transport: str
-) -> None:
-    second = {"model": assets.other_teacher, "context_length": 96, "projection": assets.other_projection}
-    teachers = [assets.first_teacher(content="hidden"), second | {"content": "topk"}]
+def test_a_stored_teacher_is_killed_beside_one_that_computes(tiny: Tiny, transport: str) -> None:
+    second = {"model": tiny.assets.other_teacher, "context_length": 96, "projection": tiny.assets.other_projection}
+    teachers = [tiny.assets.first_teacher(content="hidden"), second | {"content": "topk"}]
     changes = {"loss": {"vocab_topk": None}, "data": {"epochs": 2}, "workers": {"transport": transport}}
-    spec = tiny_spec(assets, tmp_path, records=48, teacher=teachers, **changes)
-    computed = losses(spec, start, 96)
-    build(spec, tmp_path / "store")
-    crew = start(of_store(spec, tmp_path / "store", tmp_path / "stored"))
+    spec = tiny.spec(records=48, teacher=teachers, **changes)
+    computed = losses(spec, tiny.start, 96)
+    build(spec, tiny.path / "store")
+    crew = tiny.start(of_store(spec, tiny.path / "store", tiny.path / "stored"))
     crew.wait_for_steps(2)
     crew.kill("teacher-0-0")
     torch.testing.assert_close(losses_of(crew, 96), computed, rtol=1e-5, atol=1e-6)
-    assert len(list((tmp_path / "stored" / "logs").glob("teacher-0-0.*.log"))) > 1
+    assert len(list((tiny.path / "stored" / "logs").glob("teacher-0-0.*.log"))) > 1
 
 
 @pytest.mark.gpu
 @CONTENTS
-def test_a_run_from_a_store_equals_one_whose_teacher_computes_on_a_gpu(
-    assets: TinyAssets, tmp_path: Path, start: Start, content: dict[str, Any]
-) -> None:
-    computed, stored = computed_and_stored(assets, tmp_path, start, content, workers={"device": "cuda"})
+def test_a_run_from_a_store_equals_one_whose_teacher_computes_on_a_gpu(tiny: Tiny, content: dict[str, Any]) -> None:
+    computed, stored = computed_and_stored(tiny, content, workers={"device": "cuda"})
     torch.testing.assert_close(stored, computed, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.slow
 def test_a_run_reads_the_store_that_a_build_has_written(assets: TinyAssets, tmp_path: Path) -> None:
-    teacher = {"model": assets.teacher, "context_length": 96, "projection": assets.projection, "content": "hidden"}
+    teacher = assets.first_teacher(content="hidden")
     held_out = {"path": write_jsonl(tmp_path / "heldout.jsonl", documents(12, seed=5)), "every": 2}
     spec = tiny_spec(assets, tmp_path, records=24, teacher=[teacher], loss={"vocab_topk": None}, eval=held_out)
     store = build(spec, tmp_path / "store")
@@ -260,7 +248,7 @@ def test_a_run_reads_the_store_that_a_build_has_written(assets: TinyAssets, tmp_
 
 @pytest.mark.slow
 def test_a_run_computes_what_its_store_lacks(assets: TinyAssets, tmp_path: Path) -> None:
-    teacher = {"model": assets.teacher, "context_length": 96, "projection": assets.projection, "content": "topk"}
+    teacher = assets.first_teacher(content="topk")
     spec = tiny_spec(assets, tmp_path, records=24, teacher=[teacher], loss={"vocab_topk": None})
     store = build(spec, tmp_path / "store")
     whole, before = {n: bytes(store.frame(n)) for n in range(24)}, len(steps_of(tmp_path / "store" / "build"))
@@ -296,7 +284,7 @@ def test_a_run_computes_what_its_store_lacks(assets: TinyAssets, tmp_path: Path)
 
 
 def test_a_dry_build_writes_nothing(assets: TinyAssets, tmp_path: Path) -> None:
-    teacher = {"model": assets.teacher, "context_length": 96, "projection": assets.projection, "content": "hidden"}
+    teacher = assets.first_teacher(content="hidden")
     spec = tiny_spec(assets, tmp_path, records=24, teacher=[teacher], loss={"vocab_topk": None})
     before = sorted(tmp_path.rglob("*"))
     file = write_run(tmp_path, spec.model_dump(mode="json") | {"eval": "none"})
@@ -308,7 +296,7 @@ def test_a_dry_build_writes_nothing(assets: TinyAssets, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_two_writers_complete_a_store_after_kills_and_a_forced_end(assets: TinyAssets, tmp_path: Path) -> None:
-    teacher = {"model": assets.teacher, "context_length": 96, "projection": assets.projection, "content": "topk"}
+    teacher = assets.first_teacher(content="topk")
     spec = tiny_spec(assets, tmp_path, records=160, teacher=[teacher], workers={"ranks": 2})
     rng, address = random.Random(4), str(tmp_path / "store")
     run = store_build(build_spec(spec, None, address), address, run=spec)

@@ -3,7 +3,6 @@
 import json
 import shutil
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +11,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.integration.conftest import Crew
-from tests.support.tiny_run import TinyAssets, documents, make_model, steps_of, tiny_spec, write_jsonl
+from tests.integration.conftest import Tiny
+from tests.support.tiny_run import documents, make_model, steps_of, write_jsonl
 from tests.unit.trainer.students import make_model as make_student
-from xtoken_core.config.spec import RunSpec
 from xtoken_services.common.run.resolve import resolve_run
 from xtoken_services.common.run.status import RunState
-
-Start = Callable[[RunSpec], Crew]
 
 on_two_devices = pytest.mark.parametrize(
     "device",
@@ -37,12 +33,10 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_steps_without_a_finite_loss_are_left_out_and_end_the_run(
-    assets: TinyAssets, tmp_path: Path, start: Start
-) -> None:
+def test_steps_without_a_finite_loss_are_left_out_and_end_the_run(tiny: Tiny) -> None:
     train = {"learning_rate": 1e20, "warmup_steps": 0}
-    spec = tiny_spec(assets, tmp_path, train=train, loss={"vocab_topk": 64, "dynamic_loss_scaling": True})
-    ending = start(spec).join()
+    spec = tiny.spec(train=train, loss={"vocab_topk": 64, "dynamic_loss_scaling": True})
+    ending = tiny.start(spec).join()
     assert ending.state == RunState.FAILED
     assert "5 steps in a row" in ending.error
     assert "learning_rate" in ending.error
@@ -53,19 +47,15 @@ def test_steps_without_a_finite_loss_are_left_out_and_end_the_run(
 
 
 @pytest.mark.slow
-def test_a_bfloat16_student_learns_from_masters_and_is_measured_against_its_teacher(
-    assets: TinyAssets, tmp_path: Path, start: Start
-) -> None:
-    held_out = write_jsonl(tmp_path / "heldout.jsonl", documents(12, seed=5))
-    spec = tiny_spec(
-        assets,
-        tmp_path,
+def test_a_bfloat16_student_learns_from_masters_and_is_measured_against_its_teacher(tiny: Tiny) -> None:
+    held_out = write_jsonl(tiny.path / "heldout.jsonl", documents(12, seed=5))
+    spec = tiny.spec(
         student={"dtype": "bfloat16", "blockwise_head": True, "checkpoint_activations": True},
         eval={"path": held_out, "every": 12, "teacher_kl": True},
         loss={"mode": "chain", "vocab_topk": None},
         report={"peak_tflops": 1.0},
     )
-    start(spec).complete()
+    tiny.start(spec).complete()
     first, last = lines_of(spec.output / "eval.jsonl")
     assert last["held_out_kl_loss"] < first["held_out_kl_loss"]
     assert last["held_out_loss"] < first["held_out_loss"]
@@ -84,40 +74,38 @@ def test_a_bfloat16_student_learns_from_masters_and_is_measured_against_its_teac
 
 
 @pytest.mark.slow
-def test_shares_of_two_ranks_stop_and_one_rank_goes_on(assets: TinyAssets, tmp_path: Path, start: Start) -> None:
+def test_shares_of_two_ranks_stop_and_one_rank_goes_on(tiny: Tiny) -> None:
     changes: dict[str, Any] = {"records": 160, "loss": {"vocab_topk": None}}
-    whole = tiny_spec(assets, tmp_path / "whole", **changes)
-    start(whole).complete()
+    whole = tiny.spec("whole", **changes)
+    tiny.start(whole).complete()
     train = {"parallel": "fsdp", "checkpoint_every": 1000}
-    two = tiny_spec(assets, tmp_path / "parts", **changes, train=train, workers={"ranks": 2})
-    crew = start(two)
+    two = tiny.spec("parts", **changes, train=train, workers={"ranks": 2})
+    crew = tiny.start(two)
     crew.wait_for_steps(6)
     assert crew.stop().state == RunState.STOPPED
     saved = [path.name for path in (two.output / "checkpoints").iterdir()]
     assert len(saved) == 1
     assert int(saved[0].removeprefix("step-")) >= 6
-    one = tiny_spec(assets, tmp_path / "parts", **changes, train=train)
-    start(one).complete(160)
+    one = tiny.spec("parts", **changes, train=train)
+    tiny.start(one).complete(160)
     losses = [[line["loss"] for line in steps_of(spec.output)] for spec in (whole, one)]
     torch.testing.assert_close(torch.tensor(losses[0]), torch.tensor(losses[1]), rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", ["fsdp", "replicate"])
-def test_ranks_that_wait_for_each_other_leave_together_and_save(
-    assets: TinyAssets, tmp_path: Path, start: Start, parallel: str
-) -> None:
+def test_ranks_that_wait_for_each_other_leave_together_and_save(tiny: Tiny, parallel: str) -> None:
     """One rank's teacher hangs, the other rank has done its part of the step: both are asked to leave."""
-    held_out = write_jsonl(tmp_path / "heldout.jsonl", documents(4, seed=5))
-    copy = shutil.copy(held_out, tmp_path / "copy.jsonl")
+    held_out = write_jsonl(tiny.path / "heldout.jsonl", documents(4, seed=5))
+    copy = shutil.copy(held_out, tiny.path / "copy.jsonl")
     train = {"parallel": parallel, "checkpoint_every": 100_000}
-    task = tmp_path / "task.jsonl"
+    task = tiny.path / "task.jsonl"
     task.write_text('{"prompt": "def x", "answer": "x"}\n{"prompt": "return value", "answer": "x"}\n')
     tasks = {"path": task, "match": "contains", "max_new_tokens": 5, "samples": 2, "temperature": 1.0}
     evaluation = {"path": held_out, "also": [copy], "every": 2, "tasks": tasks}
     changes: dict[str, Any] = {"workers": {"ranks": 2, "collators": 1}, "eval": evaluation}
-    spec = tiny_spec(assets, tmp_path, records=80_000, train=train, **changes)
-    crew = start(spec)
+    spec = tiny.spec(records=80_000, train=train, **changes)
+    crew = tiny.start(spec)
     crew.wait_for_steps(4)
     hung = psutil.Process(crew.pid("teacher-0-1"))
     hung.suspend()
@@ -146,24 +134,25 @@ def test_ranks_that_wait_for_each_other_leave_together_and_save(
     ids=["two-ranks", "cuda"],
 )
 def test_a_step_follows_the_better_teacher_of_each_micro_batch(
-    assets: TinyAssets, tmp_path: Path, start: Start, workers: dict[str, Any], tolerance: float
+    tiny: Tiny, workers: dict[str, Any], tolerance: float
 ) -> None:
     """Two ranks, or a GPU, have the micro-batches of one, and so its losses; a step without its teacher is repeated."""
-    other = shutil.copytree(assets.teacher, tmp_path / "other")
+    other = shutil.copytree(tiny.assets.teacher, tiny.path / "other")
     make_model(other, seed=9, extra_rows=16)
     texts = documents(64, seed=2, words=80)  # every row is cut: two fill a slot
-    data = write_jsonl(tmp_path / "long.jsonl", texts[:32] + [""] * 8 + texts[32:])  # one step has nothing to choose
+    data = write_jsonl(tiny.path / "long.jsonl", texts[:32] + [""] * 8 + texts[32:])  # one step has nothing to choose
     spec = {
         "data": {"path": data, "shuffle": False},
         "teacher": [
-            {"model": place, "context_length": 64, "projection": assets.projection} for place in (assets.teacher, other)
+            {"model": place, "context_length": 64, "projection": tiny.assets.projection}
+            for place in (tiny.assets.teacher, other)
         ],
         "train": {"micro_batch_tokens": 128, "checkpoint_every": 100, "parallel": "fsdp"},
         "loss": {"vocab_topk": None, "teacher_aggregation": "select_teacher"},
     }
-    alone = tiny_spec(assets, tmp_path / "alone", **spec, workers={"collators": 1})
-    beside = tiny_spec(assets, tmp_path / "beside", **spec, workers={"collators": 1, **workers})
-    crews = start(alone), start(beside)
+    alone = tiny.spec("alone", **spec, workers={"collators": 1})
+    beside = tiny.spec("beside", **spec, workers={"collators": 1, **workers})
+    crews = tiny.start(alone), tiny.start(beside)
     for crew in crews:
         crew.wait_for_steps(3)
         crew.kill("teacher-1-0")
@@ -180,13 +169,13 @@ def test_a_step_follows_the_better_teacher_of_each_micro_batch(
 
 
 @pytest.mark.slow
-def test_a_student_with_experts_learns_with_its_router(assets: TinyAssets, tmp_path: Path, start: Start) -> None:
-    place = shutil.copytree(assets.student, tmp_path / "experts")
+def test_a_student_with_experts_learns_with_its_router(tiny: Tiny) -> None:
+    place = shutil.copytree(tiny.assets.student, tiny.path / "experts")
     width = AutoModelForCausalLM.from_pretrained(place).config.vocab_size
     before = make_student("qwen3-moe", vocab_size=width, max_position_embeddings=256)
     before.save_pretrained(place)
-    spec = tiny_spec(assets, tmp_path, student={"model": place}, train={"parallel": "replicate"})
-    lines = start(spec).complete()
+    spec = tiny.spec(student={"model": place}, train={"parallel": "replicate"})
+    lines = tiny.start(spec).complete()
     assert lines[-1]["kl_loss"] < lines[0]["kl_loss"]
     after = AutoModelForCausalLM.from_pretrained(spec.output / "model").state_dict()
     moved = {name for name, value in before.state_dict().items() if not torch.equal(value, after[name])}
@@ -197,11 +186,11 @@ def test_a_student_with_experts_learns_with_its_router(assets: TinyAssets, tmp_p
 
 
 @pytest.mark.slow
-def test_adapters_are_trained_and_saved_alone(assets: TinyAssets, tmp_path: Path, start: Start) -> None:
+def test_adapters_are_trained_and_saved_alone(tiny: Tiny) -> None:
     pytest.importorskip("peft")
     lora = {"rank": 4, "export": "adapter"}
-    spec = tiny_spec(assets, tmp_path, train={"lora": lora, "learning_rate": 0.03})
-    lines = start(spec).complete()
+    spec = tiny.spec(train={"lora": lora, "learning_rate": 0.03})
+    lines = tiny.start(spec).complete()
     assert lines[-1]["kl_loss"] < lines[0]["kl_loss"]
     exported = {path.name for path in (spec.output / "model").iterdir()}
     assert {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json", "README.md"} <= exported
@@ -209,23 +198,20 @@ def test_adapters_are_trained_and_saved_alone(assets: TinyAssets, tmp_path: Path
 
 
 @on_two_devices
-def test_two_ranks_share_a_student_that_learns_from_hidden_states(
-    assets: TinyAssets, tmp_path: Path, start: Start, device: str
-) -> None:
+def test_two_ranks_share_a_student_that_learns_from_hidden_states(tiny: Tiny, device: str) -> None:
     loss = {"vocab_topk": None, "kl_loss_weight_end": 0.0}
     changes: dict[str, Any] = {"records": 96, "loss": loss, "student": {"blockwise_head": True}}
     losses = []
     for ranks in (1, 2):
         workers = {"ranks": ranks, "device": device}
-        spec = tiny_spec(
-            assets,
-            tmp_path / str(ranks),
+        spec = tiny.spec(
+            str(ranks),
             **changes,
-            teacher=[assets.first_teacher(content="hidden")],
+            teacher=[tiny.assets.first_teacher(content="hidden")],
             train={"parallel": "fsdp"},
             workers=workers,
         )
-        start(spec).complete(96)
+        tiny.start(spec).complete(96)
         losses.append(torch.tensor([line["loss"] for line in steps_of(spec.output)]))
         scales = [line["kl_loss_scale"] for line in steps_of(spec.output)]
         assert scales == pytest.approx([1 - step / 11 for step in range(12)]), "every rank has the step's weight"
@@ -233,33 +219,29 @@ def test_two_ranks_share_a_student_that_learns_from_hidden_states(
 
 
 @on_two_devices
-def test_a_teacher_that_is_divided_gives_the_losses_of_a_whole_one(
-    assets: TinyAssets, tmp_path: Path, start: Start, device: str
-) -> None:
-    shutil.copytree(assets.teacher, tmp_path / "teacher")
-    make_model(tmp_path / "teacher", seed=5, extra_rows=16, layers=2, key_value_heads=2)
+def test_a_teacher_that_is_divided_gives_the_losses_of_a_whole_one(tiny: Tiny, device: str) -> None:
+    shutil.copytree(tiny.assets.teacher, tiny.path / "teacher")
+    make_model(tiny.path / "teacher", seed=5, extra_rows=16, layers=2, key_value_heads=2)
     losses = []
     for gpus in (1, 2):
-        spec = tiny_spec(assets, tmp_path / str(gpus), records=48, workers={"device": device})
-        teacher = spec.teacher[0].model_copy(update={"model": tmp_path / "teacher", "gpus": gpus})
-        steps = start(spec.model_copy(update={"teacher": (teacher,)})).complete()
+        spec = tiny.spec(str(gpus), records=48, workers={"device": device})
+        teacher = spec.teacher[0].model_copy(update={"model": tiny.path / "teacher", "gpus": gpus})
+        steps = tiny.start(spec.model_copy(update={"teacher": (teacher,)})).complete()
         losses.append(torch.tensor([line["loss"] for line in steps]))
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.slow
-def test_long_documents_are_divided_and_a_resumed_run_divides_them_alike(
-    assets: TinyAssets, tmp_path: Path, start: Start
-) -> None:
+def test_long_documents_are_divided_and_a_resumed_run_divides_them_alike(tiny: Tiny) -> None:
     texts = ["".join(documents(12, seed=seed)) for seed in range(16)]
-    data = write_jsonl(tmp_path / "long.jsonl", texts)
+    data = write_jsonl(tiny.path / "long.jsonl", texts)
     changes: dict[str, Any] = {"data": {"path": data, "long": "split"}}
-    spec = tiny_spec(assets, tmp_path, **changes)
+    spec = tiny.spec(**changes)
     whole = resolve_run(spec)
-    crew = start(spec)
+    crew = tiny.start(spec)
     crew.wait_for_steps(5)
     crew.stop()
-    start(spec).complete()
+    tiny.start(spec).complete()
     assert whole.records > 3 * len(texts)
     assert sorted(i for line in steps_of(spec.output) for i in line["ids"]) == list(range(whole.records))
     summary = json.loads((spec.output / "summary.json").read_text())
@@ -268,12 +250,12 @@ def test_long_documents_are_divided_and_a_resumed_run_divides_them_alike(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", ["owner", "part"])
-def test_a_divided_teacher_restarts_as_a_whole(assets: TinyAssets, tmp_path: Path, start: Start, killed: str) -> None:
-    shutil.copytree(assets.teacher, tmp_path / "teacher")
-    make_model(tmp_path / "teacher", seed=5, extra_rows=16, layers=2, key_value_heads=2)
-    spec = tiny_spec(assets, tmp_path, records=160)
-    teacher = spec.teacher[0].model_copy(update={"model": tmp_path / "teacher", "gpus": 2})
-    crew = start(spec.model_copy(update={"teacher": (teacher,)}))
+def test_a_divided_teacher_restarts_as_a_whole(tiny: Tiny, killed: str) -> None:
+    shutil.copytree(tiny.assets.teacher, tiny.path / "teacher")
+    make_model(tiny.path / "teacher", seed=5, extra_rows=16, layers=2, key_value_heads=2)
+    spec = tiny.spec(records=160)
+    teacher = spec.teacher[0].model_copy(update={"model": tiny.path / "teacher", "gpus": 2})
+    crew = tiny.start(spec.model_copy(update={"teacher": (teacher,)}))
     crew.wait_for_steps(2)
     owner = psutil.Process(crew.pid("teacher-0-0"))
     (part,) = owner.children()

@@ -1,4 +1,4 @@
-"""The shortest run file, what it leaves out, and what a resume reads back."""
+"""The shortest run file, what it leaves out, odd configurations of models, and what a resume reads back."""
 
 import json
 import shutil
@@ -11,11 +11,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.unit.control.stored_runs import spec
 from tests.unit.dataset.test_dataset_index import write_saved_dataset
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.dataset.held_out import is_held_out
-from xtoken_core.errors import ConfigError, InputError
+from xtoken_core.errors import ConfigError, InputError, XtokenError
 from xtoken_services.cli.starter import find_inputs, starter_text
+from xtoken_services.common.models.packable import why_not_packed
+from xtoken_services.common.run import resolve
 from xtoken_services.common.run.defaults import load_run
 from xtoken_services.common.run.machine import Machine
 from xtoken_services.common.text.training_text import open_held_out, open_text, scored_documents
@@ -212,3 +215,29 @@ def test_init_finds_models_and_text(workspace: Path) -> None:
     assert load_run(workspace / "run.toml", machine=CPU)[0].teacher[0].model == workspace / "large"
     with pytest.raises(InputError, match="name them with --student and --teacher"):
         find_inputs(workspace / "small", student=None, teacher=None, data=None)
+
+
+ODD: list[Any] = [None, True, -1, 10**30, 1e999, "x" * 1000, [], [[]], {}, {"vocab_size": []}]
+KEYS = ("model_type", "vocab_size", "text_config", "n_positions", "max_position_embeddings", "rope_scaling",
+        "attn_logit_softcapping", "hidden_size", "original_max_position_embeddings")  # fmt: skip
+
+
+@pytest.mark.parametrize("odd", ODD, ids=lambda odd: json.dumps(odd)[:20])
+@pytest.mark.parametrize("key", KEYS)
+def test_odd_value(tmp_path: Path, key: str, odd: Any) -> None:
+    model = RunSpec.model_validate(spec(tmp_path)).student
+    model.model.mkdir(parents=True)
+    config = {"model_type": "llama", "vocab_size": 8, "max_position_embeddings": 64, "rope_scaling": {"type": odd}}
+    (model.model / "config.json").write_text(json.dumps({**config, key: odd}))
+    assert "\n" not in str(why_not_packed({**config, key: odd}, 64))
+    with pytest.raises(XtokenError) as refused:  # there are neither weights nor a tokenizer
+        resolve._model("student", model)
+    assert "\n" not in str(refused.value)
+    try:
+        for scaling in (
+            {"rope_scaling": odd},
+            {"rope_scaling": {"factor": odd, "original_max_position_embeddings": odd}},
+        ):
+            resolve._check_context("student", model, {**config, key: odd, **scaling})
+    except XtokenError as error:
+        assert "\n" not in str(error)
