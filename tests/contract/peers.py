@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
+import pytest
 
 from tests.contract import reference_client
 from tests.contract.reference_client import RefusedError
@@ -300,3 +301,10 @@ class Place:
                 pass
             peer.close()
         self._peers.clear()
+
+
+def code_of(peer: Any, kind: str, **fields: Any) -> str:
+    """The code of the error that a request is answered with."""
+    with pytest.raises(RefusedError) as refused:
+        peer.call(kind, **fields)
+    return str(refused.value.code)

@@ -31,7 +31,19 @@ def queue() -> MemoryQueue:
 
 OFFSETS = offsets_from_lengths([LARGEST, 0])
 VALID = object_column([None])
+EIGHT, ROW = (8).to_bytes(8, "little"), ColumnHead("x", "jagged", "int64", 1)
 MISFITS = {
+    "a buffer too few": (ROW, [bytes(16)]),
+    "a buffer too many": (ROW, [bytes(16), b"", b""]),
+    "offsets too short": (ROW, [bytes(8), b""]),
+    "offsets from one": (ROW, [b"\1" + bytes(7) + b"\1" + bytes(7), bytes(8)]),
+    "offsets beyond": (ROW, [bytes(8) + EIGHT, bytes(8)]),
+    "offsets fall": (ColumnHead("x", "jagged", "int64", 2), [bytes(8) + EIGHT + bytes(8), b""]),
+    "offsets negative": (ROW, [bytes(8) + b"\xff" * 8, b""]),
+    "dense size": (ColumnHead("x", "dense", "int64", 1), [bytes(7)]),
+    "overflow": (ColumnHead("x", "dense", "int64", 1, [1 << 32] * 8), [b""]),
+    "unknown dtype": (ColumnHead("x", "jagged", "complex64", 1), [bytes(16), b""]),
+    "too many rows": (ColumnHead("x", "jagged", "int64", 1 << 40), [bytes(16), b""]),
     "offsets of items without bytes": (ColumnHead("x", "jagged", "int64", 2, [0]), [OFFSETS, b""]),
     "items without end": (ColumnHead("x", "dense", "int64", 0, [1 << 32] * 8), [b""]),
     "bool 7": (ColumnHead("x", "dense", "bool", 1), [b"\7"]),
@@ -44,8 +56,21 @@ MISFITS = {
 @pytest.mark.parametrize("misfit", MISFITS)
 def test_a_misfit_column_is_refused(misfit: str) -> None:
     head, buffers = MISFITS[misfit]
-    with pytest.raises(QueueError, match="column 'x'") as refused:
+    with pytest.raises(QueueError, match="column 'x'|more buffers than|unknown dtype") as refused:
         unpack_columns([head], buffers)
+    assert refused.value.code == "bad_request"
+
+
+def test_a_column_of_an_unknown_kind_is_refused() -> None:
+    head = ColumnHead("x", "pickle", "int64", 1)
+    with pytest.raises(QueueError, match="pickle") as refused:
+        m.decode_request(m.encode(m.Put(id="a.1", session="s", partition="p", ids=[0], columns=[head])))
+    assert refused.value.code == "bad_request"
+
+
+def test_two_columns_of_one_name_are_refused() -> None:
+    with pytest.raises(QueueError) as refused:
+        unpack_columns([ROW, ROW], [bytes(16), b""] * 2)
     assert refused.value.code == "bad_request"
 
 

@@ -82,13 +82,6 @@ def test_fields_from_different_producers(place: Place) -> None:
     assert read(first, name, [0, 1], "x", "y") == {"x": ints([1], [2]), "y": ints([10], [20])}
 
 
-def test_existing_field_is_not_overwritten(place: Place) -> None:
-    peer, name = opened(place)
-    peer.call("put", partition=name, ids=[0, 1], columns={"x": ints([1], [2])})
-    peer.call("put", partition=name, ids=[1, 2], columns={"x": ints([99], [3])})
-    assert read(peer, name, [0, 1, 2], "x") == {"x": ints([1], [2], [3])}
-
-
 def test_a_field_keeps_its_kind(place: Place) -> None:
     peer, name = opened(place)
     peer.call("put", partition=name, ids=[0], columns={"x": ints([1])})

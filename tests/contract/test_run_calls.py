@@ -5,16 +5,10 @@ from typing import Any
 
 import pytest
 
-from tests.contract.peers import Place, ints, public_id
+from tests.contract.peers import Place, code_of, ints, public_id
 from tests.contract.reference_client import RefusedError
 
 WAIT_S = 10.0
-
-
-def code_of(peer: Any, kind: str, **fields: Any) -> str:
-    with pytest.raises(RefusedError) as refused:
-        peer.call(kind, **fields)
-    return str(refused.value.code)
 
 
 @dataclass

@@ -7,17 +7,11 @@ from typing import Any
 
 import pytest
 
-from tests.contract.peers import Forgetful, Place, ints, public_id
+from tests.contract.peers import Forgetful, Place, code_of, ints, public_id
 from tests.contract.reference_client import RefusedError
 
 TASKS = [{"name": "a", "requires": ["x"]}]
 UP_S = 20.0
-
-
-def code_of(peer: Any, kind: str, **fields: Any) -> str:
-    with pytest.raises(RefusedError) as refused:
-        peer.call(kind, **fields)
-    return str(refused.value.code)
 
 
 def leased(place: Place, **session: Any) -> tuple[Any, str]:
@@ -32,13 +26,6 @@ def leased(place: Place, **session: Any) -> tuple[Any, str]:
 def ready_ids(peer: Any, name: str) -> list[int]:
     ids: list[int] = peer.call("list", partition=name, task="a", state="ready")["ids"]
     return ids
-
-
-def test_bye_gives_leases_back(place: Place) -> None:
-    peer, name = leased(place)
-    other = place.worker()
-    peer.call("bye")
-    assert other.call("claim", partition=name, task="a", count=2)["ids"] == [0, 1]
 
 
 def test_a_newer_incarnation_takes_over(place: Place) -> None:

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from tests.contract.peers import Place
-from tests.contract.test_run_calls import Run, code_of, opened
+from tests.contract.peers import Place, code_of
+from tests.contract.test_run_calls import Run, opened
 
 HIDDEN, MAXIMA = "teacher_0_hidden_states", "teacher_0_column_maxima"
 WIDTH, H, V = 2, 3, 4

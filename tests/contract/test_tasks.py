@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.contract.peers import Place, ints
+from tests.contract.peers import Place, code_of, ints
 from tests.contract.reference_client import RefusedError
 
 UP_S = 20.0
@@ -30,12 +30,6 @@ def put(peer: Any, name: str, *ids: int, field: str = "x") -> None:
 def claimed(peer: Any, name: str, task: str, count: int, **options: Any) -> list[int] | None:
     reply = peer.call("claim", partition=name, task=task, count=count, **options)
     return None if reply is None else list(reply["ids"])
-
-
-def code_of(peer: Any, kind: str, **fields: Any) -> str:
-    with pytest.raises(RefusedError) as refused:
-        peer.call(kind, **fields)
-    return str(refused.value.code)
 
 
 def state(peer: Any, name: str, task: str) -> dict[str, list[int]]:
@@ -254,14 +248,6 @@ def test_a_task_completed_by_a_volatile_field_that_is_there_goes_with_its_owner(
     ]  # fmt: skip
 
 
-def test_a_claim_that_cannot_be_read_leases_nothing(place: Place) -> None:
-    peer, name = opened(place, task("a", "x"))
-    put(peer, name, 0)
-    assert code_of(peer, "claim", partition=name, task="a", count=1, fields=["z"]) == "unknown_sample"
-    assert state(peer, name, "a") == {"ready": [0]}
-    assert claimed(place.worker(), name, "a", 1) == [0]
-
-
 def test_partitions_stand_side_by_side(place: Place) -> None:
     peer, one = opened(place, task("a", "x"))
     _, two = opened(place, task("a", "x"))
@@ -344,12 +330,6 @@ def test_results_have_room_beyond_the_limit(small_place: Place) -> None:
     leases = [peer.call("claim", partition=name, task="a", count=1)["lease"] for _ in range(2)]
     peer.call("complete", partition=name, lease=leases[0], columns={"y": block})
     wide = ("dense", "uint8", (200_000,), [b"\1" * 200_000])
-    assert code_of_columns(peer, name, leases[1], {"z": wide}) == "no_room"
+    assert code_of(peer, "complete", partition=name, lease=leases[1], columns={"z": wide}) == "no_room"
     assert state(peer, name, "a") == {"leased": [1], "done": [0]}
     peer.call("complete", partition=name, lease=leases[1], columns={"y": block})
-
-
-def code_of_columns(peer: Any, name: str, lease: int, columns: dict[str, Any]) -> str:
-    with pytest.raises(RefusedError) as refused:
-        peer.call("complete", partition=name, lease=lease, columns=columns)
-    return str(refused.value.code)

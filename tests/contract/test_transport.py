@@ -90,41 +90,6 @@ def test_malformed_messages_get_error_codes(tcp_queue: Address, name: str) -> No
         assert ask(bare, msgpack.packb({**HELLO, "name": f"after-{name}"}))["type"] == "welcome"
 
 
-HEAD = {"name": "x", "kind": "jagged", "dtype": "int64", "rows": 1, "item_shape": []}
-EIGHT = (8).to_bytes(8, "little")
-BAD_COLUMNS: dict[str, tuple[dict[str, Any], list[bytes]]] = {
-    "a-buffer-too-few": (HEAD, [bytes(16)]),
-    "a-buffer-too-many": (HEAD, [bytes(16), b"", b""]),
-    "offsets-too-short": (HEAD, [bytes(8), b""]),
-    "offsets-from-one": (HEAD, [b"\1" + bytes(7) + b"\1" + bytes(7), bytes(8)]),
-    "offsets-beyond": (HEAD, [bytes(8) + EIGHT, bytes(8)]),
-    "offsets-fall": ({**HEAD, "rows": 2}, [bytes(8) + EIGHT + bytes(8), b""]),
-    "offsets-negative": (HEAD, [bytes(8) + b"\xff" * 8, b""]),
-    "dense-size": ({**HEAD, "kind": "dense"}, [bytes(7)]),
-    "overflow": ({**HEAD, "kind": "dense", "item_shape": [1 << 32] * 8}, [b""]),
-    "unknown-dtype": ({**HEAD, "dtype": "complex64"}, [bytes(16), b""]),
-    "unknown-kind": ({**HEAD, "kind": "pickle"}, [bytes(16), b""]),
-    "too-many-rows": ({**HEAD, "rows": 1 << 40}, [bytes(16), b""]),
-}
-
-
-@pytest.mark.parametrize("name", BAD_COLUMNS)
-def test_columns_that_do_not_fit_are_refused(tcp_queue: Address, name: str) -> None:
-    head, buffers = BAD_COLUMNS[name]
-    partition = f"bad-{name}"
-    with dealer(tcp_queue) as bare:
-        session = ask(bare, msgpack.packb({**HELLO, "name": partition}))["session"]
-        at = {"session": session, "partition": partition}
-        assert ask(bare, msgpack.packb({"type": "open", "id": "a.2", "tasks": TASKS, **at}))["type"] == "ok"
-        ids = list(range(min(head["rows"], 4)))
-        put = {"type": "put", "id": "a.3", "ids": ids, "columns": [head], **at}
-        assert ask(bare, msgpack.packb(put), *buffers)["code"] == "bad_request"
-        twice = {**put, "ids": [0], "columns": [HEAD, HEAD]}
-        assert ask(bare, msgpack.packb(twice), bytes(16), b"", bytes(16), b"")["code"] == "bad_request"
-        seen = ask(bare, msgpack.packb({"type": "list", "id": "a.4", "task": "a", "state": "ready", **at}))
-        assert seen["ids"] == []
-
-
 OBJECTS = {
     "deep": b"\x91" * 30 + b"\xc0",
     "extension": b"\xd4\x03x",
