@@ -56,7 +56,7 @@ MISFITS = {
 @pytest.mark.parametrize("misfit", MISFITS)
 def test_a_misfit_column_is_refused(misfit: str) -> None:
     head, buffers = MISFITS[misfit]
-    with pytest.raises(QueueError, match="column 'x'|more buffers than|unknown dtype") as refused:
+    with pytest.raises(QueueError, match=r"column 'x'|more buffers than|unknown dtype") as refused:
         unpack_columns([head], buffers)
     assert refused.value.code == "bad_request"
 

@@ -11,10 +11,10 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.integration.conftest import Tiny
+from tests.support.alignments import collator_of
 from tests.support.collators import DEADLINE_S, CollatorCrew
 from tests.support.columns import row_of
 from tests.support.tiny_run import TinyAssets, documents, steps_of, tiny_spec, write_jsonl
-from xtoken_core.collate import CrossTokenizerCollator
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.dataset import record_at
 from xtoken_core.errors import ConfigError
@@ -41,12 +41,8 @@ def check_rows(crew: CollatorCrew, spec: RunSpec, texts: list[str]) -> None:
     """Every position was put once, and its row is what collating its record gives."""
     assert crew.rows_put() == crew.positions == len(texts) * EPOCHS
     student, teacher = (AutoTokenizer.from_pretrained(m.model) for m in (spec.student, spec.teacher[0]))
-    collator = CrossTokenizerCollator(
-        student_tokenizer=student,
-        teacher_tokenizer=[teacher],
-        aligner=None,
-        ctx_length_student=spec.student.context_length,
-        ctx_length_teacher=spec.teacher[0].context_length,
+    collator = collator_of(
+        student, [teacher], spec.student.context_length, spec.teacher[0].context_length, aligner=None
     )
     expected = collator.rows([{"text": text} for text in texts])
     assert not expected.refused

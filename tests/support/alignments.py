@@ -10,6 +10,7 @@ from torch import Tensor
 
 from xtoken_core.alignment import AlignmentBatch, TokenAligner, TokenTable
 from xtoken_core.alignment.tables import SPECIAL, TEXT
+from xtoken_core.collate import CrossTokenizerCollator
 
 
 def padded(rows: Sequence[Sequence[int]], *, pad: int = 0, left: bool = False) -> tuple[Tensor, Tensor]:
@@ -82,3 +83,11 @@ def table_of(pieces: Sequence[bytes], specials: Sequence[bytes] = ()) -> TokenTa
     kinds = np.array([SPECIAL if index in literals else TEXT for index in range(len(pieces))], dtype=np.uint8)
     spelled = tuple(b"" if index in literals else piece for index, piece in enumerate(pieces))
     return TokenTable(spelled, kinds, {index: piece.decode() for index, piece in literals.items()}, literals)
+
+
+def collator_of(student: Any, teacher: Any, own: int, theirs: Any, **settings: Any) -> CrossTokenizerCollator:
+    """A collator of a pair whose texts are cut at `own` and `theirs` tokens, with the pair's aligner."""
+    if "aligner" not in settings:
+        settings["aligner"] = aligner_of(student, teacher)
+    sides = {"student_tokenizer": student, "teacher_tokenizer": teacher}
+    return CrossTokenizerCollator(**sides, ctx_length_student=own, ctx_length_teacher=theirs, **settings)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.support import vocabularies
+from tests.support.alignments import collator_of
 from tests.support.columns import columns_of as columns_of_rows
 from tests.unit.chain.test_chain_loss import V_S, VERSIONS, evaluate
 from tests.unit.chain.test_chain_loss import case as case
@@ -13,7 +14,6 @@ from tests.unit.chain.test_chain_loss import tables as tables
 from tests.unit.chain.test_chain_loss import teacher as teacher
 from xtoken_core import schema
 from xtoken_core.chain.build import as_tensors, build_tables
-from xtoken_core.collate import CrossTokenizerCollator
 from xtoken_core.config import LossConfig
 from xtoken_core.errors import InputError
 from xtoken_core.losses import CrossTokenizerDistillationLoss, HeadProjection, LossTeacher, combine_metrics
@@ -43,9 +43,7 @@ def test_records_of_every_kind(name):
     student, teacher = (make() for make in PAIRS[name])
     tables = as_tensors(build_tables(student, teacher))
     sizes = len(tables.student.root), len(tables.teacher.root)
-    collator = CrossTokenizerCollator(
-        student_tokenizer=student, teacher_tokenizer=teacher, aligner=None, ctx_length_student=48, ctx_length_teacher=64
-    )
+    collator = collator_of(student, teacher, 48, 64, aligner=None)
     loss_fn = CrossTokenizerDistillationLoss(
         CONFIG, student_vocab_size=sizes[0], teachers=[LossTeacher(sizes[1], tables=tables)]
     )
@@ -82,9 +80,7 @@ def test_records_of_every_kind(name):
 def test_a_truncated_document_has_no_end_of_text():
     student, teacher = vocabularies.byte_level(300), vocabularies.byte_level(400)
     tables = as_tensors(build_tables(student, teacher))
-    collator = CrossTokenizerCollator(
-        student_tokenizer=student, teacher_tokenizer=teacher, aligner=None, ctx_length_student=24, ctx_length_teacher=24
-    )
+    collator = collator_of(student, teacher, 24, 24, aligner=None)
     texts = ["ab\n", "lowest " * 30, "one 12\n    if x:\n" * 9]
     batch = schema.with_numbers(dict(collator.padded([{"text": text} for text in texts])))
     (loss,) = CrossTokenizerDistillationLoss(

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.support import vocabularies as v
-from tests.support.alignments import aligner_of
+from tests.support.alignments import aligner_of, collator_of
 from tests.support.columns import rows_of
 from xtoken_core import schema
 from xtoken_core.alignment import AlignmentBatch, alignment_from_flat_batch
@@ -49,14 +49,7 @@ def teacher():
 
 @pytest.fixture
 def collator(student, teacher):
-    return CrossTokenizerCollator(
-        student_tokenizer=student,
-        teacher_tokenizer=teacher,
-        aligner=aligner_of(student, teacher),
-        ctx_length_student=61,
-        ctx_length_teacher=80,
-        make_seq_div_by_student=8,
-    )
+    return collator_of(student, teacher, 61, 80, make_seq_div_by_student=8)
 
 
 def several(student, teacher, **changes):
@@ -103,14 +96,7 @@ def test_eos_ends_a_document_that_was_not_cut_on_both_sides(collator, student, t
 
 
 def test_without_append_eos_nothing_is_added(student, teacher):
-    collator = CrossTokenizerCollator(
-        student_tokenizer=student,
-        teacher_tokenizer=teacher,
-        aligner=aligner_of(student, teacher),
-        ctx_length_student=16,
-        ctx_length_teacher=16,
-        append_eos=False,
-    )
+    collator = collator_of(student, teacher, 16, 16, append_eos=False)
     out = collator([{"text": "hello"}])
     assert out["input_ids"][0, : out["input_lengths"][0]].tolist() == student.encode("hello")
 
@@ -147,9 +133,7 @@ def test_an_aligner_needs_nothing_but_align(student, teacher):
 def test_a_text_without_tokens_refuses_its_own_record(student):
     other = copy.copy(v.unigram(byte_fallback=False, unknown=False))
     other.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
-    collator = CrossTokenizerCollator(
-        student_tokenizer=student, teacher_tokenizer=other, aligner=None, ctx_length_student=64, ctx_length_teacher=64
-    )
+    collator = collator_of(student, other, 64, 64, aligner=None)
     bad = [
         {"text": "hello Ω"},
         {"prompt": "hello", "completion": " Ω"},
@@ -213,13 +197,7 @@ def test_of_a_conversation_only_the_answers_are_learnt_and_aligned(student, teac
     assert rows.records == [1]
     with pytest.raises(InputError, match="record 0 of the batch: the teacher 2's tokenizer has no chat template"):
         collator([{"messages": CHAT}])
-    collator = CrossTokenizerCollator(
-        student_tokenizer=student,
-        teacher_tokenizer=teacher,
-        aligner=aligner_of(student, teacher),
-        ctx_length_student=200,
-        ctx_length_teacher=200,
-    )
+    collator = collator_of(student, teacher, 200, 200)
     (row,) = rows_of(collator.rows([{"messages": CHAT}]).columns)
     aligner = aligner_of(student, teacher)
     ours = trained_text(student, aligner.student, row["input_ids"], row["token_mask"])
@@ -364,13 +342,7 @@ def test_no_records_make_no_rows(collator):
 
 def test_rows_without_a_chunk(student, teacher):
     """A text of which a context leaves no common boundary."""
-    collator = CrossTokenizerCollator(
-        student_tokenizer=student,
-        teacher_tokenizer=teacher,
-        aligner=aligner_of(student, teacher),
-        ctx_length_student=0,
-        ctx_length_teacher=1,
-    )
+    collator = collator_of(student, teacher, 0, 1)
     (row,) = rows_of(collator.rows([{"text": "hello"}]).columns)
     assert row["alignment_0_num_chunks"] == 0
     assert row["alignment_0_pair_valid"].size == row["input_ids"].size == 0

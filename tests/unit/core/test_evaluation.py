@@ -2,6 +2,7 @@
 
 import math
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -43,6 +44,11 @@ def adding_tokenizer(*tokens: str) -> PreTrainedTokenizerFast:
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
     return byte_tokenizer(bos_token="<s>", eos_token="</s>", pad_token="<pad>")
+
+
+def evaluated(model: Any, tokenizer: Any, texts: Any, context: int, batch_tokens: int = 8, max_bytes: int = 99) -> Any:
+    sizes = {"context_length": context, "batch_tokens": batch_tokens, "max_bytes": max_bytes}
+    return evaluate(model, tokenizer, texts, device="cpu", **sizes)
 
 
 def llama(head: int) -> LlamaForCausalLM:
@@ -87,7 +93,7 @@ def brute_force(
 @pytest.mark.parametrize("context", [1, 7, 500])
 def test_every_token_counts_once(tokenizer: PreTrainedTokenizerFast, head: int, context: int) -> None:
     model = llama(head).train()
-    result = evaluate(model, tokenizer, TEXTS, context_length=context, batch_tokens=64, device="cpu", max_bytes=10**6)
+    result = evaluated(model, tokenizer, TEXTS, context, 64, 10**6)
     assert model.training
     model.eval()
     expected = sum(brute_force(model, tokenizer, text, context) for text in TEXTS)
@@ -101,7 +107,7 @@ def test_every_token_counts_once(tokenizer: PreTrainedTokenizerFast, head: int, 
 @pytest.mark.parametrize("context", [3, 7, 500])
 def test_every_window_begins_with_what_the_tokenizer_puts_before_a_text(added: int, context: int) -> None:
     tokenizer, model = adding_tokenizer(*["<mask>", "<bos>"][-added:]), llama(300).eval()
-    result = evaluate(model, tokenizer, TEXTS, context_length=context, batch_tokens=64, device="cpu", max_bytes=10**6)
+    result = evaluated(model, tokenizer, TEXTS, context, 64, 10**6)
     expected = sum(brute_force(model, tokenizer, text, context, added) for text in TEXTS)
     assert result.nll_nats == pytest.approx(expected, rel=1e-5)
     assert result.tokens == result.bytes == sum(len(text.encode()) for text in TEXTS)
@@ -119,9 +125,7 @@ def test_batches_change_nothing_but_rounding_and_repetition_nothing_at_all(token
     model = llama(259)
 
     def nll(batch_tokens: int) -> float:
-        return evaluate(
-            model, tokenizer, TEXTS, context_length=16, batch_tokens=batch_tokens, device="cpu", max_bytes=10**6
-        ).nll_nats
+        return evaluated(model, tokenizer, TEXTS, 16, batch_tokens, 10**6).nll_nats
 
     assert nll(64) == nll(64)
     assert nll(1) == pytest.approx(nll(4096), rel=1e-5)
@@ -142,15 +146,13 @@ class Uniform(nn.Module):
 
 
 def test_a_model_that_knows_nothing_needs_the_entropy_of_its_vocabulary(tokenizer: PreTrainedTokenizerFast) -> None:
-    result = evaluate(Uniform(400), tokenizer, ["abcd"], context_length=3, batch_tokens=8, device="cpu", max_bytes=99)
+    result = evaluated(Uniform(400), tokenizer, ["abcd"], 3)
     assert result.bits_per_byte == pytest.approx(math.log2(259), rel=1e-6)
 
 
 def test_accuracy_is_the_share_of_tokens_with_the_highest_logit(tokenizer: PreTrainedTokenizerFast) -> None:
     (favourite,) = tokenizer("a")["input_ids"]
-    result = evaluate(
-        Uniform(259, favourite), tokenizer, ["abca"], context_length=3, batch_tokens=8, device="cpu", max_bytes=99
-    )
+    result = evaluated(Uniform(259, favourite), tokenizer, ["abca"], 3)
     assert result.next_token_accuracy == 0.5
 
 
@@ -159,16 +161,14 @@ def test_reading_stops_before_the_document_that_does_not_fit(
     tokenizer: PreTrainedTokenizerFast, max_bytes: int, documents: int
 ) -> None:
     texts = ["0123456789", "x", "", "01234"]
-    result = evaluate(
-        Uniform(259), tokenizer, texts, context_length=8, batch_tokens=8, device="cpu", max_bytes=max_bytes
-    )
+    result = evaluated(Uniform(259), tokenizer, texts, 8, max_bytes=max_bytes)
     assert result.documents == documents
 
 
 def test_eos_stands_in_for_a_missing_bos() -> None:
     only_eos = byte_tokenizer(eos_token="</s>")
     model = llama(257).eval()
-    result = evaluate(model, only_eos, ["ab"], context_length=8, batch_tokens=8, device="cpu", max_bytes=99)
+    result = evaluated(model, only_eos, ["ab"], 8)
     ids = [only_eos.eos_token_id, *only_eos("ab")["input_ids"]]
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([ids[:2]])).logits[0]
@@ -243,7 +243,7 @@ def test_of_records_only_the_answers_are_scored(tokenizer: PreTrainedTokenizerFa
         {"messages": [{"role": "user", "content": "no answer"}]},
         "a text",
     ]
-    result = evaluate(model, tokenizer, records, context_length=80, batch_tokens=128, device="cpu", max_bytes=10**6)
+    result = evaluated(model, tokenizer, records, 80, 128, 10**6)
     parts = [
         [("Say é: ", 0), ("é!", 1)],
         [("<s>", 0), ("bare", 1)],

@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support import vocabularies as v
-from tests.support.alignments import aligner_of, spelled
+from tests.support.alignments import collator_of, spelled
 from tests.support.columns import rows_of
 from tests.support.examples import examples
-from xtoken_core.collate import CrossTokenizerCollator
 from xtoken_core.dataset import BadRecord, DataIndex, JoinedIndex, PieceIndex, Record
 from xtoken_core.dataset.pieces import divide
 from xtoken_core.dataset.records import PIECE, Piece
@@ -115,10 +114,7 @@ def test_pieces_of_several_texts_are_numbered_as_one(tmp_path: Path) -> None:
 def test_every_piece_begins_as_a_text_and_the_last_one_ends_as_one(student: Any, adds_bos: bool) -> None:
     teacher = v.byte_level(bos=True)
     table = TextTokenizer(student, "student").table
-    collator = CrossTokenizerCollator(
-        student_tokenizer=student, teacher_tokenizer=teacher, aligner=aligner_of(student, teacher),
-        ctx_length_student=400, ctx_length_teacher=400,
-    )  # fmt: skip
+    collator = collator_of(student, teacher, 400, 400)
     words = LONG.replace("\n", " ")
     for text in (LONG, words):
         raw = text.encode()

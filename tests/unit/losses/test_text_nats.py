@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from tests.support import vocabularies
+from tests.support.alignments import collator_of
 from tests.support.columns import columns_of
 from tests.unit.losses.loss_cases import V_S, make_case
 from xtoken_core.alignment.tables import token_table
 from xtoken_core.chain.build import as_tensors, build_tables
-from xtoken_core.collate import CrossTokenizerCollator
 from xtoken_core.config import LossConfig
 from xtoken_core.losses import CrossTokenizerDistillationLoss, HeadProjection, LossTeacher
 from xtoken_core.losses.masks import predicted_ids
@@ -31,9 +31,7 @@ def chain():
     student, teacher = vocabularies.byte_level(), vocabularies.unigram()
     tables = as_tensors(build_tables(student, teacher))
     sizes = len(tables.student.root), len(tables.teacher.root)
-    collator = CrossTokenizerCollator(
-        student_tokenizer=student, teacher_tokenizer=teacher, aligner=None, ctx_length_student=64, ctx_length_teacher=64
-    )
+    collator = collator_of(student, teacher, 64, 64, aligner=None)
     batch = dict(collator.padded(RECORDS))
     loss = CrossTokenizerDistillationLoss(
         LossConfig(), student_vocab_size=sizes[0], teachers=[LossTeacher(sizes[1], tables=tables)]

@@ -40,6 +40,11 @@ def directories(tmp_path_factory):
     return base
 
 
+def sides(directory):
+    """Options that name the tokenizers in a directory."""
+    return ["--student", str(directory / "student"), "--teacher", str(directory / "teacher")]
+
+
 @pytest.mark.parametrize(
     ("piece", "expected"),
     [
@@ -105,8 +110,7 @@ def test_align_check_counts_files_and_total(directories, tmp_path):
     texts = [*v.TEXTS.values()]
     lines.write_text("\n".join(json.dumps({"body": text}) for text in texts), encoding="utf-8")
     plain.write_text("def f():\n    return '日本'\n", encoding="utf-8")
-    pair = ["--student", str(directories / "student"), "--teacher", str(directories / "teacher")]
-    done = RUNNER.invoke(align_app, ["check", *pair, str(lines), str(plain), "--field", "body", "--json"])
+    done = RUNNER.invoke(align_app, ["check", *sides(directories), str(lines), str(plain), "--field", "body", "--json"])
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
     student = v.unigram()
@@ -123,8 +127,7 @@ def test_align_check_counts_files_and_total(directories, tmp_path):
 def test_align_check_prints_the_counts_of_one_file_once(directories, tmp_path):
     plain = tmp_path / "code.py"
     plain.write_text("def f():\n    return 1\n", encoding="utf-8")
-    pair = ["--student", str(directories / "student"), "--teacher", str(directories / "teacher")]
-    done = RUNNER.invoke(align_app, ["check", *pair, str(plain)])
+    done = RUNNER.invoke(align_app, ["check", *sides(directories), str(plain)])
     assert done.output.count("correct_chunks") == 2, "correct and incorrect chunks"
     assert "total" not in done.output
 
@@ -160,14 +163,13 @@ def test_align_check_says_where_the_first_chunk_is_that_does_not_fit(directories
 def test_align_check_counts_records_and_says_where_the_first_skipped_one_is(directories, tmp_path):
     lines = tmp_path / "texts.jsonl"
     lines.write_text('{"text": "low lower"}\n\n{"text": "newest"}\n{"body": 3}\n', encoding="utf-8")
-    pair = ["--student", str(directories / "student"), "--teacher", str(directories / "teacher")]
-    done = RUNNER.invoke(align_app, ["check", *pair, str(lines), "--json"], catch_exceptions=False)
+    done = RUNNER.invoke(align_app, ["check", *sides(directories), str(lines), "--json"], catch_exceptions=False)
     found = json.loads(done.stdout)
     for counts in (found["files"][str(lines)], found["total"]):
         assert (counts["records"], counts["skipped"]) == (4, 2)
         assert counts["first_skipped"] == {"location": f"{lines}:2", "reason": "empty line"}
         assert (counts["records_with_misfits"], counts["first_misfit"]) == (0, None)
-    shown = RUNNER.invoke(align_app, ["check", *pair, str(lines)], catch_exceptions=False).output
+    shown = RUNNER.invoke(align_app, ["check", *sides(directories), str(lines)], catch_exceptions=False).output
     assert f"first: {lines}:2: empty line" in shown
 
 
@@ -211,8 +213,7 @@ def test_align_check_names_the_character_that_a_tokenizer_has_no_token_for(tmp_p
     v.byte_level().save_pretrained(tmp_path / other)
     lines = tmp_path / "texts.jsonl"
     lines.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("low lower", "low ☃ lower", "low ☃")))
-    pair = ["--student", str(tmp_path / "student"), "--teacher", str(tmp_path / "teacher")]
-    done = RUNNER.invoke(align_app, ["check", *pair, str(lines)])
+    done = RUNNER.invoke(align_app, ["check", *sides(tmp_path), str(lines)])
     assert isinstance(done.exception, XtokenError)
     assert f"the first in {lines}:2: {LACKS.format(side)};" in str(done.exception)
 
@@ -222,8 +223,7 @@ def test_align_check_names_the_special_token_in_a_text(tmp_path):
     v.byte_level().save_pretrained(tmp_path / "teacher")
     lines = tmp_path / "texts.jsonl"
     lines.write_text('{"text": "low"}\n{"text": "low<s>"}\n')
-    pair = ["--student", str(tmp_path / "student"), "--teacher", str(tmp_path / "teacher")]
-    done = RUNNER.invoke(align_app, ["check", *pair, str(lines)])
+    done = RUNNER.invoke(align_app, ["check", *sides(tmp_path), str(lines)])
     cause = "the text holds the name '<s>' of a special token"
     assert f"{lines}:2: 1 of the student and 3 of the teacher in no chunk: {cause}" in done.output
 
@@ -242,8 +242,7 @@ def test_align_check_fails_where_no_text_can_be_used(tmp_path, make, records, re
     v.byte_level().save_pretrained(tmp_path / "teacher")
     lines = tmp_path / "texts.jsonl"
     lines.write_text("".join(json.dumps(record) + "\n" for record in records))
-    pair = ["--student", str(tmp_path / "student"), "--teacher", str(tmp_path / "teacher")]
-    done = RUNNER.invoke(align_app, ["check", *pair, str(lines)])
+    done = RUNNER.invoke(align_app, ["check", *sides(tmp_path), str(lines)])
     assert done.exit_code == 1
     assert isinstance(done.exception, XtokenError)
     assert f"none of {len(records)} texts has a chunk that both sides spell: {lines}:1: " in str(done.exception)
@@ -255,8 +254,7 @@ def test_align_check_goes_on_behind_a_text_without_tokens(tmp_path):
     v.byte_level().save_pretrained(tmp_path / "teacher")
     lines = tmp_path / "texts.jsonl"
     lines.write_text('{"text": "low ☃"}\n{"text": "low"}\n')
-    pair = ["--student", str(tmp_path / "student"), "--teacher", str(tmp_path / "teacher")]
-    done = RUNNER.invoke(align_app, ["check", *pair, str(lines), "--json"], catch_exceptions=False)
+    done = RUNNER.invoke(align_app, ["check", *sides(tmp_path), str(lines), "--json"], catch_exceptions=False)
     total = json.loads(done.stdout)["total"]
     assert (total["records"], total["skipped"], total["incorrect_chunks"]) == (2, 1, 0)
     assert LACKS.format("student") in total["first_skipped"]["reason"]
@@ -308,7 +306,7 @@ def test_inspect_names_every_empty_row_and_escapes_bytes_once(tmp_path):
 
 
 def test_align_show_prints_both_sides_and_writes_a_page(directories, tmp_path):
-    pair = ["--student", str(directories / "student"), "--teacher", str(directories / "teacher")]
+    pair = sides(directories)
     page = tmp_path / "page.html"
     done = RUNNER.invoke(align_app, ["show", *pair, "<b> lower 日本", "--html", str(page)], catch_exceptions=False)
     assert done.exit_code == 0

@@ -9,9 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.support import vocabularies as v
-from tests.support.alignments import aligner_of
+from tests.support.alignments import aligner_of, collator_of
 from tests.support.columns import rows_of
-from xtoken_core.collate import CrossTokenizerCollator
 from xtoken_core.config.spec import ModelSpec
 from xtoken_core.errors import InputError
 from xtoken_services.cli.align import align_app
@@ -88,10 +87,7 @@ def test_answers_are_trained_on_under_every_template(sides: tuple[Any, Any, Any]
     names = list(TEMPLATES)
     student.chat_template = TEMPLATES[names[number]]
     teacher.chat_template = TEMPLATES[names[(number + 1) % len(names)]]
-    collator = CrossTokenizerCollator(
-        student_tokenizer=student, teacher_tokenizer=teacher, aligner=aligner, ctx_length_student=500,
-        ctx_length_teacher=500,
-    )  # fmt: skip
+    collator = collator_of(student, teacher, 500, 500, aligner=aligner)
     (row,) = rows_of(collator.rows([{"messages": CHAT}]).columns)
     ours = aligner.student.spell(row["input_ids"][row["token_mask"] == 1]).decode()
     theirs = aligner.teacher.spell(row["teacher_0_input_ids"][row["teacher_0_token_mask"] == 1]).decode()
@@ -146,10 +142,7 @@ def test_align_check_renders_messages_as_a_run_does(tmp_path: Path, sides: tuple
     sides_given = ["--student", str(tmp_path / "student"), "--teacher", str(tmp_path / "teacher")]
     done = CliRunner().invoke(align_app, ["check", *sides_given, "--json", str(file)], catch_exceptions=False)
     total = json.loads(done.stdout)["total"]
-    collator = CrossTokenizerCollator(
-        student_tokenizer=student, teacher_tokenizer=teacher, aligner=aligner, ctx_length_student=500,
-        ctx_length_teacher=500, append_eos=False,
-    )  # fmt: skip
+    collator = collator_of(student, teacher, 500, 500, aligner=aligner, append_eos=False)
     rows = rows_of(collator.rows(lines).columns)
     assert (total["records"], total["skipped"], total["records_with_misfits"]) == (4, 1, 0)
     assert total["first_skipped"]["reason"] == "no assistant message that every chat template shows as it is"
@@ -159,10 +152,7 @@ def test_align_check_renders_messages_as_a_run_does(tmp_path: Path, sides: tuple
 def test_train_on_all_roles() -> None:
     tokenizer = copy.deepcopy(v.byte_level(400))
     tokenizer.chat_template = TEMPLATES["im_start"]
-    collator = CrossTokenizerCollator(
-        student_tokenizer=tokenizer, teacher_tokenizer=[None], aligner=[None], ctx_length_student=400,
-        ctx_length_teacher=[None], train_on="all",
-    )  # fmt: skip
+    collator = collator_of(tokenizer, [None], 400, [None], aligner=[None], train_on="all")
     records = [{"messages": CHAT}, {"prompt": "say hello", "completion": " hello"}]
     conversation, completion = rows_of(collator.rows(records).columns)
     learnt = [i for i, mask in zip(conversation["input_ids"], conversation["token_mask"], strict=True) if mask]
