@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.cases import cases
+
 ROOT = Path(__file__).parents[2]
 CODE = ("xtoken", "xtoken_core", "services")
 HELPERS = ("experiments", "benchmarks")
@@ -233,33 +235,35 @@ def test_docstrings_of_functions_begin_with_a_verb_and_name_the_result() -> None
     assert function_findings() == []
 
 
-@pytest.mark.parametrize(
-    ("source", "expected"),
-    [
-        ("def settle_all(): ...", [("settle_all", "settle")]),
-        ("class ToldRun: ...", [("ToldRun", "told")]),
-        ("def stand_by(x): ...", [("stand_by", "stand_by")]),
-        ("place_of_device = 1", [("place_of_device", "place_of")]),
-        ("settings = 1", []),
-        ("x.settle()", []),
-    ],
+@cases(
+    "source, expected",
+    ("def settle_all(): ...", [("settle_all", "settle")]),
+    ("class ToldRun: ...", [("ToldRun", "told")]),
+    ("def stand_by(x): ...", [("stand_by", "stand_by")]),
+    ("place_of_device = 1", [("place_of_device", "place_of")]),
+    ("settings = 1", []),
+    ("x.settle()", []),
 )
 def test_the_search_splits_identifiers(source: str, expected: list[tuple[str, str]]) -> None:
     assert wrong_identifiers(source) == expected
 
 
-@pytest.mark.parametrize(
+@cases(
     "text",
-    ["stopping in order; once more to stop at once", "it goes on from the\nlast checkpoint", "has ended without a word",
-     "raw pyzmq, which keeps no books", "Ctrl-C stops it in order", "Who may ask", "nobody waits"],
-)  # fmt: skip
+    "stopping in order; once more to stop at once",
+    "it goes on from the\nlast checkpoint",
+    "has ended without a word",
+    "raw pyzmq, which keeps no books",
+    "Ctrl-C stops it in order",
+    "Who may ask",
+    "nobody waits",
+)
 def test_the_search_finds_phrases(text: str) -> None:
     assert phrases_in(text)
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["Return those of a row.", "Return what is left.", "The ids of a text.", "Rows of a batch.", "`count` rows."],
+@cases(
+    "text", "Return those of a row.", "Return what is left.", "The ids of a text.", "Rows of a batch.", "`count` rows."
 )
 def test_the_search_finds_docstrings_without_a_verb(text: str) -> None:
     assert wrong_functions(f"def f():\n    '{text}'")

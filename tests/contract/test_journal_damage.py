@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.contract.test_journal import Kept, bodies, filled, journal_file, samples_after
+from tests.support.cases import cases
 from xtoken_core.errors import InputError
 from xtoken_core.wire import ColumnHead
 from xtoken_core.wire import messages as m
@@ -97,18 +98,22 @@ def test_no_flip_in_the_database_loses_a_sample(tmp_path: Path) -> None:
     assert refused > 50
 
 
-@pytest.mark.parametrize(
+@cases(
     "statements",
+    ["DELETE FROM rows WHERE number = 4"],
+    ["DELETE FROM rows WHERE number = 4", "UPDATE rows SET number = number - 1 WHERE number > 4"],
     [
-        ["DELETE FROM rows WHERE number = 4"],
-        ["DELETE FROM rows WHERE number = 4", "UPDATE rows SET number = number - 1 WHERE number > 4"],
-        ["UPDATE rows SET number = -number WHERE number > 4", "UPDATE rows SET number = 1 - number WHERE number < 0",
-         "INSERT INTO rows SELECT 5, batch, record, part, checksum, body FROM rows WHERE number = 4"],
-        ["UPDATE rows SET number = 100 WHERE number = 4", "UPDATE rows SET number = 4 WHERE number = 6",
-         "UPDATE rows SET number = 6 WHERE number = 100"],
+        "UPDATE rows SET number = -number WHERE number > 4",
+        "UPDATE rows SET number = 1 - number WHERE number < 0",
+        "INSERT INTO rows SELECT 5, batch, record, part, checksum, body FROM rows WHERE number = 4",
+    ],
+    [
+        "UPDATE rows SET number = 100 WHERE number = 4",
+        "UPDATE rows SET number = 4 WHERE number = 6",
+        "UPDATE rows SET number = 6 WHERE number = 100",
     ],
     ids=["removed", "removed and counted anew", "doubled", "swapped"],
-)  # fmt: skip
+)
 def test_rows_keep_their_order(tmp_path: Path, statements: Sequence[str]) -> None:
     directory = tmp_path / "j"
     filled(directory)
@@ -187,12 +192,10 @@ def test_a_misfit_record_is_one_line(tmp_path: Path, name: str) -> None:
     assert f"record 2 does not fit those before it: {words}" in refusal(tmp_path / "j")
 
 
-@pytest.mark.parametrize(
-    ("record", "words"),
-    [
-        (r.BlockRows(partition="r", ids=[], dead={1: "bad", 2: "bad"}, partial=True), "position 2 is not in block 0"),
-        (r.AtStep(partition="r", step=2, acked=True), "step 2 is not the one after step 0"),
-    ],
+@cases(
+    "record, words",
+    (r.BlockRows(partition="r", ids=[], dead={1: "bad", 2: "bad"}, partial=True), "position 2 is not in block 0"),
+    (r.AtStep(partition="r", step=2, acked=True), "step 2 is not the one after step 0"),
     ids=["foreign position", "step left out"],
 )
 def test_a_record_that_does_not_fit_its_run_is_refused(tmp_path: Path, record: r.Record, words: str) -> None:

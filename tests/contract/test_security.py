@@ -24,6 +24,7 @@ from tests.contract.peers import Place, ints
 from tests.contract.processes import free_port, ipc_address, queue_process, queue_thread, tcp_address
 from tests.contract.reference_client import UnreachableError
 from tests.contract.test_transport import ask, dealer
+from tests.support.cases import cases
 from xtoken_core.compat.task_client import TaskClient
 from xtoken_core.data_plane import zmq_transport
 from xtoken_core.data_plane.address import Address
@@ -267,13 +268,11 @@ def test_a_slow_view_keeps_its_session(short_tmp: Path, monkeypatch: pytest.Monk
     assert silences == [(1.0, 30.0), (33.0, 99.0), (3600.0, 10800.0)]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--fsync", "bogus"], "--fsync 'bogus': it is one of interval, always"),
-        (["--fsync", "always"], "--fsync always needs a journal"),
-        (["--group", "7"], "--group 7 needs the run"),
-    ],
+@cases(
+    "options, message",
+    (["--fsync", "bogus"], "--fsync 'bogus': it is one of interval, always"),
+    (["--fsync", "always"], "--fsync always needs a journal"),
+    (["--group", "7"], "--group 7 needs the run"),
 )
 def test_options_without_the_one_that_they_need_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], message: str
@@ -319,13 +318,11 @@ def watched(address: Address) -> Iterator[tuple[Callable[[], int], Callable[[], 
             thread.join()
 
 
-@pytest.mark.parametrize(
-    ("transport", "frame"),
-    [
-        pytest.param("tcp", 1 << 20, marks=pytest.mark.slow),
-        pytest.param("ipc", 1 << 16, marks=pytest.mark.slow),
-        ("ipc", 200),
-    ],
+@cases(
+    "transport, frame",
+    pytest.param("tcp", 1 << 20, marks=pytest.mark.slow),
+    pytest.param("ipc", 1 << 16, marks=pytest.mark.slow),
+    ("ipc", 200),
 )
 def test_a_message_without_an_end_is_cut(short_tmp: Path, transport: str, frame: int) -> None:
     make = tcp_address if transport == "tcp" else ipc_address

@@ -12,19 +12,18 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.integration.conftest import Tiny
+from tests.support.cases import cases
 from tests.support.tiny_run import documents, make_model, steps_of, write_jsonl
 from tests.unit.trainer.students import make_model as make_student
 from xtoken_services.common.run.resolve import resolve_run
 from xtoken_services.common.run.status import RunState
 
-on_two_devices = pytest.mark.parametrize(
+on_two_devices = cases(
     "device",
-    [
-        pytest.param("cpu", marks=pytest.mark.slow),
-        pytest.param(
-            "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
-        ),
-    ],
+    pytest.param("cpu", marks=pytest.mark.slow),
+    pytest.param(
+        "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
+    ),
 )
 
 
@@ -125,12 +124,10 @@ def test_ranks_that_wait_for_each_other_leave_together_and_save(tiny: Tiny, para
     assert all(row["task_accuracy_task"] <= row["task_any_task"] for row in rows)
 
 
-@pytest.mark.parametrize(
-    ("workers", "tolerance"),
-    [
-        pytest.param({"ranks": 2}, 1e-4, marks=pytest.mark.slow),
-        pytest.param({"device": "cuda"}, 1e-3, marks=pytest.mark.gpu),
-    ],
+@cases(
+    "workers, tolerance",
+    pytest.param({"ranks": 2}, 1e-4, marks=pytest.mark.slow),
+    pytest.param({"device": "cuda"}, 1e-3, marks=pytest.mark.gpu),
     ids=["two-ranks", "cuda"],
 )
 def test_a_step_follows_the_better_teacher_of_each_micro_batch(

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 
 from benchmarks.chain_tables import side_tokens
 from tests.ops.tolerances import GRADIENT, OUTPUT, assert_within
+from tests.support.cases import cases
 from tests.support.device import without_waiting
 from tests.unit.chain.test_divergence import BETAS, GIVEN, QUICK, batch_of, by_loops, random_logits
 from tests.unit.chain.test_edges import DOCUMENTS, SPLIT, WHOLE
@@ -97,16 +98,14 @@ def check(given, options, temperature=1.0, overwrite=False, beta=FORWARD):
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(
-    ("pair", "options", "temperature"),
-    [
-        pytest.param((WHOLE, SPLIT), ChainOptions(), 1.0, id="student_is_whole"),
-        pytest.param((SPLIT, WHOLE), ChainOptions(), 2.0, id="teacher_is_whole", marks=slow),
-        pytest.param((UNGROUPED, BY_THREE), ChainOptions(), 1.0, id="words_end_inside_tokens"),
-        pytest.param((WHOLE, SPLIT), ChainOptions(False, True, True), 1.0, id="unconditioned", marks=slow),
-        pytest.param((SPLIT, WHOLE), ChainOptions(True, False, True), 1.0, id="no_end_terms", marks=slow),
-        pytest.param((WHOLE, WHOLE), ChainOptions(), 1.0, id="one_tokenizer", marks=slow),
-    ],
+@cases(
+    "pair, options, temperature",
+    pytest.param((WHOLE, SPLIT), ChainOptions(), 1.0, id="student_is_whole"),
+    pytest.param((SPLIT, WHOLE), ChainOptions(), 2.0, id="teacher_is_whole", marks=slow),
+    pytest.param((UNGROUPED, BY_THREE), ChainOptions(), 1.0, id="words_end_inside_tokens"),
+    pytest.param((WHOLE, SPLIT), ChainOptions(False, True, True), 1.0, id="unconditioned", marks=slow),
+    pytest.param((SPLIT, WHOLE), ChainOptions(True, False, True), 1.0, id="no_end_terms", marks=slow),
+    pytest.param((WHOLE, WHOLE), ChainOptions(), 1.0, id="one_tokenizer", marks=slow),
 )
 def test_values_and_gradient_are_the_references(device, pair, options, temperature):
     check(inputs(pair, device), options, temperature)
@@ -115,15 +114,13 @@ def test_values_and_gradient_are_the_references(device, pair, options, temperatu
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("device", DEVICES)
 @forms
-@pytest.mark.parametrize(
-    ("pair", "options", "temperature", "overwrite"),
-    [
-        pytest.param((WHOLE, SPLIT), ChainOptions(), 1.0, True, id="student_is_whole"),
-        pytest.param((SPLIT, WHOLE), ChainOptions(), 2.0, False, id="teacher_is_whole"),
-        pytest.param((UNGROUPED, BY_THREE), ChainOptions(), 1.0, False, id="words_end_inside_tokens"),
-        pytest.param((WHOLE, SPLIT), ChainOptions(False, True, True), 1.0, True, id="unconditioned", marks=slow),
-        pytest.param((WHOLE, WHOLE), ChainOptions(), 1.0, False, id="one_tokenizer", marks=slow),
-    ],
+@cases(
+    "pair, options, temperature, overwrite",
+    pytest.param((WHOLE, SPLIT), ChainOptions(), 1.0, True, id="student_is_whole"),
+    pytest.param((SPLIT, WHOLE), ChainOptions(), 2.0, False, id="teacher_is_whole"),
+    pytest.param((UNGROUPED, BY_THREE), ChainOptions(), 1.0, False, id="words_end_inside_tokens"),
+    pytest.param((WHOLE, SPLIT), ChainOptions(False, True, True), 1.0, True, id="unconditioned", marks=slow),
+    pytest.param((WHOLE, WHOLE), ChainOptions(), 1.0, False, id="one_tokenizer", marks=slow),
 )
 def test_generated_text(device, pair, options, temperature, overwrite, beta):
     check(inputs(pair, device), options, temperature, overwrite, beta)
@@ -131,9 +128,10 @@ def test_generated_text(device, pair, options, temperature, overwrite, beta):
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(
-    ("pair", "temperature"),
-    [((WHOLE, SPLIT), 1.0), pytest.param((SPLIT, WHOLE), 2.0, marks=slow)],
+@cases(
+    "pair, temperature",
+    ((WHOLE, SPLIT), 1.0),
+    pytest.param((SPLIT, WHOLE), 2.0, marks=slow),
     ids=["student_is_whole", "teacher_is_whole"],
 )
 def test_gradient_takes_the_memory_of_the_logits(device, pair, temperature):

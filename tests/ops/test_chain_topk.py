@@ -6,6 +6,7 @@ import torch
 from tests.ops.test_chain_kernels import FORWARD, every_form, every_other, forms, of_thousands, without_end_terms
 from tests.ops.test_chain_kernels import inputs as chain_inputs
 from tests.ops.tolerances import GRADIENT, OUTPUT, assert_within
+from tests.support.cases import cases
 from tests.support.device import without_waiting
 from tests.unit.chain.test_edges import SPLIT, WHOLE
 from tests.unit.chain.tiny_tokenizers import BY_THREE, UNGROUPED
@@ -81,19 +82,17 @@ def check(arguments, reference=None):
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(
-    ("pair", "k", "changed"),
-    [
-        pytest.param((WHOLE, SPLIT), 3, {}, id="student_is_whole"),
-        pytest.param((SPLIT, WHOLE), 4, {"temperature": 2.0}, id="teacher_is_whole"),
-        pytest.param((BY_THREE, UNGROUPED), 5, {}, id="words_end_inside_tokens"),
-        pytest.param((BY_THREE, UNGROUPED), 1000, {}, id="words_end_inside_tokens_all_listed", marks=slow),
-        pytest.param((WHOLE, SPLIT), 2, {"options": ChainOptions(False, True, True)}, id="unconditioned", marks=slow),
-        pytest.param((SPLIT, WHOLE), 5, {"options": ChainOptions(True, False, True)}, id="no_end_terms", marks=slow),
-        pytest.param((WHOLE, WHOLE), 3, {}, id="one_tokenizer", marks=slow),
-        pytest.param((SPLIT, WHOLE), 1000, {}, id="all_are_listed", marks=slow),
-        pytest.param((WHOLE, SPLIT), 1, {}, id="one_is_listed", marks=slow),
-    ],
+@cases(
+    "pair, k, changed",
+    pytest.param((WHOLE, SPLIT), 3, {}, id="student_is_whole"),
+    pytest.param((SPLIT, WHOLE), 4, {"temperature": 2.0}, id="teacher_is_whole"),
+    pytest.param((BY_THREE, UNGROUPED), 5, {}, id="words_end_inside_tokens"),
+    pytest.param((BY_THREE, UNGROUPED), 1000, {}, id="words_end_inside_tokens_all_listed", marks=slow),
+    pytest.param((WHOLE, SPLIT), 2, {"options": ChainOptions(False, True, True)}, id="unconditioned", marks=slow),
+    pytest.param((SPLIT, WHOLE), 5, {"options": ChainOptions(True, False, True)}, id="no_end_terms", marks=slow),
+    pytest.param((WHOLE, WHOLE), 3, {}, id="one_tokenizer", marks=slow),
+    pytest.param((SPLIT, WHOLE), 1000, {}, id="all_are_listed", marks=slow),
+    pytest.param((WHOLE, SPLIT), 1, {}, id="one_is_listed", marks=slow),
 )
 def test_values_and_gradient_are_the_references(device, pair, k, changed):
     expected = check(case(pair, device, min(k, len(pair[1].vocab)), **changed))
@@ -103,15 +102,13 @@ def test_values_and_gradient_are_the_references(device, pair, k, changed):
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("device", DEVICES)
 @forms
-@pytest.mark.parametrize(
-    ("pair", "k", "changed"),
-    [
-        pytest.param((WHOLE, SPLIT), 3, {}, id="student_is_whole"),
-        pytest.param((SPLIT, WHOLE), 4, {"temperature": 2.0}, id="teacher_is_whole"),
-        pytest.param((BY_THREE, UNGROUPED), 5, {}, id="words_end_inside_tokens"),
-        pytest.param((WHOLE, SPLIT), 2, {"options": ChainOptions(False, True, True)}, id="unconditioned", marks=slow),
-        pytest.param((WHOLE, SPLIT), 1, {}, id="one_is_listed", marks=slow),
-    ],
+@cases(
+    "pair, k, changed",
+    pytest.param((WHOLE, SPLIT), 3, {}, id="student_is_whole"),
+    pytest.param((SPLIT, WHOLE), 4, {"temperature": 2.0}, id="teacher_is_whole"),
+    pytest.param((BY_THREE, UNGROUPED), 5, {}, id="words_end_inside_tokens"),
+    pytest.param((WHOLE, SPLIT), 2, {"options": ChainOptions(False, True, True)}, id="unconditioned", marks=slow),
+    pytest.param((WHOLE, SPLIT), 1, {}, id="one_is_listed", marks=slow),
 )
 def test_generated_text(device, pair, k, changed, beta):
     check(case(pair, device, min(k, len(pair[1].vocab)), beta=beta, **changed))

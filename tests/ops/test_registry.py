@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.cases import cases
 from xtoken_core.compat.embedding import NativeEmbeddingOp
 from xtoken_core.errors import ConfigError
 from xtoken_core.ops import OpBackend, get_op, op_names, priority
@@ -38,25 +39,21 @@ def test_the_environment_overrides_the_priority(monkeypatch):
     assert priority("embedding", "cpu") == (OpBackend.PYTORCH_NATIVE_EMBEDDING,)
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("p_kl=triton", OpBackend.TRITON_P_KL_CROSS_ENTROPY),
-        ("p_kl_cross_entropy=reference,p_kl=triton", OpBackend.PYTORCH_NATIVE_P_KL_CROSS_ENTROPY),
-        ("cross_entropy=triton", OpBackend.PYTORCH_NATIVE_P_KL_CROSS_ENTROPY),
-    ],
+@cases(
+    "text, expected",
+    ("p_kl=triton", OpBackend.TRITON_P_KL_CROSS_ENTROPY),
+    ("p_kl_cross_entropy=reference,p_kl=triton", OpBackend.PYTORCH_NATIVE_P_KL_CROSS_ENTROPY),
+    ("cross_entropy=triton", OpBackend.PYTORCH_NATIVE_P_KL_CROSS_ENTROPY),
 )
 def test_p_kl_with_cross_entropy_follows_p_kl_unless_it_is_named(monkeypatch, text, expected):
     monkeypatch.setenv("XTOKEN_OPS", text)
     assert priority("p_kl_cross_entropy", "cpu") == (expected,)
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("gold=triton", OpBackend.TRITON_GOLD_CROSS_ENTROPY),
-        ("gold_cross_entropy=reference,gold=triton", OpBackend.PYTORCH_NATIVE_GOLD_CROSS_ENTROPY),
-    ],
+@cases(
+    "text, expected",
+    ("gold=triton", OpBackend.TRITON_GOLD_CROSS_ENTROPY),
+    ("gold_cross_entropy=reference,gold=triton", OpBackend.PYTORCH_NATIVE_GOLD_CROSS_ENTROPY),
 )
 def test_gold_with_cross_entropy_follows_gold_unless_it_is_named(monkeypatch, text, expected):
     monkeypatch.setenv("XTOKEN_OPS", text)

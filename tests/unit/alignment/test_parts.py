@@ -18,6 +18,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
 from tests.support import vocabularies as v
 from tests.support.alignments import padded, table_of
+from tests.support.cases import cases
 from tests.support.examples import examples
 from tests.unit.alignment.test_boundaries import run
 from xtoken_core import schema
@@ -61,14 +62,12 @@ def words(*vocabulary: str, normalizer: normalizers.Normalizer | None = None):
     return v.fast(tokenizer, unk_token="<unk>", eos_token="</s>", pad_token="</s>")
 
 
-@pytest.mark.parametrize(
-    ("a", "b", "blocks"),
-    [
-        ("a", "b", []),
-        ("abXcdefZgh", "abYcdefWij", [(0, 0, 2), (3, 3, 4)]),
-        ("ab123cX", "ab890cY", [(0, 0, 2)]),
-        ("abXcd", "abcd", [(0, 0, 2), (3, 2, 2)]),
-    ],
+@cases(
+    "a, b, blocks",
+    ("a", "b", []),
+    ("abXcdefZgh", "abYcdefWij", [(0, 0, 2), (3, 3, 4)]),
+    ("ab123cX", "ab890cY", [(0, 0, 2)]),
+    ("abXcd", "abcd", [(0, 0, 2), (3, 2, 2)]),
     ids=["nothing", "four in the middle", "one symbol is not enough", "the end"],
 )
 def test_stretches_in_common(a, b, blocks):
@@ -175,16 +174,14 @@ class Spaced(Encoder):
         raise NotImplementedError
 
 
-@pytest.mark.parametrize(
-    ("ids", "chunk", "truncated", "unmatched"),
-    [
-        ([1, 5, 6, 2], [-1, 0, 1, -1], False, 0),
-        ([1, 5, 6, 7], [-1, 0, 1, -1], False, 1),
-        ([5, 6, 7, 2], [-1, 0, -1, -1], False, 2),
-        ([1, 3, 6, 2], [-1, -1, 0, -1], False, 0),
-        ([1, 5, 6, 7], [-1, 0, 1, -1], True, 0),
-        ([1, 5, 6, 7], [-1, -1, 1, -1], True, 1),
-    ],
+@cases(
+    "ids, chunk, truncated, unmatched",
+    ([1, 5, 6, 2], [-1, 0, 1, -1], False, 0),
+    ([1, 5, 6, 7], [-1, 0, 1, -1], False, 1),
+    ([5, 6, 7, 2], [-1, 0, -1, -1], False, 2),
+    ([1, 3, 6, 2], [-1, -1, 0, -1], False, 0),
+    ([1, 5, 6, 7], [-1, 0, 1, -1], True, 0),
+    ([1, 5, 6, 7], [-1, -1, 1, -1], True, 1),
     ids=["ends", "no end", "no beginning", "a space alone", "cut", "cut, one before"],
 )
 def test_unmatched_tokens(ids, chunk, truncated, unmatched):
@@ -230,14 +227,12 @@ def test_a_text_that_no_step_edits():
     assert Normalizer((step,)).edits and not Normalizer(()).edits
 
 
-@pytest.mark.parametrize(
-    ("text", "parts"),
-    [
-        ("aé", ["a", "é"]),
-        ("e\u0301x", ["e\u0301", "x"]),
-        ("\u0915\u0903\u0915", ["\u0915\u0903", "\u0915"]),
-        ("+×", ["+", "×"]),
-    ],
+@cases(
+    "text, parts",
+    ("aé", ["a", "é"]),
+    ("e\u0301x", ["e\u0301", "x"]),
+    ("\u0915\u0903\u0915", ["\u0915\u0903", "\u0915"]),
+    ("+×", ["+", "×"]),
     ids=["letters", "accent", "spacing mark", "signs"],
 )
 def test_clusters(text, parts):
@@ -269,14 +264,12 @@ def walk(*pieces: str | None) -> walks.Walk:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("x", "y", "cuts"),
-    [
-        (("ab", "c", "x"), ("ab", "d", "x"), [(2, 2, True), (3, 3, False), (4, 4, False)]),
-        (("A", "12345678", "!"), ("B", "12345678", "?"), [(1, 1, False), (9, 9, True)]),
-        (("A", "1234567", "!"), ("B", "1234567", "?"), [(1, 1, False), (8, 8, False)]),
-        (("A", "12345678", "12345678"), ("B", "12345678", "?"), [(1, 1, False), (9, 9, False)]),
-    ],
+@cases(
+    "x, y, cuts",
+    (("ab", "c", "x"), ("ab", "d", "x"), [(2, 2, True), (3, 3, False), (4, 4, False)]),
+    (("A", "12345678", "!"), ("B", "12345678", "?"), [(1, 1, False), (9, 9, True)]),
+    (("A", "1234567", "!"), ("B", "1234567", "?"), [(1, 1, False), (8, 8, False)]),
+    (("A", "12345678", "12345678"), ("B", "12345678", "?"), [(1, 1, False), (9, 9, False)]),
     ids=["the beginning", "eight bytes", "seven bytes", "twice"],
 )
 def test_cuts_in_stretches_in_common(x, y, cuts):

@@ -14,6 +14,7 @@ from benchmarks.end_to_end import labels
 from benchmarks.end_to_end.__main__ import SAME, compare, opened, parsed, write
 from benchmarks.end_to_end.labels import bounds_of
 from benchmarks.end_to_end.variants import VARIANTS, run_spec
+from tests.support.cases import cases
 
 MACHINE = {"gpus": ["a GPU"], "digest": "0123", "torch": "2.11.0"}
 TOKENS = {"student": 10, "teacher": 12, "shared": 8}
@@ -42,17 +43,15 @@ def test_a_target_measures_what_its_file_has(name: str) -> None:
     assert asked.no_serial == all(call["no_serial"] for call in calls)
 
 
-@pytest.mark.parametrize(
-    ("call", "machine", "told"),
-    [
-        ({"steps": 3}, {}, "steps 2, not 3"),
-        ({"samples": 8}, {}, "samples 4, not 8"),
-        ({"context": 1024}, {}, "context 2048, not 1024"),
-        ({"warmup": 0}, {}, "warmup 1, not 0"),
-        ({"small": True}, {}, "small False, not True"),
-        ({}, {"torch": "2.12.0"}, "machine torch 2.11.0, not 2.12.0"),
-        ({}, {"gpus": ["another"]}, r"machine gpus \['a GPU'\], not \['another'\]"),
-    ],
+@cases(
+    "call, machine, told",
+    ({"steps": 3}, {}, "steps 2, not 3"),
+    ({"samples": 8}, {}, "samples 4, not 8"),
+    ({"context": 1024}, {}, "context 2048, not 1024"),
+    ({"warmup": 0}, {}, "warmup 1, not 0"),
+    ({"small": True}, {}, "small False, not True"),
+    ({}, {"torch": "2.12.0"}, "machine torch 2.11.0, not 2.12.0"),
+    ({}, {"gpus": ["another"]}, r"machine gpus \['a GPU'\], not \['another'\]"),
 )
 def test_nothing_is_added_to_a_file_of_something_else(
     call: dict[str, Any], machine: dict[str, Any], told: str, tmp_path: Path
@@ -89,19 +88,17 @@ def test_the_student_s_waiting_is_the_worst_sum_of_both_waits() -> None:
     assert (bound.must, bound.aim, bound.verdict) == (0.02, 0.005, "holds")
 
 
-@pytest.mark.parametrize(
-    ("found", "must", "aim", "most", "verdict"),
-    [
-        (2.0, 1.5, 1.8, False, "holds, aim reached"),
-        (1.6, 1.5, 1.8, False, "holds"),
-        (1.4, 1.5, 1.8, False, "fails"),
-        (0.6, 0.5, 0.25, True, "fails"),
-        (0.2, 0.5, 0.25, True, "holds, aim reached"),
-        (2.0, None, 1.8, False, "aim reached"),
-        (1.0, None, 1.8, False, "below its aim"),
-        (1.0, None, None, True, ""),
-        (None, 1.5, 1.8, False, "not run"),
-    ],
+@cases(
+    "found, must, aim, most, verdict",
+    (2.0, 1.5, 1.8, False, "holds, aim reached"),
+    (1.6, 1.5, 1.8, False, "holds"),
+    (1.4, 1.5, 1.8, False, "fails"),
+    (0.6, 0.5, 0.25, True, "fails"),
+    (0.2, 0.5, 0.25, True, "holds, aim reached"),
+    (2.0, None, 1.8, False, "aim reached"),
+    (1.0, None, 1.8, False, "below its aim"),
+    (1.0, None, None, True, ""),
+    (None, 1.5, 1.8, False, "not run"),
 )
 def test_a_figure_is_held_to_its_limits(
     found: float | None, must: float | None, aim: float | None, most: bool, verdict: str

@@ -1,8 +1,7 @@
 """The hash of the kernels follows the computation, not the words around it."""
 
-import pytest
-
 from benchmarks.kernel_hash import hash_of, kernel_files
+from tests.support.cases import cases
 
 KERNEL = '''
 """A kernel."""
@@ -24,37 +23,33 @@ def sum_kernel(x_ptr, out_ptr, n, WIDTH: tl.constexpr):
 '''
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ('"""Sum a row."""', '"""Add up the columns of a row."""'),
-        ('"""Sum a row."""\n', "\n"),
-        ("  # a tile", "  # another remark"),
-        ('"""Columns of a tile."""', ""),
-        ("x_ptr", "row_ptr"),
-        ("sum_kernel", "row_sum_kernel"),
-        ("xtoken_core.ops.numerics", "xtoken_core.ops.arithmetic"),
-        ("(x_ptr, out_ptr, n, WIDTH: tl.constexpr)", "(\n    x_ptr, out_ptr, n,\n    WIDTH: tl.constexpr,\n)"),
-        ("n is negative", "negative n"),
-    ],
+@cases(
+    "old, new",
+    ('"""Sum a row."""', '"""Add up the columns of a row."""'),
+    ('"""Sum a row."""\n', "\n"),
+    ("  # a tile", "  # another remark"),
+    ('"""Columns of a tile."""', ""),
+    ("x_ptr", "row_ptr"),
+    ("sum_kernel", "row_sum_kernel"),
+    ("xtoken_core.ops.numerics", "xtoken_core.ops.arithmetic"),
+    ("(x_ptr, out_ptr, n, WIDTH: tl.constexpr)", "(\n    x_ptr, out_ptr, n,\n    WIDTH: tl.constexpr,\n)"),
+    ("n is negative", "negative n"),
 )
 def test_words_do_not_change_the_hash(old: str, new: str) -> None:
     assert old in KERNEL
     assert hash_of([KERNEL.replace(old, new)]) == hash_of([KERNEL])
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("tl.exp", "tl.log"),
-        ("BLOCK = 64", "BLOCK = 32"),
-        ("at < n", "at <= n"),
-        ("/ n", "* n"),
-        ("other=0.0", "other=1.0"),
-        ("tl.sum(tl.exp(x) / n)", "tl.sum(tl.exp(x)) / n"),
-        (": tl.constexpr", ""),
-        ("triton.language as tl", "triton.math as tl"),
-    ],
+@cases(
+    "old, new",
+    ("tl.exp", "tl.log"),
+    ("BLOCK = 64", "BLOCK = 32"),
+    ("at < n", "at <= n"),
+    ("/ n", "* n"),
+    ("other=0.0", "other=1.0"),
+    ("tl.sum(tl.exp(x) / n)", "tl.sum(tl.exp(x)) / n"),
+    (": tl.constexpr", ""),
+    ("triton.language as tl", "triton.math as tl"),
 )
 def test_a_change_of_the_computation_changes_the_hash(old: str, new: str) -> None:
     assert old in KERNEL

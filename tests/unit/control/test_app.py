@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
+from tests.support.cases import cases
 from tests.unit.control.stored_runs import HERE, put, spec
 from xtoken_services.common.run.status import RunState
 from xtoken_services.control.app import create_app
@@ -67,32 +68,33 @@ def broken() -> dict[str, int]:
     raise StoreError("the disk is gone")
 
 
-@pytest.mark.parametrize(
-    ("changes", "field", "message"),
-    [
-        ({"student": {"context_length": 8}}, "student.model", "Field required"),
-        ({"student": {"model": "/m"}}, "student.model", "lies under none of this control plane's roots"),
-        ({"student": {"model": "m"}}, "student.model", "m is relative: a control plane needs absolute paths"),
-        ({"colour": "red"}, "colour", "Extra inputs are not permitted"),
-        ({"train": {"samples_per_step": 0}}, "train.samples_per_step", "greater than or equal to 1"),
-        ({"queue": {"block_size": 5}}, "the run", "queue.block_size = 5 must divide"),
-        ({"student": {"model": "/m", "context_length": 8, "trust_remote_code": True}}, "student.trust_remote_code",
-         "Extra inputs are not permitted"),
-        ({"workers": {"collators": 10**6}}, "workers.collators", "1000000 is larger than 256"),
-        ({"train": {"max_steps": 10**30}}, "train.max_steps", "is larger than"),
-        ({"queue": {"address": "ipc:///etc/x"}}, "queue.address", "assigns an address"),
-        ({"ray": {"address": "elsewhere:6379"}}, "ray.address", "the cluster of its own machine"),
-        ({"output": "../out"}, "output", "contains '..'"),
-        ({"output": ".hidden"}, "output", "hidden"),
-        ({"output": "a\0b"}, "output", "control characters"),
-        ({"output": "x" * 5000}, "output", "longer than"),
-        ({"output": "."}, "output", "must be a directory below"),
-        ({"output": "/tmp/elsewhere"}, "output", "is written: it must lie under"),
-        ({"data": {"path": "data.txt"}}, "data.path", "data.txt is relative: a control plane needs absolute paths"),
-        ({"data": {"path": "/etc/passwd"}}, "data.path", "lies under none of this control plane's roots"),
-    ],
+@cases(
+    "changes, field, message",
+    ({"student": {"context_length": 8}}, "student.model", "Field required"),
+    ({"student": {"model": "/m"}}, "student.model", "lies under none of this control plane's roots"),
+    ({"student": {"model": "m"}}, "student.model", "m is relative: a control plane needs absolute paths"),
+    ({"colour": "red"}, "colour", "Extra inputs are not permitted"),
+    ({"train": {"samples_per_step": 0}}, "train.samples_per_step", "greater than or equal to 1"),
+    ({"queue": {"block_size": 5}}, "the run", "queue.block_size = 5 must divide"),
+    (
+        {"student": {"model": "/m", "context_length": 8, "trust_remote_code": True}},
+        "student.trust_remote_code",
+        "Extra inputs are not permitted",
+    ),
+    ({"workers": {"collators": 10**6}}, "workers.collators", "1000000 is larger than 256"),
+    ({"train": {"max_steps": 10**30}}, "train.max_steps", "is larger than"),
+    ({"queue": {"address": "ipc:///etc/x"}}, "queue.address", "assigns an address"),
+    ({"ray": {"address": "elsewhere:6379"}}, "ray.address", "the cluster of its own machine"),
+    ({"output": "../out"}, "output", "contains '..'"),
+    ({"output": ".hidden"}, "output", "hidden"),
+    ({"output": "a\0b"}, "output", "control characters"),
+    ({"output": "x" * 5000}, "output", "longer than"),
+    ({"output": "."}, "output", "must be a directory below"),
+    ({"output": "/tmp/elsewhere"}, "output", "is written: it must lie under"),
+    ({"data": {"path": "data.txt"}}, "data.path", "data.txt is relative: a control plane needs absolute paths"),
+    ({"data": {"path": "/etc/passwd"}}, "data.path", "lies under none of this control plane's roots"),
     ids=lambda value: value if isinstance(value, str) else "",
-)  # fmt: skip
+)
 @pytest.mark.parametrize("dry", [False, True], ids=["start", "dry run"])
 def test_validation_error(
     client: TestClient, tmp_path: Path, changes: dict[str, Any], field: str, message: str, dry: bool
@@ -116,16 +118,14 @@ def test_invalid_files_leave_no_run(client: TestClient, tmp_path: Path) -> None:
         assert not (tmp_path / "runs" / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("link", "target", "changes", "field"),
-    [
-        ("data/link.txt", "secret", {"data": {"path": "data/link.txt"}}, "data.path"),
-        (None, None, {"data": {"path": "data/../secret"}}, "data.path"),
-        ("data/model/config.json", "secret", {}, "student.model"),
-        ("data/model/weights", "other", {}, "student.model"),
-        ("runs/out", "elsewhere", {}, "output"),
-        ("runs/up", ".", {"output": "up/out"}, "output"),
-    ],
+@cases(
+    "link, target, changes, field",
+    ("data/link.txt", "secret", {"data": {"path": "data/link.txt"}}, "data.path"),
+    (None, None, {"data": {"path": "data/../secret"}}, "data.path"),
+    ("data/model/config.json", "secret", {}, "student.model"),
+    ("data/model/weights", "other", {}, "student.model"),
+    ("runs/out", "elsewhere", {}, "output"),
+    ("runs/up", ".", {"output": "up/out"}, "output"),
     ids=["file", "dots", "file of a model", "directory of a model", "output", "parent of the output"],
 )
 def test_links_out_of_the_roots(
@@ -190,15 +190,13 @@ def test_malformed_body(client: TestClient, body: bytes) -> None:
     assert client.post("/v1/runs", content=body, headers=JSON).status_code in (400, 422)
 
 
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"student": "\ud800"}, "student.model: ? is relative"),
-        ({"teacher": ["\ud800"]}, "teacher.0.model: ? is relative"),
-        ({"loss": {"mode": ["chain"]}}, "loss.mode: "),
-        ({"loss": {"teacher_modes": [{"a": 1}]}}, "loss.teacher_modes.0: "),
-    ],
-)  # fmt: skip
+@cases(
+    "changes, named",
+    ({"student": "\ud800"}, "student.model: ? is relative"),
+    ({"teacher": ["\ud800"]}, "teacher.0.model: ? is relative"),
+    ({"loss": {"mode": ["chain"]}}, "loss.mode: "),
+    ({"loss": {"teacher_modes": [{"a": 1}]}}, "loss.teacher_modes.0: "),
+)
 def test_values_of_a_wrong_kind_are_named(
     client: TestClient, tmp_path: Path, changes: dict[str, Any], named: str
 ) -> None:
@@ -347,10 +345,16 @@ def test_long_log_lines_are_cut(client: TestClient, runs: Runs) -> None:
         assert len(text) < 20_000 and "bytes cut)" in text and "last" in text
 
 
-@pytest.mark.parametrize("changes", [
-    {"name": "n" * 300}, {"output": "o" * 300}, {"output": "/".join(["o"] * 2000)}, {"seed": 10**4000},
-    {"student": {"model": "/" + "m" * 300, "context_length": 8}}, {"data": {"path": "\ud800"}},
-], ids=lambda changes: next(iter(changes)))  # fmt: skip
+@cases(
+    "changes",
+    {"name": "n" * 300},
+    {"output": "o" * 300},
+    {"output": "/".join(["o"] * 2000)},
+    {"seed": 10**4000},
+    {"student": {"model": "/" + "m" * 300, "context_length": 8}},
+    {"data": {"path": "\ud800"}},
+    ids=lambda changes: next(iter(changes)),
+)
 @pytest.mark.parametrize("dry", [False, True], ids=["start", "dry run"])
 def test_hostile_values(client: TestClient, tmp_path: Path, changes: dict[str, Any], dry: bool) -> None:
     body = json.dumps(spec(tmp_path, **changes)).encode()

@@ -11,6 +11,7 @@ import pytest
 from fastapi.testclient import TestClient
 from starlette.testclient import WebSocketDenialResponse
 
+from tests.support.cases import cases
 from tests.unit.control.stored_runs import HERE, make_runs
 from xtoken_core.errors import ConfigError
 from xtoken_services.cli.options import read_control_token
@@ -29,46 +30,42 @@ def status(runs: Runs, auth: Auth, headers: dict, path: str = "/v1/runs", method
     return client.request(method, path, headers=headers).status_code
 
 
-@pytest.mark.parametrize(
-    ("headers", "expected"),
-    [
-        ({"host": "evil.example"}, 403),
-        ({"host": "evil.example:8400"}, 403),
-        ({"host": "192.168.1.7:8400"}, 403),
-        ({"host": "127.0.0.1.evil.example:8400"}, 403),
-        ({"host": "["}, 403),
-        ({"host": "evil.example@127.0.0.1:8400"}, 403),
-        ({"host": "127.0.0.1:8400/evil.example"}, 403),
-        ({"origin": "https://evil.example"}, 403),
-        ({"origin": "http://127.0.0.1:3000"}, 403),
-        ({"origin": "http://127.0.0.1"}, 403),
-        ({"origin": "null"}, 403),
-        ({"origin": "http://localhost:8400"}, 200),
-        ({"origin": "http://127.0.0.1:8400"}, 200),
-        ({"host": "localhost"}, 200),
-        ({"host": "[::1]:8400"}, 200),
-    ],
+@cases(
+    "headers, expected",
+    ({"host": "evil.example"}, 403),
+    ({"host": "evil.example:8400"}, 403),
+    ({"host": "192.168.1.7:8400"}, 403),
+    ({"host": "127.0.0.1.evil.example:8400"}, 403),
+    ({"host": "["}, 403),
+    ({"host": "evil.example@127.0.0.1:8400"}, 403),
+    ({"host": "127.0.0.1:8400/evil.example"}, 403),
+    ({"origin": "https://evil.example"}, 403),
+    ({"origin": "http://127.0.0.1:3000"}, 403),
+    ({"origin": "http://127.0.0.1"}, 403),
+    ({"origin": "null"}, 403),
+    ({"origin": "http://localhost:8400"}, 200),
+    ({"origin": "http://127.0.0.1:8400"}, 200),
+    ({"host": "localhost"}, 200),
+    ({"host": "[::1]:8400"}, 200),
     ids=str,
 )
 def test_host_and_origin(runs: Runs, headers: dict[str, str], expected: int) -> None:
     assert status(runs, Auth(), headers) == expected
 
 
-@pytest.mark.parametrize(
-    ("headers", "expected"),
-    [
-        ({}, 401),
-        ({"authorization": f"Bearer {TOKEN}"}, 200),
-        ({"authorization": f"bearer {TOKEN}"}, 200),
-        ({"authorization": f"Bearer {TOKEN}x"}, 401),
-        ({"authorization": "Bearer "}, 401),
-        ({"authorization": TOKEN}, 401),
-        ({b"authorization": b"Bearer \xe9"}, 401),
-        ({"authorization": f"Basic {TOKEN}"}, 401),
-        ({"cookie": f"{COOKIE}={TOKEN}"}, 401),
-        ({b"host": b"127.0.0.1:8400", b"Host": b"evil.example"}, 400),
-        ({"authorization": f"Bearer {TOKEN}", b"Authorization": b"Bearer x"}, 400),
-    ],
+@cases(
+    "headers, expected",
+    ({}, 401),
+    ({"authorization": f"Bearer {TOKEN}"}, 200),
+    ({"authorization": f"bearer {TOKEN}"}, 200),
+    ({"authorization": f"Bearer {TOKEN}x"}, 401),
+    ({"authorization": "Bearer "}, 401),
+    ({"authorization": TOKEN}, 401),
+    ({b"authorization": b"Bearer \xe9"}, 401),
+    ({"authorization": f"Basic {TOKEN}"}, 401),
+    ({"cookie": f"{COOKIE}={TOKEN}"}, 401),
+    ({b"host": b"127.0.0.1:8400", b"Host": b"evil.example"}, 400),
+    ({"authorization": f"Bearer {TOKEN}", b"Authorization": b"Bearer x"}, 400),
     ids=str,
 )
 def test_token(runs: Runs, headers: dict, expected: int) -> None:
@@ -117,10 +114,7 @@ def test_every_route_needs_the_token(runs: Runs) -> None:
             assert client.request(method, path.replace("{run_id}", "x")).status_code == expected, (method, path)
 
 
-@pytest.mark.parametrize(
-    ("host", "expected"),
-    [("192.168.1.7:8400", 200), ("gpu-1.lab:8400", 200), ("GPU-1.lab", 200), ("evil.example", 403)],
-)
+@cases("host, expected", ("192.168.1.7:8400", 200), ("gpu-1.lab:8400", 200), ("GPU-1.lab", 200), ("evil.example", 403))
 def test_names_of_a_remote_control_plane(runs: Runs, host: str, expected: int) -> None:
     auth = Auth(TOKEN, frozenset({"gpu-1.lab"}), remote=True)
     assert status(runs, auth, {"host": host, "authorization": f"Bearer {TOKEN}"}) == expected
@@ -257,10 +251,12 @@ def test_deadline_of_bodies(connect: Connect, path: bytes) -> None:
     assert response(connect(head % (path, TOKEN.encode()))).startswith(b"HTTP/1.1 408 ")
 
 
-@pytest.mark.parametrize("sent", [
-    HEAD + b"X-A: " + b"a" * http_limits.MAX_HEADER_BYTES, HEAD + b"X-A: 1\r\n" * 200,
+@cases(
+    "sent",
+    HEAD + b"X-A: " + b"a" * http_limits.MAX_HEADER_BYTES,
+    HEAD + b"X-A: 1\r\n" * 200,
     b"GET /" + b"a" * http_limits.MAX_HEADER_BYTES + b" HTTP/1.1\r\n",
-])  # fmt: skip
+)
 def test_size_of_headers(connect: Connect, sent: bytes) -> None:
     assert response(connect(sent + b"\r\n\r\n")).startswith(b"HTTP/1.1 400 ")
 

@@ -9,6 +9,7 @@ from typing import Any
 import pynvml
 import pytest
 
+from tests.support.cases import cases
 from tests.support.runs import resolved_run
 from tests.unit.control.stored_runs import make_runs, put
 from tests.unit.control.stored_runs import spec as raw_spec
@@ -123,19 +124,14 @@ def test_the_places_of_queues_are_found_again(tmp_path: Path, workers: dict[str,
         place.remove()
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"workers": {"nodes": 3}}, "workers.nodes = 3 must divide train.samples_per_step = 8"),
-        (
-            {"workers": {"nodes": 2}, "queue": {"block_size": 8}},
-            r"= 8 must divide train.samples_per_step = 8 / workers",
-        ),
-        ({"workers": {"nodes": 2}, "queue": {"address": "ipc:///q"}}, "queue.address: with several nodes"),
-        ({"workers": RAY, "queue": {"address": "ipc:///q"}}, "queue.address: with several nodes, or on Ray"),
-        ({"workers": {"launcher": "ray"}}, "must know what a node needs"),
-        ({"ray": {"address": "ray://head:10001"}}, "should match pattern"),
-    ],
+@cases(
+    "changes, said",
+    ({"workers": {"nodes": 3}}, "workers.nodes = 3 must divide train.samples_per_step = 8"),
+    ({"workers": {"nodes": 2}, "queue": {"block_size": 8}}, r"= 8 must divide train.samples_per_step = 8 / workers"),
+    ({"workers": {"nodes": 2}, "queue": {"address": "ipc:///q"}}, "queue.address: with several nodes"),
+    ({"workers": RAY, "queue": {"address": "ipc:///q"}}, "queue.address: with several nodes, or on Ray"),
+    ({"workers": {"launcher": "ray"}}, "must know what a node needs"),
+    ({"ray": {"address": "ray://head:10001"}}, "should match pattern"),
 )
 def test_settings_of_nodes_that_cannot_be_are_refused(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):

@@ -15,6 +15,7 @@ import pytest
 from fastapi.testclient import TestClient
 from pydantic import ValidationError
 
+from tests.support.cases import cases
 from tests.unit.control.stored_runs import put, spec
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import ConfigError, InputError
@@ -102,18 +103,16 @@ def test_path_suggestions_stay_below_the_roots(client: TestClient, tmp_path: Pat
         assert not [path for path in suggested("texts", outside) if not path.startswith(str(tmp_path))]
 
 
-@pytest.mark.parametrize(
-    ("change", "setting", "message"),
-    [
-        pytest.param({"teacher": [{"model": "/m", "weight": "x"}]}, "teacher.0.weight", "valid number", id="no-number"),
-        pytest.param({"teacher": [{"model": "/m"}, {"weight": 2}]}, "teacher.1.model", "required", id="second-teacher"),
-        pytest.param({"student": {"model": "/m", "sise": 3}}, "student.sise", "there is no such field", id="unknown"),
-        pytest.param({"train": {"betas": [0.9]}}, "train.betas", "required", id="half-a-pair"),
-        pytest.param({"train": {"betas": [0.9, "x"]}}, "train.betas", "valid number", id="item"),
-        pytest.param({"data": {"path": 3}}, "data.path", "not a valid path", id="union"),
-        pytest.param({"queue": {"block_size": 5}}, "queue.block_size", "must divide", id="two-sections-at-odds"),
-        pytest.param({"loss": {"alm_temperature": 7}}, "loss.alm_temperature", "belongs to ALM", id="settings-at-odds"),
-    ],
+@cases(
+    "change, setting, message",
+    pytest.param({"teacher": [{"model": "/m", "weight": "x"}]}, "teacher.0.weight", "valid number", id="no-number"),
+    pytest.param({"teacher": [{"model": "/m"}, {"weight": 2}]}, "teacher.1.model", "required", id="second-teacher"),
+    pytest.param({"student": {"model": "/m", "sise": 3}}, "student.sise", "there is no such field", id="unknown"),
+    pytest.param({"train": {"betas": [0.9]}}, "train.betas", "required", id="half-a-pair"),
+    pytest.param({"train": {"betas": [0.9, "x"]}}, "train.betas", "valid number", id="item"),
+    pytest.param({"data": {"path": 3}}, "data.path", "not a valid path", id="union"),
+    pytest.param({"queue": {"block_size": 5}}, "queue.block_size", "must divide", id="two-sections-at-odds"),
+    pytest.param({"loss": {"alm_temperature": 7}}, "loss.alm_temperature", "belongs to ALM", id="settings-at-odds"),
 )
 def test_errors_by_setting(tmp_path: Path, change: dict[str, Any], setting: str, message: str) -> None:
     found, wrong = read_document({**spec(tmp_path), **change})
@@ -148,25 +147,32 @@ def test_the_run_file_of_another_run(client: TestClient, runs: Runs) -> None:
 
 
 @pytest.mark.parametrize("action", ["start", "check", "9" * 5000])
-@pytest.mark.parametrize("text", [
-    "", "\0", "a = " + "[" * 3000, "teacher = 5", "seed = 1e400", "seed = " + "9" * 5000, "a." * 20_000 + "a = 1",
-    "x = 1\n" * 70_000, 'name = "</textarea><script>alert(1)</script>"',
-], ids=["empty", "control", "nested", "type", "infinity", "digits", "dots", "large", "markup"])  # fmt: skip
+@cases(
+    "text",
+    "",
+    "\0",
+    "a = " + "[" * 3000,
+    "teacher = 5",
+    "seed = 1e400",
+    "seed = " + "9" * 5000,
+    "a." * 20_000 + "a = 1",
+    "x = 1\n" * 70_000,
+    'name = "</textarea><script>alert(1)</script>"',
+    ids=["empty", "control", "nested", "type", "infinity", "digits", "dots", "large", "markup"],
+)
 def test_hostile_text(client: TestClient, text: str, action: str) -> None:
     answer = client.post("/runs/new", data={"toml": text, "action": action})
     assert answer.status_code == 200 and 'role="alert"' in answer.text and "<script>alert" not in answer.text
 
 
-@pytest.mark.parametrize(
+@cases(
     "loss",
-    [
-        {"mode": "chain", "vocab_topk": 64},
-        {"mode": "p_kl", "ce_loss_scale": 1.0},
-        {"vocab_topk": 64},
-        {"mode": "p_kl", "kl_loss_weight_end": 0.0},
-        {"kl_loss_weight_end": "none"},
-        {},
-    ],
+    {"mode": "chain", "vocab_topk": 64},
+    {"mode": "p_kl", "ce_loss_scale": 1.0},
+    {"vocab_topk": 64},
+    {"mode": "p_kl", "kl_loss_weight_end": 0.0},
+    {"kl_loss_weight_end": "none"},
+    {},
     ids=["chain-with-a-public-name", "p_kl-weighed-as-chain", "p_kl-by-its-name", "p_kl-fading", "constant", "default"],
 )
 def test_a_run_that_is_copied_has_the_same_loss(tmp_path: Path, loss: dict[str, Any]) -> None:
@@ -233,21 +239,19 @@ def test_the_same_request_returns_the_same_run(runs: Runs, short: dict[str, Any]
     assert run is None and row.id == "run" and not (tmp_path / "runs" / "run-2").exists()
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        ({"student": {"model": "DATA/none"}}, InputError, "cannot read the student's model"),
-        ({"data": {"path": "/etc/passwd"}}, ConfigError, "lies under none of"),
-        ({"output": "/etc/out"}, ConfigError, "it must lie under"),
-        (
-            {"eval": {"every": 3}, "data": {"sources": [{"path": "DATA/text.txt"}]}},
-            ValidationError,
-            "eval.path: text is held back of a single data.path only",
-        ),
-        ({"eval": {"every": 3}, "data": {"path": "DATA/few.txt"}}, ConfigError, "eval.every is set"),
-        ({"train": {"micro_batch_tokens": 16}}, ValidationError, "cannot hold one sample"),
-        ({"student": {"model": "DATA/student", "tokenizer": "DATA/a.gguf"}}, ConfigError, "converts nothing"),
-    ],
+@cases(
+    "change, error, message",
+    ({"student": {"model": "DATA/none"}}, InputError, "cannot read the student's model"),
+    ({"data": {"path": "/etc/passwd"}}, ConfigError, "lies under none of"),
+    ({"output": "/etc/out"}, ConfigError, "it must lie under"),
+    (
+        {"eval": {"every": 3}, "data": {"sources": [{"path": "DATA/text.txt"}]}},
+        ValidationError,
+        "eval.path: text is held back of a single data.path only",
+    ),
+    ({"eval": {"every": 3}, "data": {"path": "DATA/few.txt"}}, ConfigError, "eval.every is set"),
+    ({"train": {"micro_batch_tokens": 16}}, ValidationError, "cannot hold one sample"),
+    ({"student": {"model": "DATA/student", "tokenizer": "DATA/a.gguf"}}, ConfigError, "converts nothing"),
     ids=["no model", "text", "output", "sources", "evaluation", "context", "conversion"],
 )
 def test_a_refused_run_leaves_no_directory(

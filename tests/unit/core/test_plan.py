@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.cases import cases
 from tests.support.examples import examples
 from xtoken_core.errors import ConfigError
 from xtoken_core.plan import MicroBatch, RowLengths, plan, window_positions
@@ -147,12 +148,10 @@ def test_packed_rows_go_to_the_emptiest_micro_batch():
     assert [[batch.ids for batch in own] for own in made.ranks] == [[(0,)], [(1,)]]
 
 
-@pytest.mark.parametrize(
-    ("lengths", "sides", "batches"),
-    [
-        pytest.param([(6,), (6,), (6,), (6,), (4,)], 1, 4, id="one more than the sum asks for"),
-        pytest.param([(9, 3), (1, 9), (1, 5), (2, 1)], 2, 2, id="without room for one row, with room for the next"),
-    ],
+@cases(
+    "lengths, sides, batches",
+    pytest.param([(6,), (6,), (6,), (6,), (4,)], 1, 4, id="one more than the sum asks for"),
+    pytest.param([(9, 3), (1, 9), (1, 5), (2, 1)], 2, 2, id="without room for one row, with room for the next"),
 )
 def test_packed_rows_fill_the_fewest_micro_batches(lengths, sides, batches):
     rows = [RowLengths(number, row) for number, row in enumerate(lengths)]
@@ -182,15 +181,13 @@ def test_a_row_longer_than_its_context_is_refused():
         plan([RowLengths(7, (65,))], ranks=1, token_budget=512, max_widths=(64,))
 
 
-@pytest.mark.parametrize(
-    ("rows", "arguments"),
-    [
-        ([RowLengths(1, (8,)), RowLengths(1, (8,))], {}),
-        ([RowLengths(1, (8, 8))], {}),
-        ([RowLengths(1, (8,))], {"max_widths": (12,)}),
-        ([RowLengths(1, (8,))], {"ranks": 0}),
-        ([RowLengths(i, (8,)) for i in range(9)], {"micro_batches": 1}),
-    ],
+@cases(
+    "rows, arguments",
+    ([RowLengths(1, (8,)), RowLengths(1, (8,))], {}),
+    ([RowLengths(1, (8, 8))], {}),
+    ([RowLengths(1, (8,))], {"max_widths": (12,)}),
+    ([RowLengths(1, (8,))], {"ranks": 0}),
+    ([RowLengths(i, (8,)) for i in range(9)], {"micro_batches": 1}),
     ids=["twice", "sides", "not a multiple", "no ranks", "too few"],
 )
 def test_what_makes_no_plan_is_refused(rows, arguments):

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.cases import cases
 from xtoken_core.config.eval import TasksSpec
 from xtoken_core.errors import InputError
 from xtoken_core.tasks import accuracy_of, read_prompts
@@ -17,72 +18,65 @@ def prompts_of(tmp_path: Path, *records: Any, limit: int = 100) -> list[Any]:
     return read_prompts(path, "exact", limit)
 
 
-@pytest.mark.parametrize(
-    ("record", "completion", "right"),
-    [
-        ({"answer": "Paris"}, " Paris\nand more", True),
-        ({"answer": "Paris"}, "Paris, France", False),
-        ({"answer": ["Paris", "paris"]}, "paris", True),
-        ({"answer": 42, "match": "number"}, " is 42. Then 7", True),
-        ({"answer": "1,234.5", "match": "number"}, "1234.50", True),
-        ({"answer": -3, "match": "number"}, "x = −3", True),
-        ({"answer": 0.00001, "match": "number"}, "0.00001", True),
-        ({"answer": 0.00001, "match": "number"}, "1", False),
-        ({"answer": 1e22, "match": "number"}, "10000000000000000000000", True),
-        ({"answer": "2e3", "match": "number"}, "2,000", True),
-        ({"answer": 2000, "match": "number"}, "about 2e3 metres", True),
-        ({"answer": 5, "match": "number"}, "5em", True),
-        ({"answer": 3, "match": "number"}, "none", False),
-        ({"answer": 12, "match": "last_number"}, "3 + 4 = 7, and 7 + 5 = 12. The answer is 12.", True),
-        ({"answer": 12, "match": "last_number"}, "12 - 5 = 7", False),
-        ({"answer": 12, "match": "last_number"}, "none", False),
-        ({"answer": 12, "match": "boxed"}, r"\boxed{7}, then \boxed{12.0}", True),
-        ({"answer": r"\frac{1}{2}", "match": "boxed"}, r"so \boxed{ \frac{1} {2} }.", True),
-        ({"answer": 12, "match": "boxed"}, r"\boxed{12 apples}", False),
-        ({"answer": 12, "match": "boxed"}, "12", False),
-        ({"answer": 3, "match": "number"}, "30", False),
-        ({"answer": 12345, "match": "number"}, "it is 12,345, or so", True),
-        ({"answer": "1234567.8", "match": "number"}, "$1,234,567.8,", True),
-        ({"answer": 1, "match": "number"}, "1,2,3", True),
-        ({"answer": 123, "match": "number"}, "1,2,3", False),
-        ({"answer": 5, "match": "number"}, "May 5,2024", True),
-        ({"answer": 1, "match": "number"}, "1,234,56", True),
-        ({"answer": 1, "match": "number"}, "1,234,5678", True),
-        ({"answer": 1234, "match": "number"}, "1234,567", True),
-        ({"answer": 0, "match": "number"}, "0,123", True),
-        ({"answer": "B", "choices": ["A", "B"], "match": "choice"}, "Because (b) is right, not A", True),
-        ({"answer": "B", "choices": ["A", "B"], "match": "choice"}, "A or B", False),
-        ({"answer": "B", "choices": ["A", "B"], "match": "choice"}, "Abba", False),
-        ({"answer": "new  york", "match": "contains"}, "It is New\nYork.", True),
-        ({"answer": "york", "match": "contains"}, "London", False),
-    ],
+@cases(
+    "record, completion, right",
+    ({"answer": "Paris"}, " Paris\nand more", True),
+    ({"answer": "Paris"}, "Paris, France", False),
+    ({"answer": ["Paris", "paris"]}, "paris", True),
+    ({"answer": 42, "match": "number"}, " is 42. Then 7", True),
+    ({"answer": "1,234.5", "match": "number"}, "1234.50", True),
+    ({"answer": -3, "match": "number"}, "x = −3", True),
+    ({"answer": 0.00001, "match": "number"}, "0.00001", True),
+    ({"answer": 0.00001, "match": "number"}, "1", False),
+    ({"answer": 1e22, "match": "number"}, "10000000000000000000000", True),
+    ({"answer": "2e3", "match": "number"}, "2,000", True),
+    ({"answer": 2000, "match": "number"}, "about 2e3 metres", True),
+    ({"answer": 5, "match": "number"}, "5em", True),
+    ({"answer": 3, "match": "number"}, "none", False),
+    ({"answer": 12, "match": "last_number"}, "3 + 4 = 7, and 7 + 5 = 12. The answer is 12.", True),
+    ({"answer": 12, "match": "last_number"}, "12 - 5 = 7", False),
+    ({"answer": 12, "match": "last_number"}, "none", False),
+    ({"answer": 12, "match": "boxed"}, r"\boxed{7}, then \boxed{12.0}", True),
+    ({"answer": r"\frac{1}{2}", "match": "boxed"}, r"so \boxed{ \frac{1} {2} }.", True),
+    ({"answer": 12, "match": "boxed"}, r"\boxed{12 apples}", False),
+    ({"answer": 12, "match": "boxed"}, "12", False),
+    ({"answer": 3, "match": "number"}, "30", False),
+    ({"answer": 12345, "match": "number"}, "it is 12,345, or so", True),
+    ({"answer": "1234567.8", "match": "number"}, "$1,234,567.8,", True),
+    ({"answer": 1, "match": "number"}, "1,2,3", True),
+    ({"answer": 123, "match": "number"}, "1,2,3", False),
+    ({"answer": 5, "match": "number"}, "May 5,2024", True),
+    ({"answer": 1, "match": "number"}, "1,234,56", True),
+    ({"answer": 1, "match": "number"}, "1,234,5678", True),
+    ({"answer": 1234, "match": "number"}, "1234,567", True),
+    ({"answer": 0, "match": "number"}, "0,123", True),
+    ({"answer": "B", "choices": ["A", "B"], "match": "choice"}, "Because (b) is right, not A", True),
+    ({"answer": "B", "choices": ["A", "B"], "match": "choice"}, "A or B", False),
+    ({"answer": "B", "choices": ["A", "B"], "match": "choice"}, "Abba", False),
+    ({"answer": "new  york", "match": "contains"}, "It is New\nYork.", True),
+    ({"answer": "york", "match": "contains"}, "London", False),
 )
 def test_completion_is_judged(tmp_path: Path, record: dict[str, Any], completion: str, right: bool) -> None:
     (prompt,) = prompts_of(tmp_path, {"prompt": "?"} | record)
     assert prompt.is_right(completion) is right
 
 
-@pytest.mark.parametrize(
-    ("record", "message"),
-    [
-        ("{", "it is not JSON"),
-        ("[1]", "no JSON object"),
-        ({"answer": "a"}, "either a `prompt`"),
-        ({"prompt": "?", "messages": [{"role": "user", "content": "?"}], "answer": "a"}, "either a `prompt`"),
-        ({"prompt": 3, "answer": "a"}, "either a `prompt`"),
-        ({"prompt": "?"}, "needs an `answer`"),
-        ({"prompt": "?", "answer": [" "]}, "`answer` takes"),
-        ({"prompt": "?", "answer": True}, "`answer` takes"),
-        (
-            {"prompt": "?", "answer": "a", "match": "regex"},
-            "none of exact, number, last_number, boxed, choice, contains",
-        ),
-        ({"prompt": "?", "answer": "a", "match": "number"}, "no number"),
-        ({"prompt": "?", "answer": "a", "match": "choice"}, "need each other"),
-        ({"prompt": "?", "answer": "a", "choices": ["b"], "match": "choice"}, "none of its choices"),
-        ({"prompt": "?", "answer": "a", "hint": "x"}, "unknown field 'hint'"),
-        ({"messages": ["hello"], "answer": "a"}, "objects with `role`"),
-    ],
+@cases(
+    "record, message",
+    ("{", "it is not JSON"),
+    ("[1]", "no JSON object"),
+    ({"answer": "a"}, "either a `prompt`"),
+    ({"prompt": "?", "messages": [{"role": "user", "content": "?"}], "answer": "a"}, "either a `prompt`"),
+    ({"prompt": 3, "answer": "a"}, "either a `prompt`"),
+    ({"prompt": "?"}, "needs an `answer`"),
+    ({"prompt": "?", "answer": [" "]}, "`answer` takes"),
+    ({"prompt": "?", "answer": True}, "`answer` takes"),
+    ({"prompt": "?", "answer": "a", "match": "regex"}, "none of exact, number, last_number, boxed, choice, contains"),
+    ({"prompt": "?", "answer": "a", "match": "number"}, "no number"),
+    ({"prompt": "?", "answer": "a", "match": "choice"}, "need each other"),
+    ({"prompt": "?", "answer": "a", "choices": ["b"], "match": "choice"}, "none of its choices"),
+    ({"prompt": "?", "answer": "a", "hint": "x"}, "unknown field 'hint'"),
+    ({"messages": ["hello"], "answer": "a"}, "objects with `role`"),
 )
 def test_bad_record_is_refused_with_its_line(tmp_path: Path, record: Any, message: str) -> None:
     with pytest.raises(InputError, match=r"task\.jsonl:2 is no prompt") as error:

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from tests.support.cases import cases
 from xtoken_core.dataset.records import (
     MAX_RECORD_BYTES,
     MissingFieldError,
@@ -16,48 +17,41 @@ from xtoken_core.dataset.records import (
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello", "tool_calls": None}]
 
 
-@pytest.mark.parametrize(
-    ("record", "value"),
-    [
-        ({"text": " a ", "other": 1}, {"text": " a "}),
-        ({"prompt": "", "completion": "c"}, {"prompt": "", "completion": "c"}),
-        ({"text": None, "prompt": "p", "completion": "c"}, {"prompt": "p", "completion": "c"}),
-        ({"text": "t", "messages": CHAT}, {"text": "t"}),
-        (
-            {"messages": CHAT},
-            {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]},
-        ),
-        (
-            {"messages": [CHAT[0], {"role": "assistant", "content": None, "tool_calls": [{"id": 1}]}]},
-            {"messages": [CHAT[0], {"role": "assistant", "content": "", "tool_calls": [{"id": 1}]}]},
-        ),
-    ],
+@cases(
+    "record, value",
+    ({"text": " a ", "other": 1}, {"text": " a "}),
+    ({"prompt": "", "completion": "c"}, {"prompt": "", "completion": "c"}),
+    ({"text": None, "prompt": "p", "completion": "c"}, {"prompt": "p", "completion": "c"}),
+    ({"text": "t", "messages": CHAT}, {"text": "t"}),
+    ({"messages": CHAT}, {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}),
+    (
+        {"messages": [CHAT[0], {"role": "assistant", "content": None, "tool_calls": [{"id": 1}]}]},
+        {"messages": [CHAT[0], {"role": "assistant", "content": "", "tool_calls": [{"id": 1}]}]},
+    ),
     ids=["text", "prompt", "null-is-missing", "field-first", "messages", "call-without-words"],
 )
 def test_usable_records(record: dict, value: dict) -> None:
     assert parse_json_line(json.dumps(record), "text") == value
 
 
-@pytest.mark.parametrize(
-    ("line", "reason"),
-    [
-        ("", "empty line"),
-        ("  \t", "empty line"),
-        ("{", "invalid JSON: .* at column 2"),
-        ('["a"]', "not a JSON object but a list"),
-        ("[" * 100_000, "nested too deeply"),
-        ('{"n": ' + "9" * 5000 + "}", "number too long"),
-        ('{"text": 3}', "not a string but a number"),
-        ('{"text": true}', "not a string but a boolean"),
-        ('{"text": ["a"]}', "not a string but a list"),
-        ('{"text": " \\n\\u00a0\\u3000"}', "empty text"),
-        ('{"text": "\\ud83d"}', "half of a surrogate pair"),
-        ('{"prompt": "p", "completion": ""}', "empty completion"),
-        ('{"messages": []}', "not a list with at least one message"),
-        ('{"messages": ["hi"]}', "message 0 is not an object"),
-        ('{"messages": [{"role": "user"}]}', "message 0 has no content"),
-        ('{"messages": [{"role": "user", "content": " "}]}', "no message has content"),
-    ],
+@cases(
+    "line, reason",
+    ("", "empty line"),
+    ("  \t", "empty line"),
+    ("{", "invalid JSON: .* at column 2"),
+    ('["a"]', "not a JSON object but a list"),
+    ("[" * 100_000, "nested too deeply"),
+    ('{"n": ' + "9" * 5000 + "}", "number too long"),
+    ('{"text": 3}', "not a string but a number"),
+    ('{"text": true}', "not a string but a boolean"),
+    ('{"text": ["a"]}', "not a string but a list"),
+    ('{"text": " \\n\\u00a0\\u3000"}', "empty text"),
+    ('{"text": "\\ud83d"}', "half of a surrogate pair"),
+    ('{"prompt": "p", "completion": ""}', "empty completion"),
+    ('{"messages": []}', "not a list with at least one message"),
+    ('{"messages": ["hi"]}', "message 0 is not an object"),
+    ('{"messages": [{"role": "user"}]}', "message 0 has no content"),
+    ('{"messages": [{"role": "user", "content": " "}]}', "no message has content"),
     ids=lambda value: value[:24] if isinstance(value, str) else None,
 )
 def test_unusable_records_say_why(line: str, reason: str) -> None:

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from tests.support.cases import cases
 from tests.support.examples import examples
 from tests.support.runs import resolved_run
 from xtoken_core.config import DataSpec
@@ -68,17 +69,15 @@ def test_every_window_has_the_weights_and_epochs_continue() -> None:
     assert order[:100] != order[100:200]
 
 
-@pytest.mark.parametrize(
-    ("weights", "per_step", "prompts"),
-    [
-        ((1, 1), 4, 1),
-        ((1, 1), 2, 1),
-        ((3, 1), 8, 2),
-        ((9, 1), 20, 2),
-        ((2, 1, 1), 8, 2),
-        ((1, 3), 8, 2),
-        ((1, 1), 6, 6),
-    ],
+@cases(
+    "weights, per_step, prompts",
+    ((1, 1), 4, 1),
+    ((1, 1), 2, 1),
+    ((3, 1), 8, 2),
+    ((9, 1), 20, 2),
+    ((2, 1, 1), 8, 2),
+    ((1, 3), 8, 2),
+    ((1, 1), 6, 6),
 )
 def test_prompts_and_text_come_from_all_sources_by_weight(
     weights: tuple[int, ...], per_step: int, prompts: int
@@ -132,14 +131,12 @@ def test_joined_numbers(tmp_path: Path) -> None:
         joined.read([5])
 
 
-@pytest.mark.parametrize(
-    ("document", "message"),
-    [
-        ({}, "name the text by path"),
-        ({"path": "a.txt", "sources": [{"path": "b.txt"}]}, "one of the two"),
-        ({"sources": [{"path": "a.txt", "weight": 1}, {"path": "b.txt"}]}, "give one to all or to none"),
-        ({"sources": [{"path": "a.txt", "weight": 0}]}, "greater than or equal"),
-    ],
+@cases(
+    "document, message",
+    ({}, "name the text by path"),
+    ({"path": "a.txt", "sources": [{"path": "b.txt"}]}, "one of the two"),
+    ({"sources": [{"path": "a.txt", "weight": 1}, {"path": "b.txt"}]}, "give one to all or to none"),
+    ({"sources": [{"path": "a.txt", "weight": 0}]}, "greater than or equal"),
 )
 def test_impossible_texts(document: dict[str, object], message: str) -> None:
     with pytest.raises(ValidationError, match=message):

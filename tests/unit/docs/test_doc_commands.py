@@ -10,6 +10,7 @@ import pytest
 import typer
 
 from tests.doc_blocks import PAGES, ROOT, commands_of, shell_commands
+from tests.support.cases import cases
 from xtoken_services.cli.app import app
 
 GUIDES = [ROOT / "README.md", ROOT / "docs/quickstart.md"]
@@ -92,32 +93,32 @@ def test_xtoken_is_installed_before_it_is_used(page: Path) -> None:
     assert uses_before_install(commands) == []
 
 
-@pytest.mark.parametrize(
-    ("script", "commands"),
-    [
-        ("make demo  # a remark", [["make", "demo"]]),
-        ("A=1 xtoken run x.toml", [["xtoken", "run", "x.toml"]]),
-        ("(umask 077; openssl rand -base64 32 > token)", [["umask", "077"], ["openssl", "rand", "-base64", "32"]]),
-        (
-            "python3 -m venv .venv && . .venv/bin/activate",
-            [["python3", "-m", "venv", ".venv"], [".", ".venv/bin/activate"]],
-        ),
-        ("echo quit | cat", [["echo", "quit"], ["cat"]]),
-        ("xtoken run \\\n  x.toml", [["xtoken", "run", "x.toml"]]),
-    ],
+@cases(
+    "script, commands",
+    ("make demo  # a remark", [["make", "demo"]]),
+    ("A=1 xtoken run x.toml", [["xtoken", "run", "x.toml"]]),
+    ("(umask 077; openssl rand -base64 32 > token)", [["umask", "077"], ["openssl", "rand", "-base64", "32"]]),
+    (
+        "python3 -m venv .venv && . .venv/bin/activate",
+        [["python3", "-m", "venv", ".venv"], [".", ".venv/bin/activate"]],
+    ),
+    ("echo quit | cat", [["echo", "quit"], ["cat"]]),
+    ("xtoken run \\\n  x.toml", [["xtoken", "run", "x.toml"]]),
 )
 def test_a_script_is_split_into_commands(script: str, commands: list[list[str]]) -> None:
     assert commands_of(script) == commands
 
 
-@pytest.mark.parametrize(
+@cases(
     "words",
-    [
-        ["xtoken", "begin"], ["xtoken", "run", "--no-such-option"], ["make", "no-such-target"],
-        ["python", "-m", "no_such_module"], ["hf", "fetch"], ["huggingface-cli", "download"],
-    ],
+    ["xtoken", "begin"],
+    ["xtoken", "run", "--no-such-option"],
+    ["make", "no-such-target"],
+    ["python", "-m", "no_such_module"],
+    ["hf", "fetch"],
+    ["huggingface-cli", "download"],
     ids=" ".join,
-)  # fmt: skip
+)
 def test_a_wrong_command_is_noticed(words: list[str]) -> None:
     with pytest.raises(Exception):  # noqa: B017 - each check has its own
         test_a_command_exists_with_its_options(words)

@@ -3,6 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
+from tests.support.cases import cases
 from xtoken_core.config import LossConfig
 
 REFUSED = {
@@ -66,28 +67,24 @@ def test_impossible_settings_are_refused(settings, reason):
         LossConfig(**settings)
 
 
-@pytest.mark.parametrize(
-    ("settings", "reason"),
-    [
-        ({"mode": "chain", "reverse_kl": True}, "biased on given text"),
-        ({"teacher_modes": ("p_kl", "chain"), "reverse_kl": True}, "biased on given text"),
-        ({"mode": "chain", "beta": 0.5}, "a generalised JSD has a reverse part"),
-    ],
+@cases(
+    "settings, reason",
+    ({"mode": "chain", "reverse_kl": True}, "biased on given text"),
+    ({"teacher_modes": ("p_kl", "chain"), "reverse_kl": True}, "biased on given text"),
+    ({"mode": "chain", "beta": 0.5}, "a generalised JSD has a reverse part"),
 )
 def test_reverse_forms_of_chain_are_refused_on_given_text(settings, reason):
     with pytest.raises(ValueError, match=reason):
         LossConfig(**settings).check_given_text()
 
 
-@pytest.mark.parametrize(
-    ("settings", "mode"),
-    [
-        ({"gold_loss": False}, "p_kl"),
-        ({"gold_loss": True}, "gold"),
-        ({"gold_loss": True, "xtoken_loss": True}, "h_kl"),
-        ({"uld_loss": True}, "uld"),
-        ({"alm_loss": True}, "alm"),
-    ],
+@cases(
+    "settings, mode",
+    ({"gold_loss": False}, "p_kl"),
+    ({"gold_loss": True}, "gold"),
+    ({"gold_loss": True, "xtoken_loss": True}, "h_kl"),
+    ({"uld_loss": True}, "uld"),
+    ({"alm_loss": True}, "alm"),
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_flags_name_one_mode(settings, mode):
@@ -110,17 +107,15 @@ def test_a_dumped_config_can_be_read_back():
     assert LossConfig.model_validate_json(config.model_dump_json()) == config
 
 
-@pytest.mark.parametrize(
+@cases(
     "settings",
-    [
-        {"vocab_topk": 64},
-        {"uncommon_topk": 64},
-        {"exact_token_match_only": True},
-        {"reverse_kl": False},
-        {"teacher_chunk_average": "prob"},
-        {"gradient_in_place": False},
-        {"xtoken_loss": False},
-    ],
+    {"vocab_topk": 64},
+    {"uncommon_topk": 64},
+    {"exact_token_match_only": True},
+    {"reverse_kl": False},
+    {"teacher_chunk_average": "prob"},
+    {"gradient_in_place": False},
+    {"xtoken_loss": False},
     ids=lambda settings: next(iter(settings)),
 )
 def test_settings_of_the_public_method_without_a_mode_mean_it(settings):

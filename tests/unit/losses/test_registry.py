@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.doc_blocks import ROOT, fenced
+from tests.support.cases import cases
 from tests.unit.losses.loss_cases import V_S, make_case
 from tests.unit.supervisor.scripted_run import resolved_run
 from xtoken_core.config import LossConfig
@@ -99,35 +100,31 @@ def test_other_classes_may_be_given():
 CUSTOM = LossConfig(mode="custom")
 
 
-@pytest.mark.parametrize(
-    ("config", "name", "message"),
-    [
-        (CUSTOM, None, "add --loss module:Class"),
-        (LossConfig(mode="p_kl"), "a:B", "has no effect on loss.mode"),
-        (CUSTOM, "a.B", "expected module:Class"),
-        (CUSTOM, "a:B.c", "expected module:Class"),
-        (CUSTOM, "../a:B", "expected module:Class"),
-    ],
+@cases(
+    "config, name, message",
+    (CUSTOM, None, "add --loss module:Class"),
+    (LossConfig(mode="p_kl"), "a:B", "has no effect on loss.mode"),
+    (CUSTOM, "a.B", "expected module:Class"),
+    (CUSTOM, "a:B.c", "expected module:Class"),
+    (CUSTOM, "../a:B", "expected module:Class"),
 )
 def test_wrong_names(config, name, message):
     with pytest.raises(ConfigError, match=message):
         check_custom_loss(config, name)
 
 
-@pytest.mark.parametrize(
-    ("source", "name", "message"),
-    [
-        ("", "no_such_module:A", "cannot import no_such_module: ModuleNotFoundError"),
-        ("1 / 0", "own_losses:A", "cannot import own_losses: ZeroDivisionError"),
-        ("", "own_losses:A", "the module own_losses has no A"),
-        ("class A: pass", "own_losses:A", "not a subclass of xtoken_core.losses.base.ChunkLoss"),
-        (
-            "from xtoken_core.losses.base import ChunkLoss\nclass A(ChunkLoss): mode = 'custom'",
-            "own_losses:A",
-            "it does not define evaluate",
-        ),
-        ("from xtoken_core.losses.alm import ALMLoss", "own_losses:ALMLoss", 'set mode = "custom" in the class'),
-    ],
+@cases(
+    "source, name, message",
+    ("", "no_such_module:A", "cannot import no_such_module: ModuleNotFoundError"),
+    ("1 / 0", "own_losses:A", "cannot import own_losses: ZeroDivisionError"),
+    ("", "own_losses:A", "the module own_losses has no A"),
+    ("class A: pass", "own_losses:A", "not a subclass of xtoken_core.losses.base.ChunkLoss"),
+    (
+        "from xtoken_core.losses.base import ChunkLoss\nclass A(ChunkLoss): mode = 'custom'",
+        "own_losses:A",
+        "it does not define evaluate",
+    ),
+    ("from xtoken_core.losses.alm import ALMLoss", "own_losses:ALMLoss", 'set mode = "custom" in the class'),
 )
 def test_wrong_classes(tmp_path, monkeypatch, source, name, message):
     (tmp_path / "own_losses.py").write_text(source)

@@ -3,9 +3,9 @@
 import logging
 import os
 
-import pytest
 import torch
 
+from tests.support.cases import cases
 from xtoken_core.atomic import atomic_write
 from xtoken_core.projection.fingerprint import FORMAT, FORMAT_KEY, STUDENT_KEY, TEACHER_KEY
 from xtoken_core.projection.pair_cache import PairCache
@@ -36,15 +36,13 @@ def test_a_file_is_built_once(tmp_path):
     assert PairCache(tmp_path).file("projection", PRINTS[::-1], build) != paths[0]
 
 
-@pytest.mark.parametrize(
-    ("damaged", "reason"),
-    [
-        (content(version="xtoken-projection-0"), "has xtoken-projection-0, this version reads"),
-        (content(prints=("c" * 64, PRINTS[1])), "belongs to other tokenizers"),
-        (content()[:-4], "is damaged"),
-        (b"", "is damaged"),
-        (b"\x00" * 40, "is damaged"),
-    ],
+@cases(
+    "damaged, reason",
+    (content(version="xtoken-projection-0"), "has xtoken-projection-0, this version reads"),
+    (content(prints=("c" * 64, PRINTS[1])), "belongs to other tokenizers"),
+    (content()[:-4], "is damaged"),
+    (b"", "is damaged"),
+    (b"\x00" * 40, "is damaged"),
     ids=["version", "tokenizers", "short", "empty", "zeros"],
 )
 def test_a_file_that_cannot_be_used_is_built_again_and_reported_once(tmp_path, caplog, damaged, reason):

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from tests.support import vocabularies as v
 from tests.support.alignments import aligner_of, table_of
+from tests.support.cases import cases
 from tests.support.tiny_run import documents, make_assets, write_jsonl
 from xtoken_core.errors import InputError, XtokenError
 from xtoken_core.projection import BuildOptions, build_projection, write_projection
@@ -45,18 +46,16 @@ def sides(directory):
     return ["--student", str(directory / "student"), "--teacher", str(directory / "teacher")]
 
 
-@pytest.mark.parametrize(
-    ("piece", "expected"),
-    [
-        (b" 7", "digits"),
-        (b"2024", "multi-digit numbers"),
-        (b"\n ", "whitespace"),
-        (b"),", "punctuation"),
-        (b" word", "latin words"),
-        (b"\xe6\x97", "partial characters"),
-        ("日本".encode(), "other scripts"),
-        (b"x1", "mixed"),
-    ],
+@cases(
+    "piece, expected",
+    (b" 7", "digits"),
+    (b"2024", "multi-digit numbers"),
+    (b"\n ", "whitespace"),
+    (b"),", "punctuation"),
+    (b" word", "latin words"),
+    (b"\xe6\x97", "partial characters"),
+    ("日本".encode(), "other scripts"),
+    (b"x1", "mixed"),
 )
 def test_categories(piece, expected):
     assert category(piece) == expected
@@ -228,13 +227,11 @@ def test_align_check_names_the_special_token_in_a_text(tmp_path):
     assert f"{lines}:2: 1 of the student and 3 of the teacher in no chunk: {cause}" in done.output
 
 
-@pytest.mark.parametrize(
-    ("make", "records", "reason"),
-    [
-        (without_alphabet, [{"text": "☃"}, {"text": "☃☃"}], LACKS.format("student")),
-        (lambda: v.unigram(byte_fallback=False, unknown=False), [{"text": "low ☃"}], LACKS.format("student")),
-        (v.byte_level, [{"messages": [{"role": "assistant", "content": "low"}]}], "has no chat template"),
-    ],
+@cases(
+    "make, records, reason",
+    (without_alphabet, [{"text": "☃"}, {"text": "☃☃"}], LACKS.format("student")),
+    (lambda: v.unigram(byte_fallback=False, unknown=False), [{"text": "low ☃"}], LACKS.format("student")),
+    (v.byte_level, [{"messages": [{"role": "assistant", "content": "low"}]}], "has no chat template"),
     ids=["dropped", "refused", "skipped"],
 )
 def test_align_check_fails_where_no_text_can_be_used(tmp_path, make, records, reason):

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from tests.support.cases import cases
 from xtoken_services.common.run.status import RunStatus
 from xtoken_services.supervisor.progress import (
     FailsafeView,
@@ -109,19 +110,19 @@ def test_the_picture_shows_losses_speed_queue_and_workers() -> None:
         assert text in out.getvalue(), text
 
 
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({"state": "completed", "summary": {"trained": 90, "skipped": 6, "dead": 0, "truncated": 2, "positions": 96}},
-         "90 trained, 6 skipped, 0 dead, 2 truncated of 96 samples; 2.5000 bits per byte on held-out text; model in"),
-        ({"state": "stopped"}, "tiny: stopped after step 3 of 12; rerun to resume from the checkpoint of step 3"),
-        ({"state": "stopped", "checkpoint": None}, "there is no checkpoint in /runs/tiny, what was trained is lost"),
-        ({"state": "stopped", "checkpoint": None, "step": 0}, "in /runs/tiny, nothing was trained: a rerun starts"),
-        ({"state": "stopped", "checkpoint": 2}, "of step 2 in /runs/tiny (1 step after it lost)"),
-        ({"state": "failed"}, "tiny: failed after step 3 of 12; logs are in /runs/tiny/logs"),
-    ],
+@cases(
+    "changes, expected",
+    (
+        {"state": "completed", "summary": {"trained": 90, "skipped": 6, "dead": 0, "truncated": 2, "positions": 96}},
+        "90 trained, 6 skipped, 0 dead, 2 truncated of 96 samples; 2.5000 bits per byte on held-out text; model in",
+    ),
+    ({"state": "stopped"}, "tiny: stopped after step 3 of 12; rerun to resume from the checkpoint of step 3"),
+    ({"state": "stopped", "checkpoint": None}, "there is no checkpoint in /runs/tiny, what was trained is lost"),
+    ({"state": "stopped", "checkpoint": None, "step": 0}, "in /runs/tiny, nothing was trained: a rerun starts"),
+    ({"state": "stopped", "checkpoint": 2}, "of step 2 in /runs/tiny (1 step after it lost)"),
+    ({"state": "failed"}, "tiny: failed after step 3 of 12; logs are in /runs/tiny/logs"),
     ids=["completed", "stopped", "no checkpoint", "nothing trained", "steps lost", "failed"],
-)  # fmt: skip
+)
 def test_final_line(changes: dict[str, Any], expected: str) -> None:
     assert expected in final_line(status(**changes))
 

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import torch
 
+from tests.support.cases import cases
 from tests.support.slot_refs import slot_refs
 from xtoken_core.errors import InputError
 from xtoken_core.transports import RingShape, SignalError, StaleSignalError, remove_stale_files
@@ -167,16 +168,14 @@ def replaced_by(kind, path):
         path.chmod(0o644)
 
 
-@pytest.mark.parametrize(
-    ("kind", "complaint"),
-    [
-        ("link", "cannot be opened: not a regular file"),
-        ("pipe", "cannot be opened: not a regular file"),
-        ("directory", "cannot be opened: not a regular file"),
-        ("short", f"has {SHAPE.nbytes - 1} bytes instead of {SHAPE.nbytes}"),
-        ("readable by others", "is open to other users"),
-        ("gone", "cannot be opened"),
-    ],
+@cases(
+    "kind, complaint",
+    ("link", "cannot be opened: not a regular file"),
+    ("pipe", "cannot be opened: not a regular file"),
+    ("directory", "cannot be opened: not a regular file"),
+    ("short", f"has {SHAPE.nbytes - 1} bytes instead of {SHAPE.nbytes}"),
+    ("readable by others", "is open to other users"),
+    ("gone", "cannot be opened"),
 )
 def test_a_file_that_is_not_the_ring_is_refused(shm, kind, complaint):
     ring = ring_in(shm)
@@ -197,18 +196,16 @@ def test_a_file_of_another_user_is_refused_and_not_swept(shm):
     assert remove_stale_files(shm) == []
 
 
-@pytest.mark.parametrize(
-    ("change", "complaint"),
-    [
-        ({"transport": "cuda_ipc"}, "is cuda_ipc"),
-        ({"size": SHAPE.nbytes + 1}, "bytes where the run's shape has"),
-        ({"boot_id": "other"}, "on another machine"),
-        ({"pid_namespace": "pid:[1]"}, "in another container"),
-        ({"uid": os.geteuid() + 1}, "belongs to user"),
-        ({"canary": bytes(16)}, "canary"),
-        ({"name": "xtoken-ring-other"}, "cannot be opened"),
-        ({"name": "passwd"}, "not the name of a ring"),
-    ],
+@cases(
+    "change, complaint",
+    ({"transport": "cuda_ipc"}, "is cuda_ipc"),
+    ({"size": SHAPE.nbytes + 1}, "bytes where the run's shape has"),
+    ({"boot_id": "other"}, "on another machine"),
+    ({"pid_namespace": "pid:[1]"}, "in another container"),
+    ({"uid": os.geteuid() + 1}, "belongs to user"),
+    ({"canary": bytes(16)}, "canary"),
+    ({"name": "xtoken-ring-other"}, "cannot be opened"),
+    ({"name": "passwd"}, "not the name of a ring"),
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_a_handle_that_does_not_fit_is_refused(shm, change, complaint):

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tests.support.cases import cases
 from tests.support.ranks import ROOT
 from tests.support.runs import resolved_run
 from xtoken_core.config.resolved import ResolvedRun
@@ -140,13 +141,11 @@ def test_subset_of_the_tensors_is_read(tmp_path: Path) -> None:
 # Damage
 
 
-@pytest.mark.parametrize(
-    ("target", "message"),
-    [
-        ({"other": torch.zeros(1)}, "it has no other"),
-        ({"even": torch.zeros(12, 4)}, r"even is float32 \[12, 3\], not float32 \[12, 4\]"),
-        ({"even": torch.zeros(12, 3).half()}, r"even is float32 \[12, 3\], not float16 \[12, 3\]"),
-    ],
+@cases(
+    "target, message",
+    ({"other": torch.zeros(1)}, "it has no other"),
+    ({"even": torch.zeros(12, 4)}, r"even is float32 \[12, 3\], not float32 \[12, 4\]"),
+    ({"even": torch.zeros(12, 3).half()}, r"even is float32 \[12, 3\], not float16 \[12, 3\]"),
 )
 def test_tensor_that_the_student_does_not_have_is_named(
     tmp_path: Path, target: dict[str, Tensor], message: str
@@ -160,20 +159,18 @@ def entry(index: dict[str, Any]) -> dict[str, Any]:
     return dict(index["tensors"]["even"])
 
 
-@pytest.mark.parametrize(
+@cases(
     "change",
-    [
-        lambda e: e["parts"][0].update(start=1),
-        lambda e: e["parts"][0].update(stop=13),
-        lambda e: e["parts"][0].update(stop=7),
-        lambda e: e["parts"][0].update(rank=2),
-        lambda e: e["parts"][0].update(rank="../../secret"),
-        lambda e: e["parts"][0].update(file="../../secret"),
-        lambda e: e["parts"].pop(),
-        lambda e: e["parts"].append(e["parts"][0]),
-        lambda e: e.update(shape=[1 << 62, 3]),
-        lambda e: e.update(shape=[-1]),
-    ],
+    lambda e: e["parts"][0].update(start=1),
+    lambda e: e["parts"][0].update(stop=13),
+    lambda e: e["parts"][0].update(stop=7),
+    lambda e: e["parts"][0].update(rank=2),
+    lambda e: e["parts"][0].update(rank="../../secret"),
+    lambda e: e["parts"][0].update(file="../../secret"),
+    lambda e: e["parts"].pop(),
+    lambda e: e["parts"].append(e["parts"][0]),
+    lambda e: e.update(shape=[1 << 62, 3]),
+    lambda e: e.update(shape=[-1]),
 )
 def test_index_whose_rows_are_not_complete_is_refused(tmp_path: Path, change: Callable[[Any], object]) -> None:
     write(tmp_path / "c", whole_state(), Ranks(2, sharded=True))

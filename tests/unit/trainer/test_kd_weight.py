@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.cases import cases
 from tests.support.runs import resolved_run
 from xtoken_core.config.eval import EvalSpec
 from xtoken_core.config.loss import LossConfig
@@ -47,12 +48,10 @@ def test_the_mean_of_the_last_three_evaluations_decides(tmp_path: Path) -> None:
     assert resumed.at(2) == 2.0, "evaluations after the step of a resume are not read"
 
 
-@pytest.mark.parametrize(
-    ("change", "why"),
-    [
-        ({"bytes": (1 << 16) - 1}, "fewer than 64 KiB"),
-        ({"teacher_bits_per_byte": None}, "the teacher has not been measured"),
-    ],
+@cases(
+    "change, why",
+    ({"bytes": (1 << 16) - 1}, "fewer than 64 KiB"),
+    ({"teacher_bits_per_byte": None}, "the teacher has not been measured"),
 )
 def test_an_evaluation_that_decides_nothing_leaves_the_weight_and_is_logged_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, change: dict[str, Any], why: str
@@ -115,12 +114,10 @@ def test_the_best_teacher_on_the_text_decides(tmp_path: Path) -> None:
     assert follower.at(1) == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize(
-    ("rows", "why"),
-    [
-        ([text(0, -9.0, size=1 << 10)] * 50, "all text has been read once"),
-        ([text(0)], "the loss does not name the text"),
-    ],
+@cases(
+    "rows, why",
+    ([text(0, -9.0, size=1 << 10)] * 50, "all text has been read once"),
+    ([text(0)], "the loss does not name the text"),
 )
 def test_text_that_decides_nothing_leaves_the_weight(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, rows: list[dict[str, Any]], why: str

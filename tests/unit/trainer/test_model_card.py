@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.support.cases import cases
 from tests.support.runs import resolved_run
 from xtoken_core.config.spec import RunSpec
 from xtoken_services.trainer.checkpoint import Cursor
@@ -31,24 +32,18 @@ OWN: dict[str, Any] = {}
 SAME: dict[str, Any] = {"projection": None}
 
 
-@pytest.mark.parametrize(
-    ("teachers", "names", "loss"),
-    [
-        ([OWN], "`teacher-0`, with a tokenizer of its own.", "chain at"),
-        ([SAME], "`teacher-0`.", "KL token by token at"),
-        ([OWN, OWN], "`teacher-0` and `teacher-1`, with tokenizers of their own.", "chain at"),
-        ([SAME, SAME], "`teacher-0` and `teacher-1`.", "KL token by token at"),
-        (
-            [SAME, OWN],
-            "`teacher-0` and `teacher-1`, one of them with a tokenizer of its own.",
-            "KL token by token, chain at",
-        ),
-        (
-            [OWN, SAME, OWN],
-            "`teacher-2`, 2 of them with tokenizers of their own.",
-            "chain, KL token by token, chain at",
-        ),
-    ],
+@cases(
+    "teachers, names, loss",
+    ([OWN], "`teacher-0`, with a tokenizer of its own.", "chain at"),
+    ([SAME], "`teacher-0`.", "KL token by token at"),
+    ([OWN, OWN], "`teacher-0` and `teacher-1`, with tokenizers of their own.", "chain at"),
+    ([SAME, SAME], "`teacher-0` and `teacher-1`.", "KL token by token at"),
+    (
+        [SAME, OWN],
+        "`teacher-0` and `teacher-1`, one of them with a tokenizer of its own.",
+        "KL token by token, chain at",
+    ),
+    ([OWN, SAME, OWN], "`teacher-2`, 2 of them with tokenizers of their own.", "chain, KL token by token, chain at"),
     ids=["own", "same", "both own", "both same", "mixed", "three"],
 )
 def test_teachers_and_loss_are_told_as_they_are(

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.cases import cases
 from tests.unit.control.stored_runs import spec
 from xtoken_core import errors
 from xtoken_core.config.spec import RunSpec
@@ -107,10 +108,13 @@ def test_memory(run: Callable[..., Any]) -> None:
         run("b'x' * (1 << 29)", memory=256 << 20)
 
 
-@pytest.mark.parametrize(("program", "reason"), [
-    ("import os; os.kill(os.getpid(), 11)", "was killed by signal 11"), ("raise ValueError('of a kind')", "of a kind"),
-    ("raise SystemExit(3)", "exited with status 3"), ("raise SystemExit(0)", "exited with status 0"),
-])  # fmt: skip
+@cases(
+    "program, reason",
+    ("import os; os.kill(os.getpid(), 11)", "was killed by signal 11"),
+    ("raise ValueError('of a kind')", "of a kind"),
+    ("raise SystemExit(3)", "exited with status 3"),
+    ("raise SystemExit(0)", "exited with status 0"),
+)
 def test_failure(run: Callable[..., Any], program: str, reason: str) -> None:
     with pytest.raises(ChildError, match=reason):
         run(program)
@@ -143,11 +147,14 @@ def convert(directory: Path) -> None:
     gguf_model("student.model", directory / "model.gguf")
 
 
-@pytest.mark.parametrize("call", [
-    read_by_transformers, convert,
+@cases(
+    "call",
+    read_by_transformers,
+    convert,
     lambda directory: pair_file(PairCache(directory), "chain", directory, directory, ("a", "b"), "teacher"),
-    lambda directory: check_importable("no_such_module:A"), lambda directory: parse_toml("a = "),
-])  # fmt: skip
+    lambda directory: check_importable("no_such_module:A"),
+    lambda directory: parse_toml("a = "),
+)
 def test_no_module_of_the_working_directory_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Callable[[Path], None]
 ) -> None:
@@ -163,11 +170,16 @@ def test_no_module_of_the_working_directory_is_read(
     assert not (tmp_path / "executed").exists()
 
 
-@pytest.mark.parametrize(("text", "reason"), [
-    ("[" * 5000, "Invalid TOML"), ("a = " + "[" * 3000, "nested too deeply"), ("a" + ".a" * 40 + "=1", "nested deeper"),
-    ("a = " + "9" * 5000, "4300 digits"), ("a = 0x" + "f" * 6000, "does not fit 64 bits"),
-    ("a = [" + "1," * 20_000 + "]", "more than 4096 values"), ("a = '" + "x" * 70_000 + "'", "larger than 65536"),
-])  # fmt: skip
+@cases(
+    "text, reason",
+    ("[" * 5000, "Invalid TOML"),
+    ("a = " + "[" * 3000, "nested too deeply"),
+    ("a" + ".a" * 40 + "=1", "nested deeper"),
+    ("a = " + "9" * 5000, "4300 digits"),
+    ("a = 0x" + "f" * 6000, "does not fit 64 bits"),
+    ("a = [" + "1," * 20_000 + "]", "more than 4096 values"),
+    ("a = '" + "x" * 70_000 + "'", "larger than 65536"),
+)
 def test_hostile_toml(text: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         parse_toml(text)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.cases import cases
 from tests.support.runs import resolved_run
 from xtoken_core.config.loss import LossConfig
 from xtoken_core.config.resolved import ResolvedRun
@@ -154,26 +155,22 @@ def test_what_the_files_make_of_a_run_is_said(tmp_path: Path) -> None:
     assert early == "the run ends after 4 steps, its warm-up would after train.warmup_steps = 6"
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"parallel": "fsdp"}, "does nothing for a single rank"),
-        ({"reduce_dtype": "bfloat16"}, 'do nothing without train.parallel = "fsdp"'),
-        ({"min_learning_rate": 1.0}, "min_learning_rate = 1 is above train.learning_rate"),
-    ],
+@cases(
+    "changes, said",
+    ({"parallel": "fsdp"}, "does nothing for a single rank"),
+    ({"reduce_dtype": "bfloat16"}, 'do nothing without train.parallel = "fsdp"'),
+    ({"min_learning_rate": 1.0}, "min_learning_rate = 1 is above train.learning_rate"),
 )
 def test_settings_without_effect_are_told(tmp_path: Path, changes: dict[str, object], said: str) -> None:
     (remark,) = file_warnings(with_train(resolved_run(tmp_path), **changes))
     assert said in remark
 
 
-@pytest.mark.parametrize(
-    ("loss", "said"),
-    [
-        ({"mode": "chain", "vocab_topk": 64}, ["loss.vocab_topk is not read by chain"]),
-        ({"mode": "p_kl", "vocab_topk": 64, "uncommon_topk": 9}, ["loss.uncommon_topk is not read by p_kl"]),
-        ({"mode": "custom", "vocab_topk": 64}, []),
-    ],
+@cases(
+    "loss, said",
+    ({"mode": "chain", "vocab_topk": 64}, ["loss.vocab_topk is not read by chain"]),
+    ({"mode": "p_kl", "vocab_topk": 64, "uncommon_topk": 9}, ["loss.uncommon_topk is not read by p_kl"]),
+    ({"mode": "custom", "vocab_topk": 64}, []),
 )
 def test_settings_that_no_mode_reads_are_named(tmp_path: Path, loss: dict[str, Any], said: list[str]) -> None:
     run = resolved_run(tmp_path)
