@@ -3,7 +3,14 @@
 import pytest
 import torch
 
-from tests.ops.test_chain_kernels import FORWARD, every_form, every_other, forms, of_thousands, without_end_terms
+from tests.ops.test_chain_kernels import (
+    FORWARD,
+    every_form,
+    every_other,
+    in_both_forms,
+    of_thousands,
+    without_end_terms,
+)
 from tests.ops.test_chain_kernels import inputs as chain_inputs
 from tests.ops.tolerances import GRADIENT, OUTPUT, assert_within
 from tests.support.cases import cases
@@ -85,7 +92,7 @@ def check(arguments, reference=None):
 @cases(
     "pair, k, changed",
     pytest.param((WHOLE, SPLIT), 3, {}, id="student_is_whole"),
-    pytest.param((SPLIT, WHOLE), 4, {"temperature": 2.0}, id="teacher_is_whole"),
+    pytest.param((SPLIT, WHOLE), 4, {"temperature": 2.0}, id="teacher_is_whole", marks=slow),
     pytest.param((BY_THREE, UNGROUPED), 5, {}, id="words_end_inside_tokens"),
     pytest.param((BY_THREE, UNGROUPED), 1000, {}, id="words_end_inside_tokens_all_listed", marks=slow),
     pytest.param((WHOLE, SPLIT), 2, {"options": ChainOptions(False, True, True)}, id="unconditioned", marks=slow),
@@ -99,17 +106,18 @@ def test_values_and_gradient_are_the_references(device, pair, k, changed):
     assert pair[0] is pair[1] or (expected.inner + expected.end).count_nonzero()
 
 
+GENERATED = {
+    "student_is_whole": ((WHOLE, SPLIT), 3, {}),
+    "teacher_is_whole": ((SPLIT, WHOLE), 4, {"temperature": 2.0}),
+    "words_end_inside_tokens": ((BY_THREE, UNGROUPED), 5, {}),
+    "unconditioned": ((WHOLE, SPLIT), 2, {"options": ChainOptions(False, True, True)}),
+    "one_is_listed": ((WHOLE, SPLIT), 1, {}),
+}
+
+
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("device", DEVICES)
-@forms
-@cases(
-    "pair, k, changed",
-    pytest.param((WHOLE, SPLIT), 3, {}, id="student_is_whole"),
-    pytest.param((SPLIT, WHOLE), 4, {"temperature": 2.0}, id="teacher_is_whole"),
-    pytest.param((BY_THREE, UNGROUPED), 5, {}, id="words_end_inside_tokens"),
-    pytest.param((WHOLE, SPLIT), 2, {"options": ChainOptions(False, True, True)}, id="unconditioned", marks=slow),
-    pytest.param((WHOLE, SPLIT), 1, {}, id="one_is_listed", marks=slow),
-)
+@cases("pair, k, changed, beta", *in_both_forms(GENERATED))
 def test_generated_text(device, pair, k, changed, beta):
     check(case(pair, device, min(k, len(pair[1].vocab)), beta=beta, **changed))
 
@@ -155,7 +163,7 @@ def test_without_cross_entropy(device):
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("pair", [(SPLIT, WHOLE), (WHOLE, SPLIT)], ids=["teacher_is_whole", "student_is_whole"])
+@cases("pair", pytest.param((SPLIT, WHOLE), marks=slow), (WHOLE, SPLIT), ids=["teacher_is_whole", "student_is_whole"])
 def test_tokens_that_end_without_a_term_are_inside_their_nodes(device, pair):
     """A tokenizer without end terms has members whose last piece reaches no node (see `PieceTrie`)."""
     *arguments, tables, settings = case(pair, device, len(pair[1].vocab))

@@ -65,7 +65,11 @@ def test_hundreds_of_ties_at_the_border_in_bfloat16(short, device):
 
 @pytest.mark.parametrize("short", ["triton"])
 @every_device
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)],
+    ids=["fp32", "bf16", "fp16"],
+)
 @pytest.mark.parametrize(
     ("vocab", "head", "k", "T"),
     [

@@ -10,9 +10,9 @@ from xtoken_core.ops.registry import BACKENDS
 
 TRITON = ",".join(f"{name}=triton" for name, backends in BACKENDS.items() if "triton" in backends)
 
-SLOW = {"gold_topk8", "gold_T2_reverse", "gold", "gold_masked_sample", "h_kl_dynamic"}
-"""Ten seconds each in the interpreter; other cases of gold run by default, these by `-m slow` and on a GPU."""
-INTERPRETED = [pytest.param(case, marks=[pytest.mark.slow] * (case["name"] in SLOW)) for case in CASES]
+QUICK = {"gold_padded", "p_kl_T2", "p_kl_reverse", "p_kl_full_vocab", "p_kl_padded"}
+"""Of each kernel; seconds each in the interpreter. The others run by `-m slow` and on a GPU."""
+INTERPRETED = [pytest.param(case, marks=[pytest.mark.slow] * (case["name"] not in QUICK)) for case in CASES]
 
 
 @pytest.mark.parametrize("case", INTERPRETED, ids=[case["name"] for case in CASES])
