@@ -311,3 +311,14 @@ def test_axis_a_a_samples_gradient_is_bitwise_the_same_whatever_shares_the_batch
     whole, _ = gradient_and_metrics(case, config, **step)
     for rows in ([0], [1, 3], [2, 0]):
         assert torch.equal(gradient_and_metrics(case.rows(rows), config, **step)[0], whole[rows])
+
+
+def test_several_teachers_each_have_their_own_denominator():
+    config = LossConfig(vocab_topk=None, teacher_modes=("p_kl", "gold", None), reverse_kl=True)
+    case = make_case(same_tokenizer=(False, False, True), weights=(1.0, 0.5, 2.0), teacher_vocab=(31, 19), seed=8)
+    chunks = [counts(case, config, 0, "0_").sum(), counts(case, config, 1, "1_").sum(), None]
+    toks = ce_token_counts(case.batch["token_mask"]).sum()
+    whole, _ = gradient_and_metrics(case, config)
+    for rows in ([0, 1], [2, 3]):
+        gradient, _ = gradient_and_metrics(case.rows(rows), config, global_valid_toks=toks, global_valid_chunks=chunks)
+        torch.testing.assert_close(gradient, whole[rows], rtol=1e-7, atol=1e-11)
