@@ -79,7 +79,8 @@ def test_memory_that_cannot_be_had_is_one_line_and_no_reason_to_restart(
 
 
 def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv(cli.DEBUG_VARIABLE, "1")
+    monkeypatch.setenv(cli.DEBUG_VARIABLE, "")
+    CliRunner().invoke(cli.app, ["--debug", "version"])
     assert fail_with(InputError("no such file"), monkeypatch) == 2
     said = capsys.readouterr().err.splitlines()
     assert said[0].startswith("Traceback") and said[-1] == "error: no such file"
