@@ -28,6 +28,13 @@ def ready_ids(peer: Any, name: str) -> list[int]:
     return ids
 
 
+def test_bye_gives_leases_back(place: Place) -> None:
+    peer, name = leased(place)
+    other = place.worker()
+    peer.call("bye")
+    assert other.call("claim", partition=name, task="a", count=2)["ids"] == [0, 1]
+
+
 def test_a_newer_incarnation_takes_over(place: Place) -> None:
     worker = place.name("w")
     old, name = leased(place, name=worker, incarnation=5)

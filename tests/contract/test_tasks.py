@@ -248,6 +248,14 @@ def test_a_task_completed_by_a_volatile_field_that_is_there_goes_with_its_owner(
     ]  # fmt: skip
 
 
+def test_a_claim_that_cannot_be_read_leases_nothing(place: Place) -> None:
+    peer, name = opened(place, task("a", "x"))
+    put(peer, name, 0)
+    assert code_of(peer, "claim", partition=name, task="a", count=1, fields=["z"]) == "unknown_sample"
+    assert state(peer, name, "a") == {"ready": [0]}
+    assert claimed(place.worker(), name, "a", 1) == [0]
+
+
 def test_partitions_stand_side_by_side(place: Place) -> None:
     peer, one = opened(place, task("a", "x"))
     _, two = opened(place, task("a", "x"))
