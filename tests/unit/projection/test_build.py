@@ -1,6 +1,7 @@
 """The steps of building a projection, against their definitions written out in loops."""
 
 from difflib import SequenceMatcher
+from functools import cache
 
 import numpy as np
 import pytest
@@ -30,6 +31,8 @@ PAIRS = {
     "byte-level to slow sentencepiece": (v.byte_level, v.slow_sentencepiece),
     "byte-level to wordpiece": (v.byte_level, v.wordpiece),
 }
+
+built = cache(build_projection)
 
 
 @pytest.fixture(scope="module", params=PAIRS, ids=str)
@@ -76,7 +79,7 @@ def test_a_character_is_pinned_to_the_token_that_is_written_for_it():
     """A vocabulary with byte fallback has two tokens for it, `<0x61>` with the lower id, and writes one of them."""
     student, teacher = v.byte_level(), v.sentencepiece_bpe("legacy")
     pieces_of = Retokenizer(teacher, aligner_of(student, teacher).teacher)
-    forth, back = build_projection(student, teacher), build_projection(teacher, student)
+    forth, back = built(student, teacher), built(teacher, student)
     common = exact_token_map(back.indices, back.likelihoods, relaxed=False, teacher_vocab_size=len(student))
     for character in "a.,0 ":
         spare = teacher.convert_tokens_to_ids(f"<0x{ord(character):02X}>")
@@ -91,7 +94,7 @@ def test_a_character_is_pinned_to_the_token_that_is_written_for_it():
 
 def test_a_repeated_piece_is_no_equal_token():
     student, teacher = v.sentencepiece_bpe("legacy"), v.byte_level()
-    projection = build_projection(student, teacher)
+    projection = built(student, teacher)
     (one,) = teacher.encode("a", add_special_tokens=False)
     row = student.convert_tokens_to_ids("aaaa")
     assert projection.indices[row].tolist() == [one, one, -1, -1]
@@ -109,7 +112,7 @@ def test_bytes_that_no_other_token_spells_are_pinned():
     student = v.byte_level()
     table = aligner_of(student, teacher).teacher
     assert len(table.byte_tokens) > 200 and 0 < len(table.unused_bytes) < len(table.byte_tokens)
-    projection = build_projection(student, teacher)
+    projection = built(student, teacher)
     own = next(i for i, piece in enumerate(aligner_of(student, teacher).student.pieces) if piece == b"\xe2")
     assert projection.indices[own].tolist() == [teacher.convert_tokens_to_ids("<0xE2>"), -1, -1, -1]
 
@@ -125,7 +128,7 @@ def test_two_pieces_weigh_as_published():
 
 def test_the_same_tokenizers_give_the_same_projection(pair):
     student, teacher, _, _ = pair
-    a, b = (build_projection(student, teacher) for _ in range(2))
+    a, b = built(student, teacher), build_projection(student, teacher)
     assert torch.equal(a.indices, b.indices) and torch.equal(a.likelihoods, b.likelihoods)
     assert (a.student_fingerprint, a.teacher_fingerprint) == (b.student_fingerprint, b.teacher_fingerprint)
 
@@ -156,9 +159,9 @@ def test_reverse_adds_teacher_tokens_to_the_pieces_of_their_spelling():
 
 def test_both_ends_and_specials_of_one_name_are_pinned():
     student, teacher = v.byte_level(), v.sentencepiece_bpe()
-    projection = build_projection(student, teacher)
+    projection = built(student, teacher)
     assert projection.indices[student.eos_token_id].tolist() == [teacher.eos_token_id, -1, -1, -1]
-    back = build_projection(teacher, student)
+    back = built(teacher, student)
     for index in (teacher.bos_token_id, teacher.eos_token_id):
         assert back.indices[index].tolist() == [student.eos_token_id, -1, -1, -1]
 
