@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.cases import cases
 from tests.unit.supervisor.scripted_run import ScriptedRun, alive
 from xtoken_core.data_plane.address import Address, create_token
 from xtoken_services.common.run import machine
@@ -98,22 +99,31 @@ def test_killed_queue_is_restarted_and_rewound(scripted: ScriptedRun) -> None:
     assert sorted(set(scripted.steps_done())) == list(range(12))
 
 
-def test_repeated_failure_ends_the_run_with_the_last_log_line(scripted: ScriptedRun) -> None:
-    scripted.start(steps=6, trainer_0=["step2:always exit 7"])
+TWICE = "after 2 restarts without progress"
+
+
+@cases(
+    "worker, deed, error, status, started",
+    ("trainer-0", "step2:always exit 7", f"trainer-0 exited with status 7, {TWICE}: told to leave", 1, 3),
+    ("teacher-0-0", "hold:always kill", f"teacher-0-0 was killed by signal 9, {TWICE} (leased: 0, 1, 2, 3)", 1, 3),
+    (
+        "teacher-0-0",
+        "hold:always exit 7",
+        f"teacher-0-0 exited with status 7, {TWICE} (leased: 0, 1, 2, 3): told to leave",
+        1,
+        3,
+    ),
+    ("trainer-0", "work:exit 2", "trainer-0: told to leave", 2, 1),
+    ("collator-0", "work:always give_up too much is dead", "too much is dead", 1, 1),
+)
+def test_what_ends_a_run_is_named(
+    scripted: ScriptedRun, worker: str, deed: str, error: str, status: int, started: int
+) -> None:
+    scripted.start(steps=6, rows=worker == "teacher-0-0", **{worker.replace("-", "_"): [deed]})
     ending = scripted.wait()
-    assert (ending.state, ending.exit_code) == (RunState.FAILED, 1)
-    assert ending.error == "trainer-0 exited with status 7, after 2 restarts without progress: told to leave"
-    assert attempts(scripted, "trainer-0") == 3
+    assert (ending.state, ending.error, ending.exit_code) == (RunState.FAILED, error, status)
+    assert attempts(scripted, worker) == started
     assert record(scripted)["error"] == ending.error
-
-
-@pytest.mark.parametrize("way", ["kill", "exit 7"])
-def test_failure_names_the_leased_samples(scripted: ScriptedRun, way: str) -> None:
-    scripted.start(steps=6, rows=True, teacher_0_0=[f"hold:always {way}"])
-    ending = scripted.wait()
-    how = {"kill": "was killed by signal 9", "exit 7": "exited with status 7"}[way]
-    said = {"kill": "", "exit 7": ": told to leave"}[way]
-    assert ending.error == f"teacher-0-0 {how}, after 2 restarts without progress (leased: 0, 1, 2, 3){said}"
 
 
 def test_progress_resets_failures(scripted: ScriptedRun) -> None:
@@ -123,30 +133,11 @@ def test_progress_resets_failures(scripted: ScriptedRun) -> None:
     assert scripted.steps_done() == list(range(12))
 
 
-def test_give_up_ends_the_run_with_its_reason(scripted: ScriptedRun) -> None:
-    scripted.start(steps=6, collator_0=["work:always give_up too much is dead"])
-    ending = scripted.wait()
-    assert (ending.state, ending.error) == (RunState.FAILED, "too much is dead")
-
-
-def test_configuration_error_is_fatal(scripted: ScriptedRun) -> None:
-    scripted.start(steps=6, trainer_0=["work:exit 2"])
-    ending = scripted.wait()
-    assert (ending.state, ending.exit_code, ending.error) == (RunState.FAILED, 2, "trainer-0: told to leave")
-    assert attempts(scripted, "trainer-0") == 1
-
-
-def test_frozen_worker_is_restarted(scripted: ScriptedRun) -> None:
-    scripted.start(steps=6, collator_0=["work:freeze"])
-    assert scripted.wait().state == RunState.COMPLETED
-    assert attempts(scripted, "collator-0") == 2
-
-
-def test_worker_without_a_session_is_restarted(scripted: ScriptedRun) -> None:
+def test_frozen_workers_with_and_without_a_session_are_restarted(scripted: ScriptedRun) -> None:
     limits = Limits(max_restarts=1, hang_timeout_s=3, grace_s=1, first_delay_s=0.05)
-    scripted.start(steps=4, collator_0=["start:freeze"], limits=limits)
+    scripted.start(steps=6, collator_0=["work:freeze"], teacher_0_0=["start:freeze"], limits=limits)
     assert scripted.wait().state == RunState.COMPLETED
-    assert attempts(scripted, "collator-0") == 2
+    assert [attempts(scripted, name) for name in ("collator-0", "teacher-0-0")] == [2, 2]
 
 
 def test_a_writer_that_writes_nothing_is_restarted(scripted: ScriptedRun) -> None:
@@ -234,19 +225,22 @@ def test_trainers_exit_before_the_others_are_signalled(scripted: ScriptedRun) ->
     assert all(moment(scripted, f"{name}.asked") >= left for name in ("teacher-0-0", "collator-0"))
 
 
-def test_trainer_that_uses_up_the_grace_is_named(scripted: ScriptedRun, caplog: pytest.LogCaptureFixture) -> None:
-    limits = Limits(grace_s=2)
-    supervisor = scripted.start(
-        steps=1000, trainer_0=["start:deaf"], teacher_0_0=["start:linger 1"], limits=limits
-    )  # fmt: skip
+def test_a_trainer_that_uses_up_the_grace_and_one_that_failed_are_named(
+    scripted: ScriptedRun, caplog: pytest.LogCaptureFixture
+) -> None:
+    deeds = {"trainer_0": ["start:deaf"], "trainer_1": ["start:stumble 2"], "teacher_0_0": ["start:linger 1"]}
+    supervisor = scripted.start(steps=1000, ranks=2, limits=Limits(grace_s=2), **deeds)
     scripted.until_step(2)
     supervisor.stop()
     ending = scripted.wait()
-    lost = "trainer-0 did not exit within 2 s (workers.stop_timeout_s): progress since the last checkpoint is lost"
-    assert (ending.state, ending.exit_code, ending.error) == (RunState.STOPPED, 130, lost)
-    assert (record(scripted)["state"], record(scripted)["error"]) == ("stopped", lost)
-    assert supervisor.status().error == lost
-    assert lost in caplog.messages
+    said = (
+        "trainer-0 did not exit within 2 s (workers.stop_timeout_s): progress since the last checkpoint is "
+        "lost; trainer-1 exited with status 2 while the run was stopped: told to leave"
+    )
+    assert (ending.state, ending.exit_code, ending.error) == (RunState.STOPPED, 130, said)
+    assert (record(scripted)["state"], record(scripted)["error"]) == ("stopped", said)
+    assert supervisor.status().error == said
+    assert said in caplog.messages
     assert not (scripted.state / "teacher-0-0.left").exists(), "there is one grace in all"
 
 
@@ -266,19 +260,6 @@ def test_failures_during_shutdown_are_named(scripted: ScriptedRun, caplog: pytes
     assert (record(scripted)["state"], record(scripted)["error"]) == ("stopped", said)
     assert said in caplog.messages
     assert attempts(scripted, "trainer-0") == 1
-
-
-def test_failed_and_killed_trainers_are_both_named(scripted: ScriptedRun) -> None:
-    limits = Limits(grace_s=2)
-    supervisor = scripted.start(
-        steps=1000, ranks=2, trainer_0=["start:deaf"], trainer_1=["start:stumble 2"], limits=limits
-    )  # fmt: skip
-    scripted.until_step(2)
-    supervisor.stop()
-    assert scripted.wait().error == (
-        "trainer-0 did not exit within 2 s (workers.stop_timeout_s): progress since the last checkpoint is "
-        "lost; trainer-1 exited with status 2 while the run was stopped: told to leave"
-    )
 
 
 def test_failure_before_stop_now_is_named(scripted: ScriptedRun) -> None:
