@@ -57,7 +57,7 @@ def test_packed_rows_train_as_padded_ones(tiny: Tiny) -> None:
 
 @pytest.mark.slow
 def test_a_killed_teacher_is_replaced_where_the_signal_goes_through_the_queue(tiny: Tiny) -> None:
-    spec = tiny.spec(records=160, workers={"signal": "queue"})
+    spec = tiny.spec(records=160, workers={"transport": "queue"})
     crew = tiny.start(spec)
     crew.wait_for_steps(3)
     crew.kill("teacher-0-0")
@@ -66,7 +66,7 @@ def test_a_killed_teacher_is_replaced_where_the_signal_goes_through_the_queue(ti
 
 @pytest.mark.slow
 def test_a_teacher_that_hangs_is_told_of_and_replaced(tiny: Tiny) -> None:
-    spec = tiny.spec(records=160, workers={"signal": "shared_memory"})
+    spec = tiny.spec(records=160, workers={"transport": "shared_memory"})
     crew = tiny.start(spec)
     crew.wait_for_steps(3)
     psutil.Process(crew.pid("teacher-0-0")).suspend()

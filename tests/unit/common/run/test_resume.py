@@ -96,7 +96,9 @@ def test_how_it_is_computed_may_change(saved: ResolvedRun) -> None:
     assert check_output(with_train(saved, master_weights=False)) == 1, "a student in float32 has no masters either way"
     assert check_output(with_train(saved, learning_rate=1e-3, grad_clip=None, parallel="fsdp")) == 1
     assert check_output(with_student(saved, compile=True, checkpoint_activations=True, blockwise_head=True)) == 1
-    workers = saved.spec.workers.model_copy(update={"ranks": 2, "collators": 3, "slots": 4, "signal": "shared_memory"})
+    workers = saved.spec.workers.model_copy(
+        update={"ranks": 2, "collators": 3, "slots": 4, "transport": "shared_memory"}
+    )
     assert check_output(saved.model_copy(update={"spec": saved.spec.model_copy(update={"workers": workers})})) == 1
 
 
