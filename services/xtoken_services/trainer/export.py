@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from xtoken_core.atomic import atomic_rename, sync_tree
-from xtoken_core.config.loss import ADAPTIVE, kind_of
+from xtoken_core.config.loss import ADAPTIVE, PAIR_KINDS
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.errors import OutputError
 from xtoken_core.projection.pair_cache import NAMES
@@ -258,7 +258,7 @@ def _teachers(run: ResolvedRun) -> str:
     lines = []
     for number, (teacher, fingerprint) in enumerate(zip(run.spec.teacher, run.projection_fingerprints, strict=True)):
         file = run.pair_file(number)
-        kind = kind_of(run.spec.loss.mode_of(number))
+        kind = PAIR_KINDS.get(run.spec.loss.mode_of(number))
         if file is None:
             how = "same tokenizer" if run.same_tokenizer[number] else "another tokenizer"
         elif file == teacher.projection or kind is None:
