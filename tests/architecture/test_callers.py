@@ -23,7 +23,6 @@ PLACE = re.compile(r"[\w.]+:(\w+)")
 
 WITHOUT_CALLER = {
     "xtoken_core/chain/live_sets.py:live_rows": "live sets written out, by which tests define them",
-    "xtoken_core/data_plane/tensors.py:columns_from_tensordict": "a run has columns; the surface puts TensorDicts",
     "xtoken_core/projection/build.py:similarity": "the formula of one pair, by which tests define the entries",
     "xtoken_core/transports/signal.py:rebuild_teacher_hidden_from_ipc": "its counterpart for logits is in the surface",
 }
@@ -41,8 +40,8 @@ OWN_CODE = {
 
 
 def is_surface(path: Path) -> bool:
-    """True for a module of the compatibility surface; the clients of the task queue are code of their own."""
-    named = path.parent.name == "compat" and path.stem not in ("__init__", "task_client")
+    """True for a module of the compatibility surface; task queue and TensorDicts there are code of their own."""
+    named = path.parent.name == "compat" and path.stem not in ("__init__", "task_client", "tensors", "layout")
     return named or path.stem == "compat"
 
 
