@@ -24,7 +24,6 @@ PLACE = re.compile(r"[\w.]+:(\w+)")
 WITHOUT_CALLER = {
     "xtoken_core/chain/live_sets.py:live_rows": "live sets written out, by which tests define them",
     "xtoken_core/projection/build.py:similarity": "the formula of one pair, by which tests define the entries",
-    "xtoken_core/transports/signal.py:rebuild_teacher_hidden_from_ipc": "its counterpart for logits is in the surface",
 }
 """Public names that only tests and measurements use, with the reason to have them."""
 

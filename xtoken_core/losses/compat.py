@@ -24,7 +24,7 @@ from xtoken_core.projection.compat import (
 )
 from xtoken_core.projection.exact_map import exact_token_map
 from xtoken_core.projection.files import parse_projection_file
-from xtoken_core.transports.signal import rebuild_teacher_full_logits_from_ipc
+from xtoken_core.transports.compat import rebuild_teacher_full_logits_from_ipc
 
 __all__ = [
     "_EXACT_TOKEN_MAP_CACHE",
