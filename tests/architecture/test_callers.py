@@ -34,6 +34,7 @@ OWN_CODE = {
     "xtoken_core/losses/compat.py:dp_all_reduce_sum": "over any process group; a run's own can be interrupted",
     "xtoken_core/compat/indices_to_multihot/compat.py:null_decorator": "there is nothing to call",
     "xtoken_core/compat/meta.py:KVBatchMeta": "plain data",
+    "xtoken_core/transports/compat.py:SampleSlotRef": "plain data",
 }
 """Functions and classes of the surface that call none of the product's."""
 
