@@ -22,8 +22,7 @@ PLACE = re.compile(r"[\w.]+:(\w+)")
 """A name as a string: `module:name`."""
 
 WITHOUT_CALLER = {
-    "xtoken_core/chain/live_sets.py:live_rows": "live sets written out, by which tests define them",
-    "xtoken_core/projection/build.py:similarity": "the formula of one pair, by which tests define the entries",
+    "xtoken_core/projection/build.py:similarity": "the formula of one pair, by which tests define the entries"
 }
 """Public names that only tests and measurements use, with the reason to have them."""
 
