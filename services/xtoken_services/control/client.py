@@ -183,10 +183,15 @@ class UnreachableError(XtokenError):
     """The control plane does not respond."""
 
 
-def run_at(url: str, spec: RunSpec, *, token: str | None = None, show: bool = True, as_json: bool = False) -> RunResult:
+def run_at(
+    url: str, spec: RunSpec, *, token: str | None = None, show: bool = True, as_json: bool = False
+) -> tuple[RunResult, RunStatus]:
     """Start a run on a control plane and follow it to its end; signals stop the run as in `run_locally`.
 
     A run with the same output and settings that is over is resumed; of one that is complete the end is shown.
+
+    Returns:
+        How it ended, and its last status.
 
     Raises:
         XtokenError: The control plane does not respond, or refuses the run.
@@ -224,7 +229,7 @@ def start_or_resume(client: ControlClient, spec: RunSpec) -> RunStatus:
 
 def _run(
     client: ControlClient, spec: RunSpec, watch: AbstractContextManager[ProgressView], interrupts: Interrupts
-) -> RunResult:
+) -> tuple[RunResult, RunStatus]:
     try:
         first = start_or_resume(client, spec)
         with watch as shown:
@@ -233,7 +238,7 @@ def _run(
             view.end(last)
     finally:
         client.close()
-    return result_of(last, interrupts.status or STOPPED)
+    return result_of(last, interrupts.status or STOPPED), last
 
 
 def result_of(status: RunStatus, stopped: int = STOPPED) -> RunResult:
