@@ -219,7 +219,7 @@ fingerprint `{run.data_fingerprint[:16]}`
 
 
 def _course(run: ResolvedRun) -> str:
-    """Return what the terms of the loss do not say of the divergence; empty without a teacher."""
+    """Return the temperature, and how the weight of the divergence changes; empty without a teacher."""
     if not run.spec.teacher:
         return ""
     text = f", at temperature {run.spec.loss.temperature:g}"

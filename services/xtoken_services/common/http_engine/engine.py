@@ -66,7 +66,7 @@ class Sampling:
     stop: tuple[str, ...] = ()
 
     def parameters(self) -> dict[str, Any]:
-        """Return what every program is told by the same name.
+        """Return the parameters that have the same name in every program.
 
         What is left out a server takes from the model's generation_config.json: completions would be no samples of the
         student.
