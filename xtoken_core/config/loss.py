@@ -28,7 +28,8 @@ WHOLE_CHUNK_MODES: frozenset[LossMode] = frozenset({"chain"})
 TOPK_MODES: frozenset[LossMode] = frozenset({"p_kl", "alm", "chain"})
 """Modes that compare with a teacher given by its largest logits."""
 PairKind = Literal["projection", "chain"]
-"""Contents of a file about two tokenizers: a projection, or the chain tables."""
+"""Contents of a file about two tokenizers."""
+PAIR_NAMES: dict[PairKind, str] = {"projection": "projection", "chain": "chain tables"}
 PAIR_KINDS: dict[LossMode, PairKind] = {
     "p_kl": "projection",
     "gold": "projection",

@@ -10,9 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from xtoken_core.config.loss import PairKind
+from xtoken_core.config.loss import PAIR_NAMES, PairKind
 from xtoken_core.errors import XtokenError
-from xtoken_core.projection.pair_cache import NAMES
 from xtoken_services.common.processes.child_process import BUILD_SILENCE_S, ask_child
 from xtoken_services.common.tables.pair_files import BUILDER
 
@@ -71,7 +70,7 @@ class TableBuild:
     @property
     def name(self) -> str:
         """Name of what is built."""
-        return NAMES[self.kind]
+        return PAIR_NAMES[self.kind]
 
 
 class TableBuilds:

@@ -18,10 +18,9 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from xtoken_core.atomic import atomic_rename, sync_tree
-from xtoken_core.config.loss import ADAPTIVE, PAIR_KINDS
+from xtoken_core.config.loss import ADAPTIVE, PAIR_KINDS, PAIR_NAMES
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.errors import OutputError
-from xtoken_core.projection.pair_cache import NAMES
 from xtoken_core.regular_files import MIB, read_json_object, read_regular
 from xtoken_services.common.run.loss_words import loss_in_words
 from xtoken_services.trainer.checkpoint import Cursor
@@ -274,7 +273,7 @@ def _teachers(run: ResolvedRun) -> str:
         elif file == teacher.projection or kind is None:
             how = f"projection `{file.name}` (`{fingerprint[:16]}`)"
         else:
-            how = f"{NAMES[kind]} built for this run (`{fingerprint[:16]}`)"
+            how = f"{PAIR_NAMES[kind]} built for this run (`{fingerprint[:16]}`)"
         weights = teacher.dtype + {"": "", "fp8": ", 8-bit weights", "nf4": ", 4-bit weights"}[teacher.quantized]
         lines.append(f"- teacher: `{base_model(teacher.model)}`, {weights}, weight {teacher.weight:g}, {how}")
     return "".join(f"{line}\n" for line in lines)

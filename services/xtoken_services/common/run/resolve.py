@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from xtoken_core.config.eval import EvalSpec
-from xtoken_core.config.loss import DENSE_ONLY, PAIR_KINDS, READ_BY, LossConfig, LossMode
+from xtoken_core.config.loss import DENSE_ONLY, PAIR_KINDS, PAIR_NAMES, READ_BY, LossConfig, LossMode
 from xtoken_core.config.resolved import ResolvedModel, ResolvedRun, same_tokenizer_of
 from xtoken_core.config.spec import PAD_MULTIPLE, ModelSpec, RunSpec, TeacherSpec, padded_length
 from xtoken_core.dataset import JoinedIndex, TextIndex
 from xtoken_core.errors import ConfigError, InputError, XtokenError
 from xtoken_core.projection.fingerprint import file_fingerprint, is_sparse, tokenizer_fingerprint
-from xtoken_core.projection.pair_cache import NAMES
 from xtoken_core.tasks import read_prompts
 from xtoken_services.common.batches.step_plan import ring_shape
 from xtoken_services.common.files.allowed_paths import check_allowed, readable_roots
@@ -149,7 +148,7 @@ def _pair_file(
 
     def report(done: float) -> None:
         if progress is not None:
-            progress(f"building the {NAMES[kind]} of the student's and {name}'s tokenizer", done)
+            progress(f"building the {PAIR_NAMES[kind]} of the student's and {name}'s tokenizer", done)
 
     pairs = teacher.special_tokens
     return pair_file(cache_of(spec), kind, *directories, fingerprints, name, special_tokens=pairs, progress=report)

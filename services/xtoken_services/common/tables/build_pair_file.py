@@ -14,12 +14,12 @@ from typing import Any
 
 from xtoken_core.chain.build import as_tensors, build_tables
 from xtoken_core.chain.files import read_tables, write_tables
-from xtoken_core.config.loss import PairKind
+from xtoken_core.config.loss import PAIR_NAMES, PairKind
 from xtoken_core.errors import ConfigError, InputError
 from xtoken_core.projection.build import build_projection
 from xtoken_core.projection.files import read_topk, write_projection
 from xtoken_core.projection.fingerprint import tokenizer_fingerprint
-from xtoken_core.projection.pair_cache import NAMES, PairCache
+from xtoken_core.projection.pair_cache import PairCache
 from xtoken_services.common.files.allowed_paths import check_allowed
 from xtoken_services.common.processes.child_process import Progress, answer_requests
 from xtoken_services.common.tokenizers.loading import load_tokenizer
@@ -83,11 +83,13 @@ def _cached(
         check_allowed(directory, name)
     prints = tokenizer_fingerprint(student), tokenizer_fingerprint(teacher)
     if prints[0] == prints[1]:
-        raise ConfigError(f"{student} and {teacher} have the same tokenizer: a run compares them without {NAMES[kind]}")
+        raise ConfigError(
+            f"{student} and {teacher} have the same tokenizer: a run compares them without {PAIR_NAMES[kind]}"
+        )
     try:
         file = PairCache().file(kind, prints, build, special_tokens)
     except RuntimeError as error:
-        raise InputError(f"there is no cache for the {NAMES[kind]}: {error}") from error
+        raise InputError(f"there is no cache for the {PAIR_NAMES[kind]}: {error}") from error
     return {"file": file, "facts": list(_chain_facts(file) if kind == "chain" else _projection_facts(file))}
 
 
