@@ -93,6 +93,8 @@ def test_half_of_a_step_is_generated(
     assert sorted(positions) == list(range(8 * 12))
     assert max(line.get("staleness", 0) for line in lines) <= 1
     assert all(line["kl_loss"] > 0 for line in lines)
+    ratios = [line["overlap_ratio"] for line in lines if "overlap_ratio" in line]
+    assert len(ratios) == (len(lines) if form["mode"] == "chain" else 0) and all(0 < each <= 1 for each in ratios)
     logs = {name: (spec.output / "logs" / f"{name}-0.1.log").read_text() for name in ("rollout", "trainer")}
     assert ("CUDA graph of" in logs["rollout"]) == ("cuda_graphs" in form)
     assert "without CUDA graphs" not in logs["rollout"]

@@ -69,7 +69,8 @@ def test_completions_of_a_step_are_added_up_without_those_that_are_dead(tmp_path
             field.name: np.array(value) for field, value in zip(schema.ROLLOUT_FIELDS, (version, *values), strict=True)
         }
 
-    # Version of the weights; whether it has ended; microseconds of its generation and of the wait; tokens; entropy; right.
+    # Version of the weights; whether it has ended; microseconds of its generation and of the wait; tokens; entropy;
+    # whether it is right.
     completions = {
         4: marked(1, 1, 1_500_000, 300_000, 6, 3_000, 1),
         5: marked(0, 0, 500_000, 200_000, 4, 2_000, 0),
