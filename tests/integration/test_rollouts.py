@@ -9,13 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from tests.integration.conftest import Crew
 from tests.support.engine_server import Answer, serving
 from tests.support.forks import ForkLauncher
 from tests.support.generating_server import GeneratingServer
-from tests.support.tiny_run import TinyAssets, make_assets, steps_of, tiny_spec
+from tests.support.tiny_run import TinyAssets, documents, make_assets, steps_of, tiny_spec, write_jsonl
 from tests.support.trained_student import train_briefly
 from xtoken_core.config.spec import RunSpec
 from xtoken_services.common.run.status import RunState
@@ -35,13 +37,14 @@ def writing(tmp_path_factory: pytest.TempPathFactory) -> TinyAssets:
 def on_policy(
     assets: TinyAssets, directory: Path, *, records: int = 24, mode: str = "p_kl", beta: float | None = None,
     importance_cap: float | None = None,
-    device: str = "cpu", **rollout: Any,
+    device: str = "cpu", parts: dict[str, Any] | None = None, **rollout: Any,
 ) -> RunSpec:  # fmt: skip
     settings = {"max_new_tokens": 10, "prompt_characters": 40, "max_staleness": 0, **rollout}
     loss = {"mode": mode, "kl_loss_weight": 1.0, "beta": beta, "importance_cap": importance_cap}
+    others: dict[str, Any] = {"train": {"checkpoint_every": 2}, **(parts or {})}
     return tiny_spec(
-        assets, directory, records=records, rollout=settings, loss=loss, train={"checkpoint_every": 2},
-        workers={"collators": 1, "device": device},
+        assets, directory, records=records, rollout=settings, loss=loss, workers={"collators": 1, "device": device},
+        **others,
     )  # fmt: skip
 
 
@@ -158,3 +161,29 @@ def test_a_stopped_run_resumes_with_completions_by_its_checkpoint(
     start(again).complete()
     one, two = ([{name: line[name] for name in EXACT} for line in steps_of(spec.output)] for spec in (whole, again))
     assert one == two
+
+
+def test_a_run_that_gets_worse_on_its_task_ends_with_the_student_that_was_best(
+    tmp_path: Path, start: Start, forking: ForkLauncher
+) -> None:
+    assets = make_assets(tmp_path)
+    train_briefly(assets.student, texts=["two and two are four"] * 8 * 40)
+    sum_of_two = {"answer": "four", "match": "contains"}
+    data, task, held_out = (tmp_path / f"{name}.jsonl" for name in ("train", "sums", "held_out"))
+    data.write_text((json.dumps({"text": "two and two are", **sum_of_two}) + "\n") * 8 * 40)
+    task.write_text(json.dumps({"prompt": "two and two are", **sum_of_two}) + "\n")
+    write_jsonl(held_out, documents(4, seed=5))
+    parts = {
+        "eval": {"path": held_out, "every": 2, "tasks": {"path": task, "max_new_tokens": 10}},
+        "train": {"learning_rate": 3.0, "warmup_steps": 0},
+    }
+    spec = on_policy(assets, tmp_path, parts=parts, stop_when_worse=2, prompt_characters=None)
+    lines = start(spec, forking).complete()
+    assert lines[0]["completion_accuracy"] > 0.5, "the student of step 0 knows it"
+    summary = json.loads((spec.output / "summary.json").read_text())
+    assert summary["steps"] == 4 and summary["best"]["step"] == 0
+    assert summary["stopped_early"] == "2 evaluations in a row were worse on tasks than that of step 0 (" \
+        "rollout.stop_when_worse)"  # fmt: skip
+    given, exported = (load_file(where / "model.safetensors") for where in (assets.student, spec.output / "model"))
+    assert all(torch.equal(given[name].to(exported[name].dtype), exported[name]) for name in exported)
+    assert "after 0 of the run's 40 steps" in (spec.output / "model" / "README.md").read_text()

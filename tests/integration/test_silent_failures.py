@@ -28,7 +28,6 @@ from xtoken_services.common.run.run_warnings import warnings_of
 from xtoken_services.common.run.start_checks import check_start
 from xtoken_services.common.run.status import RunState
 from xtoken_services.common.text.collation import look_at_sample, make_collator, open_data, row_counts
-from xtoken_services.supervisor.json_files import last_line
 from xtoken_services.supervisor.local_run import run_locally
 from xtoken_services.supervisor.run_files import Curve, with_files
 
@@ -217,7 +216,8 @@ def test_many_skipped_and_cut_samples_are_said_from_the_start_to_the_end(
     data.write_text("\n".join([*mixed, *[long] * 8]) + "\n", encoding="utf-8")
     crew = start(refusing(assets, tmp_path, data), forking)
     crew.complete()
-    status = with_files(crew.supervisor.status(), last_line(crew.spec.output / "steps.jsonl"), Curve(tmp_path / "none"))
+    curves = Curve(crew.spec.output / "steps.jsonl"), Curve(tmp_path / "none")
+    status = with_files(crew.supervisor.status(), *curves)
     assert status.summary is not None and status.summary["skipped"] == 10
     before = status.model_copy(update={"last": None, "summary": None})
     under_way = status.model_copy(update={"summary": None})

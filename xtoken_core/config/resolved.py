@@ -162,7 +162,7 @@ class ResolvedRun(ConfigModel):
             optimizer=spec.train.optimizer,
             teacher=teachers,
             loss=spec.loss,
-            rollout=spec.rollout.model_copy(update={"workers": 1, "weights": "shared_memory"})
+            rollout=spec.rollout.model_copy(update={"workers": 1, "weights": "shared_memory", "stop_when_worse": None})
             if spec.rollout
             else None,
         )

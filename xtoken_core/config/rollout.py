@@ -50,6 +50,10 @@ class RolloutSpec(ServedSpec):
     directory, for workers on other machines that see it."""
     cuda_graphs: bool = False
     """Sample by CUDA graphs, with keys and values in memory of a fixed size; on a CPU it changes nothing."""
+    stop_when_worse: Count | None = None
+    """End the run after so many evaluations in a row whose accuracy on `[eval.tasks]`, a mean over tasks, was below the
+    best one's. The best evaluation, which `eval.keep_best` keeps and exports, is then that with the highest accuracy,
+    and the student of step 0 takes part. Left out: a run goes on, and the best has the fewest bits per byte."""
     workers: Count = 1
     """Rollout workers; worker r uses GPU r modulo their number."""
 
@@ -94,6 +98,13 @@ def check_rollout(rollout: RolloutSpec, run: RunSpec) -> None:
             f"rollout.max_new_tokens = {rollout.max_new_tokens} leaves no room for a prompt in "
             f"student.context_length = {run.student.context_length}: lower it"
         )
+    if rollout.stop_when_worse is not None and (run.eval is None or run.eval.tasks is None):
+        raise ValueError(
+            "rollout.stop_when_worse goes by the accuracy on tasks, and this run has none: name them in [eval.tasks], "
+            "or unset it"
+        )
+    if rollout.stop_when_worse is not None and run.eval is not None and isinstance(run.eval.patience, int):
+        raise ValueError("rollout.stop_when_worse and eval.patience both end the run: unset one of them")
     reason = _obstacle(run, only_prompts=prompts == size)
     if reason:
         raise ValueError(f"rollout: {reason}")

@@ -97,7 +97,7 @@ class TrainerLoop:
             if self.cursor.step > self._saved:
                 self._save()
             if self.best.ends_run:
-                log.info("ending the run after step %d: eval.patience", self.cursor.step)
+                log.info("ending the run early, after step %d", self.cursor.step)
                 self._rewind()  # to the end: collators and teachers see that nothing is left to do
         except StopRequested:
             if self.cursor.step > max(self._saved, 0):

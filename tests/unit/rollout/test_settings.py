@@ -5,12 +5,14 @@ from typing import Any
 
 import pytest
 
+from tests.support.runs import resolved_run
 from xtoken_core.config.loss import LossConfig
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import ConfigError
 from xtoken_services.common.stores.store_build import build_spec
 
 TRAIN = {"samples_per_step": 24}
+TASKS = {"tasks": {"path": Path("t.jsonl")}}
 STORED = {"model": Path("m"), "context_length": 256, "store": "s"}
 
 
@@ -37,13 +39,16 @@ def spec(rollout: dict[str, Any], **parts: Any) -> RunSpec:
         ),
         ({}, {"loss": {"kl_loss_weight": 0.0}}, "by the divergence alone"),
         ({}, {"loss": {"kl_loss_weight_end": 0.5}}, "unset loss.kl_loss_weight_end"),
+        ({"stop_when_worse": 2}, {}, r"this run has none: name them in \[eval.tasks\]"),
+        ({"stop_when_worse": 2}, {"eval": {}}, "goes by the accuracy on tasks"),
+        ({"stop_when_worse": 2}, {"eval": TASKS | {"patience": 3}}, "eval.patience both end the run"),
         ({}, {"workers": {"nodes": 2}}, "single node group"),
         ({}, {"train": {**TRAIN, "lora": {}}}, "adapters are not published"),
         ({}, {"train": {**TRAIN, "parallel": "fsdp"}, "workers": {"ranks": 2}}, "sharded over ranks"),
     ],
     ids=[
         "publish", "no-prompt", "no-text", "block", "length", "teacher", "store", "scaling", "cap", "weight",
-        "weight-end", "nodes", "lora", "fsdp",
+        "weight-end", "worse-without-eval", "worse-without-tasks", "worse-and-patience", "nodes", "lora", "fsdp",
     ],
 )  # fmt: skip
 def test_impossible_settings_are_refused(rollout: dict[str, Any], parts: dict[str, Any], reason: str) -> None:
@@ -91,3 +96,14 @@ def test_reverse_forms_of_chain_need_generated_text(form: dict[str, Any]) -> Non
 def test_a_run_that_trains_on_completions_has_no_store_to_build() -> None:
     with pytest.raises(ConfigError, match=r"leave \[rollout\] out of the run file to build a store"):
         build_spec(spec({}), None, "store")
+
+
+def test_stopping_when_worse_on_tasks_is_taken_and_may_change_in_a_resume(tmp_path: Path) -> None:
+    run = spec({"stop_when_worse": 2}, eval=TASKS)
+    assert run.rollout is not None and run.rollout.stop_when_worse == 2
+    made = resolved_run(tmp_path)
+    one, other = (
+        made.model_copy(update={"spec": made.spec.model_copy(update={"rollout": each})}).identity()
+        for each in (run.rollout, spec({}).rollout)
+    )
+    assert one == other
