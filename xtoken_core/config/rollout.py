@@ -53,7 +53,7 @@ class RolloutSpec(ServedSpec):
     stop_when_worse: Count | None = None
     """End the run after so many evaluations in a row whose accuracy on `[eval.tasks]`, a mean over tasks, was below the
     best one's. The best evaluation, which `eval.keep_best` keeps and exports, is then that with the highest accuracy,
-    and the student of step 0 takes part. Left out: a run goes on, and the best has the fewest bits per byte."""
+    and the student of step 0 takes part. Left out: no run ends so, and the best has the fewest bits per byte."""
     workers: Count = 1
     """Rollout workers; worker r uses GPU r modulo their number."""
 

@@ -24,7 +24,7 @@ RECENT = 20
 ALARM_STEPS = 8
 """Steps with completions whose means are compared: the first ones with the last ones."""
 ALARMS = ("entropy", "finished", "completion_tokens", "overlap_ratio")
-"""Their metrics that tell whether completions run away."""
+"""Their metrics by which completions that run away are found."""
 CHUNK_BYTES = 1 << 22
 MAX_PASSED_BYTES = 1 << 28
 """Bytes of a line beyond `MAX_LINE_BYTES` that one refresh passes over; the next one continues behind them."""
