@@ -62,7 +62,7 @@ def overlap_ratio(
         else:
             roots, classes = [torch.arange(loss.vocab_size, device=device)] * 2, loss.vocab_size
         width = min([LIKELIEST, classes, *([logits.ids.shape[-1]] if isinstance(logits, TopKLogits) else [])])
-        sides = zip((student_logits, logits), roots, blocks, strict=True)
+        sides = zip((student_logits.detach(), logits), roots, blocks, strict=True)
         students, teachers = (_likeliest(*side, classes, width) for side in sides)
         ratios.append((students.unsqueeze(2) == teachers.unsqueeze(1)).any(2).float().mean())
     return {"overlap_ratio": torch.stack(ratios).mean()} if ratios else {}

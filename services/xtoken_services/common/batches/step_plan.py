@@ -26,9 +26,9 @@ class GeneratedRows:
         staleness: Sum over them of the steps since the weights that generated them.
         stalest: The largest of these.
         entropy: Sum of the entropies of the student's distributions along them, in nats.
-        seconds: Time in which they were generated, summed over rollout workers.
         answered: Those whose record has an answer.
         right: Those of them that give it.
+        seconds: Time in which they were generated, summed over rollout workers.
         waited: Time for which the workers waited for prompts or weights before, in seconds.
     """
 
