@@ -34,14 +34,14 @@ def writing(tmp_path_factory: pytest.TempPathFactory) -> TinyAssets:
 
 def on_policy(
     assets: TinyAssets, directory: Path, *, records: int = 24, mode: str = "p_kl", beta: float | None = None,
-    importance_cap: float | None = None,
+    importance_cap: float | None = None, train: dict[str, Any] | None = None, ranks: int = 1,
     device: str = "cpu", **rollout: Any,
 ) -> RunSpec:  # fmt: skip
     settings = {"max_new_tokens": 10, "prompt_characters": 40, "max_staleness": 0, **rollout}
     loss = {"mode": mode, "kl_loss_weight": 1.0, "beta": beta, "importance_cap": importance_cap}
     return tiny_spec(
-        assets, directory, records=records, rollout=settings, loss=loss, train={"checkpoint_every": 2},
-        workers={"collators": 1, "device": device},
+        assets, directory, records=records, rollout=settings, loss=loss, train={"checkpoint_every": 2, **(train or {})},
+        workers={"collators": 1, "ranks": ranks, "device": device},
     )  # fmt: skip
 
 
@@ -71,6 +71,19 @@ def test_two_runs_train_on_the_same_completions(
     text, other = ("".join(text for text, chunk in side[name] if chunk >= 0) for name in ("student", "teacher"))
     assert text.split("<")[0] == other.split("<")[0]
     assert max(side["divergence"].values()) > 0
+
+
+@pytest.mark.slow
+def test_a_sharded_student_with_adapters_completes_prompts(writing: TinyAssets, tmp_path: Path, start: Start) -> None:
+    pytest.importorskip("peft")
+    train = {"lora": {"rank": 4}, "parallel": "fsdp", "learning_rate": 0.03}
+    spec = on_policy(writing, tmp_path, train=train, ranks=2)
+    crew = start(spec)
+    crew.complete()
+    lines = steps_of(spec.output)
+    assert sorted(i for line in lines for i in [*line["ids"], *line["skipped"]]) == list(range(24))
+    assert [line["staleness"] for line in lines] == [0.0] * 3
+    assert lines[-1]["entropy"] != lines[0]["entropy"]
 
 
 @pytest.mark.parametrize(

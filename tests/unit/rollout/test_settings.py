@@ -38,12 +38,10 @@ def spec(rollout: dict[str, Any], **parts: Any) -> RunSpec:
         ({}, {"loss": {"kl_loss_weight": 0.0}}, "by the divergence alone"),
         ({}, {"loss": {"kl_loss_weight_end": 0.5}}, "unset loss.kl_loss_weight_end"),
         ({}, {"workers": {"nodes": 2}}, "single node group"),
-        ({}, {"train": {**TRAIN, "lora": {}}}, "adapters are not published"),
-        ({}, {"train": {**TRAIN, "parallel": "fsdp"}, "workers": {"ranks": 2}}, "sharded over ranks"),
     ],
     ids=[
         "publish", "no-prompt", "no-text", "block", "length", "teacher", "store", "scaling", "cap", "weight",
-        "weight-end", "nodes", "lora", "fsdp",
+        "weight-end", "nodes",
     ],
 )  # fmt: skip
 def test_impossible_settings_are_refused(rollout: dict[str, Any], parts: dict[str, Any], reason: str) -> None:
