@@ -100,7 +100,7 @@ def _publish(options: Any, device: str, file: Path, on_device: bool, pipe: Any) 
     writer = WeightsWriter(file, on_device=on_device)
     for step in range(REPEATS + 1):
         began = _now(torch.device(device))
-        writer.write(model, Version(step, 1))
+        writer.write(dict(model.named_parameters()), Version(step, 1))
         pipe.send(time.monotonic() - began)
         pipe.recv()
     writer.close()

@@ -36,15 +36,15 @@ def writing(tmp_path_factory: pytest.TempPathFactory) -> TinyAssets:
 
 def on_policy(
     assets: TinyAssets, directory: Path, *, records: int = 24, mode: str = "p_kl", beta: float | None = None,
-    importance_cap: float | None = None,
-    device: str = "cpu", parts: dict[str, Any] | None = None, **rollout: Any,
+    importance_cap: float | None = None, train: dict[str, Any] | None = None, ranks: int = 1,
+    device: str = "cpu", evaluation: dict[str, Any] | None = None, **rollout: Any,
 ) -> RunSpec:  # fmt: skip
     settings = {"max_new_tokens": 10, "prompt_characters": 40, "max_staleness": 0, **rollout}
     loss = {"mode": mode, "kl_loss_weight": 1.0, "beta": beta, "importance_cap": importance_cap}
-    others: dict[str, Any] = {"train": {"checkpoint_every": 2}, **(parts or {})}
+    held_out = {} if evaluation is None else {"eval": evaluation}
     return tiny_spec(
-        assets, directory, records=records, rollout=settings, loss=loss, workers={"collators": 1, "device": device},
-        **others,
+        assets, directory, records=records, rollout=settings, loss=loss, train={"checkpoint_every": 2, **(train or {})},
+        workers={"collators": 1, "ranks": ranks, "device": device}, **held_out,
     )  # fmt: skip
 
 
@@ -74,6 +74,19 @@ def test_two_runs_train_on_the_same_completions(
     text, other = ("".join(text for text, chunk in side[name] if chunk >= 0) for name in ("student", "teacher"))
     assert text.split("<")[0] == other.split("<")[0]
     assert max(side["divergence"].values()) > 0
+
+
+@pytest.mark.slow
+def test_a_sharded_student_with_adapters_completes_prompts(writing: TinyAssets, tmp_path: Path, start: Start) -> None:
+    pytest.importorskip("peft")
+    train = {"lora": {"rank": 4}, "parallel": "fsdp", "learning_rate": 0.03}
+    spec = on_policy(writing, tmp_path, train=train, ranks=2)
+    crew = start(spec)
+    crew.complete()
+    lines = steps_of(spec.output)
+    assert sorted(i for line in lines for i in [*line["ids"], *line["skipped"]]) == list(range(24))
+    assert [line["staleness"] for line in lines] == [0.0] * 3
+    assert lines[-1]["entropy"] != lines[0]["entropy"]
 
 
 @pytest.mark.parametrize(
@@ -173,11 +186,10 @@ def test_a_run_that_gets_worse_on_its_task_ends_with_the_student_that_was_best(
     data.write_text((json.dumps({"text": "two and two are", **sum_of_two}) + "\n") * 8 * 40)
     task.write_text(json.dumps({"prompt": "two and two are", **sum_of_two}) + "\n")
     write_jsonl(held_out, documents(4, seed=5))
-    parts = {
-        "eval": {"path": held_out, "every": 2, "tasks": {"path": task, "max_new_tokens": 10}},
-        "train": {"learning_rate": 3.0, "warmup_steps": 0},
-    }
-    spec = on_policy(assets, tmp_path, parts=parts, stop_when_worse=2, prompt_characters=None)
+    spec = on_policy(
+        assets, tmp_path, train={"learning_rate": 3.0, "warmup_steps": 0}, stop_when_worse=2, prompt_characters=None,
+        evaluation={"path": held_out, "every": 2, "tasks": {"path": task, "max_new_tokens": 10}},
+    )  # fmt: skip
     lines = start(spec, forking).complete()
     assert lines[0]["completion_accuracy"] > 0.5, "the student of step 0 knows it"
     summary = json.loads((spec.output / "summary.json").read_text())

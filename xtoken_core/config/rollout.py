@@ -128,8 +128,4 @@ def _obstacle(run: RunSpec, *, only_prompts: bool) -> str:
         return "completions are trained on by the divergence alone, beside no text: unset loss.kl_loss_weight_end"
     if run.workers.nodes > 1 or run.workers.launcher == "ray":
         return 'completions are generated in a single node group: set workers.nodes = 1 and launcher = "local"'
-    if run.train.lora is not None:
-        return "weights with adapters are not published: unset [train.lora]"
-    if run.train.parallel == "fsdp" and run.workers.ranks > 1:
-        return 'weights that are sharded over ranks are not published: set train.parallel = "replicate"'
     return ""

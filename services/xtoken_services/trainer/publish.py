@@ -20,7 +20,7 @@ class WeightsPublisher:
     Args:
         worker: The session of the rank that publishes.
         student: The student.
-        writes: False on all other ranks.
+        writes: False on all other ranks, which take part if the student is sharded.
     """
 
     def __init__(self, worker: Worker, student: Student, *, writes: bool) -> None:
@@ -34,9 +34,9 @@ class WeightsPublisher:
 
     def after_rewind(self, step: int, rewinds: int) -> None:
         """Publish the weights under a new tag; completions from `step` on are generated anew."""
-        if self._writer is None or step >= self.worker.run.steps:
+        if self.rollout is None or step >= self.worker.run.steps:
             return
-        if self._tag:
+        if self._tag and self._writer is not None:
             log.warning("the completions from step %d on are generated anew", step)
         self._tag = secrets.randbits(62) + 1
         self._publish(step, rewinds)
@@ -69,6 +69,9 @@ class WeightsPublisher:
             self._writer.close()
 
     def _publish(self, step: int, rewinds: int) -> None:
+        if self._writer is None and not self.student.sharded:
+            return
+        weights = self.student.full_weights(keeps=self._writer is not None)
         if self._writer is not None:
-            self._writer.write(self.student.model, Version(step, self._tag))
+            self._writer.write(weights, Version(step, self._tag))
             self.worker.queue.publish(step, tag=self._tag, rewinds=rewinds)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -22,6 +23,9 @@ from xtoken_core.packing import PackedRow
 from xtoken_services.common.models.loading import load_model
 from xtoken_services.common.models.logits_check import logits_are_heads
 from xtoken_services.common.models.packed_attention import packed_inputs
+
+ADAPTER = "default"
+"""Name of the only adapter of each adapted layer, as peft calls it."""
 
 
 class Student(nn.Module):
@@ -148,6 +152,34 @@ class Student(nn.Module):
         adapted = add_adapters(model, spec.train.lora) if spec.train.lora is not None else None
         model.load_state_dict(state)
         return model, adapted
+
+    def full_weights(self, *, keeps: bool = True) -> dict[str, Tensor]:
+        """Return the weights by the names and in the dtype of the model as it is loaded, with adapters merged.
+
+        All ranks of a sharded student call: its weights are gathered one by one, to the host.
+
+        Args:
+            keeps: False on a rank that only takes part; it gets none.
+        """
+        adapted = {
+            f"{name}.base_layer.weight": (f"{name}.weight", layer.get_delta_weight)
+            for name, layer in self.model.named_modules()
+            if hasattr(layer, "get_delta_weight")
+        }
+        weights: dict[str, Tensor] = {}
+        for own_name, parameter in self.model.named_parameters():
+            if ".lora_" in own_name:
+                continue
+            name, delta = adapted.get(own_name, (own_name.replace(".base_layer.", "."), None))
+            weight = parameter.detach()
+            if delta is not None:
+                weight = weight + delta(ADAPTER).detach()
+            if isinstance(weight, DTensor):
+                weight = weight.full_tensor().to(self._dtype)
+                weight = weight.cpu() if keeps else weight
+            if keeps:
+                weights[name] = weight
+        return weights
 
     def _shard(self, ranks: int, spec: TrainSpec) -> None:
         """Shard weights, gradients and moments by FSDP2; gradients are summed, since losses are divided already."""

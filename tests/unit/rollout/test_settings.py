@@ -43,12 +43,10 @@ def spec(rollout: dict[str, Any], **parts: Any) -> RunSpec:
         ({"stop_when_worse": 2}, {"eval": {}}, "goes by the accuracy on tasks"),
         ({"stop_when_worse": 2}, {"eval": TASKS | {"patience": 3}}, "eval.patience both end the run"),
         ({}, {"workers": {"nodes": 2}}, "single node group"),
-        ({}, {"train": {**TRAIN, "lora": {}}}, "adapters are not published"),
-        ({}, {"train": {**TRAIN, "parallel": "fsdp"}, "workers": {"ranks": 2}}, "sharded over ranks"),
     ],
     ids=[
         "publish", "no-prompt", "no-text", "block", "length", "teacher", "store", "scaling", "cap", "weight",
-        "weight-end", "worse-without-eval", "worse-without-tasks", "worse-and-patience", "nodes", "lora", "fsdp",
+        "weight-end", "worse-without-eval", "worse-without-tasks", "worse-and-patience", "nodes",
     ],
 )  # fmt: skip
 def test_impossible_settings_are_refused(rollout: dict[str, Any], parts: dict[str, Any], reason: str) -> None:

@@ -27,7 +27,8 @@ def publisher(run: ResolvedRun, told: list[tuple[int, int, int]], *, writes: boo
     """A publisher that notes step, tag and rewinds of what it tells the queue."""
     queue = SimpleNamespace(publish=lambda step, *, tag, rewinds: told.append((step, tag, rewinds)))
     worker: Any = SimpleNamespace(run=run, queue=queue)
-    student: Any = SimpleNamespace(model=torch.nn.Linear(2, 2))
+    weights = dict(torch.nn.Linear(2, 2).named_parameters())
+    student: Any = SimpleNamespace(sharded=False, full_weights=lambda keeps: weights)
     return WeightsPublisher(worker, student, writes=writes)
 
 
