@@ -80,10 +80,11 @@ def test_two_runs_train_on_the_same_completions(
 def test_a_sharded_student_with_adapters_completes_prompts(writing: TinyAssets, tmp_path: Path, start: Start) -> None:
     pytest.importorskip("peft")
     train = {"lora": {"rank": 4}, "parallel": "fsdp", "learning_rate": 0.03}
-    spec = on_policy(writing, tmp_path, train=train, ranks=2)
+    spec = on_policy(writing, tmp_path, mode="chain", train=train, ranks=2)
     crew = start(spec)
     crew.complete()
     lines = steps_of(spec.output)
+    assert all(0 < line["overlap_ratio"] <= 1 for line in lines)
     assert sorted(i for line in lines for i in [*line["ids"], *line["skipped"]]) == list(range(24))
     assert [line["staleness"] for line in lines] == [0.0] * 3
     assert lines[-1]["entropy"] != lines[0]["entropy"]
