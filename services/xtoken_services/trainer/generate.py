@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from xtoken_core.errors import ConfigError, InputError
 from xtoken_core.tokenizing import TextTokenizer
@@ -18,6 +19,8 @@ MAX_ROWS = 512
 """Completions of a batch at most: a step of a small model takes the same time for one as for hundreds."""
 MAX_BYTES = 4 << 30
 """Memory of a batch at most, beside the student: keys and values, activations of the prompts, logits."""
+OF_GPU = 16
+"""Likewise, as a fraction of the GPU's memory: one of these parts."""
 ACTIVATIONS = 4
 """Widest activations of a layer that are held at a time."""
 BYTES_PER_LOGIT = 40
@@ -82,9 +85,12 @@ class Completer:
         """Yield batches of completions as number of prompt and of sample, prompts of similar length together."""
         order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
         rows = [(index, n) for index in order for n in range(self._samples)]
+        room = MAX_BYTES
+        if student.device.type == "cuda":
+            room = min(room, torch.cuda.get_device_properties(student.device).total_memory // OF_GPU)
         while rows:
             longest = lengths[rows[0][0]] + self._settings.max_new_tokens
-            count = max(1, min(MAX_ROWS, MAX_BYTES // row_bytes(student.model, longest)))
+            count = max(1, min(MAX_ROWS, room // row_bytes(student.model, longest)))
             yield rows[:count]
             rows = rows[count:]
 
