@@ -56,12 +56,12 @@ class EvalTasks:
             progress: Called after every token; it may raise to stop.
             on_fraction: Called after every batch with the fraction of the completions that is done.
         """
-        prompts = [ids for of_task in self._ids.values() for ids in of_task]
-        texts = iter(self._completer.complete(student, prompts, progress, on_fraction))
+        ids = [ids for of_task in self._ids.values() for ids in of_task]
+        texts = iter(self._completer.complete(student, ids, progress, on_fraction))
         row: dict[str, float] = {}
-        for name, asked in self.prompts.items():
-            accuracy, some = accuracy_of(asked, [next(texts) for _ in asked])
-            row |= {f"{ACCURACY}{name}": accuracy, f"{PROMPTS}{name}": len(asked)}
+        for name, prompts in self.prompts.items():
+            accuracy, some = accuracy_of(prompts, [next(texts) for _ in prompts])
+            row |= {f"{ACCURACY}{name}": accuracy, f"{PROMPTS}{name}": len(prompts)}
             if self.spec.samples > 1:
                 row[f"{ANY}{name}"] = some
         return row
@@ -88,7 +88,7 @@ class EvalTasks:
 
 
 def _completer_of(run: RunSpec, tasks: TasksSpec, tokenizer: Any) -> Completer:
-    """Return what completes a run's tasks: by the distribution of its rollouts, if it has any."""
+    """Return the completer of a run's tasks, with the distribution of its rollouts if it has any."""
     settings = Sampling(tasks.max_new_tokens, tasks.temperature)
     if run.rollout is not None:
         settings = replace(Sampling.of(run.rollout), max_new_tokens=tasks.max_new_tokens, temperature=tasks.temperature)

@@ -85,7 +85,7 @@ class Sampler:
         fixed_memory: Decode in memory of a fixed size (`decoding.Decoder`), on a GPU by graphs; this sets the model's
             attention.
         forward: Computes the model's output; None: the model.
-        any_rank: Tells whether its argument is true on any of the ranks that share the model and the prompts.
+        any_rank: Returns whether its argument is true on any of the ranks that share the model and the prompts.
     """
 
     def __init__(
@@ -167,6 +167,7 @@ class Sampler:
         return logits[which], mask[which], cache
 
     def _computed(self, prompts: Sequence[tuple[int, ...]]) -> tuple[Float[Tensor, "B V"], Int[Tensor, "B T"], Any]:
+        """Compute prompts, each by itself; see `_prefill`."""
         width = max(map(len, prompts))
         ids = torch.full((len(prompts), width), self.vocabulary.pad_id)  # [B, T], padded on the left
         mask = torch.zeros_like(ids)
