@@ -314,7 +314,8 @@ def choose(logits: Float[Tensor, "B V"], uniforms: Float[Tensor, " B"], settings
     sums = blocks.sum(-1, dtype=torch.float64)
     block, rest = _inverse(sums, uniforms * sums.sum(-1))
     inside = blocks.gather(1, block[:, None, None].expand(-1, 1, BLOCK)).squeeze(1)
-    return block * BLOCK + _inverse(inside.double(), rest)[0]
+    # Weights that have become NaN choose any token.
+    return (block * BLOCK + _inverse(inside.double(), rest)[0]).clamp(max=logits.shape[1] - 1)
 
 
 def _inverse(masses: Float[Tensor, "B n"], target: Float[Tensor, " B"]) -> tuple[Int[Tensor, " B"], Tensor]:

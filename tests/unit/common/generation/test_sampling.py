@@ -196,6 +196,7 @@ def test_a_choice_is_the_inverse_of_the_cumulative_distribution(width: int, sett
     uniforms[:2] = torch.tensor([0.0, 1 - 2**-53])
     found = choose(logits, uniforms, Sampling(1, **settings))
     assert torch.isfinite(logits.gather(1, found.unsqueeze(1))).all()
+    assert choose(torch.full_like(logits, torch.nan), uniforms, Sampling(1, **settings)).max() < width
     if not {"top_k", "top_p"} & settings.keys():
         exact = (logits.double() / settings.get("temperature", 1)).softmax(-1)
         after = exact.cumsum(-1).gather(1, found.unsqueeze(1)).squeeze(1)
