@@ -23,7 +23,7 @@ from xtoken_core.tokenizing import ConversationError, TextTokenizer, Unspellable
 from xtoken_core.wire import QueueError
 from xtoken_core.wire.messages import Block
 from xtoken_services.common.generation.published_weights import Version, read_version, weights_file
-from xtoken_services.common.generation.sampling import Sampler, seed_of, spelled_text
+from xtoken_services.common.generation.sampling import Sampler, Sampling, seed_of, spelled_text
 from xtoken_services.common.generation.vocabulary import end_tokens, vocabulary_of
 from xtoken_services.common.http_engine.factory import open_engine
 from xtoken_services.common.models.loading import head_width, load_model, pick_device
@@ -265,9 +265,8 @@ def make_sampler(run: ResolvedRun, tokenizer: TextTokenizer, device: torch.devic
         torch.cuda.set_device(device)
     model = load_model(spec.student, "student", device).eval()  # type: ignore[no-untyped-call]
     vocabulary = vocabulary_of(tokenizer, end_tokens(model), width=head_width(model))
-    return Sampler(
-        model, vocabulary.to(device), spec.rollout, fixed_memory=spec.rollout.cuda_graphs and device.type == "cuda"
-    )
+    fixed_memory = spec.rollout.cuda_graphs and device.type == "cuda"
+    return Sampler(model, vocabulary.to(device), Sampling.of(spec.rollout), fixed_memory=fixed_memory)
 
 
 def prompt_of(value: Mapping[str, Any], characters: int | None) -> dict[str, Any] | None:

@@ -9,10 +9,9 @@ from jaxtyping import Int
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import GenerationConfig, PreTrainedModel
-from transformers.generation.stopping_criteria import StoppingCriteriaList
+from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from xtoken_core.config.spec import RunSpec
@@ -75,10 +74,12 @@ class Student(nn.Module):
         elif model.dtype != self._dtype:
             self.masters = MasterWeights(model, self._dtype)
 
-    def forward(self, input_ids: Int[Tensor, "B T"], *, body: bool = False, **options: Any) -> Any:
+    def forward(
+        self, input_ids: Int[Tensor, "B T"], *, body: bool = False, use_cache: bool = False, **options: Any
+    ) -> Any:
         """Return the Hugging Face model's output, or with `body` its decoder's, without the head."""
         run = self.model.base_model if body else self.model
-        return run(input_ids=input_ids, use_cache=False, **{k: v for k, v in options.items() if k != "use_cache"})
+        return run(input_ids=input_ids, use_cache=use_cache, **options)
 
     def outputs(self, input_ids: Int[Tensor, "B T"], row: PackedRow | None = None) -> WholeLogits:
         """Return the logits of the whole head `[B, T, V_m]`, or their factors for the chunked head.
@@ -95,29 +96,13 @@ class Student(nn.Module):
         head = self.model.get_output_embeddings()
         return HeadProjection(hidden, head.weight, head.bias)
 
-    def generate(
-        self,
-        input_ids: Int[Tensor, "B T"],
-        attention_mask: Int[Tensor, "B T"],
-        config: GenerationConfig,
-        criteria: StoppingCriteriaList,
-    ) -> Int[Tensor, "B_k T_out"]:
-        """Return prompts with their completions; all ranks of a sharded student call with the same prompts.
-
-        Args:
-            input_ids: Padded on the left.
-            attention_mask: 0 on padding.
-            config: Settings of the generation, with `k` sequences per prompt.
-            criteria: Called after every token.
-        """
-        completed: Tensor = self.model.generate(
-            input_ids,
-            attention_mask=attention_mask,
-            generation_config=config,
-            stopping_criteria=criteria,
-            synced_gpus=self.sharded,
-        )
-        return completed
+    def any_rank(self, flag: bool) -> bool:
+        """Return whether a flag is true on any rank of a sharded student, whose ranks all call."""
+        if not self.sharded:
+            return flag
+        shared = torch.tensor(int(flag))
+        torch.distributed.all_reduce(shared, torch.distributed.ReduceOp.MAX)
+        return bool(shared)
 
     def dummy_step(self, pad_id: int) -> None:
         """Run a dummy forward/backward so that FSDP collectives match on ranks without a micro-batch."""
@@ -191,7 +176,6 @@ class Student(nn.Module):
         policy = MixedPrecisionPolicy(param_dtype=self._dtype, reduce_dtype=summed, cast_forward_inputs=False)
         for module in (*decoder_layers(self.model), self):
             fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=kept)
-        register_fsdp_forward_method(self, "generate")
         for module in self.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
