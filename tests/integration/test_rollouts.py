@@ -18,7 +18,10 @@ from tests.support.generating_server import GeneratingServer
 from tests.support.tiny_run import TinyAssets, make_assets, steps_of, tiny_spec
 from tests.support.trained_student import train_briefly
 from xtoken_core.config.spec import RunSpec
+from xtoken_core.errors import ConfigError
+from xtoken_services.common.run.resolve import resolve_run
 from xtoken_services.common.run.status import RunState
+from xtoken_services.common.text.collation import look_at_sample, make_collator, open_data, row_counts
 
 Start = Callable[..., Crew]
 EXACT = ("ids", "loss", "grad_norm", "completion_tokens", "finished", "staleness")
@@ -34,11 +37,12 @@ def writing(tmp_path_factory: pytest.TempPathFactory) -> TinyAssets:
 
 def on_policy(
     assets: TinyAssets, directory: Path, *, records: int = 24, mode: str = "p_kl", beta: float | None = None,
-    importance_cap: float | None = None,
+    importance_cap: float | None = None, weights: tuple[float, float | None] = (1.0, None),
     device: str = "cpu", **rollout: Any,
 ) -> RunSpec:  # fmt: skip
     settings = {"max_new_tokens": 10, "prompt_characters": 40, "max_staleness": 0, **rollout}
-    loss = {"mode": mode, "kl_loss_weight": 1.0, "beta": beta, "importance_cap": importance_cap}
+    loss = {"mode": mode, "beta": beta, "importance_cap": importance_cap}
+    loss |= {"kl_loss_weight": weights[0], "kl_loss_weight_end": weights[1]}
     return tiny_spec(
         assets, directory, records=records, rollout=settings, loss=loss, train={"checkpoint_every": 2},
         workers={"collators": 1, "device": device},
@@ -71,6 +75,46 @@ def test_two_runs_train_on_the_same_completions(
     text, other = ("".join(text for text, chunk in side[name] if chunk >= 0) for name in ("student", "teacher"))
     assert text.split("<")[0] == other.split("<")[0]
     assert max(side["divergence"].values()) > 0
+
+
+def test_a_killed_trainer_goes_over_from_text_to_completions_at_the_same_step(
+    writing: TinyAssets, tmp_path: Path, start: Start, forking: ForkLauncher
+) -> None:
+    """A supervised cold start of a third, then two completions each of more and more prompts; kills around the switch.
+
+    Killed behind a checkpoint of the text, the second run goes through the switch again.
+    """
+    form = {"after": 1 / 3, "fraction": [0.5, 1.0], "completions": 2, "learning_rate": 1e-3, "max_staleness": 0}
+    specs = [on_policy(writing, tmp_path / name, records=8 * 9, weights=(0.0, 1.0), **form) for name in "ab"]
+    start(specs[0], forking).complete()
+    crew = start(specs[1], forking)
+    for steps, victim in ((3, "trainer-0"), (4, "rollout-0"), (6, "trainer-0")):
+        crew.wait_for_steps(steps)
+        crew.kill(victim)
+    crew.complete()
+    exact = (*EXACT[:3], "learning_rate")
+    one, two = ([{name: line[name] for name in exact} for line in steps_of(spec.output)] for spec in specs)
+    assert one == two and [i for line in one for i in line["ids"]] == list(range(8 * 9))
+    lines = steps_of(specs[0].output)
+    assert [line.get("completions", 0) for line in lines] == [0, 0, 0, 4, 4, 8, 8, 8, 8]
+    assert all(line["ce_loss"] > 0 and line["kl_loss_scale"] == 0 for line in lines[:3])
+    assert all((line["ce_loss"] > 0) == (line["completions"] < 8) for line in lines[3:])
+    assert all(line["kl_loss"] > 0 and line["kl_loss_scale"] == 1 for line in lines[3:])
+    assert max(line["learning_rate"] for line in lines[3:]) == 1e-3 < lines[1]["learning_rate"] == 3e-3
+    log = (specs[0].output / "logs" / "rollout-0.1.log").read_text()
+    assert "generating with the weights of step 3" in log
+    assert not any(f"weights of step {step}\n" in log for step in range(3)) and "warning" not in log.lower()
+
+
+def test_a_cold_start_as_long_as_the_run_is_refused(writing: TinyAssets, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"rollout\.after = 3 leaves no step for completions: the run has 3 steps"):
+        resolve_run(on_policy(writing, tmp_path, after=3))
+
+
+def test_a_cold_start_is_looked_at_where_it_has_text(writing: TinyAssets, tmp_path: Path) -> None:
+    run = resolve_run(on_policy(writing, tmp_path, records=28, after=1, fraction=0.5))
+    found = look_at_sample(run, make_collator(run), open_data(run), row_counts(run))
+    assert found == {"positions": 8 + 4 + 4 + 4, "skipped": 0, "truncated": 0, "reason": ""}
 
 
 @pytest.mark.parametrize(

@@ -101,6 +101,11 @@ def resolve_run(spec: RunSpec, progress: Progress | None = None) -> ResolvedRun:
         packed=spec.train.packing != "off" and not obstacle,
         packing_obstacle=obstacle,
     )
+    if spec.rollout is not None and resolved.prompts.after >= resolved.steps:
+        raise ConfigError(
+            f"rollout.after = {spec.rollout.after:g} leaves no step for completions: the run has {resolved.steps} "
+            "steps: lower it"
+        )
     _check_signal(resolved)
     _check_memory(resolved)
     check_stores(resolved)
@@ -208,8 +213,10 @@ def file_warnings(run: ResolvedRun) -> Iterator[str]:
     if run.packing_obstacle:
         yield f"rows are padded, which costs time: {run.packing_obstacle}"
     yield from _without_effect(run)
-    if train.warmup_steps > run.steps:
-        yield f"the run ends after {run.steps} steps, its warm-up would after train.warmup_steps = {train.warmup_steps}"
+    cold = run.restart[0] if run.restart is not None else 0
+    what, steps = ("run", run.steps) if not cold else ("shorter schedule of rollout.after", min(cold, run.steps - cold))
+    if train.warmup_steps > steps:
+        yield f"the {what} ends after {steps} steps, its warm-up would after train.warmup_steps = {train.warmup_steps}"
 
 
 def _trained_on(spec: RunSpec) -> str:

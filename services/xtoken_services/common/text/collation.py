@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import random
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from types import MappingProxyType
 from typing import Any, NoReturn
 
@@ -153,14 +155,16 @@ def look_at_sample(
     Raises:
         BadRecordError: None can be used, or one cannot and `on_bad_record` is "fail".
     """
-    per_step = run.spec.train.samples_per_step
-    texts = per_step - run.spec.prompts_per_step  # the first ones of a step; rollout workers have the others
-    total = run.positions if texts == per_step else run.positions // per_step * texts
-    number = min(LOOKED_AT, total)
-    chosen = [divmod(at * total // number, texts) for at in range(number)]
+    per_step, prompts = run.spec.train.samples_per_step, run.prompts
+    # The first ones of a step; rollout workers have the others.
+    texts = [min(per_step - prompts.at(step), run.positions - step * per_step) for step in range(run.steps)]
+    stops = list(accumulate(texts))
+    number = min(LOOKED_AT, stops[-1])
+    chosen = [at * stops[-1] // number for at in range(number)]
     positions, room = [], LOOKED_AT_CHARACTERS
-    for step, rest in random.Random(0).sample(chosen, number):  # where there is no room for all, from the whole run
-        position = step * per_step + rest
+    for text in random.Random(0).sample(chosen, number):  # where there is no room for all, from the whole run
+        step = bisect_right(stops, text)
+        position = step * per_step + text - (stops[step] - texts[step])
         (record,) = index.read([record_of(run, position)])
         size = 0 if isinstance(record, BadRecord) else len(record.document)
         if size <= room:
