@@ -107,7 +107,7 @@ class ResolvedRun(ConfigModel):
 
     @property
     def prompts(self) -> PromptPlan:
-        """Which positions are prompts that a rollout worker completes."""
+        """Positions that are prompts, which a rollout worker completes."""
         spec = self.spec
         after = 0 if spec.rollout is None else spec.rollout.steps_before(self.steps)
         return PromptPlan(spec.train.samples_per_step, self.steps, after, *spec.prompts_per_step, unit=spec.block_size)

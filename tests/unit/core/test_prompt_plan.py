@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xtoken_core.prompt_plan import PromptPlan
+from xtoken_core.prompt_plan import PromptPlan, floor_sum
 
 
 @pytest.mark.parametrize(
@@ -50,3 +50,14 @@ def test_prompts_are_whole_units_next_to_the_line(
         return
     line = first + (last - first) * Fraction(step - after, max(steps - 1 - after, 1))
     assert plan.at(step) % unit == 0 and abs(plan.at(step) - line) <= Fraction(unit, 2)
+
+
+@given(st.integers(1, 300), st.integers(0, 40), st.integers(0, 300), st.integers(0, 300))
+def test_the_prompts_before_a_step_are_the_sum(steps: int, units: int, after: int, step: int) -> None:
+    plan = PromptPlan(120, steps, min(after, steps - 1), 3 * units, 120 - 3 * units, 3)
+    assert plan.before(min(step, steps)) == sum(plan.at(each) for each in range(min(step, steps)))
+
+
+@given(st.integers(0, 60), st.integers(1, 50), st.integers(-99, 99), st.integers(-99, 99))
+def test_a_sum_of_rounded_quotients(count: int, divisor: int, factor: int, offset: int) -> None:
+    assert floor_sum(count, divisor, factor, offset) == sum((factor * i + offset) // divisor for i in range(count))

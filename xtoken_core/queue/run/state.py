@@ -41,7 +41,7 @@ class RunState:
         skipped: Reason of every tombstone, by position.
         blocks: Blocks of positions and their leases.
         slots: Slots that hold the teachers' signals.
-        prompts: Which positions are prompts.
+        prompts: Positions that are prompts.
         published: Step of the newest weights that rollout workers can read; None: none since the last rewind.
         weights_tag: Tag of the weights that were published last.
         trainer_incarnation: Incarnation of the trainers that the last rewind admitted.
@@ -238,7 +238,7 @@ class Blocks:
         span: How far ahead of the lowest position not done blocks are leased, in positions.
         own: Blocks of each step that this queue's node group leases; the others belong to other groups' queues.
         per_step: Blocks per step.
-        prompts: Which positions are prompts, in whole blocks; None: none.
+        prompts: Positions that are prompts, in whole blocks; None: none.
 
     Attributes:
         done: Blocks of which every position has its row or tombstone.

@@ -6,7 +6,6 @@ import logging
 import random
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate
 from types import MappingProxyType
 from typing import Any, NoReturn
 
@@ -156,15 +155,18 @@ def look_at_sample(
         BadRecordError: None can be used, or one cannot and `on_bad_record` is "fail".
     """
     per_step, prompts = run.spec.train.samples_per_step, run.prompts
-    # The first ones of a step; rollout workers have the others.
-    texts = [min(per_step - prompts.at(step), run.positions - step * per_step) for step in range(run.steps)]
-    stops = list(accumulate(texts))
-    number = min(LOOKED_AT, stops[-1])
-    chosen = [at * stops[-1] // number for at in range(number)]
+
+    def texts_before(step: int) -> int:
+        return step * per_step - prompts.before(step)
+
+    last = run.steps - 1  # texts are the first samples of a step, and the last step may be a part of one
+    total = texts_before(last) + min(per_step - prompts.at(last), run.positions - last * per_step)
+    number = min(LOOKED_AT, total)
+    chosen = [at * total // number for at in range(number)]
     positions, room = [], LOOKED_AT_CHARACTERS
     for text in random.Random(0).sample(chosen, number):  # where there is no room for all, from the whole run
-        step = bisect_right(stops, text)
-        position = step * per_step + text - (stops[step] - texts[step])
+        step = bisect_right(range(1, run.steps), text, key=texts_before)
+        position = step * per_step + text - texts_before(step)
         (record,) = index.read([record_of(run, position)])
         size = 0 if isinstance(record, BadRecord) else len(record.document)
         if size <= room:

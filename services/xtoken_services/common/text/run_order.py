@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache
-from itertools import accumulate
-
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.dataset.order import mixed_record_at, record_at
-from xtoken_core.prompt_plan import PromptPlan
 
 
 def record_of(run: ResolvedRun, position: int) -> int:
@@ -22,18 +17,13 @@ def record_of(run: ResolvedRun, position: int) -> int:
         step, index = divmod(position, prompts.samples_per_step)
         texts = prompts.samples_per_step - prompts.at(step)
         index = min(index, texts) + max(index - texts, 0) // several
-        first, after = records_before(prompts, several)[step : step + 2]
-        position = first + (rotated(index, after - first, step) if run.mixture else index)
+        if run.mixture:
+            index = rotated(index, texts + prompts.at(step) // several, step)
+        repeated = prompts.before(step) // several * (several - 1)
+        position = step * prompts.samples_per_step - repeated + index
     if not run.mixture:
         return record_at(position, records=run.records, seed=seed, shuffle=shuffle)
     return mixed_record_at(position, sources=run.mixture, seed=seed, shuffle=shuffle)
-
-
-@lru_cache(maxsize=4)
-def records_before(prompts: PromptPlan, completions: int) -> Sequence[int]:
-    """Return the number of records that are read before each step, and before the run's end."""
-    counts = (prompts.at(step) for step in range(prompts.steps))
-    return tuple(accumulate((prompts.samples_per_step - n + n // completions for n in counts), initial=0))
 
 
 def rotated(index: int, count: int, step: int) -> int:
