@@ -74,7 +74,8 @@ class RunState:
         per_step = run.samples_per_step // run.block_size
         per_group = per_step // run.groups
         own = range(per_group * run.group, per_group * (run.group + 1))
-        self.blocks = Blocks(run.positions, run.block_size, run.span, own=own, per_step=per_step, prompts=self.prompts)
+        prompts = self.prompts if run.prompts else None
+        self.blocks = Blocks(run.positions, run.block_size, run.span, own=own, per_step=per_step, prompts=prompts)
         self.slots = SlotTable(self.samples, run.teachers, run.slots)
         self.rings = self.slots.rings
         self.cursor = 0
