@@ -37,12 +37,12 @@ def writing(tmp_path_factory: pytest.TempPathFactory) -> TinyAssets:
 
 def on_policy(
     assets: TinyAssets, directory: Path, *, records: int = 24, mode: str = "p_kl", beta: float | None = None,
-    importance_cap: float | None = None, weights: tuple[float, float | None] = (1.0, None),
+    importance_cap: float | None = None, kl: tuple[float, float | None] = (1.0, None),
     device: str = "cpu", **rollout: Any,
 ) -> RunSpec:  # fmt: skip
     settings = {"max_new_tokens": 10, "prompt_characters": 40, "max_staleness": 0, **rollout}
     loss = {"mode": mode, "beta": beta, "importance_cap": importance_cap}
-    loss |= {"kl_loss_weight": weights[0], "kl_loss_weight_end": weights[1]}
+    loss |= {"kl_loss_weight": kl[0], "kl_loss_weight_end": kl[1]}
     return tiny_spec(
         assets, directory, records=records, rollout=settings, loss=loss, train={"checkpoint_every": 2},
         workers={"collators": 1, "device": device},
@@ -85,7 +85,7 @@ def test_a_killed_trainer_goes_over_from_text_to_completions_at_the_same_step(
     Killed behind a checkpoint of the text, the second run goes through the switch again.
     """
     form = {"after": 1 / 3, "fraction": [0.5, 1.0], "completions": 2, "learning_rate": 1e-3, "max_staleness": 0}
-    specs = [on_policy(writing, tmp_path / name, records=8 * 18, weights=(0.0, 1.0), **form) for name in "ab"]
+    specs = [on_policy(writing, tmp_path / name, records=8 * 18, kl=(0.0, 1.0), **form) for name in "ab"]
     start(specs[0], forking).complete()
     crew = start(specs[1], forking)
     for steps, victim in ((5, "trainer-0"), (7, "rollout-0"), (10, "trainer-0")):
@@ -111,9 +111,7 @@ def test_a_killed_trainer_goes_over_from_text_to_completions_at_the_same_step(
 
 
 def test_a_cold_start_as_long_as_the_run_is_refused(writing: TinyAssets, tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"rollout\.after = 3 leaves no step for completions: the run has 3: lower it"
-    ):
+    with pytest.raises(ConfigError, match=r"rollout\.after = 3 of 3 steps leaves none for completions: lower it"):
         resolve_run(on_policy(writing, tmp_path, after=3))
 
 

@@ -116,7 +116,7 @@ def _positions(spec: RunSpec, epoch: int) -> int:
     steps = -(-positions // per_step)
     if spec.rollout is not None and spec.rollout.steps_before(steps) >= steps:
         raise ConfigError(
-            f"rollout.after = {spec.rollout.after:g} leaves no step for completions: the run has {steps}: lower it"
+            f"rollout.after = {spec.rollout.after:g} of {steps} steps leaves none for completions: lower it"
         )
     return positions
 
