@@ -201,7 +201,7 @@ class RunView:
     def _waiting(self, last: Mapping[str, float]) -> tuple[str, str]:
         """Return the longest of the trainer's waits in the last step as a fraction of it, and for what."""
         waits = {
-            "completions" if self.spec.get("rollout") else "text": last.get("data_wait"),
+            "completions" if last.get("completions") else "text": last.get("data_wait"),
             "the teacher": last.get("teacher_wait") if self.has_teacher else None,
         }
         known = {name: value for name, value in waits.items() if value is not None}

@@ -62,7 +62,7 @@ def test_completions_of_a_step_are_added_up_without_those_that_are_dead(tmp_path
         "loss": {"mode": "alm", "vocab_topk": None},
     }
     run = made.model_copy(update={"spec": RunSpec.model_validate(raw)})
-    assert [position for position in range(16) if run.is_prompt(position)] == [4, 5, 6, 7, 12, 13, 14, 15]
+    assert [position for position in range(16) if run.prompts.holds(position)] == [4, 5, 6, 7, 12, 13, 14, 15]
 
     def marked(version: int, *values: int) -> dict[str, np.ndarray]:
         return row(9, 9, 4) | {
