@@ -284,10 +284,10 @@ CONDITIONS |= {
 _PROBLEMS = CONDITIONS["qwen-problems"]
 CONDITIONS |= {
     COLD_START: replace(
-        _PROBLEMS, steps=480, evaluations=6, rates=(START_RATE,), note="the teacher's answers, three times"
+        _PROBLEMS, steps=480, evaluations=3, rates=(START_RATE,), note="the teacher's answers, three times"
     ),
     "qwen-problems-on": replace(
-        _PROBLEMS, steps=150, evaluations=3, rates=(1e-5, 3e-5, 1e-4), start=COLD_START, note="after a cold start"
+        _PROBLEMS, steps=150, evaluations=2, rates=(1e-5, 3e-5, 1e-4), start=COLD_START, note="after a cold start"
     ),
 }
 

@@ -82,6 +82,8 @@ OTHER_SEEDS = (
     (GERMAN, "p_kl_scaled", 8e-4), (PYTHON, "p_kl_scaled", 1e-4),
     (PROBLEMS, "ce", 2e-4), (PROBLEMS, "ce", 4e-4), (PROBLEMS, "chain_adaptive", 2e-4),
     (PROBLEMS, "chain_adaptive_shots", 2e-4), (COLD_START, "ce", START_RATE),
+    (ON_POLICY, "on_jsd", 3e-5), (ON_POLICY, "ce", 3e-5), (ON_POLICY, "chain_shots", 3e-5),
+    (ON_POLICY, "on_reverse", 3e-5),
 )  # fmt: skip
 """What runs on the other data seeds, at the rates that were best on the first one: before what is new on it."""
 FIRST_RUNS = 33
