@@ -139,9 +139,9 @@ class LossConfig(ConfigModel):
     kl_loss_weight_end: OrNone[NonNegative | Literal["adaptive"]] = "adaptive"
     """"adaptive": the KD term has `kl_loss_weight` until the student passes its best teacher on the held-out text,
     or without any on the first pass over the training text; then less in proportion, and 0 once it is ahead by 0.1 bits
-    per byte. A number: the weight at the last step, reached in equal parts from the first one. "none": the weight is
-    the same at every step. The default is "none" where no teacher's mode is chain, and with `ce_loss_scale = 0`,
-    `dynamic_loss_scaling` or `[rollout]`."""
+    per byte. A number: the weight at the last step, reached in equal parts from the first one; with `rollout.after`
+    that of every step from there on. "none": the weight is the same at every step. The default is "none" where no
+    teacher's mode is chain, and with `ce_loss_scale = 0`, `dynamic_loss_scaling` or `[rollout]`."""
     ce_loss_scale: NonNegative = 1.0
     """Weight of the cross-entropy. In modes other than chain the default is 0.1, as published."""
     dynamic_loss_scaling: bool = False
@@ -192,17 +192,20 @@ class LossConfig(ConfigModel):
         last = self.kl_loss_weight_end
         return last if isinstance(last, (int, float)) else self.kl_loss_weight
 
-    def kl_weight_at(self, step: int, steps: int, behind: float | None = None) -> float:
+    def kl_weight_at(self, step: int, steps: int, behind: float | None = None, *, after: int = 0) -> float:
         """Return the weight of the KD term.
 
         Args:
             step: Number of the step, from 0; a later one than the last has the last one's weight.
             steps: Optimiser steps of the whole run; the only step of a run has the first weight.
             behind: Bits per byte of the student less its teacher's, for an adaptive weight; None: not known.
+            after: Steps of a cold start; the last weight is that of all steps behind it.
         """
         first, last = self.kl_loss_weight, self.last_kl_loss_weight
         if self.kl_loss_weight_end == ADAPTIVE:
             return first if behind is None else first * min(max(1.0 + behind / MARGIN, 0.0), 1.0)
+        if after:
+            return first if step < after else last
         if steps < 2:
             return first
         done = min(step / (steps - 1), 1.0)

@@ -68,7 +68,7 @@ class View:
         status = row.status() if run is None else run.status()
         workers = status.workers or workers_of(self._runs.store.attempts(self.run_id, launch=row.launch))
         status = status.model_copy(update={"ended": row.ended, "workers": workers})
-        return with_files(status, self.steps.last, self.eval)
+        return with_files(status, self.steps, self.eval)
 
     def is_over(self) -> bool:
         """Return True if the run is over or has been removed; unlike `status`, it reads no file."""

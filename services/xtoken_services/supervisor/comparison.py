@@ -68,4 +68,5 @@ def exported_in(output: Path) -> dict[str, float]:
     """Return the evaluation of the weights that the run in a directory exports; empty without one."""
     curve = Curve(output / "eval.jsonl")
     curve.refresh()
-    return finite(exported_evaluation(read_json(output / SPEC), read_json(output / SUMMARY), curve.last, curve.best))
+    spec = read_json(output / SPEC)
+    return finite(exported_evaluation(spec, read_json(output / SUMMARY), curve.last, curve.best(spec)))

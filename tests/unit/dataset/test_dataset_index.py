@@ -286,3 +286,12 @@ def test_neither_torch_nor_pyarrow_is_imported_for_text_files(tmp_path: Path) ->
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_answers_of_rows(tmp_path: Path) -> None:
+    columns = {"text": ["1+1=", "2+2="], "answer": [["2", "two"], None], "match": ["number", "number"], "other": [1, 2]}
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    one, two = build(tmp_path / "a.parquet").read([0, 1])
+    assert isinstance(one, Record) and isinstance(two, Record)
+    assert one.value == {"text": "1+1=", "answer": ["2", "two"], "match": "number"}
+    assert two.value == {"text": "2+2="}

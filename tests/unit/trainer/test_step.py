@@ -14,6 +14,7 @@ from tests.support.runs import resolved_run
 from tests.unit.losses.loss_cases import V_S, Case, make_case
 from xtoken_core.config.loss import LossConfig
 from xtoken_core.config.resolved import ResolvedRun
+from xtoken_core.config.rollout import RolloutSpec
 from xtoken_core.losses import CrossTokenizerDistillationLoss
 from xtoken_core.losses.objective import Selection
 from xtoken_core.plan import MicroBatch
@@ -77,6 +78,29 @@ def test_the_divergence_has_its_weight_at_the_step_in_the_gradient(tmp_path: Pat
     for step, weight in [(3, 0.5), (0, 2.0), (4, 0.0), (2, 1.0), (3, 0.5)]:  # in no order: no step depends on another
         expected = alone + weight * (with_kd - alone)
         torch.testing.assert_close(gradient(fading, case, step), expected)
+
+
+@pytest.mark.parametrize("generates", [True, False])
+def test_a_step_with_completions_has_the_overlap_ratio(tmp_path: Path, generates: bool) -> None:
+    made = resolved_run(tmp_path)
+    update = {"loss": LossConfig(), "rollout": RolloutSpec() if generates else None}
+    run = made.model_copy(update={"spec": made.spec.model_copy(update=update)})
+    case = make_case(same_tokenizer=(True,))
+    case.batch["weights_version"] = torch.tensor([-1, 3, 3, -1])
+    case.teacher_logits[0][1] = torch.nn.functional.pad(case.student_logits[1], (0, -1))
+    case.batch["sample_mask"][2] = 0.0
+    student: Any = SimpleNamespace(
+        device=torch.device("cpu"), blockwise=False, outputs=lambda *_: case.student_logits.requires_grad_() * 1.0
+    )
+    loss = CrossTokenizerDistillationLoss(run.spec.loss, student_vocab_size=V_S, teachers=case.teachers)
+    absent: Any = None
+    worker: Any = SimpleNamespace(queue=None, run=run)
+    runner = StepRunner(worker, student, loss, absent, RankGroup(0, 1), rank=0, pad_id=0)
+    runner._teacher_logits = lambda _: list(case.teacher_logits)  # type: ignore[method-assign]
+    plan: Any = SimpleNamespace(step=0, ce_tokens=20, kd_chunks=(20,), plan=SimpleNamespace(micro_batches=3))
+    metrics = runner._backward(plan, replace(CLAIMED, data=case.batch), 0, None, 1.0)
+    assert ("overlap_ratio" in metrics) == generates
+    assert not generates or metrics["overlap_ratio"] == 1, "completions alone count, of which this teacher is sure"
 
 
 def test_choosing_is_progress(runner: StepRunner) -> None:

@@ -170,6 +170,17 @@ def test_a_schedule_follows_its_course_after_the_warm_up(schedule: str, expected
     assert [learning_rate(spec, 10, update) for update in (0, 2, 4, 6, 8, 10)] == pytest.approx(expected)
 
 
+def test_completions_have_a_schedule_of_their_own_behind_that_of_the_cold_start() -> None:
+    raw = {"learning_rate": 1.0, "min_learning_rate": 0.2, "warmup_steps": 2, "schedule": "linear"}
+    spec = TrainSpec.model_validate(raw)
+    rates = [learning_rate(spec, 10, step, restart=(4, 0.1)) for step in range(10)]
+    cold, after = [learning_rate(spec, 4, step) for step in range(4)], [learning_rate(spec, 6, s) for s in range(6)]
+    assert rates == pytest.approx([*cold, *(0.1 * rate for rate in after)])
+    assert rates[4:6] == pytest.approx([0.05, 0.1]), "it warms up again"
+    whole = [learning_rate(spec, 10, step, restart=(0, 0.1)) for step in range(10)]
+    assert whole == pytest.approx([0.1 * learning_rate(spec, 10, step) for step in range(10)])
+
+
 def test_weight_decay_leaves_out_vectors() -> None:
     groups = decay_groups(torch.nn.Linear(2, 3).parameters(), TrainSpec(weight_decay=0.5))
     assert [(len(g["params"]), g["weight_decay"]) for g in groups] == [(1, 0.5), (1, 0.0)]

@@ -135,7 +135,7 @@ def _check_as_workers(request: dict[str, Any], _: Progress) -> list[str]:
     for number, teacher in enumerate(run.spec.teacher):
         if teacher.loads_model:
             check_architecture(teacher.model, run.spec.teacher_name(number))
-    if run.spec.prompts_per_step == run.spec.train.samples_per_step:
+    if not run.spec.has_text:
         return []
     found = look_at_sample(run, make_collator(run), open_data(run), row_counts(run))
     return list(left_out_warnings(found, found["positions"]).values())

@@ -82,9 +82,6 @@ def resolve_run(spec: RunSpec, progress: Progress | None = None) -> ResolvedRun:
             open_index(spec, [path], spec.eval.field)
         _check_tasks(spec.eval)
     mixture = _mixture_of(spec, index)
-    positions = spec.data.epochs * (sum(samples for _, samples in mixture) or records)
-    if spec.train.max_steps is not None:
-        positions = min(positions, spec.train.max_steps * spec.train.samples_per_step)
     pair_files = tuple(_pair_file(spec, number, student, files, progress) for number, files in enumerate(teachers))
     resolved = ResolvedRun(
         spec=spec,
@@ -94,7 +91,7 @@ def resolve_run(spec: RunSpec, progress: Progress | None = None) -> ResolvedRun:
         projection_fingerprints=tuple(file_fingerprint(path) if path else "" for path in pair_files),
         data_fingerprint=index.fingerprint,
         records=records,
-        positions=positions,
+        positions=_positions(spec, sum(samples for _, samples in mixture) or records),
         mixture=mixture,
         piece_bytes=piece_bytes,
         packed=spec.train.packing != "off" and not obstacle,
@@ -104,6 +101,23 @@ def resolve_run(spec: RunSpec, progress: Progress | None = None) -> ResolvedRun:
     _check_memory(resolved)
     check_stores(resolved)
     return resolved
+
+
+def _positions(spec: RunSpec, epoch: int) -> int:
+    """Return the positions of a run whose epochs have so many.
+
+    Raises:
+        ConfigError: Its cold start leaves no step for completions.
+    """
+    positions, per_step = spec.data.epochs * epoch, spec.train.samples_per_step
+    if spec.train.max_steps is not None:
+        positions = min(positions, spec.train.max_steps * per_step)
+    steps = -(-positions // per_step)
+    if spec.rollout is not None and spec.rollout.steps_before(steps) >= steps:
+        raise ConfigError(
+            f"rollout.after = {spec.rollout.after:g} of {steps} steps leaves none for completions: lower it"
+        )
+    return positions
 
 
 def _training_text(spec: RunSpec, same_tokenizer: Sequence[bool], progress: Progress | None) -> tuple[TextIndex, int]:
@@ -207,8 +221,10 @@ def file_warnings(run: ResolvedRun) -> Iterator[str]:
     if run.packing_obstacle:
         yield f"rows are padded, which costs time: {run.packing_obstacle}"
     yield from _without_effect(run)
-    if train.warmup_steps > run.steps:
-        yield f"the run ends after {run.steps} steps, its warm-up would after train.warmup_steps = {train.warmup_steps}"
+    cold = run.restart[0] if run.restart is not None else 0
+    what, steps = ("run", run.steps) if not cold else ("shorter schedule of rollout.after", min(cold, run.steps - cold))
+    if train.warmup_steps > steps:
+        yield f"the {what} ends after {steps} steps, its warm-up would after train.warmup_steps = {train.warmup_steps}"
 
 
 def _trained_on(spec: RunSpec) -> str:

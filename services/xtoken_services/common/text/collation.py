@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NoReturn
@@ -141,14 +142,19 @@ def look_at_sample(
     Raises:
         BadRecordError: None can be used, or one cannot and `on_bad_record` is "fail".
     """
-    per_step = run.spec.train.samples_per_step
-    texts = per_step - run.spec.prompts_per_step  # the first ones of a step; rollout workers have the others
-    total = run.positions if texts == per_step else run.positions // per_step * texts
+    per_step, prompts = run.spec.train.samples_per_step, run.prompts
+
+    def texts_before(step: int) -> int:
+        return step * per_step - prompts.before(step)
+
+    last = run.steps - 1  # texts are the first samples of a step, and the last step may be a part of one
+    total = texts_before(last) + min(per_step - prompts.at(last), run.positions - last * per_step)
     number = min(LOOKED_AT, total)
-    chosen = [divmod(at * total // number, texts) for at in range(number)]
+    chosen = [at * total // number for at in range(number)]
     positions, room = [], LOOKED_AT_CHARACTERS
-    for step, rest in random.Random(0).sample(chosen, number):  # where there is no room for all, from the whole run
-        position = step * per_step + rest
+    for text in random.Random(0).sample(chosen, number):  # where there is no room for all, from the whole run
+        step = bisect_right(range(1, run.steps), text, key=texts_before)
+        position = step * per_step + text - texts_before(step)
         (record,) = index.read([record_of(run, position)])
         size = 0 if isinstance(record, BadRecord) else len(record.document)
         if size <= room:
