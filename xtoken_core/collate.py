@@ -89,7 +89,8 @@ class CrossTokenizerCollator:
 
     A record has `text`, or `prompt` and `completion`, or `messages`. Texts get each tokenizer's default specials and,
     where they were not cut, the end-of-text token. Of a prompt with completion only the completion is trained on and
-    aligned; of messages, rendered by each side's own chat template, only the assistant's content. An optional
+    aligned; of messages, rendered by each side's own chat template, only the assistant's content and the special token
+    behind it. An optional
     `loss_multiplier` becomes the sample's mask: 0 leaves the record out, a fraction weighs its cross-entropy only.
 
     Args:
@@ -101,7 +102,8 @@ class CrossTokenizerCollator:
         ctx_length_teacher: The same for the teacher, or a list.
         make_seq_div_by_student: Padded rows are as long as the next multiple of this.
         make_seq_div_by_teacher: The same for the teacher, or a list.
-        append_eos: Close every text and completion that was not cut with the end-of-text token, on both sides.
+        append_eos: Close every text and completion that was not cut with the end-of-text token, on both sides; of
+            messages train on what ends an answer.
         train_on: `all`: prompts, and the messages of every role, are trained on and aligned as well.
     """
 
@@ -275,7 +277,10 @@ class CrossTokenizerCollator:
             elif "messages" in value:
                 try:
                     rendered = tokenize_conversation(
-                        [side.text for side in sides], value["messages"], every_role=self.train_on == "all"
+                        [side.text for side in sides],
+                        value["messages"],
+                        every_role=self.train_on == "all",
+                        ends=self.append_eos,
                     )
                 except ConversationError as error:
                     refused[index] = str(error)

@@ -30,6 +30,7 @@ class Completion:
         entropy: Sum of the entropies of the student's next-token distributions at temperature 1, in nats.
         microseconds: Its part of the time of its block.
         waited: Its part of the time before its block in which the worker waited, in microseconds.
+        right: It gives its record's answer; None: the record has none.
         log_probs: Log-probabilities of its tokens by the weights that sampled them; None: the run does not read them.
     """
 
@@ -43,6 +44,7 @@ class Completion:
     entropy: float = 0.0
     microseconds: int = 0
     waited: int = 0
+    right: bool | None = None
     log_probs: Sequence[float] | None = None
 
 
@@ -89,9 +91,7 @@ class CompletionCollator(CrossTokenizerCollator):
 
 def marks_of_text(count: int) -> dict[str, Tensor]:
     """Return the columns of `schema.ROLLOUT_FIELDS` for rows of ordinary text."""
-    none = torch.zeros(count, dtype=torch.int64)
-    marks = {field.name: none for field in schema.ROLLOUT_FIELDS}
-    return {**marks, schema.WEIGHTS_VERSION.name: none - 1, schema.FINISHED.name: none.bool()}
+    return {field.name: torch.full((count,), field.pad) for field in schema.ROLLOUT_FIELDS}
 
 
 def _marks(completions: Sequence[Completion]) -> dict[str, Tensor]:
@@ -104,6 +104,7 @@ def _marks(completions: Sequence[Completion]) -> dict[str, Tensor]:
         schema.WAITING_TIME.name: torch.tensor([each.waited for each in completions]),
         schema.ENTROPY.name: torch.tensor([round(each.entropy * 1000) for each in completions]),
         schema.COMPLETION_TOKENS.name: torch.tensor([len(each.ids) for each in completions]),
+        schema.RIGHT.name: torch.tensor([-1 if each.right is None else int(each.right) for each in completions]),
     }
 
 

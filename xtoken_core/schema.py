@@ -73,6 +73,8 @@ COMPLETION_TOKENS = Field("completion_tokens", "int64", "sample")
 ENTROPY = Field("entropy_millinats", "int64", "sample")
 """Runs with rollouts: sum of the entropies of the student's next-token distributions along the completion, in
 thousandths of a nat."""
+RIGHT = Field("completion_right", "int64", "sample", -1)
+"""Runs with rollouts: 1 for a completion that gives its record's answer, 0 for another one; -1 without an answer."""
 SAMPLED_LOG_PROBS = Field("sampled_log_probs", "float32", "student")
 """Runs with `loss.importance_cap`: log-probability of a sampled token by the weights that sampled it; 0 elsewhere."""
 
@@ -98,7 +100,7 @@ PAIR_SAMPLE = Field("alignment_packed_sample", "int64", "pair", per_teacher=True
 """Packed batches only: likewise for a pair."""
 
 STUDENT_FIELDS = (INPUT_IDS, INPUT_LENGTHS, TOKEN_MASK, SAMPLE_MASK)
-ROLLOUT_FIELDS = (WEIGHTS_VERSION, FINISHED, GENERATION_TIME, WAITING_TIME, COMPLETION_TOKENS, ENTROPY)
+ROLLOUT_FIELDS = (WEIGHTS_VERSION, FINISHED, GENERATION_TIME, WAITING_TIME, COMPLETION_TOKENS, ENTROPY, RIGHT)
 TEACHER_FIELDS = (TEACHER_INPUT_IDS, TEACHER_INPUT_LENGTHS, TEACHER_TOKEN_MASK)
 ALIGNMENT_FIELDS = (
     PAIR_VALID,

@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
@@ -91,6 +91,35 @@ def read_prompts(path: Path, match: Match, limit: int, *, within: Sequence[Path]
     return prompts
 
 
+def answered_prompt(
+    record: Mapping[str, Any], match: Match, *, text: str = "", messages: Sequence[dict[str, str]] = ()
+) -> Prompt:
+    """Return a prompt with the answers of a record.
+
+    Args:
+        record: `answer`, and `choices` and `match` where it has them.
+        match: How completions are judged if the record does not state it.
+        text: The prompt, if it is a text.
+        messages: The prompt, if it is a conversation.
+
+    Raises:
+        ValueError: The answer cannot be judged by; the text is the reason.
+    """
+    chosen = record.get("match", match)
+    if chosen not in get_args(Match):
+        raise ValueError(f"match {chosen!r} is none of {', '.join(get_args(Match))}")
+    answers, choices = tuple(_texts(record, "answer")), tuple(_texts(record, "choices"))
+    if not answers:
+        raise ValueError("it needs an `answer`")
+    if (chosen == "choice") != bool(choices):
+        raise ValueError("`choices` and match = choice need each other")
+    if choices and not {*map(_plain, answers)} <= {*map(_plain, choices)}:
+        raise ValueError("its answer is none of its choices")
+    if chosen in NUMBERS and any(_number(answer) is None for answer in answers):
+        raise ValueError("its answer is no number")
+    return Prompt(text, tuple(messages), answers, choices, chosen)
+
+
 def accuracy_of(prompts: Iterable[Prompt], completions: Iterable[Sequence[str]]) -> tuple[float, float]:
     """Return the fraction of completions that are right, and of prompts with a right completion.
 
@@ -114,19 +143,7 @@ def _prompt(line: bytes, match: Match) -> Prompt:
     text, messages = record.get("prompt", ""), record.get("messages", [])
     if not isinstance(text, str) or bool(text) == bool(messages):
         raise ValueError("it needs either a `prompt` that is a text or `messages`")
-    chosen = record.get("match", match)
-    if chosen not in get_args(Match):
-        raise ValueError(f"match {chosen!r} is none of {', '.join(get_args(Match))}")
-    answers, choices = tuple(_texts(record, "answer")), tuple(_texts(record, "choices"))
-    if not answers:
-        raise ValueError("it needs an `answer`")
-    if (chosen == "choice") != bool(choices):
-        raise ValueError("`choices` and match = choice need each other")
-    if choices and not {*map(_plain, answers)} <= {*map(_plain, choices)}:
-        raise ValueError("its answer is none of its choices")
-    if chosen in NUMBERS and any(_number(answer) is None for answer in answers):
-        raise ValueError("its answer is no number")
-    return Prompt(text, tuple(_messages(messages)), answers, choices, chosen)
+    return answered_prompt(record, match, text=text, messages=tuple(_messages(messages)))
 
 
 def _object(line: bytes) -> dict[str, Any]:
@@ -139,7 +156,7 @@ def _object(line: bytes) -> dict[str, Any]:
     return record
 
 
-def _texts(record: dict[str, Any], key: str) -> Iterator[str]:
+def _texts(record: Mapping[str, Any], key: str) -> Iterator[str]:
     values = record.get(key, [])
     for value in values if isinstance(values, list) else [values]:
         if isinstance(value, bool) or not isinstance(value, (str, int, float)) or not str(value).strip():

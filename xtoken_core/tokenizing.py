@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from xtoken_core.alignment.tables import TokenTable, encode_each, token_table
+from xtoken_core.alignment.tables import SPECIAL, TokenTable, encode_each, token_table
 from xtoken_core.errors import InputError
 
 SHOWN_CHARACTERS = 20
@@ -187,11 +187,18 @@ class TextTokenizer:
             return -1  # the same words are in another message
         return begin
 
-    def tokenize_spans(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
+    def tokenize_spans(
+        self, text: str, spans: Sequence[tuple[int, int]], *, ends: bool = False
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Return the token ids of a rendered conversation, and a mask with 1 for those of the given character spans.
 
         Every span is tokenized by itself, as a model prompted for the answer sees it. Where the tokenizer writes
         words with the space before them, a space before a span belongs to the span's first token.
+
+        Args:
+            text: The conversation.
+            spans: Beginning and end of each span, in order.
+            ends: Mark also the special token right behind a span, by which a model ends its turn.
         """
         stretches: list[tuple[str, int]] = []
         at = 0
@@ -205,6 +212,8 @@ class TextTokenizer:
             if part:
                 ids.append(self.proceed(part) if number else self.encode([part], specials=False)[0])
                 learn.append(np.full(len(ids[-1]), learned, dtype=np.int64))
+                if ends and number and not learned:
+                    learn[-1][:1] = self.table.kinds[ids[-1][:1]] == SPECIAL
         return np.concatenate(ids), np.concatenate(learn)
 
     def _length_of(self, messages: Sequence[Mapping[str, Any]], text: str, **options: Any) -> int | None:
@@ -233,7 +242,11 @@ class TextTokenizer:
 
 
 def tokenize_conversation(
-    sides: Sequence[TextTokenizer], messages: Sequence[Mapping[str, Any]], *, every_role: bool = False
+    sides: Sequence[TextTokenizer],
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    every_role: bool = False,
+    ends: bool = True,
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """Tokenize a conversation on every side, each by its own chat template.
 
@@ -241,6 +254,7 @@ def tokenize_conversation(
         sides: The tokenizers.
         messages: The conversation.
         every_role: Mark the messages of every role instead of the assistant's.
+        ends: Mark also the special token that a template puts right behind an answer.
 
     Returns:
         Per side token ids `[n]` and a mask `[n]`, int64: 1 for an answer that every side's template shows as it is.
@@ -253,7 +267,7 @@ def tokenize_conversation(
     if not shared:
         raise ConversationError("no assistant message that every chat template shows as it is")
     return [
-        side.tokenize_spans(text, [spans[number] for number in shared])
+        side.tokenize_spans(text, [spans[number] for number in shared], ends=ends)
         for side, (text, spans) in zip(sides, rendered, strict=True)
     ]
 

@@ -13,9 +13,8 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from xtoken_core.config.rollout import RolloutSpec
 from xtoken_services.common.generation.published_weights import Version, WeightsWriter, load_weights
-from xtoken_services.common.generation.sampling import Sampler, seed_of
+from xtoken_services.common.generation.sampling import Sampler, Sampling, seed_of
 from xtoken_services.common.generation.vocabulary import Vocabulary
 
 REPEATS = 5
@@ -34,7 +33,7 @@ def generation(
     """
     model = AutoModelForCausalLM.from_pretrained(options.student, dtype=getattr(torch, options.dtype)).to(device).eval()
     tokenizer = AutoTokenizer.from_pretrained(options.student)
-    width, settings = model.config.vocab_size, RolloutSpec.model_validate({"max_new_tokens": options.new_tokens})
+    width, settings = model.config.vocab_size, Sampling(options.new_tokens)
     end = frozenset({tokenizer.eos_token_id})
     vocabulary = Vocabulary([b"a"] * width, torch.ones(width, dtype=torch.bool, device=device), end, 0)
     rows = []
@@ -100,7 +99,7 @@ def _publish(options: Any, device: str, file: Path, on_device: bool, pipe: Any) 
     writer = WeightsWriter(file, on_device=on_device)
     for step in range(REPEATS + 1):
         began = _now(torch.device(device))
-        writer.write(model, Version(step, 1))
+        writer.write(dict(model.named_parameters()), Version(step, 1))
         pipe.send(time.monotonic() - began)
         pipe.recv()
     writer.close()

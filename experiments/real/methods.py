@@ -53,6 +53,8 @@ class Method:
             micro-batch by micro-batch, so that its number belongs to the method.
         hidden: Teachers send hidden states, which the student's process multiplies out to the same logits: a ring of
             megabytes instead of gigabytes. Not for P-KL, which then multiplies out its columns only.
+        on_policy: The student completes the text's prompts and learns from the divergence on its completions.
+        shots: The teacher of word problems reads two solved ones before each question, as when it wrote the answers.
     """
 
     title: str
@@ -65,6 +67,8 @@ class Method:
     samples: bool = False
     micro_batch_tokens: int = MICRO_BATCH_TOKENS
     hidden: bool = False
+    on_policy: bool = False
+    shots: bool = False
 
     def micro_batch_of(self, condition: Condition) -> int:
         """Return the tokens of a micro-batch; with a student of Gemma's vocabulary the usual ones."""
@@ -97,6 +101,10 @@ def _chain(title: str, **settings: Any) -> Method:
     return Method(title, CHAIN | settings, micro_batch_tokens=HALF_STEP_TOKENS, hidden=True)
 
 
+def _on_policy(title: str, **settings: Any) -> Method:
+    return replace(_chain(title, **settings), weights=_named("even"), on_policy=True, shots=True)
+
+
 def _custom(title: str, name: str) -> Method:
     return Method(title, {"mode": "custom"}, _LIGHT, custom=f"experiments.losses.{name}", hidden=True)
 
@@ -114,6 +122,21 @@ METHODS = {
     "chain": _chain("chain, one weight to the end"),
     "chain_fading": _chain("chain, fading", kl_loss_weight_end=0.0),
     "chain_adaptive": _chain("chain, adaptive (default)", kl_loss_weight_end="adaptive"),
+    "chain_shots": replace(_chain("chain, one weight to the end, the teacher reads solved problems"), shots=True),
+    "chain_fading_shots": replace(
+        _chain("chain, fading, the teacher reads solved problems", kl_loss_weight_end=0.0), shots=True
+    ),
+    "chain_adaptive_shots": replace(
+        _chain("chain, adaptive (default), the teacher reads solved problems", kl_loss_weight_end="adaptive"),
+        shots=True,
+    ),
+    "on_forward": _on_policy("chain on completions, forward KL"),
+    "on_reverse": _on_policy("chain on completions, reverse KL", reverse_kl=True),
+    "on_jsd": _on_policy("chain on completions, JSD", beta=0.5),
+    "on_reverse_bare": replace(
+        _on_policy("chain on completions, reverse KL, the teacher reads the question alone", reverse_kl=True),
+        shots=False,
+    ),
     "adaptive_level": _chain("chain, adaptive, 0 once level (dropped)", kl_loss_weight_end="adaptive"),
     "adaptive_past": _chain("chain, adaptive, 0 at .05 ahead (dropped)", kl_loss_weight_end="adaptive"),
     "chain_alm1": Method(
@@ -188,6 +211,8 @@ class Condition:
         contexts: Most tokens of the student's and of the teacher's rows.
         documents: Documents a step.
         task_tokens: Tokens of a task's completion.
+        task_prompts: Prompts of a task.
+        start: Condition whose run with cross-entropy on the same data seed gives the student; empty: as fetched.
     """
 
     student: str
@@ -203,9 +228,12 @@ class Condition:
     contexts: tuple[int, int] = (STUDENT_CONTEXT, TEACHER_CONTEXT)
     documents: int = 24
     task_tokens: int = TASK_TOKENS
+    task_prompts: int = PROMPTS
+    start: str = ""
 
 
 _GERMAN = ("manual-de", "handbook-en", "handbook-fr")
+COLD_START, START_RATE = "qwen-problems-cold", 4e-4
 CONDITIONS = {
     "de-500k": Condition(SMOLLM2, GEMMA3, "handbook-de", 500_000, _GERMAN, rates=RATES),
     "de-100k": Condition(SMOLLM2, GEMMA3, "handbook-de", 100_000, _GERMAN),
@@ -250,9 +278,18 @@ CONDITIONS |= {
     "qwen-problems": Condition(
         SMOLLM2, QWEN15, word_problems.SOURCE, 10_000_000, ("handbook-en",), 240, rates=(1e-4, 2e-4, 4e-4),
         tasks=(word_problems.TASK,), note="the teacher's answers", evaluations=4, contexts=(512, 512), documents=32,
-        task_tokens=word_problems.ANSWER_TOKENS,
+        task_tokens=word_problems.ANSWER_TOKENS, task_prompts=word_problems.HELD_OUT,
     ),
 }  # fmt: skip
+_PROBLEMS = CONDITIONS["qwen-problems"]
+CONDITIONS |= {
+    COLD_START: replace(
+        _PROBLEMS, steps=480, evaluations=3, rates=(START_RATE,), note="the teacher's answers, three times"
+    ),
+    "qwen-problems-on": replace(
+        _PROBLEMS, steps=150, evaluations=2, rates=(1e-5, 3e-5, 1e-4), start=COLD_START, note="after a cold start"
+    ),
+}
 
 PATIENCE = 2
 """A run ends after so many evaluations in a row that were no better on validation than its best one."""
@@ -320,13 +357,15 @@ def job(cell: Cell, *, device: str = "auto", steps: int | None = None, patience:
         "context_length": condition.contexts[0 if method.teacher else 1],
         **computing,
     }
+    if method.shots:
+        teacher["chat_template"] = f"texts/{word_problems.TEMPLATE}"
     if method.hidden:
         teacher["content"] = "hidden"
     if method.projects:
         teacher["projection"] = projection_file(condition)
     evaluated = [f"texts/{source}.test.jsonl" for source in (condition.source, *condition.others)]
     tables: list[tuple[str, dict[str, Any]]] = [
-        ("student", {"model": f"models/{condition.student}", "context_length": condition.contexts[0], **computing}),
+        ("student", {"model": student_of(cell), "context_length": condition.contexts[0], **computing}),
         *(("[teacher]", teacher) for _ in range(method.teachers)),
         ("data", {"path": f"texts/{cell.text}", "epochs": 1000}),
         (
@@ -341,6 +380,8 @@ def job(cell: Cell, *, device: str = "auto", steps: int | None = None, patience:
             },
         ),
         *(("eval.tasks", _tasks(condition)) for _ in condition.tasks[:1]),
+        *(("rollout", {"max_new_tokens": condition.task_tokens, "cuda_graphs": True}) for _ in range(method.on_policy)),
+        *(("queue", {"block_size": condition.documents}) for _ in range(method.on_policy)),
         ("loss", method.loss if method.loss.get("dynamic_loss_scaling") else {**method.loss, **weights}),
         ("train", _train(cell, steps)),
         ("workers", {"collators": 1, "device": device}),
@@ -349,7 +390,16 @@ def job(cell: Cell, *, device: str = "auto", steps: int | None = None, patience:
     for name, table in tables:
         lines += ["", f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in table.items())]
     options = ("--loss", method.custom) if method.custom else ()
-    return Job(cell.name, "\n".join(lines) + "\n", options, discards=("checkpoints", "model"))
+    discards = ("checkpoints",) if cell.condition == COLD_START else ("checkpoints", "model")
+    return Job(cell.name, "\n".join(lines) + "\n", options, discards=discards)
+
+
+def student_of(cell: Cell) -> str:
+    """Return the directory of a run's student, relative to the state's directory."""
+    condition = CONDITIONS[cell.condition]
+    if condition.start:
+        return f"runs/{Cell(condition.start, 'ce', 'ce', START_RATE, cell.seed).name}/model"
+    return f"models/{condition.student}"
 
 
 def _train(cell: Cell, steps: int) -> dict[str, Any]:
@@ -368,7 +418,7 @@ def _train(cell: Cell, steps: int) -> dict[str, Any]:
 
 def _tasks(condition: Condition) -> dict[str, Any]:
     files = [f"texts/{name}.jsonl" for name in condition.tasks]
-    return {"path": files, "max_prompts": PROMPTS, "max_new_tokens": condition.task_tokens}
+    return {"path": files, "max_prompts": condition.task_prompts, "max_new_tokens": condition.task_tokens}
 
 
 def projection_file(condition: Condition) -> str:

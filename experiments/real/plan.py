@@ -4,12 +4,25 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from experiments.real.methods import CONDITIONS, GEMMA3, METHODS, QWEN05, QWEN15, SEEDS, Cell
+from experiments.real import word_problems
+from experiments.real.methods import (
+    COLD_START,
+    CONDITIONS,
+    GEMMA3,
+    METHODS,
+    QWEN05,
+    QWEN15,
+    SEEDS,
+    START_RATE,
+    Cell,
+    student_of,
+)
 
 PYTHON, GERMAN, FRENCH, WEAK, WEAK_LONG = (
     "qwen-python-32m", "qwen-de-500k", "qwen-fr-500k", "gemma-de-2m", "gemma-de-6m"
 )  # fmt: skip
 TO_GEMMA, TO_QWEN, PROBLEMS = "qwen-de-500k-to-gemma", "qwen-de-500k-to-qwen", "qwen-problems"
+ON_POLICY = "qwen-problems-on"
 PLAN = (
     (PYTHON, "ce", (4e-4, 2e-4, 1e-4)),
     (PYTHON, "chain_adaptive", (2e-4, 1e-4)),
@@ -42,15 +55,24 @@ PLAN = (
     (TO_GEMMA, "chain_adaptive", (5e-5,)),
     (TO_QWEN, "ce", (5e-5, 1e-4)),
     (TO_QWEN, "kd_same", (5e-5, 1e-4)),
-    (PROBLEMS, "chain_fading", (2e-4,)),
-    (PROBLEMS, "chain", (2e-4,)),
-    (PROBLEMS, "p_kl_scaled", (2e-4,)),
     (PYTHON, "ce", (5e-5,)),
     (PYTHON, "p_kl_scaled", (1e-4,)),
     (TO_GEMMA, "chain_fading", (1e-4, 5e-5)),
     (TO_GEMMA, "chain", (1e-4, 5e-5)),
     (GERMAN, "bpm", (4e-4,)),
     (GERMAN, "x_token_v6", (4e-4,)),
+    (PROBLEMS, "chain_adaptive_shots", (2e-4, 4e-4)),
+    (COLD_START, "ce", (START_RATE,)),
+    (PROBLEMS, "chain_fading", (2e-4,)),
+    (PROBLEMS, "chain", (2e-4,)),
+    (PROBLEMS, "chain_shots", (2e-4,)),
+    (PROBLEMS, "chain_fading_shots", (2e-4,)),
+    (ON_POLICY, "ce", (3e-5, 1e-4, 1e-5)),
+    (ON_POLICY, "chain_shots", (3e-5, 1e-4, 1e-5)),
+    (ON_POLICY, "on_reverse", (3e-5, 1e-4, 1e-5)),
+    (ON_POLICY, "on_forward", (3e-5, 1e-4, 1e-5)),
+    (ON_POLICY, "on_jsd", (3e-5, 1e-4, 1e-5)),
+    (ON_POLICY, "on_reverse_bare", (3e-5,)),
 )
 """Condition, method with its first weights, and learning rates, on the first data seed."""
 OTHER_SEEDS = (
@@ -58,7 +80,10 @@ OTHER_SEEDS = (
     (GERMAN, "ce", 4e-4), (GERMAN, "chain_adaptive", 8e-4),
     (FRENCH, "ce", 4e-4), (FRENCH, "chain_adaptive", 8e-4),
     (GERMAN, "p_kl_scaled", 8e-4), (PYTHON, "p_kl_scaled", 1e-4),
-    (PROBLEMS, "ce", 2e-4), (PROBLEMS, "chain_adaptive", 2e-4),
+    (PROBLEMS, "ce", 2e-4), (PROBLEMS, "ce", 4e-4), (PROBLEMS, "chain_adaptive", 2e-4),
+    (PROBLEMS, "chain_adaptive_shots", 2e-4), (COLD_START, "ce", START_RATE),
+    (ON_POLICY, "on_jsd", 3e-5), (ON_POLICY, "ce", 3e-5), (ON_POLICY, "chain_shots", 3e-5),
+    (ON_POLICY, "on_reverse", 3e-5),
 )  # fmt: skip
 """What runs on the other data seeds, at the rates that were best on the first one: before what is new on it."""
 FIRST_RUNS = 33
@@ -66,6 +91,8 @@ FIRST_RUNS = 33
 GIB = {"": 26.0, GEMMA3: 20.0, QWEN15: 23.5}
 """GPU memory of a run by its teacher, as seen at its end; without one its micro-batches are larger."""
 UNKNOWN_GIB = 26.0
+PROBLEMS_GIB, ROLLOUT_GIB = (9.0, 14.0), 3.0
+"""Of word problems without and with a teacher, and of a rollout worker."""
 STUDENT_GIB = {GEMMA3: 12.0, QWEN05: 14.0}
 """What a larger student than SmolLM2 takes beside that."""
 
@@ -88,6 +115,9 @@ def planned_rates(condition: str, method: str) -> tuple[float, ...]:
 
 def gib_of(cell: Cell) -> float:
     """Return the GPU memory that is set aside for a run, in GiB."""
+    method = METHODS[cell.method]
+    if CONDITIONS[cell.condition].source == word_problems.SOURCE:  # short rows
+        return PROBLEMS_GIB[method.teachers > 0] + method.on_policy * ROLLOUT_GIB
     return GIB.get(teacher_of(cell), UNKNOWN_GIB) + STUDENT_GIB.get(CONDITIONS[cell.condition].student, 0.0)
 
 
@@ -101,4 +131,5 @@ def has_models(state: Path, cell: Cell) -> bool:
     """Return True if the run's student, teacher and text are there."""
     condition, models = CONDITIONS[cell.condition], state / "models"
     text = state / "texts" / f"{condition.source}.train.jsonl"
-    return text.is_file() and (models / condition.student).is_dir() and (models / teacher_of(cell)).is_dir()
+    started = (state / student_of(cell)).is_dir()
+    return text.is_file() and started and (models / teacher_of(cell)).is_dir()

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from experiments.real.methods import SEEDS
+from experiments.real.methods import CONDITIONS, SEEDS
 from experiments.real.summary import TASK, VALIDATION, Outcome, chosen, outcomes
 
 FILE = Path(__file__).parent / "predictions.toml"
@@ -92,11 +92,25 @@ def _curves(
     condition = prediction["condition"]
     rates = {o.rate for o in found if (o.condition, o.method, o.seed) == (condition, method, SEEDS[0])}
     rate = prediction.get("rate", min(rates, default=None))
+    if prediction.get("figure") == "accuracy" and "rate" not in prediction:
+        rate = best_rate_by_accuracy(result, condition, method)
     return {
         run["seed"]: run["curve"]
         for run in result["runs"]
         if (run["condition"], run["method"], run["rate"]) == (condition, method, rate)
     }
+
+
+def best_rate_by_accuracy(result: Mapping[str, Any], condition: str, method: str) -> float | None:
+    """Return the learning rate of a method with the most right answers at the last step, on the first data seed."""
+    runs = [
+        run
+        for run in result["runs"]
+        if (run["condition"], run["method"], run["seed"]) == (condition, method, SEEDS[0]) and run["curve"]
+    ]
+    (task,) = CONDITIONS[condition].tasks
+    best = max(runs, key=lambda run: run["curve"][-1][f"{TASK}{task}"], default=None)
+    return None if best is None else float(best["rate"])
 
 
 def _figure(
@@ -108,7 +122,7 @@ def _figure(
     validation or, with `last`, at the last one. `begun` is the method's minus its own before training. `share` is how
     much of the way from the other to the teacher the method covers. `steps` is the step at which it has what the other
     ends with, as a fraction of the other's steps. `accuracy` is the method's on the condition's task less the highest
-    of the others.
+    of the others, each at the rate that is best by it.
 
     Args:
         result: The result file's content.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -31,9 +32,13 @@ from experiments.real.results import merged, missing, read_result, without, writ
 from experiments.real.summary import BASELINE
 from experiments.real.tasks import TASKS, write_tasks
 from xtoken_core.atomic import atomic_write
+from xtoken_services.common.tokenizers.chat_templates import read_chat_template
 
 _MEASURED = ("bits_per_byte", "teacher_bits_per_byte", "task_accuracy")
 _METRICS = ("tokens_per_second", "memory_peak_bytes", "chunk_mass_t0")
+_OF_COMPLETIONS = ("entropy", "finished", "completion_tokens")
+_AT_ENDS = 8
+"""Steps at either end of a run whose mean is told of a figure of its completions."""
 
 
 def runs(
@@ -104,6 +109,10 @@ def prepare(state: Path, planned: Sequence[Cell]) -> None:
             _build_projection(state, condition)
         if any(METHODS[cell.method].reads_tables for cell in planned if cell.condition == name):
             _build_tables(state, condition)
+    for cell in planned:
+        if METHODS[cell.method].shots:
+            own = read_chat_template(state / "models" / teacher_of(cell))
+            atomic_write(state / "texts" / word_problems.TEMPLATE, word_problems.template_with_shots(own))
     if any(set(CONDITIONS[cell.condition].tasks) & set(TASKS) for cell in planned):
         write_tasks(state / "texts")
 
@@ -239,6 +248,11 @@ def _run_record(directory: Path) -> dict[str, Any]:
         values = sorted(row[name] for row in steps if row.get(name) is not None)
         if values:
             metrics[name] = values[len(values) // 2]
+    for name in _OF_COMPLETIONS:
+        values = [row[name] for row in steps if row.get(name) is not None]
+        if values:
+            means = [statistics.fmean(values[n : n + _AT_ENDS]) for n in range(0, len(values), _AT_ENDS)]
+            metrics[name] = [means[0], min(means), max(means), means[-1]]
     tokens = sum(row["tokens"] for row in steps)
     record = {"steps": len(steps), "tokens": tokens, "metrics": metrics, "curve": kept}
     summary = json.loads((directory / "summary.json").read_text(encoding="utf-8"))

@@ -20,6 +20,8 @@ from xtoken_core.tasks import accuracy_of, read_prompts
 
 SOURCE = "problems-en"
 TASK = "problems-en.task"
+TEMPLATE = "problems-en.jinja"
+"""Chat template of a teacher that reads two solved problems before each conversation."""
 TRAINED, HELD_OUT = 5_120, 1_200
 """Problems; of the held-out ones the first are for validation and the task, the others for the test text."""
 VALIDATION = 900
@@ -116,14 +118,26 @@ def problems(count: int, seed: int = 0) -> Iterator[tuple[str, int]]:
 
 def conversation(question: str) -> list[dict[str, str]]:
     """Return the messages that a model is asked with before it has been trained: two solved problems come first."""
-    shots = [({"role": "user", "content": ASKED.format(question=asked)}, said) for asked, said in SOLVED]
-    before = [message for asked, said in shots for message in (asked, {"role": "assistant", "content": said})]
-    return [*before, *asking(question)]
+    return [*_shots(), *asking(question)]
 
 
 def asking(question: str) -> list[dict[str, str]]:
     """Return the messages of a question alone."""
     return [{"role": "user", "content": ASKED.format(question=question)}]
+
+
+def template_with_shots(template: str) -> str:
+    """Return a chat template that shows the solved problems before the messages it is given.
+
+    Args:
+        template: The model's own.
+    """
+    return f"{{%- set messages = {json.dumps(_shots())} + messages -%}}\n{template}"
+
+
+def _shots() -> list[dict[str, str]]:
+    shots = [({"role": "user", "content": ASKED.format(question=asked)}, said) for asked, said in SOLVED]
+    return [message for asked, said in shots for message in (asked, {"role": "assistant", "content": said})]
 
 
 def write_problems(texts: Path, generate: Callable[[list[list[dict[str, str]]]], Iterator[str | None]]) -> float:

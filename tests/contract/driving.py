@@ -207,7 +207,8 @@ def _answer(reply: m.AnyReply, frames: list[Any]) -> Answer:
         del found["slot"], found["generation"]
     if slots := found.pop("slots", []):
         found["slots"] = [msgspec.to_builtins(ref) for ref in slots]
-    for name in ("version", "tag", "partition", "run", "memory_limit"):
+    unknown = ("partition", "run", "memory_limit", *(("version", "tag") if found["type"] != "block" else ()))
+    for name in unknown:
         found.pop(name, None)
     return found
 

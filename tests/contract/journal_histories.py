@@ -22,6 +22,7 @@ SIZES: list[dict[str, int]] = [
     {"samples_per_step": 2, "block_size": 2, "span": 7},
     {"samples_per_step": 4, "block_size": 4, "span": 14, "teachers": 0},
     {"samples_per_step": 4, "block_size": 1, "span": 13, "prompts": 1, "max_staleness": 1},
+    {"samples_per_step": 4, "block_size": 1, "span": 13, "prompts": 1, "last_prompts": 4, "after": 1},
     {"samples_per_step": 4, "block_size": 2, "span": 13, "group": 1, "groups": 2},
 ]
 ROLES = {"collator": "collator", "rollout": "rollout", "teacher": "teacher", "trainer": "trainer"}

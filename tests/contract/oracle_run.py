@@ -32,6 +32,7 @@ class RunPart:
         self.ring: dict[str, Any] | None = None
         self.cursor = self.rewinds = self.rings = self.rows_put = self.given_back = 0
         self.trainers, self.failed = -1, False
+        self.published: tuple[int, int] | None = None
         self._numbers = itertools.count(1)
 
     def window(self, step: int) -> range:
@@ -43,6 +44,17 @@ class RunPart:
         """The positions of a block."""
         first = number * self.run["block_size"]
         return range(first, min(first + self.run["block_size"], self.run["positions"]))
+
+    def is_prompt(self, position: int) -> bool:
+        """Whether a rollout worker completes it."""
+        run = self.run
+        (step, index), block = divmod(position, run["samples_per_step"]), run["block_size"]
+        if step < run["after"]:
+            return False
+        first, last = run["prompts"] // block, run["last_prompts"] // block
+        steps = max((run["positions"] - 1) // run["samples_per_step"] - run["after"], 1)
+        blocks = first + (2 * (last - first) * (step - run["after"]) + steps) // (2 * steps)
+        return bool(index >= run["samples_per_step"] - blocks * block)
 
     @property
     def ended(self) -> bool:
@@ -128,21 +140,28 @@ class RunPart:
         for number in [n for n, lease in self.leases.items() if lease["session"] == session]:
             self.give_back(number)
 
-    # Requests of collators
+    # Requests of collators and rollout workers
 
     def lease_block(self, session: str, f: Answer) -> Answer:
-        self.check(session, "collator")
+        rolls = self.oracle.sessions[session]["role"] == "rollout"
+        self.check(session, "" if rolls else "collator")
         if self.ended:
             raise Refused("exhausted")
+        if rolls and self.published is None:
+            raise Waits
+        version, tag = self.published if rolls and self.published else (0, 0)
+        last = self.window(version + self.run["max_staleness"]).stop if rolls else self.run["positions"]
         floor = next(p for p in itertools.count() if p not in self.done)
         taken = self.filled | {block for _, block in self.blocks.values()}
-        block = next(b for b in itertools.count(floor // self.run["block_size"]) if b not in taken)
-        positions = self.block(block)
-        if not positions or positions.stop > floor + self.run["span"]:
+        at = itertools.count(floor // self.run["block_size"])
+        free = (b for b in at if b not in taken and (not self.block(b) or self.is_prompt(self.block(b).start) == rolls))
+        positions = self.block(block := next(free))
+        if not positions or positions.stop > min(floor + self.run["span"], last):
             raise Waits
         number = next(self._numbers)
         self.blocks[number] = (session, block)
-        return {"type": "block", "lease": number, "first": positions.start, "count": len(positions)}
+        return {"type": "block", "lease": number, "first": positions.start, "count": len(positions),
+                "version": version, "tag": tag}  # fmt: skip
 
     def put(self, session: str, f: Answer) -> Answer:
         ids, columns, tombstones = f["ids"], f["columns"], f["tombstones"]
@@ -347,6 +366,14 @@ class RunPart:
             self.cursor += 1
         return {"type": "ok"}
 
+    def publish(self, session: str, f: Answer) -> Answer:
+        self.check(session, rewinds=f["rewinds"])
+        self.check(session, "trainer")
+        if f["step"] != self.cursor:
+            raise Refused("conflict")
+        self.published = f["step"], f["tag"]
+        return {"type": "ok"}
+
     def rewind(self, session: str, f: Answer) -> Answer:
         self.check(session, "trainer")
         mine = self.oracle.sessions[session]
@@ -362,7 +389,10 @@ class RunPart:
         for slot in self.ring["slots"] if self.ring else []:
             slot.update(state="free", lease=0)
         self.readings.clear()
-        self.let_go({p for p in self.rows if not first <= p < stop})
+        self.published = None
+        anew = {p for p in self.rows if self.is_prompt(p) and p not in self.dead}
+        self.let_go(anew | {p for p in self.rows if not first <= p < stop})
+        self.skipped = {p: r for p, r in self.skipped.items() if p < first or not self.is_prompt(p)}
         for number in list(self.leases):
             self.give_back(number)
         for row in self.rows.values():

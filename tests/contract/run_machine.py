@@ -1,4 +1,4 @@
-"""Random commands of a run's workers, for Hypothesis: two collators, a teacher and a trainer."""
+"""Random commands of a run's workers, for Hypothesis: two collators, a rollout worker, a teacher and a trainer."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,11 +13,12 @@ from tests.contract.oracle_run import RunPart
 LIMIT = 1 << 16
 RUN = {
     "positions": 18, "samples_per_step": 4, "block_size": 2, "span": 12, "teachers": 1, "ranks": 1, "slots": 2,
-    "max_dead": 6, "document": b"{}",
+    "max_dead": 6, "prompts": 2, "last_prompts": 4, "after": 1, "max_staleness": 1, "document": b"{}",
 }  # fmt: skip
-ROLES = {"c0": "collator", "c1": "collator", "teacher": "teacher", "trainer": "trainer"}
+"""Four steps and a half: text, then two steps of half prompts, then prompts alone."""
+ROLES = {"c0": "collator", "c1": "collator", "r0": "rollout", "teacher": "teacher", "trainer": "trainer"}
 workers = st.sampled_from(list(ROLES))
-collators = st.sampled_from(["c0", "c1"])
+collators = st.sampled_from(["c0", "c1", "r0"])
 lose = st.sampled_from([False, False, True])
 rare = st.sampled_from([0] * 9 + [1])
 batches = st.integers(0, 2)
@@ -167,6 +168,11 @@ class RunMachine(RuleBasedStateMachine):
         for slot in self.slots[-1 - back :][:1]:
             filling = {name: slot[name] for name in ("ring", "slot", "generation")}
             self.in_run("trainer", "release", lose=lose, **filling)
+
+    @rule(ahead=rare, stale=rare, lose=lose)
+    def publish_weights(self, ahead: int, stale: int, lose: bool) -> None:
+        step, rewinds = self.part.cursor + ahead, max(0, self.part.rewinds - stale)
+        self.in_run("trainer", "publish", lose=lose, step=step, rewinds=rewinds, tag=self.number)
 
     @rule(pick=batches, release=st.booleans(), lose=lose)
     def work_through(self, pick: int, release: bool, lose: bool) -> None:

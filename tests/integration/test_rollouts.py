@@ -6,16 +6,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from tests.integration.conftest import Start
 from tests.support.engine_server import Answer, serving
 from tests.support.forks import ForkLauncher
 from tests.support.generating_server import GeneratingServer
-from tests.support.tiny_run import TinyAssets, make_assets, steps_of, tiny_spec
+from tests.support.tiny_run import TinyAssets, documents, make_assets, steps_of, tiny_spec, write_jsonl
 from tests.support.trained_student import train_briefly
 from xtoken_core.config.spec import RunSpec
+from xtoken_core.errors import ConfigError
+from xtoken_services.common.run.resolve import resolve_run
 from xtoken_services.common.run.status import RunState
+from xtoken_services.common.text.collation import look_at_sample, make_collator, open_data, row_counts
 
 EXACT = ("ids", "loss", "grad_norm", "completion_tokens", "finished", "staleness")
 
@@ -30,14 +35,17 @@ def writing(tmp_path_factory: pytest.TempPathFactory) -> TinyAssets:
 
 def on_policy(
     assets: TinyAssets, directory: Path, *, records: int = 24, mode: str = "p_kl", beta: float | None = None,
-    importance_cap: float | None = None,
+    importance_cap: float | None = None, kl: tuple[float, float | None] = (1.0, None),
+    train: dict[str, Any] | None = None, ranks: int = 1, evaluation: dict[str, Any] | None = None,
     device: str = "cpu", **rollout: Any,
 ) -> RunSpec:  # fmt: skip
     settings = {"max_new_tokens": 10, "prompt_characters": 40, "max_staleness": 0, **rollout}
-    loss = {"mode": mode, "kl_loss_weight": 1.0, "beta": beta, "importance_cap": importance_cap}
+    loss = {"mode": mode, "beta": beta, "importance_cap": importance_cap}
+    loss |= {"kl_loss_weight": kl[0], "kl_loss_weight_end": kl[1]}
+    held_out = {} if evaluation is None else {"eval": evaluation}
     return tiny_spec(
-        assets, directory, records=records, rollout=settings, loss=loss, train={"checkpoint_every": 2},
-        workers={"collators": 1, "device": device},
+        assets, directory, records=records, rollout=settings, loss=loss, train={"checkpoint_every": 2, **(train or {})},
+        workers={"collators": 1, "ranks": ranks, "device": device}, **held_out,
     )  # fmt: skip
 
 
@@ -69,6 +77,64 @@ def test_two_runs_train_on_the_same_completions(
     assert max(side["divergence"].values()) > 0
 
 
+@pytest.mark.slow
+def test_a_sharded_student_with_adapters_completes_prompts(writing: TinyAssets, tmp_path: Path, start: Start) -> None:
+    pytest.importorskip("peft")
+    train = {"lora": {"rank": 4}, "parallel": "fsdp", "learning_rate": 0.03}
+    spec = on_policy(writing, tmp_path, mode="chain", train=train, ranks=2)
+    crew = start(spec)
+    crew.complete()
+    lines = steps_of(spec.output)
+    assert all(0 < line["overlap_ratio"] <= 1 for line in lines)
+    assert sorted(i for line in lines for i in [*line["ids"], *line["skipped"]]) == list(range(24))
+    assert [line["staleness"] for line in lines] == [0.0] * 3
+    assert lines[-1]["entropy"] != lines[0]["entropy"]
+
+
+def test_a_killed_trainer_goes_over_from_text_to_completions_at_the_same_step(
+    writing: TinyAssets, tmp_path: Path, start: Start, forking: ForkLauncher
+) -> None:
+    """A supervised cold start of a third, then two completions each of more and more prompts; kills around the switch.
+
+    Killed behind a checkpoint of the text, the second run goes through the switch again.
+    """
+    form = {"after": 1 / 3, "fraction": [0.5, 1.0], "completions": 2, "learning_rate": 1e-3, "max_staleness": 0}
+    specs = [on_policy(writing, tmp_path / name, records=8 * 18, kl=(0.0, 1.0), **form) for name in "ab"]
+    start(specs[0], forking).complete()
+    crew = start(specs[1], forking)
+    for steps, victim in ((5, "trainer-0"), (7, "rollout-0"), (10, "trainer-0")):
+        crew.wait_for_steps(steps)
+        crew.kill(victim)
+    crew.complete()
+    exact = (*EXACT[:3], "learning_rate")
+    one, two = ([{name: line[name] for name in exact} for line in steps_of(spec.output)] for spec in specs)
+    assert one == two
+    lines = steps_of(specs[0].output)
+    skipped = [i for line in lines for i in line["skipped"]]  # a tiny model also writes bytes that are no text
+    assert sorted([*skipped, *(i for line in lines for i in line["ids"])]) == list(range(8 * 18))
+    prompts = [0] * 6 + [4] * 6 + [8] * 6
+    made = [sum(i // 8 == step for i in skipped) + line.get("completions", 0) for step, line in enumerate(lines)]
+    assert made == prompts and len(skipped) < 16
+    assert all(line["ce_loss"] > 0 and line["kl_loss_scale"] == 0 for line in lines[:6])
+    assert all((line["ce_loss"] > 0) == (line["step"] < 12) for line in lines[6:])
+    assert all(line["kl_loss"] > 0 and line["kl_loss_scale"] == 1 for line in lines[6:])
+    assert max(line["learning_rate"] for line in lines[6:]) == 1e-3 < lines[1]["learning_rate"] == 3e-3
+    log = (specs[0].output / "logs" / "rollout-0.1.log").read_text()
+    assert "generating with the weights of step 6" in log
+    assert not any(f"weights of step {step}\n" in log for step in range(6)) and "waiting for weights" not in log
+
+
+def test_a_cold_start_as_long_as_the_run_is_refused(writing: TinyAssets, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"rollout\.after = 3 of 3 steps leaves none for completions: lower it"):
+        resolve_run(on_policy(writing, tmp_path, after=3))
+
+
+def test_a_cold_start_is_looked_at_where_it_has_text(writing: TinyAssets, tmp_path: Path) -> None:
+    run = resolve_run(on_policy(writing, tmp_path, records=28, after=1, fraction=0.5))
+    found = look_at_sample(run, make_collator(run), open_data(run), row_counts(run))
+    assert found == {"positions": 8 + 4 + 4 + 4, "skipped": 0, "truncated": 0, "reason": ""}
+
+
 @pytest.mark.parametrize(
     ("device", "form"),
     [
@@ -89,6 +155,8 @@ def test_half_of_a_step_is_generated(
     assert sorted(positions) == list(range(8 * 12))
     assert max(line.get("staleness", 0) for line in lines) <= 1
     assert all(line["kl_loss"] > 0 for line in lines)
+    ratios = [line["overlap_ratio"] for line in lines if "overlap_ratio" in line]
+    assert len(ratios) == (len(lines) if form["mode"] == "chain" else 0) and all(0 < each <= 1 for each in ratios)
     logs = {name: (spec.output / "logs" / f"{name}-0.1.log").read_text() for name in ("rollout", "trainer")}
     assert ("CUDA graph of" in logs["rollout"]) == ("cuda_graphs" in form)
     assert "without CUDA graphs" not in logs["rollout"]
@@ -152,3 +220,28 @@ def test_a_stopped_run_resumes_with_completions_by_its_checkpoint(
     start(again).complete()
     one, two = ([{name: line[name] for name in EXACT} for line in steps_of(spec.output)] for spec in (whole, again))
     assert one == two
+
+
+def test_a_run_that_gets_worse_on_its_task_ends_with_the_student_that_was_best(
+    tmp_path: Path, start: Start, forking: ForkLauncher
+) -> None:
+    assets = make_assets(tmp_path)
+    train_briefly(assets.student, texts=["two and two are four"] * 8 * 40)
+    sum_of_two = {"answer": "four", "match": "contains"}
+    data, task, held_out = (tmp_path / f"{name}.jsonl" for name in ("train", "sums", "held_out"))
+    data.write_text((json.dumps({"text": "two and two are", **sum_of_two}) + "\n") * 8 * 40)
+    task.write_text(json.dumps({"prompt": "two and two are", **sum_of_two}) + "\n")
+    write_jsonl(held_out, documents(4, seed=5))
+    spec = on_policy(
+        assets, tmp_path, train={"learning_rate": 3.0, "warmup_steps": 0}, stop_when_worse=2, prompt_characters=None,
+        evaluation={"path": held_out, "every": 2, "tasks": {"path": task, "max_new_tokens": 10}},
+    )  # fmt: skip
+    lines = start(spec, forking).complete()
+    assert lines[0]["completion_accuracy"] > 0.5, "the student of step 0 knows it"
+    summary = json.loads((spec.output / "summary.json").read_text())
+    assert summary["steps"] == 4 and summary["best"]["step"] == 0
+    assert summary["stopped_early"] == "2 evaluations in a row were worse on tasks than that of step 0 (" \
+        "rollout.stop_when_worse)"  # fmt: skip
+    given, exported = (load_file(where / "model.safetensors") for where in (assets.student, spec.output / "model"))
+    assert all(torch.equal(given[name].to(exported[name].dtype), exported[name]) for name in exported)
+    assert "after 0 of the run's 40 steps" in (spec.output / "model" / "README.md").read_text()

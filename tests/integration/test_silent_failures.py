@@ -17,6 +17,7 @@ from tests.support.forks import ForkLauncher
 from tests.support.tiny_run import TinyAssets, documents, steps_of, tiny_spec, write_jsonl
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import XtokenError
+from xtoken_core.evaluation import EvalResult
 from xtoken_services.cli.dry_run import check_run
 from xtoken_services.common.run import machine, resolve
 from xtoken_services.common.run.defaults import load_run
@@ -25,9 +26,10 @@ from xtoken_services.common.run.run_warnings import warnings_of
 from xtoken_services.common.run.start_checks import check_start
 from xtoken_services.common.run.status import RunState
 from xtoken_services.common.text.collation import look_at_sample, make_collator, open_data, row_counts
-from xtoken_services.supervisor.json_files import last_line
 from xtoken_services.supervisor.local_run import run_locally
 from xtoken_services.supervisor.run_files import Curve, with_files
+from xtoken_services.teacher.base import HeldOutText
+from xtoken_services.teacher.held_out import measure_held_out
 
 REFUSING = (
     "{% if messages[0].role == 'user' %}{{ raise_exception('no user here') }}{% endif %}{{ messages[0].content }}"
@@ -49,6 +51,26 @@ def refusing(assets: TinyAssets, directory: Path, data: Path, **changes: Any) ->
     student = {"model": assets.student, "context_length": 64, "chat_template": template}
     teacher = [assets.first_teacher(chat_template=template)]
     return tiny_spec(assets, directory, data={"path": data}, student=student, teacher=teacher, **changes)
+
+
+class Measured:
+    """In place of a teacher: keeps the text on which it is measured."""
+
+    device = torch.device("cpu")
+
+    def evaluate(self, text: HeldOutText) -> EvalResult:
+        self.text = text
+        return EvalResult(1.0, 1.0, 1, 1, 1.0, 1)
+
+
+def test_a_teacher_is_measured_in_the_chat_template_that_it_reads(assets: TinyAssets, tmp_path: Path) -> None:
+    held_out = chats(tmp_path, 4)
+    template = tmp_path / "own.jinja"
+    template.write_text("{% for m in messages %}[own] {{ m.content }}\n{% endfor %}", encoding="utf-8")
+    spec = tiny_spec(assets, tmp_path, teacher=[assets.first_teacher(chat_template=template)], eval={"path": held_out})
+    model = Measured()
+    assert measure_held_out(resolve_run(spec), 0, model, lambda _: None) is not None
+    assert model.text.tokenizer.chat_template == template.read_text(encoding="utf-8")
 
 
 def failed(crew: Crew) -> str:
@@ -206,9 +228,8 @@ def test_many_skipped_and_cut_samples_are_said_from_the_start_to_the_end(tiny: T
     data.write_text("\n".join([*mixed, *[long] * 8]) + "\n", encoding="utf-8")
     crew = tiny.start(refusing(tiny.assets, tiny.path, data), forking)
     crew.complete()
-    status = with_files(
-        crew.supervisor.status(), last_line(crew.spec.output / "steps.jsonl"), Curve(tiny.path / "none")
-    )
+    curves = Curve(crew.spec.output / "steps.jsonl"), Curve(tiny.path / "none")
+    status = with_files(crew.supervisor.status(), *curves)
     assert status.summary is not None and status.summary["skipped"] == 10
     before = status.model_copy(update={"last": None, "summary": None})
     under_way = status.model_copy(update={"summary": None})

@@ -46,7 +46,8 @@ class DataSpec(ConfigModel):
     on_bad_record: Literal["skip", "fail"] = "skip"
     """Handling of an empty or undecodable record: skip and count it, or end the run."""
     append_eos: bool = True
-    """Append the end-of-text token to every document that was not truncated, on both sides."""
+    """Append the end-of-text token to every document that was not truncated, on both sides. Of `messages` learn the
+    special token by which the chat template ends an answer; without it a model is not taught to stop."""
     long: Literal["cut", "split"] = "cut"
     """A document longer than the contexts: cut it there, or divide it at line or word ends into several records, each
     of which begins as a text does (BOS). Their size in bytes follows from the bytes per token of a sample; one that is

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -11,6 +12,10 @@ from xtoken_core.config.identity import ModelIdentity, RunIdentity, TeacherIdent
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.config.validation_errors import describe
 from xtoken_core.errors import ConfigError
+from xtoken_core.prompt_plan import PromptPlan
+
+BESIDE_THE_IDENTITY = {"workers": 1, "weights": "shared_memory", "stop_when_worse": None, "learning_rate": None}
+"""Settings of rollouts that a run may change when it resumes."""
 
 
 class ResolvedModel(ConfigModel):
@@ -65,13 +70,8 @@ class ResolvedRun(ConfigModel):
 
     @property
     def same_tokenizer(self) -> tuple[bool, ...]:
-        """Per teacher, True if it has the student's tokenizer and is compared token by token.
-
-        A named projection is used, also between equal tokenizers.
-        """
-        own = self.student.tokenizer_fingerprint
-        pairs = zip(self.teachers, self.spec.teacher, strict=True)
-        return tuple(files.tokenizer_fingerprint == own and spec.projection is None for files, spec in pairs)
+        """Per teacher, True if it has the student's tokenizer and is compared token by token."""
+        return same_tokenizer_of(self.spec, self.student, self.teachers)
 
     def pair_file(self, teacher: int) -> Path | None:
         """Return the file that a teacher's loss reads about the two tokenizers."""
@@ -104,10 +104,18 @@ class ResolvedRun(ConfigModel):
         """Trainers of all node groups."""
         return self.spec.workers.nodes * self.spec.workers.ranks
 
-    def is_prompt(self, position: int) -> bool:
-        """Return True if a position is a prompt that a rollout worker completes."""
-        per_step = self.spec.train.samples_per_step
-        return position % per_step >= per_step - self.spec.prompts_per_step
+    @property
+    def prompts(self) -> PromptPlan:
+        """Positions that are prompts, which a rollout worker completes."""
+        spec = self.spec
+        after = 0 if spec.rollout is None else spec.rollout.steps_before(self.steps)
+        return PromptPlan(spec.train.samples_per_step, self.steps, after, *spec.prompts_per_step, unit=spec.block_size)
+
+    @property
+    def restart(self) -> tuple[int, float] | None:
+        """The step at which the schedule of learning rates starts again, and its highest rate; None: it does not."""
+        rate = self.spec.rollout.learning_rate if self.spec.rollout is not None else None
+        return (self.prompts.after, rate) if rate is not None else None
 
     def owns(self, position: int) -> bool:
         """Return True if a position is this node group's."""
@@ -162,10 +170,18 @@ class ResolvedRun(ConfigModel):
             optimizer=spec.train.optimizer,
             teacher=teachers,
             loss=spec.loss,
-            rollout=spec.rollout.model_copy(update={"workers": 1, "weights": "shared_memory"})
-            if spec.rollout
-            else None,
+            rollout=spec.rollout.model_copy(update=BESIDE_THE_IDENTITY) if spec.rollout else None,
         )
+
+
+def same_tokenizer_of(spec: RunSpec, student: ResolvedModel, teachers: Sequence[ResolvedModel]) -> tuple[bool, ...]:
+    """Return for each teacher True if it has the student's tokenizer and is compared token by token.
+
+    A named projection is used, also between equal tokenizers.
+    """
+    own = student.tokenizer_fingerprint
+    pairs = zip(teachers, spec.teacher, strict=True)
+    return tuple(files.tokenizer_fingerprint == own and teacher.projection is None for files, teacher in pairs)
 
 
 def parse_resolved_run(document: bytes, *, source: str) -> ResolvedRun:

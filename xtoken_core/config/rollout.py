@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field, model_validator
 
 from xtoken_core.config.base import Count
+from xtoken_core.config.loss import Positive
 from xtoken_core.config.served import ServedSpec
 
 if TYPE_CHECKING:
     from xtoken_core.config.spec import RunSpec
 
+Part = Annotated[float, Field(gt=0, le=1)]
 BESIDE_COMPLETIONS = {"kl_loss_weight_end": None}
 """Defaults of the loss in a run with completions, for which a weight that changes was not measured."""
 
@@ -23,8 +25,18 @@ class RolloutSpec(ServedSpec):
     `rollout-model` in the run's output directory and makes the servers read it.
     """
 
-    fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Fraction of every step's samples that are prompts to complete; the rest is ordinary text."""
+    after: Annotated[int, Field(ge=0, strict=True)] | Annotated[float, Field(gt=0, lt=1)] = 0
+    """Cold start: so many steps, or this fraction of the run's steps, train on the text alone before the first
+    completions."""
+    fraction: Part | tuple[Part, Part] = 1.0
+    """Fraction of a step's samples that are prompts to complete, the last ones; the rest is ordinary text. Two numbers:
+    the first one's fraction at the step `after`, the second one's at the last step, and a straight line in between."""
+    completions: Count = 1
+    """Completions of every prompt, as samples of the same step. Steps, epochs and `fraction` count samples: a prompt
+    with four completions is four of them."""
+    learning_rate: Positive | None = None
+    """The highest rate of the steps from `after` on, with a warm-up and a schedule of their own; those of `train` end
+    with the cold start then, and `train.min_learning_rate` is scaled likewise. Left out, the run has one schedule."""
     prompt_characters: Count | None = None
     """Records of plain text: the prompt is so many characters of it at most, cut at the end of a word. Left out, the
     whole text is the prompt. Of `prompt` and `completion` the prompt is taken, of `messages` all before the last
@@ -35,7 +47,7 @@ class RolloutSpec(ServedSpec):
     """Temperature of the sampling; 0 takes the most likely token."""
     top_k: Count | None = None
     """Sample from so many of the most likely tokens. Left out, from all."""
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_p: Part = 1.0
     """Sample from the most likely tokens that together have this probability."""
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Texts that end a completion, which keeps them."""
@@ -50,6 +62,10 @@ class RolloutSpec(ServedSpec):
     directory, for workers on other machines that see it."""
     cuda_graphs: bool = False
     """Sample by CUDA graphs, with keys and values in memory of a fixed size; on a CPU it changes nothing."""
+    stop_when_worse: Count | None = None
+    """End the run after so many evaluations in a row whose accuracy on `[eval.tasks]`, a mean over tasks, was below the
+    best one's. The best evaluation, which `eval.keep_best` keeps and exports, is then that with the highest accuracy,
+    and the student of step 0 takes part. Left out: no run ends so, and the best has the fewest bits per byte."""
     workers: Count = 1
     """Rollout workers; worker r uses GPU r modulo their number."""
 
@@ -67,9 +83,24 @@ class RolloutSpec(ServedSpec):
             )
         return self
 
-    def prompts_of(self, samples_per_step: int) -> int:
-        """Return the number of prompts of a step, its last samples."""
-        return round(self.fraction * samples_per_step)
+    @property
+    def fractions(self) -> tuple[float, float]:
+        """The fraction of prompts in the first step that has some, and in the last step."""
+        return self.fraction if isinstance(self.fraction, tuple) else (self.fraction, self.fraction)
+
+    @property
+    def has_text(self) -> bool:
+        """True if some samples of the run are ordinary text."""
+        return bool(self.after) or min(self.fractions) < 1
+
+    def steps_before(self, steps: int) -> int:
+        """Return the number of steps before the first with prompts, in a run of so many."""
+        return self.after if isinstance(self.after, int) else max(round(self.after * steps), 1)
+
+    def prompts_of(self, samples_per_step: int) -> tuple[int, int]:
+        """Return the number of prompts of the first step that has some, and of the last step."""
+        first, last = self.fractions
+        return round(first * samples_per_step), round(last * samples_per_step)
 
 
 def check_rollout(rollout: RolloutSpec, run: RunSpec) -> None:
@@ -78,47 +109,69 @@ def check_rollout(rollout: RolloutSpec, run: RunSpec) -> None:
     Raises:
         ValueError: The first of them, and what to change.
     """
-    size = run.train.samples_per_step
-    prompts = rollout.prompts_of(size)
-    if prompts == 0 or (prompts == size and rollout.fraction < 1):
+    size, several = run.train.samples_per_step, rollout.completions
+    counts = rollout.prompts_of(size)
+    for fraction, prompts in zip(rollout.fractions, counts, strict=True):
+        if prompts == 0 or (prompts == size and fraction < 1):
+            raise ValueError(
+                f"rollout.fraction = {fraction:g} of train.samples_per_step = {size} is {prompts} prompts: raise "
+                "samples_per_step or choose another fraction"
+            )
+        if prompts % several or size % several:
+            raise ValueError(
+                f"rollout.completions = {several} must divide train.samples_per_step = {size} and the {prompts} "
+                "prompts of a step (rollout.fraction): change one of them"
+            )
+        if prompts % run.block_size:
+            raise ValueError(
+                f"queue.block_size = {run.block_size} must divide the {prompts} prompts of a step (rollout.fraction)"
+            )
+    if run.block_size % several:
         raise ValueError(
-            f"rollout.fraction = {rollout.fraction:g} of train.samples_per_step = {size} is {prompts} prompts: raise "
-            "samples_per_step or choose another fraction"
+            f"queue.block_size = {run.block_size} must be a multiple of rollout.completions = {several}: set it to "
+            "one, or unset it"
         )
-    if prompts % run.block_size:
+    if several > 1 and rollout.temperature == 0:
         raise ValueError(
-            f"queue.block_size = {run.block_size} must divide the {prompts} prompts of a step (rollout.fraction)"
+            f"rollout.temperature = 0 makes rollout.completions = {several} the same text: raise it or set completions "
+            "to 1"
         )
     if rollout.max_new_tokens >= run.student.context_length:
         raise ValueError(
             f"rollout.max_new_tokens = {rollout.max_new_tokens} leaves no room for a prompt in "
             f"student.context_length = {run.student.context_length}: lower it"
         )
-    reason = _obstacle(run, only_prompts=prompts == size)
+    if rollout.stop_when_worse is not None and (run.eval is None or run.eval.tasks is None):
+        raise ValueError(
+            "rollout.stop_when_worse goes by the accuracy on tasks, and this run has none: name them in [eval.tasks], "
+            "or unset it"
+        )
+    if rollout.stop_when_worse is not None and run.eval is not None and isinstance(run.eval.patience, int):
+        raise ValueError("rollout.stop_when_worse and eval.patience both end the run: unset one of them")
+    reason = _obstacle(run, rollout, only_prompts=size in counts)
     if reason:
         raise ValueError(f"rollout: {reason}")
 
 
-def _obstacle(run: RunSpec, *, only_prompts: bool) -> str:
-    """Return why a run cannot train on completions; empty if it can."""
+def _obstacle(run: RunSpec, rollout: RolloutSpec, *, only_prompts: bool) -> str:
+    """Return why a run, of which some step has `only_prompts`, cannot train on completions; empty if it can."""
     if not run.teacher:
         return "completions are compared with a teacher, and this run has none: name a [teacher]"
     if any(teacher.store is not None for teacher in run.teacher):
         return "stored output is of given text: unset teacher.store"
-    if run.loss.importance_cap is not None and run.rollout is not None and run.rollout.url_engine == "sglang":
-        at = run.rollout.temperature
+    if run.loss.importance_cap is not None and rollout.url_engine == "sglang":
+        at = rollout.temperature
         if at not in (0.0, 1.0):
             return f"SGLang gives log-probabilities at temperature = {at:g}, loss.importance_cap needs 1: set it to 1"
     if run.loss.dynamic_loss_scaling:
         return "completions have no cross-entropy to scale by: set loss.dynamic_loss_scaling to false"
-    if only_prompts and run.loss.kl_loss_weight == 0:
-        return "completions are trained on by the divergence alone: set loss.kl_loss_weight above 0"
-    if only_prompts and run.loss.kl_loss_weight_end is not None:
+    end = run.loss.kl_loss_weight_end
+    switches = bool(rollout.after) and isinstance(end, float)
+    if only_prompts and run.loss.last_kl_loss_weight == 0:
+        name = "kl_loss_weight_end" if switches else "kl_loss_weight"
+        return f"completions are trained on by the divergence alone: set loss.{name} above 0"
+    if only_prompts and end is not None and not switches:
         return "completions are trained on by the divergence alone, beside no text: unset loss.kl_loss_weight_end"
     if run.workers.nodes > 1 or run.workers.launcher == "ray":
         return 'completions are generated in a single node group: set workers.nodes = 1 and launcher = "local"'
-    if run.train.lora is not None:
-        return "weights with adapters are not published: unset [train.lora]"
-    if run.train.parallel == "fsdp" and run.workers.ranks > 1:
-        return 'weights that are sharded over ranks are not published: set train.parallel = "replicate"'
     return ""

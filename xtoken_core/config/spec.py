@@ -324,13 +324,20 @@ class RunSpec(ConfigModel):
     def block_size(self) -> int:
         """Positions that a collator or rollout worker leases at once."""
         share = self.train.samples_per_step // self.workers.nodes
-        parts = math.gcd(share, self.prompts_per_step)
-        return self.queue.block_size or max(d for d in range(1, min(parts, 16) + 1) if parts % d == 0)
+        parts = math.gcd(share, *self.prompts_per_step)
+        unit = 1 if self.rollout is None else self.rollout.completions
+        sizes = range(unit, max(unit, 16) + 1, unit)
+        return self.queue.block_size or max((size for size in sizes if parts % size == 0), default=1)
 
     @property
-    def prompts_per_step(self) -> int:
-        """Samples of a step that are prompts to complete, the last ones; 0 without `[rollout]`."""
-        return 0 if self.rollout is None else self.rollout.prompts_of(self.train.samples_per_step)
+    def prompts_per_step(self) -> tuple[int, int]:
+        """Prompts of the first step that has some and of the last one; zeros without `[rollout]`."""
+        return (0, 0) if self.rollout is None else self.rollout.prompts_of(self.train.samples_per_step)
+
+    @property
+    def has_text(self) -> bool:
+        """True if some samples of the run are ordinary text."""
+        return self.rollout is None or self.rollout.has_text
 
     def with_base(self, base: Path) -> RunSpec:
         """Return the run with every relative path made absolute against `base`."""

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from xtoken_core.dataset.records import (
+    ANSWER_FIELDS,
     MAX_RECORD_BYTES,
     UnusableRecordError,
     decode_utf8,
@@ -216,7 +217,8 @@ def usable_columns(schema: Any, field: str, path: Path) -> tuple[str, ...]:
     columns = [name for group in ((field,), *chat) if names.issuperset(group) for name in group]
     if not columns:
         raise InputError(f"{path} has no column {field!r}: it has {', '.join(schema.names) or 'none'}")
-    return tuple(dict.fromkeys(columns))
+    judged = [name for name in ANSWER_FIELDS if names.issuperset((name, "answer"))]
+    return tuple(dict.fromkeys([*columns, *judged]))
 
 
 def open_reader(source: Source, offsets: Offsets, field: str) -> Reader:

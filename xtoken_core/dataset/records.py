@@ -18,7 +18,8 @@ class Record:
     Attributes:
         number: Its number in the index, from 0.
         value: `{"text": str}`, with a `Piece` as `piece` if it is part of a document; or
-            `{"prompt": str, "completion": str}`, or `{"messages": [{"role": str, "content": str, ...}, ...]}`.
+            `{"prompt": str, "completion": str}`, or `{"messages": [{"role": str, "content": str, ...}, ...]}`. With an
+            `answer` also the `ANSWER_FIELDS` that the record has, unchecked.
     """
 
     number: int
@@ -34,6 +35,8 @@ class Record:
         return "\n".join(message["content"] for message in self.value["messages"])
 
 
+ANSWER_FIELDS = ("answer", "choices", "match")
+"""Fields of a record by which a completion of its prompt is judged, see `xtoken_core.tasks`."""
 Document = str | Mapping[str, Any]
 """What an evaluation reads: a text, or a record's value with an answer, of which only the answer is scored."""
 PIECE = "piece"
@@ -120,13 +123,15 @@ def usable_value(row: Mapping[str, Any], field: str) -> dict[str, Any]:
         MissingFieldError: The row has none of these.
         UnusableRecordError: It has, but not as text.
     """
+    answered = row.get("answer") is not None
+    judged = {name: row[name] for name in ANSWER_FIELDS if answered and row.get(name) is not None}
     if row.get(field) is not None:
-        return {"text": _text(row[field], field)}
+        return {"text": _text(row[field], field)} | judged
     if row.get("prompt") is not None and row.get("completion") is not None:
         prompt = _text(row["prompt"], "prompt", may_be_empty=True)
-        return {"prompt": prompt, "completion": _text(row["completion"], "completion")}
+        return {"prompt": prompt, "completion": _text(row["completion"], "completion")} | judged
     if row.get("messages") is not None:
-        return {"messages": _messages(row["messages"])}
+        return {"messages": _messages(row["messages"])} | judged
     raise MissingFieldError(f"no field {field!r}")
 
 

@@ -50,7 +50,7 @@ from xtoken_core.losses.token_blocks import (
 from xtoken_core.ops import get_op
 from xtoken_core.ops.side_stream import join, second_stream
 
-RATIOS = ("kl_loss_scale", "weight_")
+RATIOS = ("kl_loss_scale", "weight_", "overlap_ratio")
 """Prefixes of the metrics that are averaged over a step, not added."""
 
 

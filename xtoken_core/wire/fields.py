@@ -40,7 +40,8 @@ class RunDef(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defa
     """Definition of a run: positions `0 .. positions - 1` in steps of `samples_per_step`.
 
     With several node groups the queue serves one of them, with that group's part of every step. The last `prompts`
-    positions of a step are completed by rollout workers, with weights at most `max_staleness` steps old.
+    positions of a step are completed by rollout workers, with weights at most `max_staleness` steps old. The first
+    `after` steps have none, and with `last_prompts` the number goes in a straight line to that of the last step.
     """
 
     positions: Id
@@ -54,6 +55,8 @@ class RunDef(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defa
     group: Annotated[int, msgspec.Meta(ge=0, le=4095)] = 0
     groups: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1
     prompts: Annotated[int, msgspec.Meta(ge=0, le=MAX_ROWS)] = 0
+    last_prompts: Annotated[int, msgspec.Meta(ge=0, le=MAX_ROWS)] | None = None
+    after: Id = 0
     max_staleness: Annotated[int, msgspec.Meta(ge=0, le=1 << 16)] = 0
     document: Document
 

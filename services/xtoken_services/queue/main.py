@@ -80,7 +80,7 @@ def of_group(resolved: ResolvedRun, group: int) -> ResolvedRun:
 
 def open_run(engine: Engine, resolved: ResolvedRun) -> None:
     """Open the run's partition in an engine of this process."""
-    spec = resolved.spec
+    spec, prompts = resolved.spec, resolved.prompts
     hello = m.Hello(id="open", versions=[m.VERSION], name="queue", role="opener", incarnation=0)
     welcome = engine.handle(hello, ())
     assert welcome is not None
@@ -97,7 +97,9 @@ def open_run(engine: Engine, resolved: ResolvedRun) -> None:
         max_dead=spec.queue.max_dead,
         group=resolved.group,
         groups=spec.workers.nodes,
-        prompts=spec.prompts_per_step,
+        prompts=prompts.first,
+        last_prompts=prompts.last if prompts.last != prompts.first else None,
+        after=prompts.after,
         max_staleness=spec.rollout.max_staleness if spec.rollout else 0,
         document=resolved.model_dump_json().encode(),
     )

@@ -13,15 +13,17 @@ import torch
 from xtoken_core.collate_generated import Completion, CompletionCollator
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.dataset import BadRecord, TextIndex
+from xtoken_core.dataset.records import ANSWER_FIELDS
 from xtoken_core.errors import ConfigError, InputError
 from xtoken_core.losses.masks import loss_counts
 from xtoken_core.queue.run.names import ROLLOUT
 from xtoken_core.regular_files import read_json_object
+from xtoken_core.tasks import answered_prompt
 from xtoken_core.tokenizing import ConversationError, TextTokenizer, UnspellableError
 from xtoken_core.wire import QueueError
 from xtoken_core.wire.messages import Block
 from xtoken_services.common.generation.published_weights import Version, read_version, weights_file
-from xtoken_services.common.generation.sampling import Sampler, seed_of, spelled_text
+from xtoken_services.common.generation.sampling import Sampler, Sampling, seed_of, spelled_text
 from xtoken_services.common.generation.vocabulary import end_tokens, vocabulary_of
 from xtoken_services.common.http_engine.factory import open_engine
 from xtoken_services.common.models.loading import head_width, load_model, pick_device
@@ -75,6 +77,7 @@ class RolloutLoop:
         self._file = weights_file(self.run)
         self._loaded: Version | None = None
         self._idle_since = time.monotonic()
+        self._unjudged = False
 
     def serve(self) -> None:
         """Complete prompts until the run ends."""
@@ -112,6 +115,7 @@ class RolloutLoop:
                 entropy=entropy,
                 microseconds=times[0],
                 waited=times[1],
+                right=self._is_right(prompt, text),
                 log_probs=row.log_probs[: len(kept)] if self.run.spec.loss.importance_cap is not None else None,
             )
         positions = list(completions)
@@ -128,6 +132,19 @@ class RolloutLoop:
         self.queue.put_block(block.lease, [positions[index] for index in rows.records], rows.columns, short)
         self.worker.alive(1)
         self._idle_since = time.monotonic()
+
+    def _is_right(self, prompt: Mapping[str, Any], completion: str) -> bool | None:
+        """Return whether a completion gives the answer beside its prompt; None if none is there to judge by."""
+        if "answer" not in prompt:
+            return None
+        tasks = self.run.spec.eval.tasks if self.run.spec.eval is not None else None
+        try:
+            return answered_prompt(prompt, tasks.match if tasks is not None else "exact").is_right(completion)
+        except ValueError as error:
+            if not self._unjudged:
+                log.warning("records whose completions are not judged (completion_accuracy), such as one: %s", error)
+            self._unjudged = True
+            return None
 
     def _progress(self, answered: int | None = None) -> None:
         """Report a token of this process's model, or how many prompts servers have answered so far."""
@@ -225,7 +242,7 @@ class RolloutLoop:
                 f"its prompt has {len(ids)} tokens: student.context_length and rollout.max_new_tokens leave room for "
                 f"1 to {room}"
             )
-        return prompt, ids
+        return prompt | {name: value[name] for name in ANSWER_FIELDS if name in value}, ids
 
 
 def make_sampler(run: ResolvedRun, tokenizer: TextTokenizer, device: torch.device) -> Sampler | ServedSampler:
@@ -248,9 +265,8 @@ def make_sampler(run: ResolvedRun, tokenizer: TextTokenizer, device: torch.devic
         torch.cuda.set_device(device)
     model = load_model(spec.student, "student", device).eval()  # type: ignore[no-untyped-call]
     vocabulary = vocabulary_of(tokenizer, end_tokens(model), width=head_width(model))
-    return Sampler(
-        model, vocabulary.to(device), spec.rollout, fixed_memory=spec.rollout.cuda_graphs and device.type == "cuda"
-    )
+    fixed_memory = spec.rollout.cuda_graphs and device.type == "cuda"
+    return Sampler(model, vocabulary.to(device), Sampling.of(spec.rollout), fixed_memory=fixed_memory)
 
 
 def prompt_of(value: Mapping[str, Any], characters: int | None) -> dict[str, Any] | None:

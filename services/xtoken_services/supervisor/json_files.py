@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-import os
 from pathlib import Path
 from typing import Any
 
-from xtoken_core.regular_files import MIB, open_below, parse_object, read_below
+from xtoken_core.regular_files import MIB, parse_object, read_below
 
-TAIL_BYTES = 1 << 16
 MAX_LINE_BYTES = 32 * MIB
 """Longest line that is read: one with the ids of a step of a million samples has about 10 MiB."""
 MAX_FILE_BYTES = 16 * MIB
@@ -17,27 +15,6 @@ MAX_DEPTH = 32
 """Deepest nesting that is accepted: the value is serialized again by code that recurses."""
 MAX_TEXT = 4096
 ID_LISTS = ("ids", "skipped", "dead")
-
-
-def last_line(path: Path) -> dict[str, Any] | None:
-    """Return the last complete line of a JSON lines file, without its lists of sample ids; None if there is none.
-
-    Numbers that are not finite become None, as in JSON.
-    """
-    try:
-        with os.fdopen(open_below(path.parent, path.name), "rb") as file:
-            size, wanted = os.fstat(file.fileno()).st_size, TAIL_BYTES
-            while True:
-                file.seek(max(0, size - wanted))
-                complete = file.read(wanted).split(b"\n")[:-1]
-                # The first piece may be the end of a longer line, so one piece alone counts only from the beginning.
-                if complete and (len(complete) > 1 or wanted >= size):
-                    return parse_line(complete[-1])
-                if wanted >= size or wanted > MAX_LINE_BYTES:
-                    return None
-                wanted *= 4
-    except OSError:
-        return None
 
 
 def parse_line(raw: bytes) -> dict[str, Any] | None:

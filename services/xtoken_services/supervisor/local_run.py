@@ -14,7 +14,6 @@ from xtoken_services.common.run.custom_loss import check_custom_loss
 from xtoken_services.common.run.loss_import import check_importable
 from xtoken_services.common.run.status import RunState
 from xtoken_services.supervisor.interrupts import POLL_S, Interrupts
-from xtoken_services.supervisor.json_files import last_line
 from xtoken_services.supervisor.launch_check import check_launch
 from xtoken_services.supervisor.launchers.forks import ForkServer
 from xtoken_services.supervisor.progress import STOPPING, STOPPING_NOW, FailsafeView, ProgressView, open_view
@@ -102,16 +101,17 @@ def _prepare(run: Run, *, forks: ForkServer | None, loss: str | None) -> Prepare
 
 def follow(run: Run, view: ProgressView, interrupts: Interrupts) -> None:
     """Show a run until it is over, and turn signals into requests to stop."""
-    steps, evaluations, seen = run.spec.output / "steps.jsonl", Curve(run.spec.output / "eval.jsonl"), 0
+    steps, evaluations = (Curve(run.spec.output / name) for name in ("steps.jsonl", "eval.jsonl"))
+    seen = 0
     while not run.over.is_set():
-        view.show(with_files(run.status(), last_line(steps), evaluations))
+        view.show(with_files(run.status(), steps, evaluations))
         run.over.wait(POLL_S)
         if interrupts.count > seen:
             seen = interrupts.count
             view.stopping(now=seen > 1)
             run.stop(now=seen > 1)
     if run.refusal is None:
-        view.end(with_files(run.status(), last_line(steps), evaluations))
+        view.end(with_files(run.status(), steps, evaluations))
 
 
 def _shut_down(run: Run, interrupts: Interrupts) -> None:

@@ -90,8 +90,7 @@ class _NodeProcesses:
         serve = ["--bind", self.queue.url, *self.credentials, "--run", str(resolved_file)]
         serve += ["--group", str(self.node)] if self.node else []
         yield self._spec("queue", "queue", tuple(serve), light)
-        text = self.run.spec.prompts_per_step < self.run.spec.train.samples_per_step
-        for index in range(workers.collators if text else 0):
+        for index in range(workers.collators if self.run.spec.has_text else 0):
             yield self._worker("collator", f"collator-{index}", (), light)
         for index in range(self.run.spec.rollout.workers if self.run.spec.rollout else 0):
             yield self._worker("rollout", f"rollout-{index}", ("--rank", str(index)), heavy)

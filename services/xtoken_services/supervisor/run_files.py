@@ -7,19 +7,24 @@ import os
 import threading
 import time
 from collections import deque
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from xtoken_core.errors import InputError
 from xtoken_core.regular_files import open_below
-from xtoken_services.common.run.metric_lines import SAMPLE, is_better
+from xtoken_services.common.run.metric_lines import SAMPLE, finite, is_better
 from xtoken_services.common.run.resume import CHECKPOINTS, checkpoints_in
-from xtoken_services.common.run.status import RunState, RunStatus
+from xtoken_services.common.run.status import RunState, RunStatus, goes_by_tasks
 from xtoken_services.supervisor.json_files import MAX_LINE_BYTES, parse_line, read_json
 from xtoken_services.supervisor.run_record import SUMMARY
 
 RECENT = 20
+ALARM_STEPS = 8
+"""Steps with completions whose means are compared: the first ones with the last ones."""
+ALARMS = ("entropy", "finished", "completion_tokens", "overlap_ratio")
+"""Their metrics by which completions that run away are found."""
 CHUNK_BYTES = 1 << 22
 MAX_PASSED_BYTES = 1 << 28
 """Bytes of a line beyond `MAX_LINE_BYTES` that one refresh passes over; the next one continues behind them."""
@@ -33,7 +38,7 @@ class Curve:
 
     Attributes:
         first: The first line, without lists of sample ids; None if the file is empty.
-        best: The line with the fewest bits per byte after step 0 likewise, where lines are evaluations.
+        generated: The first lines with completions likewise, where lines are steps.
         recent: The last lines likewise.
 
     Args:
@@ -51,7 +56,8 @@ class Curve:
         self._offset, self._inode = 0, 0
         self._in_long_line = False
         self.first: dict[str, Any] | None = None
-        self.best: dict[str, Any] | None = None
+        self.generated: list[dict[str, Any]] = []
+        self._best: dict[bool, dict[str, Any] | None] = {False: None, True: None}
         self.recent: deque[dict[str, Any]] = deque(maxlen=RECENT)
 
     @property
@@ -59,10 +65,23 @@ class Curve:
         """The last line, or None if the file is empty."""
         return self.recent[-1] if self.recent else None
 
-    def evaluations(self) -> dict[str, Any]:
+    def best(self, spec: Mapping[str, Any] | None) -> dict[str, Any] | None:
+        """Return the best line by a run's settings, where lines are evaluations."""
+        return self._best[goes_by_tasks(spec)]
+
+    def evaluations(self, spec: Mapping[str, Any]) -> dict[str, Any]:
         """Return the first, the last and the best line as fields of `RunStatus`, where lines are evaluations."""
         self.refresh()
-        return {"evaluation": self.last, "first_evaluation": self.first, "best_evaluation": self.best}
+        return {"evaluation": self.last, "first_evaluation": self.first, "best_evaluation": self.best(spec)}
+
+    def steps(self) -> dict[str, Any]:
+        """Return the last line and the means of completions as fields of `RunStatus`, where lines are steps."""
+        self.refresh()
+        with self._lock:
+            recent = [line for line in self.recent if "completions" in line][-ALARM_STEPS:]
+        full = len(self.generated) == len(recent) == ALARM_STEPS
+        means = {"first": _means(self.generated), "last": _means(recent)} if full else None
+        return {"last": self.last, "completions": means}
 
     def refresh(self) -> None:
         """Read the lines added since the last call; does nothing within `poll_s` of it.
@@ -113,22 +132,32 @@ class Curve:
         if self.last is not None and line["step"] < self.last["step"]:
             return None
         self.first = self.first or line
-        self.best = line if is_better(line, self.best) else self.best
+        for by_tasks, best in self._best.items():
+            self._best[by_tasks] = line if is_better(line, best, by_tasks=by_tasks) else best
+        if "completions" in line and len(self.generated) < ALARM_STEPS:
+            self.generated.append(line)
         self.recent.append(line)
         return line
 
 
-def with_files(status: RunStatus, last: dict[str, Any] | None, evaluations: Curve) -> RunStatus:
+def _means(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the means of the `ALARMS` that all lines have."""
+    rows = [finite(line) for line in lines]
+    names = [name for name in ALARMS if all(name in row for row in rows)]
+    return {name: math.fsum(row[name] for row in rows) / len(rows) for name in names}
+
+
+def with_files(status: RunStatus, steps: Curve, evaluations: Curve) -> RunStatus:
     """Return a run's status with what its files say.
 
     Args:
         status: The status as its supervisor knows it.
-        last: The last line of its `steps.jsonl`.
+        steps: Its `steps.jsonl`.
         evaluations: Its `eval.jsonl`.
     """
     checkpoint = None
     with suppress(InputError):
         checkpoint = max(checkpoints_in(status.output / CHECKPOINTS), default=None)
     summary = read_json(status.output / SUMMARY) if status.state == RunState.COMPLETED else None
-    files = {"last": last, "checkpoint": checkpoint, "summary": summary, "sample": read_json(status.output / SAMPLE)}
-    return status.model_copy(update=files | evaluations.evaluations())
+    files = {"checkpoint": checkpoint, "summary": summary, "sample": read_json(status.output / SAMPLE)}
+    return status.model_copy(update=files | steps.steps() | evaluations.evaluations(status.spec))

@@ -14,7 +14,7 @@ from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.errors import InputError
 from xtoken_services.common.run.teacher_result import read_result, write_result
 from xtoken_services.common.text.training_text import open_held_out, scored_documents
-from xtoken_services.common.tokenizers.loading import load_tokenizer
+from xtoken_services.common.tokenizers.loading import tokenizer_of
 from xtoken_services.teacher.base import HeldOutText, Teacher
 from xtoken_services.teacher.stored import StoredTeacher
 
@@ -71,7 +71,7 @@ def _measured(run: ResolvedRun, teacher: int, model: Teacher, documents: Any) ->
     assert run.spec.eval is not None
     with torch.compiler.set_stance("force_eager"):  # many widths, each seldom
         text = HeldOutText(
-            load_tokenizer(settings.tokenizer_dir, run.spec.teacher_name(teacher)),
+            tokenizer_of(settings, run.spec.teacher_name(teacher)),
             documents,
             context_length=settings.context_length,
             batch_tokens=run.spec.train.micro_batch_tokens,

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from xtoken_core.config.resolved import ResolvedRun
-from xtoken_services.common.run.metric_lines import BITS, is_better
+from xtoken_services.common.run.metric_lines import BITS, is_better, task_accuracy
 from xtoken_services.trainer.checkpoint import Checkpoints, Cursor
 from xtoken_services.trainer.distributed import RankGroup
 from xtoken_services.trainer.export import lines_before_step
@@ -24,12 +24,12 @@ LEAST_PATIENCE = 8
 
 @dataclass(frozen=True)
 class BestEvaluation:
-    """The evaluation with the fewest bits per byte, the first of several.
+    """The evaluation with the fewest bits per byte, or by tasks with the highest accuracy; the first of several.
 
     Attributes:
         step: Its step.
         bits_per_byte: Its result.
-        evaluations_since: Evaluations after it.
+        evaluations_since: Evaluations after it; by tasks those that were below it in a row.
     """
 
     step: int
@@ -37,36 +37,38 @@ class BestEvaluation:
     evaluations_since: int
 
 
-def best_evaluation(rows: Iterable[Mapping[str, Any]]) -> BestEvaluation | None:
-    """Return the best of some evaluations in the order of their steps; None if none after step 0 has a result."""
-    best: BestEvaluation | None = None
+def best_evaluation(rows: Iterable[Mapping[str, Any]], *, by_tasks: bool = False) -> BestEvaluation | None:
+    """Return the best of some evaluations in the order of their steps, see `is_better`; None if none has a result."""
+    best: Mapping[str, Any] | None = None
+    since = 0
     for row in rows:
-        if row["step"] == 0:
-            continue
-        if is_better(row, asdict(best) if best else None):
-            best = BestEvaluation(row["step"], row[BITS], 0)
-        elif best is not None:
-            best = BestEvaluation(best.step, best.bits_per_byte, best.evaluations_since + 1)
-    return best
+        as_good = by_tasks and best is not None and task_accuracy(row) == task_accuracy(best)
+        if better := is_better(row, best, by_tasks=by_tasks):
+            best = row
+        since = 0 if better or as_good else since + 1
+    return BestEvaluation(best["step"], best[BITS], since) if best is not None else None
 
 
 def patience_of(run: ResolvedRun) -> int | None:
     """Return how many evaluations in a row without a better one end a run; None: none of them ends it."""
     settings = run.spec.eval
+    rollout = run.spec.rollout
+    if rollout is not None and rollout.stop_when_worse is not None:
+        return rollout.stop_when_worse
     if settings is None or settings.patience is None:
         return None
     if isinstance(settings.patience, int):
         return settings.patience
     evaluations = math.ceil(run.steps / settings.every)
-    follows = settings.keep_best and run.spec.rollout is None
+    follows = settings.keep_best and rollout is None
     return max(LEAST_PATIENCE, math.ceil(evaluations / 2)) if follows else None
 
 
 class BestFollower:
-    """Follower of `eval.keep_best` and `eval.patience`; all ranks call every method together.
+    """Follower of `eval.keep_best`, `eval.patience` and `rollout.stop_when_worse`; all ranks call a method together.
 
     Attributes:
-        ends_run: `eval.patience` evaluations in a row were no better than the best.
+        ends_run: So many evaluations in a row as `patience_of` says were no better than the best, or below it.
 
     Args:
         run: The run.
@@ -79,21 +81,25 @@ class BestFollower:
         self.ends_run = False
         self._step = NEVER
         self._patience = patience_of(run)
+        self._by_tasks = run.spec.rollout is not None and run.spec.rollout.stop_when_worse is not None
 
     @property
     def is_on(self) -> bool:
-        """True if either setting is used."""
+        """True if one of the settings is used."""
         return self.spec is not None and (self.spec.keep_best or self._patience is not None)
 
     def update(self, cursor: Cursor) -> None:
         """Read the evaluations up to a cursor again, after a resume or an evaluation."""
         if self.spec is None or not self.is_on:
             return
-        file = self.run.spec.output / "eval.jsonl"
-        best = best_evaluation(lines_before_step(file, cursor.step + 1)) if self.group.is_leader else None
+        best = self._best(cursor) if self.group.is_leader else None
         self._step = self.group.broadcast(best.step if best else NEVER)
         since = self.group.broadcast(best.evaluations_since if best else 0)
         self.ends_run = self._patience is not None and since >= self._patience and cursor.step < self.run.steps
+
+    def _best(self, cursor: Cursor) -> BestEvaluation | None:
+        rows = lines_before_step(self.run.spec.output / "eval.jsonl", cursor.step + 1)
+        return best_evaluation(rows, by_tasks=self._by_tasks)
 
     def wants_checkpoint(self, cursor: Cursor) -> bool:
         """Return True if the evaluation at a cursor is the best, whose checkpoint is to be kept."""
@@ -133,13 +139,11 @@ class BestFollower:
         """Return the fields of `summary.json`: the best evaluation, and the reason of an early end."""
         if self.spec is None:
             return {}
-        best = best_evaluation(lines_before_step(self.run.spec.output / "eval.jsonl", cursor.step + 1))
-        early = (
-            {
-                "stopped_early": f"{best.evaluations_since} evaluations in a row were no better than that of step "
-                f"{best.step} (eval.patience)"
-            }
-            if self.ends_run and best
-            else {}
-        )
-        return {"best": asdict(best) if best else None} | early
+        best = self._best(cursor)
+        if best is None or not self.ends_run:
+            return {"best": asdict(best) if best else None}
+        were, setting = ("no better", "eval.patience")
+        if self._by_tasks:
+            were, setting = ("worse on tasks", "rollout.stop_when_worse")
+        early = f"{best.evaluations_since} evaluations in a row were {were} than that of step {best.step} ({setting})"
+        return {"best": asdict(best), "stopped_early": early}

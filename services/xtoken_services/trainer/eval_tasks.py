@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
-
-import torch
 
 from xtoken_core.config.eval import TasksSpec
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import InputError
 from xtoken_core.tasks import Prompt, accuracy_of, read_prompts
 from xtoken_services.common.files.allowed_paths import readable_roots
-from xtoken_services.trainer.generate import Completer, RolloutCompleter
+from xtoken_services.common.generation.sampling import Sampling
+from xtoken_services.trainer.generate import Completer
 from xtoken_services.trainer.student import Student
 
 ACCURACY, ANY, PROMPTS = "task_accuracy_", "task_any_", "task_prompts_"
@@ -32,7 +32,6 @@ class EvalTasks:
     def __init__(self, spec: RunSpec, tokenizer: Any) -> None:
         assert spec.eval is not None and spec.eval.tasks is not None
         self.spec: TasksSpec = spec.eval.tasks
-        self.seed, self._batch_tokens = spec.seed, spec.train.micro_batch_tokens
         self._tokenizer = tokenizer
         self._completer = _completer_of(spec, self.spec, tokenizer)
         self._room = spec.student.context_length - self.spec.max_new_tokens
@@ -52,31 +51,19 @@ class EvalTasks:
     ) -> dict[str, float]:
         """Return every task's accuracy and number of prompts; with several samples also how often one was right.
 
-        The state of the random generators is kept: a run trains on as without its tasks.
-
         Args:
-            student: The student.
+            student: The student; all ranks of a sharded one call.
             progress: Called after every token; it may raise to stop.
-            on_fraction: Called after every batch with the fraction of the prompts that is done.
+            on_fraction: Called after every batch with the fraction of the completions that is done.
         """
-        devices = [student.device] if student.device.type == "cuda" else []
-        total = sum(map(len, self._ids.values()))
+        ids = [ids for of_task in self._ids.values() for ids in of_task]
+        texts = iter(self._completer.complete(student, ids, progress, on_fraction))
         row: dict[str, float] = {}
-        done = 0
-        with torch.no_grad(), torch.random.fork_rng(devices):
-            torch.manual_seed(self.seed)
-            for name, prompts in self.prompts.items():
-                completions: list[list[str]] = [[] for _ in prompts]
-                for batch in self._batches(name):
-                    texts = self._completer.complete(student, [self._ids[name][index] for index in batch], progress)
-                    for index, one in zip(batch, texts, strict=True):
-                        completions[index] = one
-                    done += len(batch)
-                    on_fraction(done / total)
-                accuracy, some = accuracy_of(prompts, completions)
-                row |= {f"{ACCURACY}{name}": accuracy, f"{PROMPTS}{name}": len(prompts)}
-                if self.spec.samples > 1:
-                    row[f"{ANY}{name}"] = some
+        for name, prompts in self.prompts.items():
+            accuracy, some = accuracy_of(prompts, [next(texts) for _ in prompts])
+            row |= {f"{ACCURACY}{name}": accuracy, f"{PROMPTS}{name}": len(prompts)}
+            if self.spec.samples > 1:
+                row[f"{ANY}{name}"] = some
         return row
 
     def _encoded(self, name: str, number: int, prompt: Prompt) -> list[int]:
@@ -99,25 +86,13 @@ class EvalTasks:
             )
         return [int(token) for token in ids]
 
-    def _batches(self, name: str) -> list[list[int]]:
-        """Return the indices of prompts by batch, prompts of similar length together."""
-        ids = self._ids[name]
-        ordered = sorted(range(len(ids)), key=lambda index: (-len(ids[index]), index))
-        batches = []
-        while ordered:
-            longest = len(ids[ordered[0]]) + self.spec.max_new_tokens
-            rows = max(1, self._batch_tokens // (longest * self.spec.samples))
-            batches.append(ordered[:rows])
-            ordered = ordered[rows:]
-        return batches
 
-
-def _completer_of(run: RunSpec, tasks: TasksSpec, tokenizer: Any) -> Completer | RolloutCompleter:
-    """Return the sampler of completions: that of the rollouts in runs whose rollout workers load the student."""
-    if run.rollout is None or run.rollout.url:
-        return Completer(tokenizer, tasks.max_new_tokens, samples=tasks.samples, temperature=tasks.temperature)
-    changes = {"max_new_tokens": tasks.max_new_tokens, "temperature": tasks.temperature}
-    return RolloutCompleter(tokenizer, run.rollout.model_copy(update=changes), samples=tasks.samples, seed=run.seed)
+def _completer_of(run: RunSpec, tasks: TasksSpec, tokenizer: Any) -> Completer:
+    """Return the completer of a run's tasks, with the distribution of its rollouts if it has any."""
+    settings = Sampling(tasks.max_new_tokens, tasks.temperature)
+    if run.rollout is not None:
+        settings = replace(Sampling.of(run.rollout), max_new_tokens=tasks.max_new_tokens, temperature=tasks.temperature)
+    return Completer(tokenizer, settings, samples=tasks.samples, seed=run.seed)
 
 
 class EvalSamples:
@@ -134,7 +109,7 @@ class EvalSamples:
     def __init__(self, spec: RunSpec, tokenizer: Any) -> None:
         assert spec.eval is not None and spec.eval.samples is not None
         settings = spec.eval.samples
-        self._completer = Completer(tokenizer, settings.max_new_tokens)
+        self._completer = Completer(tokenizer, Sampling(settings.max_new_tokens, temperature=0))
         self.prompts = settings.prompts
         self._ids = [self._completer.encoder.begin(prompt).tolist() for prompt in self.prompts]
         room = spec.student.context_length - settings.max_new_tokens
@@ -153,8 +128,7 @@ class EvalSamples:
             student: The student, on all ranks if it is sharded.
             progress: Called after every token; it may raise to stop.
         """
-        with torch.no_grad():
-            made = [self._completer.complete(student, [ids], progress)[0][0] for ids in self._ids]
+        made = self._completer.complete(student, self._ids, progress)
         return {
-            "samples": [{"prompt": prompt, "completion": text} for prompt, text in zip(self.prompts, made, strict=True)]
+            "samples": [{"prompt": prompt, "completion": one} for prompt, [one] in zip(self.prompts, made, strict=True)]
         }

@@ -2,82 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Int
-from torch import Tensor
-from transformers import GenerationConfig
-from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
 
-from xtoken_core.config.rollout import RolloutSpec
+from xtoken_core.errors import ConfigError, InputError
 from xtoken_core.tokenizing import TextTokenizer
-from xtoken_services.common.generation.sampling import Sampler, seed_from, spelled_text
-from xtoken_services.common.generation.vocabulary import end_tokens, vocabulary_of
+from xtoken_services.common.generation.sampling import Sampler, Sampling, seed_from
+from xtoken_services.common.generation.vocabulary import Vocabulary, any_token_of, end_tokens, vocabulary_of
 from xtoken_services.common.models.loading import head_width
-from xtoken_services.common.tokenizers.loading import pad_id
 from xtoken_services.trainer.student import Student
+
+MAX_ROWS = 512
+"""Completions of a batch at most: a step of a small model takes the same time for one as for hundreds."""
+MAX_BYTES = 4 << 30
+"""Memory of a batch at most, beside the student: keys and values, activations of the prompts, logits."""
+OF_GPU = 16
+"""Likewise, as a fraction of the GPU's memory: one of these parts."""
+ACTIVATIONS = 4
+"""Widest activations of a layer that are held at a time."""
+BYTES_PER_LOGIT = 40
+"""Logits, probabilities, and their order for `top_p`."""
 
 
 class Completer:
-    """Generation by transformers' `generate`.
+    """Completes prompts as rollout workers do: each completion has random numbers of its own.
 
     Args:
         tokenizer: The student's.
-        max_new_tokens: Tokens of a completion.
-        samples: Completions of a prompt.
-        temperature: Temperature of the sampling; 0 takes the most likely token.
-
-    Attributes:
-        encoder: The tokenizer with the operations of a collator.
-    """
-
-    def __init__(self, tokenizer: Any, max_new_tokens: int, *, samples: int = 1, temperature: float = 0.0) -> None:
-        self.encoder = TextTokenizer(tokenizer, "student")
-        self._tokenizer, self._samples = tokenizer, samples
-        sampled = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
-        self._options = {
-            "max_new_tokens": max_new_tokens,
-            "num_return_sequences": samples,
-            "pad_token_id": pad_id(tokenizer),
-            **(sampled if temperature else {"do_sample": False}),
-        }
-
-    def complete(self, student: Student, rows: Sequence[list[int]], progress: Callable[[], None]) -> list[list[str]]:
-        """Return the completions of each prompt.
-
-        Args:
-            student: The student.
-            rows: Token ids of each prompt.
-            progress: Called after every token; it may raise to stop.
-        """
-        width = max(map(len, rows))
-        pad = pad_id(self._tokenizer)
-        ids = torch.full((len(rows), width), pad, device=student.device)  # [B, T], padded on the left
-        mask = torch.zeros_like(ids)
-        for index, row in enumerate(rows):
-            ids[index, width - len(row) :] = torch.tensor(row, device=student.device)
-            mask[index, width - len(row) :] = 1
-        config = GenerationConfig(eos_token_id=self._ends(student) or None, **self._options)  # type: ignore[no-untyped-call]
-        made = student.generate(ids, mask, config, StoppingCriteriaList([_Heartbeat(progress)]))[:, width:]
-        texts = self._tokenizer.batch_decode(made, skip_special_tokens=True)
-        return [texts[i : i + self._samples] for i in range(0, len(texts), self._samples)]
-
-    def _ends(self, student: Student) -> list[int]:
-        """Return the tokens that end a completion."""
-        named = end_tokens(student.model)
-        ends = [*(named if isinstance(named, list) else [named]), self.encoder.eos_id]
-        return sorted({end for end in ends if isinstance(end, int)})
-
-
-class RolloutCompleter:
-    """Generation as rollout workers generate: among the same tokens, with random numbers of every completion's own.
-
-    Args:
-        tokenizer: The student's.
-        rollout: Settings of the rollouts; the number of tokens and the temperature are the evaluation's.
+        settings: Lengths and distribution.
         samples: Completions of a prompt.
         seed: Of the run.
 
@@ -85,35 +40,71 @@ class RolloutCompleter:
         encoder: The tokenizer with the operations of a collator.
     """
 
-    def __init__(self, tokenizer: Any, rollout: RolloutSpec, *, samples: int = 1, seed: int = 0) -> None:
+    def __init__(self, tokenizer: Any, settings: Sampling, *, samples: int = 1, seed: int = 0) -> None:
         self.encoder = TextTokenizer(tokenizer, "student")
-        self._rollout, self._samples, self._seed = rollout, samples, seed
+        self._settings, self._samples, self._seed = settings, samples, seed
 
-    def complete(self, student: Student, rows: Sequence[list[int]], progress: Callable[[], None]) -> list[list[str]]:
+    def complete(
+        self,
+        student: Student,
+        prompts: Sequence[list[int]],
+        progress: Callable[[], None],
+        on_fraction: Callable[[float], None] = lambda _: None,
+    ) -> list[list[str]]:
         """Return the completions of each prompt, the same for the same weights in any batch.
 
         Args:
-            student: The student.
-            rows: Token ids of each prompt.
+            student: The student; all ranks of a sharded one call with the same prompts.
+            prompts: Their token ids.
             progress: Called after every token; it may raise to stop.
+            on_fraction: Called after every batch with the fraction of the completions that is done.
         """
-        vocabulary = vocabulary_of(self.encoder, end_tokens(student.model), width=head_width(student.model))
-        sampler = Sampler(student.model, vocabulary.to(student.device), self._rollout)
-        prompts = [np.array(row, dtype=np.int64) for row in rows for _ in range(self._samples)]
-        seeds = [seed_from(f"task/{self._seed}/{n}/{row}") for row in rows for n in range(self._samples)]
-        texts = []
-        for made in sampler.complete(prompts, seeds, progress):
-            texts.append(spelled_text(made.ids[:-1] if made.ends else made.ids, vocabulary.pieces)[1])
-        return [texts[i : i + self._samples] for i in range(0, len(texts), self._samples)]
+        vocabulary = self._vocabulary(student).to(student.device)
+        sampler = Sampler(student.model, vocabulary, self._settings, forward=student, any_rank=student.any_rank)
+        texts = [[""] * self._samples for _ in prompts]
+        done = 0
+        for batch in self._batches(student, list(map(len, prompts))):
+            rows = [np.array(prompts[index], dtype=np.int64) for index, _ in batch]
+            seeds = [seed_from(f"task/{self._seed}/{n}/{prompts[index]}") for index, n in batch]
+            for (index, n), made in zip(batch, sampler.complete(rows, seeds, progress), strict=True):
+                ids = made.ids[:-1] if made.ends else made.ids
+                texts[index][n] = self.encoder.tokenizer.decode(ids, skip_special_tokens=True)
+            done += len(batch)
+            on_fraction(done / (len(prompts) * self._samples))
+        return texts
+
+    def _vocabulary(self, student: Student) -> Vocabulary:
+        """Return the tokens of rollouts; all if they do not spell text as it is."""
+        ends, width = end_tokens(student.model), head_width(student.model)
+        try:
+            return vocabulary_of(self.encoder, ends, width=width)
+        except (ConfigError, InputError):
+            return any_token_of(self.encoder, ends, width=width)
+
+    def _batches(self, student: Student, lengths: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
+        """Yield batches of completions as number of prompt and of sample, prompts of similar length together."""
+        order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
+        rows = [(index, n) for index in order for n in range(self._samples)]
+        room = MAX_BYTES
+        if student.device.type == "cuda":
+            room = min(room, torch.cuda.get_device_properties(student.device).total_memory // OF_GPU)
+        while rows:
+            longest = lengths[rows[0][0]] + self._settings.max_new_tokens
+            count = max(1, min(MAX_ROWS, room // row_bytes(student.model, longest)))
+            yield rows[:count]
+            rows = rows[count:]
 
 
-class _Heartbeat(StoppingCriteria):
-    """Criterion that stops nothing and reports progress after every token."""
+def row_bytes(model: Any, length: int) -> int:
+    """Return the memory that a completion takes on the device in a batch.
 
-    def __init__(self, progress: Callable[[], None]) -> None:
-        self._progress = progress
-
-    def __call__(self, input_ids: Int[Tensor, "B T"], scores: Any, **options: Any) -> Any:
-        """Report progress."""
-        self._progress()
-        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+    Args:
+        model: A Hugging Face causal language model.
+        length: Tokens of the prompt and of the completion.
+    """
+    config = model.config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    values = 2 * config.num_hidden_layers * heads * width + ACTIVATIONS * (config.hidden_size + inner)
+    return int(length * values * model.dtype.itemsize + BYTES_PER_LOGIT * head_width(model))

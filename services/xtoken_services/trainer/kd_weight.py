@@ -51,7 +51,7 @@ class KdWeight:
 
     def at(self, step: int) -> float:
         """Return the weight at a step."""
-        return self.run.spec.loss.kl_weight_at(step, self.run.steps, self.behind)
+        return self.run.spec.loss.kl_weight_at(step, self.run.steps, self.behind, after=self.run.prompts.after)
 
     def measures(self, step: int) -> bool:
         """Return True if both sides are measured on a step's text, because there is no held-out text."""

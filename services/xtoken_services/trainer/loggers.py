@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.errors import ConfigError
 from xtoken_services.common.files.jsonl import replace_file
-from xtoken_services.common.run.metric_lines import TEACHER_BITS
+from xtoken_services.common.run.metric_lines import TASK, TEACHER_BITS
 
 log = logging.getLogger("xtoken.trainer")
 
@@ -24,7 +24,6 @@ FLUSH_S = 10
 CONSOLE_EVERY = 10
 """Steps between two lines in the trainer's log."""
 WANDB_ID = "wandb-id"
-TASK = "task_accuracy_"
 OTHER_TEXT = "bits_per_byte_"
 LOSSES = ("loss", "kl_loss", "ce_loss")
 

@@ -56,7 +56,7 @@ class TrainerLoop:
         self.worker, self.queue, self.run = worker, worker.queue, worker.run
         self.student, self.runner, self.group, self.evaluator = student, runner, group, evaluator
         spec = self.run.spec
-        self.optimizer = StudentOptimizer(student, spec.train, self.run.steps)
+        self.optimizer = StudentOptimizer(student, spec.train, self.run.steps, restart=self.run.restart)
         self.checkpoints = Checkpoints(spec.output / CHECKPOINTS, self.run, group)
         self.best = BestFollower(self.run, group, self.checkpoints)
         self.kd_weight = KdWeight(self.run, group)
@@ -97,7 +97,7 @@ class TrainerLoop:
             if self.cursor.step > self._saved:
                 self._save()
             if self.best.ends_run:
-                log.info("ending the run after step %d: eval.patience", self.cursor.step)
+                log.info("ending the run early, after step %d", self.cursor.step)
                 self._rewind()  # to the end: collators and teachers see that nothing is left to do
         except StopRequested:
             if self.cursor.step > max(self._saved, 0):
@@ -183,10 +183,9 @@ class TrainerLoop:
         """
         plan: StepPlan | None = None
         try:
-            while plan is None:
-                self.worker.alive()
-                rows = self.queue.window(self.cursor.step, plan_fields(self.run), rewinds=self.rewinds, wait_s=WAIT_S)
-                plan = plan_step(self.run, self.cursor.step, rows) if rows is not None else None
+            step, fields = self.cursor.step, plan_fields(self.run)
+            rows = self.worker.until(lambda: self.queue.window(step, fields, rewinds=self.rewinds, wait_s=WAIT_S))
+            plan = plan_step(self.run, step, rows)
         except StopRequested:
             plan = None
         if self.group.any(plan is None) or plan is None:
@@ -210,7 +209,7 @@ class TrainerLoop:
         split = self.runner.timer.collect() | self._optimizer_timer.collect()
         self.checkpoints.stage.wait()  # the host copy of a checkpoint must see the weights of before
         self._optimizer_timer.start()
-        rate = self.optimizer.step(self.cursor.updates)
+        rate = self.optimizer.step(step.step)
         self._optimizer_timer.lap("optimizer")
         self.cursor.updates += 1
         self.cursor.nonfinite_in_a_row = 0

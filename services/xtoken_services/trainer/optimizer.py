@@ -32,10 +32,13 @@ class StudentOptimizer:
         student: Its trainable weights are updated.
         spec: The run's settings.
         steps: Optimiser steps of the run.
+        restart: As for `learning_rate`.
     """
 
-    def __init__(self, student: Student, spec: TrainSpec, steps: int) -> None:
-        self.student, self.spec, self.steps = student, spec, steps
+    def __init__(
+        self, student: Student, spec: TrainSpec, steps: int, *, restart: tuple[int, float] | None = None
+    ) -> None:
+        self.student, self.spec, self.steps, self.restart = student, spec, steps, restart
         self.weights = student.trainable
         self.parts = _optimizers(student, self.weights, spec)
         fused = student.device.type == "cuda"
@@ -60,12 +63,12 @@ class StudentOptimizer:
         """Take an optimiser step and clear the gradients.
 
         Args:
-            update: Number of steps taken before.
+            update: Number of the step, from 0.
 
         Returns:
             The learning rate.
         """
-        rate = learning_rate(self.spec, self.steps, update)
+        rate = learning_rate(self.spec, self.steps, update, self.restart)
         for part in self.parts:
             for group in part.param_groups:
                 if isinstance(group["lr"], Tensor):  # a compiled step reads it
@@ -205,7 +208,7 @@ def decay_groups(weights: Iterable[nn.Parameter], spec: TrainSpec) -> list[dict[
     ]
 
 
-def learning_rate(spec: TrainSpec, steps: int, update: int) -> float:
+def learning_rate(spec: TrainSpec, steps: int, update: int, restart: tuple[int, float] | None = None) -> float:
     """Return the learning rate: linear warm-up, then the schedule from `learning_rate` down to `min_learning_rate`.
 
     A function of the step alone, so that a resumed run needs no scheduler state. `wsd` (warm-up, stable, decay; Hu et
@@ -215,7 +218,12 @@ def learning_rate(spec: TrainSpec, steps: int, update: int) -> float:
         spec: The run's settings.
         steps: Optimiser steps of the run.
         update: Number of the step, from 0.
+        restart: The step at which the schedule ends and starts again, and the highest rate from there on.
     """
+    if restart is not None and update >= restart[0]:
+        began, highest = restart
+        return highest / spec.learning_rate * learning_rate(spec, steps - began, update - began)
+    steps = steps if restart is None else restart[0]
     floor = min(spec.min_learning_rate / spec.learning_rate, 1.0)
     if update < spec.warmup_steps:
         return spec.learning_rate * ((update + 1) / spec.warmup_steps)

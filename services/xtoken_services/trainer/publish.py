@@ -20,12 +20,14 @@ class WeightsPublisher:
     Args:
         worker: The session of the rank that publishes.
         student: The student.
-        writes: False on all other ranks.
+        writes: False on all other ranks, which take part if the student is sharded.
     """
 
     def __init__(self, worker: Worker, student: Student, *, writes: bool) -> None:
         self.worker, self.student = worker, student
         self.rollout = worker.run.spec.rollout
+        staleness = self.rollout.max_staleness if self.rollout is not None else 0
+        self._from = worker.run.prompts.after - staleness  # weights of steps before complete no prompt
         self._writer: WeightsWriter | None = None
         if self.rollout is not None and writes:
             on_device = self.rollout.weights == "cuda_ipc" and not self.rollout.url
@@ -34,12 +36,13 @@ class WeightsPublisher:
 
     def after_rewind(self, step: int, rewinds: int) -> None:
         """Publish the weights under a new tag; completions from `step` on are generated anew."""
-        if self._writer is None or step >= self.worker.run.steps:
+        if self.rollout is None or step >= self.worker.run.steps:
             return
-        if self._tag:
+        if self._tag and self._writer is not None and step >= self._from:
             log.warning("the completions from step %d on are generated anew", step)
         self._tag = secrets.randbits(62) + 1
-        self._publish(step, rewinds)
+        if step >= self._from:
+            self._publish(step, rewinds)
 
     def after_step(self, step: int, rewinds: int) -> None:
         """Publish the weights of a step's boundary if they are due.
@@ -48,7 +51,8 @@ class WeightsPublisher:
             step: Optimiser steps behind the weights.
             rewinds: Number of rewinds so far.
         """
-        if self.rollout is not None and step % self.rollout.publish_every == 0 and step < self.worker.run.steps:
+        due = self._from <= step < self.worker.run.steps
+        if self.rollout is not None and due and step % self.rollout.publish_every == 0:
             self._publish(step, rewinds)
 
     def check(self, plan: StepPlan) -> None:
@@ -69,6 +73,9 @@ class WeightsPublisher:
             self._writer.close()
 
     def _publish(self, step: int, rewinds: int) -> None:
+        if self._writer is None and not self.student.sharded:
+            return
+        weights = self.student.full_weights(keeps=self._writer is not None)
         if self._writer is not None:
-            self._writer.write(self.student.model, Version(step, self._tag))
+            self._writer.write(weights, Version(step, self._tag))
             self.worker.queue.publish(step, tag=self._tag, rewinds=rewinds)

@@ -15,6 +15,7 @@ from xtoken_core import schema
 from xtoken_core.losses import CrossTokenizerDistillationLoss
 from xtoken_core.losses.lazy_logits import Logits
 from xtoken_core.losses.objective import Selection
+from xtoken_core.losses.overlap import POSITIONS, overlap_ratio
 from xtoken_core.losses.teacher_scores import TextNats
 from xtoken_core.packing import PackedRow
 from xtoken_core.plan import MicroBatch
@@ -247,6 +248,10 @@ class StepRunner:
         self.timer.start()
         outputs = self.student.outputs(on_device[schema.INPUT_IDS.name], micro_batch.row)
         self.timer.lap("forward")
+        overlap: dict[str, Tensor] = {}
+        if self.run.spec.rollout is not None:
+            part = max(1, POSITIONS // (self.run.world * step.plan.micro_batches))
+            overlap = overlap_ratio(self.loss.losses, tensors, outputs, teacher_logits, positions=part)
         loss, metrics = self.loss(
             on_device,
             outputs,
@@ -264,16 +269,16 @@ class StepRunner:
         self.timer.lap("backward")
         if samples is not None:
             samples.write(step.step, tensors)
-        return metrics if text is None else metrics | text.metrics
+        return metrics | overlap | (text.metrics if text is not None else {})
 
     def _claim(self, batch: MicroBatch, rewinds: int) -> tuple[Claimed, dict[str, Column]]:
         """Lease a micro-batch; while waiting, open the rings of teachers that (re)start."""
-        while True:
-            self.worker.alive()
+
+        def ask() -> tuple[Claimed, dict[str, Column]] | None:
             self.rings.poll()
-            claim = self.queue.claim_batch(batch.ids, self.fields, rewinds=rewinds, wait_s=WAIT_S)
-            if claim is not None:
-                return claim
+            return self.queue.claim_batch(batch.ids, self.fields, rewinds=rewinds, wait_s=WAIT_S)
+
+        return self.worker.until(ask)
 
     def _tensors(
         self, batch: MicroBatch, claimed: Claimed, columns: dict[str, Column]

@@ -9,9 +9,9 @@ from jaxtyping import Int
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from transformers import GenerationConfig, PreTrainedModel
-from transformers.generation.stopping_criteria import StoppingCriteriaList
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from xtoken_core.config.spec import RunSpec
@@ -22,6 +22,9 @@ from xtoken_core.packing import PackedRow
 from xtoken_services.common.models.loading import load_model
 from xtoken_services.common.models.logits_check import logits_are_heads
 from xtoken_services.common.models.packed_attention import packed_inputs
+
+ADAPTER = "default"
+"""Name of the only adapter of each adapted layer, as peft calls it."""
 
 
 class Student(nn.Module):
@@ -71,10 +74,12 @@ class Student(nn.Module):
         elif model.dtype != self._dtype:
             self.masters = MasterWeights(model, self._dtype)
 
-    def forward(self, input_ids: Int[Tensor, "B T"], *, body: bool = False, **options: Any) -> Any:
+    def forward(
+        self, input_ids: Int[Tensor, "B T"], *, body: bool = False, use_cache: bool = False, **options: Any
+    ) -> Any:
         """Return the Hugging Face model's output, or with `body` its decoder's, without the head."""
         run = self.model.base_model if body else self.model
-        return run(input_ids=input_ids, use_cache=False, **{k: v for k, v in options.items() if k != "use_cache"})
+        return run(input_ids=input_ids, use_cache=use_cache, **options)
 
     def outputs(self, input_ids: Int[Tensor, "B T"], row: PackedRow | None = None) -> WholeLogits:
         """Return the logits of the whole head `[B, T, V_m]`, or their factors for the chunked head.
@@ -91,29 +96,13 @@ class Student(nn.Module):
         head = self.model.get_output_embeddings()
         return HeadProjection(hidden, head.weight, head.bias)
 
-    def generate(
-        self,
-        input_ids: Int[Tensor, "B T"],
-        attention_mask: Int[Tensor, "B T"],
-        config: GenerationConfig,
-        criteria: StoppingCriteriaList,
-    ) -> Int[Tensor, "B_k T_out"]:
-        """Return prompts with their completions; all ranks of a sharded student call with the same prompts.
-
-        Args:
-            input_ids: Padded on the left.
-            attention_mask: 0 on padding.
-            config: Settings of the generation, with `k` sequences per prompt.
-            criteria: Called after every token.
-        """
-        completed: Tensor = self.model.generate(
-            input_ids,
-            attention_mask=attention_mask,
-            generation_config=config,
-            stopping_criteria=criteria,
-            synced_gpus=self.sharded,
-        )
-        return completed
+    def any_rank(self, flag: bool) -> bool:
+        """Return whether a flag is true on any rank of a sharded student, whose ranks all call."""
+        if not self.sharded:
+            return flag
+        shared = torch.tensor(int(flag))
+        torch.distributed.all_reduce(shared, torch.distributed.ReduceOp.MAX)
+        return bool(shared)
 
     def dummy_step(self, pad_id: int) -> None:
         """Run a dummy forward/backward so that FSDP collectives match on ranks without a micro-batch."""
@@ -149,6 +138,34 @@ class Student(nn.Module):
         model.load_state_dict(state)
         return model, adapted
 
+    def full_weights(self, *, keeps: bool = True) -> dict[str, Tensor]:
+        """Return the weights by the names and in the dtype of the model as it is loaded, with adapters merged.
+
+        All ranks of a sharded student call: its weights are gathered one by one, to the host.
+
+        Args:
+            keeps: False on a rank that only takes part; it gets none.
+        """
+        adapted = {
+            f"{name}.base_layer.weight": (f"{name}.weight", layer.get_delta_weight)
+            for name, layer in self.model.named_modules()
+            if hasattr(layer, "get_delta_weight")
+        }
+        weights: dict[str, Tensor] = {}
+        for own_name, parameter in self.model.named_parameters():
+            if ".lora_" in own_name:
+                continue
+            name, delta = adapted.get(own_name, (own_name.replace(".base_layer.", "."), None))
+            weight = parameter.detach()
+            if delta is not None:
+                weight = weight + delta(ADAPTER).detach()
+            if isinstance(weight, DTensor):
+                weight = weight.full_tensor().to(self._dtype)
+                weight = weight.cpu() if keeps else weight
+            if keeps:
+                weights[name] = weight
+        return weights
+
     def _shard(self, ranks: int, spec: TrainSpec) -> None:
         """Shard weights, gradients and moments by FSDP2; gradients are summed, since losses are divided already."""
         mesh = init_device_mesh(self.device.type, (ranks,))
@@ -159,7 +176,6 @@ class Student(nn.Module):
         policy = MixedPrecisionPolicy(param_dtype=self._dtype, reduce_dtype=summed, cast_forward_inputs=False)
         for module in (*decoder_layers(self.model), self):
             fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=kept)
-        register_fsdp_forward_method(self, "generate")
         for module in self.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)

@@ -421,3 +421,14 @@ def test_a_file_of_another_shape_shows_none(runs: Runs, client: TestClient, cont
 def test_only_runs_with_rollouts_have_the_tab(runs: Runs, client: TestClient) -> None:
     put(runs)
     assert 'href="/runs/old-1/rollouts"' not in client.get("/runs/old-1").text
+
+
+def test_completions_that_run_away_are_on_the_page(client: TestClient, runs: Runs) -> None:
+    for name, last in (("stable-1", 0.2), ("random-1", 1.8)):
+        entropies = [0.13] * 8 + [last] * 8
+        lines = [{"step": step, "completions": 8, "entropy": entropy} for step, entropy in enumerate(entropies)]
+        (put(runs, name) / "steps.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert "at random" not in client.get("/runs/stable-1").text
+    assert "its completions have 1.80 nats a token, 0.13 at first (entropy)" in client.get("/runs/random-1").text
+    means = client.get("/v1/runs/random-1").json()["completions"]
+    assert means == {"first": {"entropy": pytest.approx(0.13)}, "last": {"entropy": pytest.approx(1.8)}}

@@ -211,6 +211,25 @@ def test_of_a_conversation_only_the_answers_are_learnt_and_aligned(student, teac
     )
 
 
+@pytest.mark.parametrize(("alike", "append_eos"), [(True, True), (False, True), (True, False)])
+def test_what_ends_an_answer_is_learnt_and_compared_with_its_like(student, teacher, alike, append_eos):
+    own = teacher if alike else student
+    collator = CrossTokenizerCollator(
+        student_tokenizer=own, teacher_tokenizer=teacher, aligner=aligner_of(own, teacher),
+        ctx_length_student=200, ctx_length_teacher=200, append_eos=append_eos,
+    )  # fmt: skip
+    messages = [message | {"content": message["content"].strip()} for message in CHAT]
+    (row,) = rows_of(collator.rows([{"messages": messages}]).columns)
+    answers = sum(message["role"] == "assistant" for message in CHAT)
+    for side, name, tokenizer in (("student", "", own), ("teacher", "teacher_0_", teacher)):
+        learnt = row[f"{name}token_mask"] > 0
+        ends = learnt & np.isin(row[f"{name}input_ids"], list(tokenizer.added_tokens_decoder))
+        assert ends.sum() == answers * append_eos
+        chunks = row[f"alignment_0_{side}_chunk_id"][ends]
+        assert ((chunks >= 0) == alike).all()
+        assert row["alignment_0_pair_is_correct"][chunks[chunks >= 0]].all()
+
+
 OPENED = (
     "{% for m in messages %}{% if m.role == 'user' %}<|User|>{{ m.content }}{% else %}<|Assistant|>{{ m.content }}</s>"
     "{% endif %}{% endfor %}{% if add_generation_prompt %}<|Assistant|><think>\n{% endif %}"
@@ -246,7 +265,7 @@ def test_the_words_of_an_answer_that_is_not_shown_are_not_looked_for_in_other_me
     call = {"role": "assistant", "content": "search", "tool_calls": [{"function": {"name": "f"}}]}
     result, last = {"role": "tool", "content": "no search results"}, {"role": "assistant", "content": "done"}
     trained, _ = trained_by(CALLS, [{"role": "user", "content": "find it"}, call, result, last])
-    assert trained == "done"
+    assert trained == "done<|im_end|>"
 
 
 def test_an_answer_that_cannot_be_told_from_another_message_is_refused():

@@ -350,3 +350,12 @@ def test_messages_from_a_parquet_file(tmp_path: Path) -> None:
     pq.write_table(pa.table({"messages": [conversation] * 3}), tmp_path / "x.parquet")
     (record,) = index(tmp_path / "x.parquet").read([2])
     assert isinstance(record, Record) and record.value == {"messages": conversation}
+
+
+def test_answers_of_rows(tmp_path: Path) -> None:
+    columns = {"text": ["1+1=", "2+2="], "answer": [["2", "two"], None], "match": ["number", "number"], "other": [1, 2]}
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    one, two = build(tmp_path / "a.parquet").read([0, 1])
+    assert isinstance(one, Record) and isinstance(two, Record)
+    assert one.value == {"text": "1+1=", "answer": ["2", "two"], "match": "number"}
+    assert two.value == {"text": "2+2="}

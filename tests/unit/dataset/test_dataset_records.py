@@ -28,8 +28,15 @@ CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hel
         {"messages": [CHAT[0], {"role": "assistant", "content": None, "tool_calls": [{"id": 1}]}]},
         {"messages": [CHAT[0], {"role": "assistant", "content": "", "tool_calls": [{"id": 1}]}]},
     ),
-    ids=["text", "prompt", "null-is-missing", "field-first", "messages", "call-without-words"],
-)
+    ({"text": "a", "answer": 0, "match": None, "choices": ["b"]}, {"text": "a", "answer": 0, "choices": ["b"]}),
+    ({"prompt": "p", "completion": "c", "answer": "c"}, {"prompt": "p", "completion": "c", "answer": "c"}),
+    ({"messages": CHAT[:1], "answer": ["x"]}, {"messages": CHAT[:1], "answer": ["x"]}),
+    ({"text": "a", "answer": None, "match": "number"}, {"text": "a"}),
+    ids=[
+        "text", "prompt", "null-is-missing", "field-first", "messages", "call-without-words", "answer",
+        "answer-beside-completion", "answer-beside-messages", "match-alone",
+    ],
+)  # fmt: skip
 def test_usable_records(record: dict, value: dict) -> None:
     assert parse_json_line(json.dumps(record), "text") == value
 

@@ -8,7 +8,19 @@ from typing import Any
 import pytest
 
 from experiments.real import adaptive, controls, overview, page, plan, predictions, results, stages, summary, tasks
-from experiments.real.methods import CONDITIONS, GEMMA3, METHODS, PATIENCE, QWEN15, RATES, SMOLLM2, Cell, cells, job
+from experiments.real.methods import (
+    CONDITIONS,
+    GEMMA3,
+    METHODS,
+    PATIENCE,
+    QWEN15,
+    RATES,
+    SMOLLM2,
+    Cell,
+    cells,
+    job,
+    student_of,
+)
 from experiments.real.page import RESULT
 from tests.support.tiny_run import documents, make_model, write_jsonl
 from xtoken_core.config.spec import parse_run_spec
@@ -140,12 +152,19 @@ def test_planned_runs_are_made_in_order_as_their_models_come(tmp_path: Path, mon
         (tmp_path / "models" / name).mkdir(parents=True)
         stages.runs(tmp_path, planned, side_by_side=1, until=0.0, device="cpu", steps=None, partly=True)
     assert offered[0] == [
-        cell.name for cell in planned if cell.method == "ce" and CONDITIONS[cell.condition].student == SMOLLM2
+        cell.name
+        for cell in planned
+        if cell.method == "ce"
+        and CONDITIONS[cell.condition].student == SMOLLM2
+        and not CONDITIONS[cell.condition].start
     ]
     whole = {"", SMOLLM2, QWEN15}
-    assert offered[1] == [
-        cell.name for cell in planned if {plan.teacher_of(cell), CONDITIONS[cell.condition].student} <= whole
-    ]
+    able = [cell for cell in planned if {plan.teacher_of(cell), CONDITIONS[cell.condition].student} <= whole]
+    assert offered[1] == [cell.name for cell in able if not CONDITIONS[cell.condition].start]
+    for cell in able:
+        (tmp_path / student_of(cell)).mkdir(parents=True, exist_ok=True)
+    stages.runs(tmp_path, planned, side_by_side=1, until=0.0, device="cpu", steps=None, partly=True)
+    assert offered[2] == [cell.name for cell in able]
 
 
 def write_run(state: Path, cell: Cell, bits: float, *, start: float = 1.9) -> None:

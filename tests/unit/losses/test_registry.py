@@ -10,7 +10,7 @@ from tests.support.cases import cases
 from tests.unit.losses.loss_cases import V_S, make_case
 from tests.unit.supervisor.scripted_run import resolved_run
 from xtoken_core.config import LossConfig
-from xtoken_core.config.loss import COLUMN_SELECTING_MODES, DENSE_ONLY, TABLE_MODES, LossMode
+from xtoken_core.config.loss import COLUMN_SELECTING_MODES, DENSE_ONLY, LossMode
 from xtoken_core.data_plane.address import Address
 from xtoken_core.errors import ConfigError
 from xtoken_core.losses import CrossTokenizerDistillationLoss
@@ -56,7 +56,7 @@ def test_modes_that_select_columns_are_those_whose_classes_do():
     assert {mode for mode, loss in LOSSES.items() if loss.columns is not ChunkLoss.columns} == COLUMN_SELECTING_MODES
 
 
-@pytest.mark.parametrize("mode", sorted(set(LOSSES) - DENSE_ONLY - TABLE_MODES))
+@pytest.mark.parametrize("mode", sorted(set(LOSSES) - DENSE_ONLY - {"chain"}))
 def test_a_sparse_projection_trains_like_the_dense_one(mode, sparse, tmp_path):
     case, config = make_case(), LossConfig(mode=mode)
     teacher = case.teachers[0]

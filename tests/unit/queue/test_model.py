@@ -7,12 +7,14 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.unit.queue.explore import explore
 from tests.unit.queue.world import Config
 from xtoken_core.queue.run.protocol import RunProtocol
 from xtoken_core.queue.run.slots import SlotState, SlotTable
+from xtoken_core.queue.sessions import Sessions
 from xtoken_core.wire import messages as m
 
 SMALL = Config(collators=1, block_size=2)
@@ -86,6 +88,25 @@ RUNS |= {
     "prompts-nacks": replace(MIXED, nacks=1),
     "prompts-lost-answers": replace(PROMPTS, max_staleness=1, losses=1),
 }  # fmt: skip
+
+COLD = replace(PROMPTS, collators=1, after=1)
+"""A step of text, then two of prompts: their weights are published from the switch on."""
+RUNS |= {
+    "cold-start": COLD,
+    "cold-start-with-a-teacher": replace(ONE_TEACHER, rollouts=1, prompts=2, after=1),
+    "cold-start-that-publishes-before-the-switch": replace(
+        COLD, positions=8, span=8, after=2, max_staleness=1, publish_every=2
+    ),
+    "cold-start-trainer-crashes": replace(
+        COLD, after=2, max_staleness=1, crashes=1, crashing=TRAINER, checkpoints=FIRST_STEP
+    ),
+    "cold-start-rollout-crashes": replace(COLD, crashes=1, crashing=ROLLOUT),
+    "cold-start-sessions-lapse": replace(COLD, max_staleness=1, lapses=1, checkpoints=FIRST_STEP),
+    "cold-start-queue-lost": replace(COLD, queue_losses=1, checkpoints=FIRST_STEP),
+    "cold-start-then-more-and-more-prompts": replace(
+        COLD, block_size=1, prompts=1, last_prompts=2, crashes=1, crashing=TRAINER, checkpoints=FIRST_STEP
+    ),
+}
 
 LONG = (
     "two-crashes", "teacher-crashes", "two-slots", "two-collators", "nack-and-crash", "ahead-sessions-lapse",
@@ -223,6 +244,17 @@ def test_without_dropping_rows_a_rewind_trains_text_of_lost_weights() -> None:
 
 def test_without_a_span_of_their_own_prompts_are_stale() -> None:
     assert violation_without_a_rule("prompts", protocol=UnboundedStaleness).startswith("stale")
+
+
+class ColdStartIsForgotten(RunProtocol):
+    """The first steps have prompts as well."""
+
+    def __init__(self, sessions: Sessions, run: m.RunDef, **settings: Any) -> None:
+        super().__init__(sessions, msgspec.structs.replace(run, after=0), **settings)
+
+
+def test_prompts_before_the_switch_wait_for_weights_for_ever() -> None:
+    assert violation_without_a_rule("cold-start", protocol=ColdStartIsForgotten).startswith("stuck")
 
 
 def test_publishing_too_rarely_gets_stuck() -> None:

@@ -174,6 +174,13 @@ def test_prompts_are_leased_to_rollout_workers_up_to_the_staleness_of_their_weig
     assert [leased(run).first for _ in range(3)] == [0, 2, 4]
 
 
+def test_a_cold_start_has_no_prompt_and_the_steps_behind_it_more_and_more() -> None:
+    run = prompts_run(max_staleness=2, after=1, last_prompts=2)
+    blocks = [lease_prompts(run) for _ in range(4)]
+    assert [block and block.first for block in blocks] == [3, 4, 5, None]
+    assert [leased(run).first for _ in range(3)] == [0, 1, 2]
+
+
 def test_before_weights_are_published_no_prompt_is_leased() -> None:
     run = prompts_run()
     rewind(run)
@@ -208,7 +215,8 @@ def test_a_run_without_prompts_publishes_no_weights() -> None:
 
 
 def test_prompts_that_are_no_whole_blocks_are_refused() -> None:
-    for wrong in ({"prompts": 1}, {"prompts": 4}, {"prompts": 2, "groups": 2, "block_size": 1}):
+    half, none = {"prompts": 2, "last_prompts": 1}, {"prompts": 0, "last_prompts": 2}
+    for wrong in ({"prompts": 1}, {"prompts": 4}, {"prompts": 2, "groups": 2, "block_size": 1}, half, none):
         with pytest.raises(QueueError, match="must be whole blocks"):
             make_run(**wrong)
 

@@ -41,6 +41,8 @@ class Config:
     collators: int = 2
     rollouts: int = 0
     prompts: int = 0
+    last_prompts: int | None = None
+    after: int = 0
     max_staleness: int = 0
     publish_every: int = 1
     tombstones: frozenset[int] = frozenset()
@@ -127,6 +129,8 @@ def new_protocol(config: Config) -> RunProtocol:
         slots=config.slots,
         max_dead=config.positions,
         prompts=config.prompts,
+        last_prompts=config.last_prompts,
+        after=config.after,
         max_staleness=config.max_staleness,
         group=config.group,
         groups=config.groups,

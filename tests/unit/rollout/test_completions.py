@@ -1,5 +1,6 @@
 """Rows of completions: the ids as sampled, the completion alone aligned and counted, no target of cross-entropy."""
 
+import json
 import re
 import time
 from pathlib import Path
@@ -13,7 +14,8 @@ import torch
 from tests.support.vocabularies import fast, tekken, unigram
 from xtoken_core import schema
 from xtoken_core.collate import CollatedRows
-from xtoken_core.collate_generated import Completion, CompletionCollator
+from xtoken_core.collate_generated import Completion, CompletionCollator, marks_of_text
+from xtoken_core.config.eval import EvalSpec, TasksSpec
 from xtoken_core.config.loss import LossConfig
 from xtoken_core.config.resolved import ResolvedModel, ResolvedRun
 from xtoken_core.config.spec import RunSpec
@@ -69,7 +71,7 @@ def test_the_students_ids_are_kept_as_sampled_and_aligned() -> None:
     assert values(rows, schema.field_name(schema.PAIR_IS_CORRECT, 0)).all()
     assert values(rows, schema.field_name(schema.KD_CHUNKS, 0))[0] > 0
     marks = [values(rows, field.name).tolist() for field in (*schema.ROLLOUT_FIELDS, schema.CE_TOKENS)]
-    assert marks == [[5], [0], [10], [20], [len(sampled)], [1250], [0]]
+    assert marks == [[5], [0], [10], [20], [len(sampled)], [1250], [-1], [0]]
 
 
 def test_log_probabilities_lie_at_the_sampled_tokens() -> None:
@@ -206,6 +208,38 @@ def test_a_completion_has_its_part_of_the_time_of_its_block_and_of_the_wait_befo
     rows = CollatedRows([0, 1], put, {})
     assert sum(values(rows, schema.GENERATION_TIME.name)) <= took
     assert 0 <= sum(values(rows, schema.WAITING_TIME.name)) - 1e6 * waited <= took + 1e6
+
+
+@pytest.mark.parametrize(
+    ("record", "match", "right"),
+    [
+        ({"text": "a", "answer": "a"}, "exact", 1), ({"text": "a", "answer": ["b", "c"]}, "exact", 0),
+        ({"prompt": "a", "completion": "b", "answer": "A", "match": "contains"}, "exact", 1),
+        ({"text": "a", "answer": 0}, "number", 0), ({"text": "a"}, "exact", -1),
+        ({"text": "a", "answer": {"no": "answer"}}, "exact", -1), ({"text": "a", "answer": "a"}, "number", -1),
+    ],
+)  # fmt: skip
+def test_a_completion_is_judged_by_its_records_answer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, record: dict[str, Any], match: Any, right: int
+) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text(2 * (json.dumps(record) + "\n"))
+    put: dict[str, Any] = {}
+    queue = SimpleNamespace(put_block=lambda lease, ids, columns, short: put.update(columns))
+    loop = loop_over(data, collator_of(), queue)
+    spec = loop.run.spec.model_copy(update={"eval": EvalSpec(tasks=TasksSpec(path=data, match=match))})
+    loop.run = loop.run.model_copy(update={"spec": spec})
+    loop._complete(Block(lease=1, first=0, count=2))
+    assert values(CollatedRows([0, 1], put, {}), "completion_right").tolist() == [right] * 2
+    assert caplog.text.count("completion_accuracy") == ("answer" in record and right < 0), "once for all records"
+
+
+def test_given_text_among_completions_has_no_answer() -> None:
+    marks = marks_of_text(2)
+    assert {name: column.tolist() for name, column in marks.items() if column.any()} == {
+        "weights_version": [-1, -1], "completion_right": [-1, -1],
+    }  # fmt: skip
+    assert marks["finished"].dtype == torch.bool and marks["entropy_millinats"].dtype == torch.int64
 
 
 CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add"}}]}

@@ -156,7 +156,7 @@ class Run:
         self.step += 1
         weight = self.model.get_input_embeddings().weight
         weight += torch.randn(weight.shape, generator=torch.Generator().manual_seed(self.step))
-        self.writer.write(self.model, Version(self.step, 1))
+        self.writer.write(dict(self.model.named_parameters()), Version(self.step, 1))
         assert self.sampler.load(self.published) == Version(self.step, 1)
 
     @torch.no_grad()
@@ -311,7 +311,7 @@ def test_a_worker_killed_while_it_copies_leaves_no_incomplete_directory(
     engine = engine_of(stack, student, "sglang", GeneratingServer(student, end=0))
     writer = WeightsWriter(tmp_path / "weights")
     stack.callback(writer.close)
-    writer.write(AutoModelForCausalLM.from_pretrained(student), Version(0, 1))
+    writer.write(dict(AutoModelForCausalLM.from_pretrained(student).named_parameters()), Version(0, 1))
     vocabulary = Vocabulary([b"x"], torch.tensor([True]), frozenset({0}), 0)
     directory = tmp_path / "rollout-model"
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):

@@ -5,12 +5,14 @@ from typing import Any
 
 import pytest
 
+from tests.support.runs import resolved_run
 from xtoken_core.config.loss import LossConfig
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import ConfigError
 from xtoken_services.common.stores.store_build import build_spec
 
 TRAIN = {"samples_per_step": 24}
+TASKS = {"tasks": {"path": Path("t.jsonl")}}
 STORED = {"model": Path("m"), "context_length": 256, "store": "s"}
 
 
@@ -27,6 +29,12 @@ def spec(rollout: dict[str, Any], **parts: Any) -> RunSpec:
         ({"fraction": 0.01}, {}, "is 0 prompts"),
         ({"fraction": 0.99}, {}, "is 24 prompts"),
         ({"fraction": 0.5}, {"queue": {"block_size": 8}}, "must divide the 12 prompts"),
+        ({"fraction": [0.25, 0.5]}, {"queue": {"block_size": 12}}, "must divide the 6 prompts"),
+        ({"after": 1.0}, {}, "less than 1"),
+        ({"completions": 5}, {}, "rollout.completions = 5 must divide train.samples_per_step = 24 and the 24 prompts"),
+        ({"completions": 4, "fraction": 0.3}, {}, "and the 7 prompts of a step"),
+        ({"completions": 4}, {"queue": {"block_size": 6}}, "must be a multiple of rollout.completions = 4"),
+        ({"completions": 4, "temperature": 0}, {}, "makes rollout.completions = 4 the same text"),
         ({"max_new_tokens": 256}, {}, "leaves no room for a prompt"),
         ({}, {"teacher": []}, "this run has none"),
         ({}, {"teacher": [STORED]}, "stored output is of given text"),
@@ -37,13 +45,20 @@ def spec(rollout: dict[str, Any], **parts: Any) -> RunSpec:
         ),
         ({}, {"loss": {"kl_loss_weight": 0.0}}, "by the divergence alone"),
         ({}, {"loss": {"kl_loss_weight_end": 0.5}}, "unset loss.kl_loss_weight_end"),
+        ({"stop_when_worse": 2}, {}, r"this run has none: name them in \[eval.tasks\]"),
+        ({"stop_when_worse": 2}, {"eval": {}}, "goes by the accuracy on tasks"),
+        ({"stop_when_worse": 2}, {"eval": TASKS | {"patience": 3}}, "eval.patience both end the run"),
+        ({"fraction": [0.5, 1.0]}, {"loss": {"kl_loss_weight_end": 0.5}}, "unset loss.kl_loss_weight_end"),
+        ({"after": 2}, {"loss": {"kl_loss_weight": 0.0}}, "set loss.kl_loss_weight above 0"),
+        ({"after": 2}, {"loss": {"kl_loss_weight_end": 0.0}}, "set loss.kl_loss_weight_end above 0"),
+        ({"after": 2}, {"loss": {"kl_loss_weight_end": "adaptive"}}, "unset loss.kl_loss_weight_end"),
         ({}, {"workers": {"nodes": 2}}, "single node group"),
-        ({}, {"train": {**TRAIN, "lora": {}}}, "adapters are not published"),
-        ({}, {"train": {**TRAIN, "parallel": "fsdp"}, "workers": {"ranks": 2}}, "sharded over ranks"),
     ],
     ids=[
-        "publish", "no-prompt", "no-text", "block", "length", "teacher", "store", "scaling", "cap", "weight",
-        "weight-end", "nodes", "lora", "fsdp",
+        "publish", "no-prompt", "no-text", "block", "first-block", "after", "completions", "completions-of-prompts",
+        "completions-of-a-block", "same-completions", "length", "teacher", "store", "scaling", "cap", "weight",
+        "weight-end", "worse-without-eval", "worse-without-tasks", "worse-and-patience", "weight-at-last",
+        "cold-weight", "cold-weight-end", "cold-adaptive", "nodes",
     ],
 )  # fmt: skip
 def test_impossible_settings_are_refused(rollout: dict[str, Any], parts: dict[str, Any], reason: str) -> None:
@@ -54,7 +69,32 @@ def test_impossible_settings_are_refused(rollout: dict[str, Any], parts: dict[st
 @pytest.mark.parametrize(("fraction", "prompts", "block"), [(1.0, 24, 12), (0.5, 12, 12), (0.3, 7, 1), (0.25, 6, 6)])
 def test_prompts_are_whole_blocks_of_a_step(fraction: float, prompts: int, block: int) -> None:
     run = spec({"fraction": fraction})
+    assert (run.prompts_per_step, run.block_size) == ((prompts, prompts), block)
+
+
+@pytest.mark.parametrize(
+    ("rollout", "prompts", "block"),
+    [
+        ({"fraction": [0.25, 1.0]}, (6, 24), 6),
+        ({"fraction": [1.0, 0.5], "completions": 4}, (24, 12), 12),
+        ({"completions": 8}, (24, 24), 8),
+        ({"completions": 24}, (24, 24), 24),
+    ],
+)
+def test_a_block_holds_all_completions_of_a_prompt(
+    rollout: dict[str, Any], prompts: tuple[int, int], block: int
+) -> None:
+    run = spec(rollout)
     assert (run.prompts_per_step, run.block_size) == (prompts, block)
+
+
+def test_a_cold_start_may_be_supervised() -> None:
+    supervised = spec({"after": 0.25}, loss={"kl_loss_weight": 0.0, "kl_loss_weight_end": 0.5})
+    assert supervised.has_text and not spec({}).has_text and spec({"fraction": [0.5, 1.0]}).has_text
+    weights = [supervised.loss.kl_weight_at(step, 8, after=2) for step in range(8)]
+    assert weights == [0.0, 0.0, *[0.5] * 6]
+    one = spec({"after": 2}).loss
+    assert [one.kl_weight_at(step, 8, after=2) for step in (0, 2, 8)] == [1.0] * 3
 
 
 def test_completions_have_one_weight_by_default() -> None:
@@ -91,3 +131,14 @@ def test_reverse_forms_of_chain_need_generated_text(form: dict[str, Any]) -> Non
 def test_a_run_that_trains_on_completions_has_no_store_to_build() -> None:
     with pytest.raises(ConfigError, match=r"leave \[rollout\] out of the run file to build a store"):
         build_spec(spec({}), None, "store")
+
+
+def test_stopping_when_worse_on_tasks_is_taken_and_may_change_in_a_resume(tmp_path: Path) -> None:
+    run = spec({"stop_when_worse": 2}, eval=TASKS)
+    assert run.rollout is not None and run.rollout.stop_when_worse == 2
+    made = resolved_run(tmp_path)
+    one, other = (
+        made.model_copy(update={"spec": made.spec.model_copy(update={"rollout": each})}).identity()
+        for each in (run.rollout, spec({}).rollout)
+    )
+    assert one == other

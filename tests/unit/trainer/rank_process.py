@@ -53,7 +53,13 @@ def train(group: RankGroup, directory: Path, case: dict[str, Any]) -> dict[str, 
     group.barrier()
     shares = {n: v.full_tensor() if isinstance(v, DTensor) else v for n, v in optimizer.state().items()}
     whole = student.full_model(spec) if not student.sharded else None
-    return {"norms": norms, "state": shares, "logits": whole[0](tokens()).logits.detach() if whole else None}
+    published = student.full_weights(keeps=group.is_leader)
+    return {
+        "norms": norms,
+        "state": shares,
+        "published": published,
+        "logits": whole[0](tokens()).logits.detach() if whole else None,
+    }
 
 
 def main() -> None:

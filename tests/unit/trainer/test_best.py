@@ -30,6 +30,42 @@ def test_the_best_evaluation_is_the_first_of_the_lowest_without_step_0() -> None
     assert best_evaluation(rows(1.0, None, 2.0, None)) == BestEvaluation(2, 2.0, 1)
 
 
+def by_task(*right: float) -> list[dict[str, float]]:
+    return [{"step": step, "bits_per_byte": 9.0, "task_accuracy_a": each} for step, each in enumerate(right)]
+
+
+def test_by_tasks_the_best_has_the_highest_mean_accuracy_and_step_0_takes_part() -> None:
+    assert best_evaluation(rows(1.0, 2.0), by_tasks=True) is None
+    assert best_evaluation(by_task(0.8, 0.7, 0.75), by_tasks=True) == BestEvaluation(0, 9.0, 2)
+    assert best_evaluation(by_task(0.5, 0.8, 0.7, 0.8, 0.6), by_tasks=True) == BestEvaluation(1, 9.0, 1)
+    two = [row | {"task_accuracy_b": 0.5 - 0.2 * row["step"]} for row in by_task(0.5, 0.6, 1.0)]
+    assert best_evaluation(two, by_tasks=True) == BestEvaluation(2, 9.0, 0)
+
+
+@pytest.mark.parametrize(
+    ("right", "ends"),
+    [
+        ((0.8, 0.7, 0.6), [False, False, True]), ((0.8, 0.7, 0.8, 0.7, 0.9), [False] * 5),
+        ((0.3, 0.5, 0.4, 0.45), [False, False, False, True]), ((1.0, 1.0, 1.0, 1.0), [False] * 4),
+    ],
+    ids=["from-the-first", "as-good-between", "after-a-rise", "none-is-below"],
+)  # fmt: skip
+def test_evaluations_below_the_best_accuracy_end_a_run(tmp_path: Path, right: list[float], ends: list[bool]) -> None:
+    run = with_evaluation(resolved_run(tmp_path, positions=1 << 20))
+    rollout = RolloutSpec(stop_when_worse=2)
+    run = run.model_copy(update={"spec": run.spec.model_copy(update={"rollout": rollout})})
+    follower = BestFollower(run, RankGroup(0, 1), Checkpoints(run.spec.output / CHECKPOINTS, run))
+    lines, found = JsonLines(run.spec.output / "eval.jsonl"), []
+    for row in by_task(*right):
+        lines.append(row)
+        follower.update(Cursor(step=int(row["step"])))
+        found.append(follower.ends_run)
+    assert found == ends
+    summary = follower.summary(Cursor(step=len(right) - 1))
+    assert summary["best"]["step"] == right.index(max(right))
+    assert ("2 evaluations in a row were worse on tasks" in summary.get("stopped_early", "")) == ends[-1]
+
+
 def test_a_summary_takes_the_evaluation_of_the_exported_weights_if_it_is_finite() -> None:
     assert held_out_summary(rows(2.0)) == {}
     found = held_out_summary(rows(2.0, 1.5))["held_out"]

@@ -322,7 +322,8 @@ def publisher(run: ResolvedRun, told: list[tuple[int, int, int]], *, writes: boo
     """A publisher that notes step, tag and rewinds of what it tells the queue."""
     queue = SimpleNamespace(publish=lambda step, *, tag, rewinds: told.append((step, tag, rewinds)))
     worker: Any = SimpleNamespace(run=run, queue=queue)
-    student: Any = SimpleNamespace(model=torch.nn.Linear(2, 2))
+    weights = dict(torch.nn.Linear(2, 2).named_parameters())
+    student: Any = SimpleNamespace(sharded=False, full_weights=lambda keeps: weights)
     return WeightsPublisher(worker, student, writes=writes)
 
 
@@ -343,6 +344,27 @@ def test_weights_are_published_after_a_rewind_and_when_they_are_due(tmp_path: Pa
     assert told[2][0::2] == (1, 2) and told[2][1] != first.tag
     published.close()
     assert not weights_file(run).exists()
+
+
+def test_a_cold_start_publishes_no_sooner_than_a_completion_may_need(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rollout = {"max_new_tokens": 8, "after": 3, "weights": "directory"}
+    run = run_of(tmp_path, rollout=rollout)
+    run.spec.output.mkdir()
+    told: list[tuple[int, int, int]] = []
+    published = publisher(run, told)
+    published.after_rewind(0, 1)
+    published.after_step(1, 1)
+    published.after_rewind(1, 2)
+    assert not told and not weights_file(run).exists() and not caplog.text
+    published.after_step(2, 2)
+    published.after_step(3, 2)
+    assert [step for step, _, _ in told] == [2, 3], "step 3 may train completions by weights of step 2"
+    assert read_version(weights_file(run)) == Version(3, told[0][1])
+    published.after_rewind(3, 3)
+    assert told[2][::2] == (3, 3) and "the completions from step 3 on are generated anew" in caplog.text
+    published.close()
 
 
 @pytest.mark.parametrize("case", ["no rollouts", "another rank"])

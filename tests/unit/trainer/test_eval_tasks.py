@@ -11,12 +11,14 @@ import pytest
 import torch
 
 from tests.support.ranks import start_ranks
+from tests.support.vocabularies import wordpiece
 from tests.unit.core.test_evaluation import byte_tokenizer, llama
 from tests.unit.trainer.students import settings
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import InputError
 from xtoken_services.common.models.packed_attention import NAME
 from xtoken_services.common.processes.worker import StopRequested
+from xtoken_services.trainer import generate
 from xtoken_services.trainer.eval_tasks import EvalSamples, EvalTasks
 from xtoken_services.trainer.student import Student
 
@@ -31,12 +33,13 @@ def student_of(device: str = "cpu", **options: Any) -> Student:
 
 
 def greedy(student: Student, prompt: str, count: int) -> str:
-    """Complete a prompt by one forward pass per token."""
+    """Complete a prompt by one forward pass per token, among bytes and the end."""
+    allowed = [*range(256), TOKENIZER.eos_token_id]
     ids = TOKENIZER(prompt, add_special_tokens=False)["input_ids"]
     start = len(ids)
     with torch.no_grad():
         while len(ids) < start + count and ids[-1] != TOKENIZER.eos_token_id:
-            ids.append(int(student.model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
+            ids.append(allowed[int(student.model(input_ids=torch.tensor([ids])).logits[0, -1, allowed].argmax())])
     return str(TOKENIZER.decode(ids[start:], skip_special_tokens=True))
 
 
@@ -80,13 +83,12 @@ def test_samples_repeat_and_leave_the_generators_alone(tmp_path: Path) -> None:
     assert row["task_accuracy_sums"] <= row["task_any_sums"]
 
 
-def with_rollouts(tmp_path: Path, *, batch_tokens: int = 96) -> dict[str, Any]:
+def with_rollouts(tmp_path: Path) -> dict[str, Any]:
     """Return the settings of a run with rollouts and a task."""
     path = tmp_path / "sums.jsonl"
     path.write_text("".join(json.dumps({"prompt": prompt, "answer": "e"}) + "\n" for prompt in PROMPTS))
     raw = settings({"dtype": "float32"}).model_dump()
     raw["rollout"] = {"max_new_tokens": 8, "top_k": 20, "stop": ["e"]}
-    raw["train"]["micro_batch_tokens"] = batch_tokens
     raw["loss"]["kl_loss_weight_end"] = None
     return raw | {"eval": {"path": path, "tasks": {"path": path, "max_new_tokens": 6, "match": "contains"}}}
 
@@ -98,8 +100,8 @@ def completions(student: Student, raw: dict[str, Any], **sampling: Any) -> dict[
     found: dict[str, list[str]] = {}
     complete = made._completer.complete
 
-    def kept(student: Student, rows: list[list[int]], progress: Any) -> list[list[str]]:
-        texts = complete(student, rows, progress)
+    def kept(student: Student, rows: list[list[int]], *calls: Any) -> list[list[str]]:
+        texts = complete(student, rows, *calls)
         found.update((str(TOKENIZER.decode(row)), own) for row, own in zip(rows, texts, strict=True))
         return texts
 
@@ -111,15 +113,60 @@ def completions(student: Student, raw: dict[str, Any], **sampling: Any) -> dict[
 SAMPLED = {"samples": 4, "temperature": 1.0}
 
 
-def test_runs_with_rollouts_draw_each_completion_by_itself(tmp_path: Path) -> None:
+def test_runs_with_rollouts_draw_each_completion_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     student, raw = student_of().eval(), with_rollouts(tmp_path)
     assert completions(student, raw).keys() == set(PROMPTS)
     drawn = completions(student, raw, **SAMPLED)
     assert drawn == completions(student, raw, **SAMPLED)
-    other_batches = with_rollouts(tmp_path, batch_tokens=4096)
-    assert drawn == completions(student, other_batches, **SAMPLED), "a completion depends on its batch"
+    monkeypatch.setattr(generate, "MAX_ROWS", 3)
+    assert drawn == completions(student, raw, **SAMPLED), "a completion depends on its batch"
     assert len({text for texts in drawn.values() for text in texts}) > len(PROMPTS)
     assert all("e" not in text[:-1] for texts in drawn.values() for text in texts)
+
+
+def test_batches_are_as_large_as_their_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All tasks together: a row of 9 characters and 6 tokens takes the most, and comes first."""
+    student, asked = student_of().eval(), []
+    tasks = tasks_of(tmp_path, dict.fromkeys(PROMPTS, "e"), samples=2, temperature=1.0)
+    longest = max(map(len, PROMPTS)) + 6
+    values = 2 * 2 * 2 * 16 + 4 * (32 + 48)  # keys and values of two layers, activations of one
+    assert generate.row_bytes(student.model, longest) == longest * values * 4 + 40 * 320
+    sampler = generate.Sampler.complete
+
+    def kept(own: Any, prompts: list[Any], *others: Any) -> Any:
+        asked.append([len(prompt) for prompt in prompts])
+        return sampler(own, prompts, *others)
+
+    monkeypatch.setattr(generate.Sampler, "complete", kept)
+    monkeypatch.setattr(generate, "MAX_BYTES", 3 * generate.row_bytes(student.model, longest))
+    tasks.measure(student)
+    lengths = [length for batch in asked for length in batch]
+    assert len(asked[0]) == 3 and lengths == sorted(lengths, reverse=True) and len(lengths) == 2 * len(PROMPTS)
+    asked.clear()
+    monkeypatch.undo()
+    monkeypatch.setattr(generate.Sampler, "complete", kept)
+    tasks.measure(student)
+    assert len(asked) == 1
+
+
+def test_a_student_whose_tokens_spell_no_spaces_has_its_text_from_the_tokenizer(tmp_path: Path) -> None:
+    tokenizer = wordpiece()
+    path = tmp_path / "words.jsonl"
+    path.write_text(json.dumps({"prompt": "the", "answer": "x"}) + "\n")
+    raw = settings({"dtype": "float32"}).model_dump()
+    tasks = {"path": path, "max_new_tokens": 6, "match": "contains"}
+    samples = {"prompts": ["the"], "max_new_tokens": 6}
+    spec = RunSpec.model_validate(raw | {"eval": {"path": path, "tasks": tasks, "samples": samples}})
+    student = Student(llama(len(tokenizer)), settings({"dtype": "float32"})).eval()
+    ids = EvalTasks(spec, tokenizer)._ids["words"]
+    whole = student.model.generate(
+        torch.tensor(ids), max_new_tokens=6, do_sample=False, eos_token_id=tokenizer.eos_token_id, pad_token_id=0
+    )
+    expected = tokenizer.decode(whole[0, len(ids[0]) :], skip_special_tokens=True)
+    assert expected
+    [row] = EvalSamples(spec, tokenizer).measure(student)["samples"]
+    assert row["completion"] == expected
+    assert EvalTasks(spec, tokenizer).measure(student)["task_prompts_words"] == 1
 
 
 @pytest.mark.gpu

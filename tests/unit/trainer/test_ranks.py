@@ -54,8 +54,11 @@ def exported_whole(directory: Path, case: dict[str, Any], found: dict[str, Any])
     model = AutoModelForCausalLM.from_pretrained(export_checkpoint(directory).target)
     weights = {f"model.{name}": weight for name, weight in model.named_parameters()}
     assert weights.keys() == {name for name in found["state"] if name.startswith("model.")}
+    assert weights.keys() == {f"model.{name}" for name in found["published"]}
     for name, weight in weights.items():
         assert torch.equal(weight, found["state"][name]), name
+        published = found["published"][name.removeprefix("model.")]
+        assert torch.equal(published, weight.to(published.dtype)), name
 
 
 @pytest.mark.slow
@@ -94,6 +97,18 @@ def test_two_ranks_in_bfloat16_add_up_alike_in_bfloat16_and_float32(tmp_path: Pa
         for dtype in ("float32", "bfloat16")
     ]
     same(found[1], found[0], rtol=0, atol=0)
+
+
+def test_rollout_workers_get_whole_weights_with_adapters_merged(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    lora = {"lora": {"rank": 4, "targets": ["q_proj", "v_proj"]}, "learning_rate": 0.05}
+    one = run(tmp_path / "one", 1, {"until": 4, "train": lora})
+    two = run(tmp_path / "two", 2, {"until": 4, "train": {**lora, **FSDP["train"]}})
+    first = dict(make_model().named_parameters())
+    assert one["published"].keys() == two["published"].keys() == first.keys()
+    for name, weight in one["published"].items():
+        torch.testing.assert_close(two["published"][name], weight, rtol=1e-3, atol=1e-4)
+        assert torch.equal(weight, first[name]) == (name.split(".")[-2] not in ("q_proj", "v_proj")), name
 
 
 RANKS = 4

@@ -182,11 +182,15 @@ def test_adapters_are_all_that_is_trained_and_merge_into_the_model(family: str, 
     after = student.outputs(tokens()).detach()
     assert not torch.allclose(after, before, atol=1e-2)
     assert all(torch.equal(p, frozen[n]) for n, p in student.model.named_parameters() if n in frozen)
+    published = student.full_weights()
     whole = student.full_model(settings())
     whole[1].save_pretrained(tmp_path)
     assert (tmp_path / "adapter_model.safetensors").is_file()
     merged = whole[1].merge_and_unload()
     assert set(merged.state_dict()) == set(make_model(family).state_dict())
+    assert published.keys() == dict(merged.named_parameters()).keys()
+    for name, weight in merged.named_parameters():
+        torch.testing.assert_close(published[name], weight)
     tolerance = 1e-4 if dtype == "float32" else 0.1
     torch.testing.assert_close(merged(tokens()).logits, after, rtol=tolerance, atol=tolerance)
 

@@ -16,6 +16,7 @@ from tests.support.runs import resolved_run
 from tests.unit.losses.loss_cases import V_S, Case, make_case
 from xtoken_core.config.loss import LossConfig
 from xtoken_core.config.resolved import ResolvedRun
+from xtoken_core.config.rollout import RolloutSpec
 from xtoken_core.config.spec import TrainSpec
 from xtoken_core.errors import ConfigError, InputError, OutputError
 from xtoken_core.losses import CrossTokenizerDistillationLoss
@@ -180,6 +181,17 @@ def test_a_schedule_follows_its_course_after_the_warm_up(schedule: str, expected
     assert [learning_rate(spec, 10, update) for update in (0, 2, 4, 6, 8, 10)] == pytest.approx(expected)
 
 
+def test_completions_have_a_schedule_of_their_own_behind_that_of_the_cold_start() -> None:
+    raw = {"learning_rate": 1.0, "min_learning_rate": 0.2, "warmup_steps": 2, "schedule": "linear"}
+    spec = TrainSpec.model_validate(raw)
+    rates = [learning_rate(spec, 10, step, restart=(4, 0.1)) for step in range(10)]
+    cold, after = [learning_rate(spec, 4, step) for step in range(4)], [learning_rate(spec, 6, s) for s in range(6)]
+    assert rates == pytest.approx([*cold, *(0.1 * rate for rate in after)])
+    assert rates[4:6] == pytest.approx([0.05, 0.1]), "it warms up again"
+    whole = [learning_rate(spec, 10, step, restart=(0, 0.1)) for step in range(10)]
+    assert whole == pytest.approx([0.1 * learning_rate(spec, 10, step) for step in range(10)])
+
+
 def test_weight_decay_leaves_out_vectors() -> None:
     groups = decay_groups(torch.nn.Linear(2, 3).parameters(), TrainSpec(weight_decay=0.5))
     assert [(len(g["params"]), g["weight_decay"]) for g in groups] == [(1, 0.5), (1, 0.0)]
@@ -247,6 +259,29 @@ def test_the_divergence_has_its_weight_at_the_step_in_the_gradient(tmp_path: Pat
     for step, weight in [(3, 0.5), (0, 2.0), (4, 0.0), (2, 1.0), (3, 0.5)]:  # in no order: no step depends on another
         expected = alone + weight * (with_kd - alone)
         torch.testing.assert_close(gradient(fading, case, step), expected)
+
+
+@pytest.mark.parametrize("generates", [True, False])
+def test_a_step_with_completions_has_the_overlap_ratio(tmp_path: Path, generates: bool) -> None:
+    made = resolved_run(tmp_path)
+    update = {"loss": LossConfig(), "rollout": RolloutSpec() if generates else None}
+    run = made.model_copy(update={"spec": made.spec.model_copy(update=update)})
+    case = make_case(same_tokenizer=(True,))
+    case.batch["weights_version"] = torch.tensor([-1, 3, 3, -1])
+    case.teacher_logits[0][1] = torch.nn.functional.pad(case.student_logits[1], (0, -1))
+    case.batch["sample_mask"][2] = 0.0
+    student: Any = SimpleNamespace(
+        device=torch.device("cpu"), blockwise=False, outputs=lambda *_: case.student_logits.requires_grad_() * 1.0
+    )
+    loss = CrossTokenizerDistillationLoss(run.spec.loss, student_vocab_size=V_S, teachers=case.teachers)
+    absent: Any = None
+    worker: Any = SimpleNamespace(queue=None, run=run)
+    runner = StepRunner(worker, student, loss, absent, RankGroup(0, 1), rank=0, pad_id=0)
+    runner._teacher_logits = lambda _: list(case.teacher_logits)  # type: ignore[method-assign]
+    plan: Any = SimpleNamespace(step=0, ce_tokens=20, kd_chunks=(20,), plan=SimpleNamespace(micro_batches=3))
+    metrics = runner._backward(plan, replace(CLAIMED, data=case.batch), 0, None, 1.0)
+    assert ("overlap_ratio" in metrics) == generates
+    assert not generates or metrics["overlap_ratio"] == 1, "completions alone count, of which this teacher is sure"
 
 
 def test_choosing_is_progress(runner: StepRunner) -> None:

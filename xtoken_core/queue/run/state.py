@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from xtoken_core import schema
 from xtoken_core.plan import window_positions
+from xtoken_core.prompt_plan import PromptPlan
 from xtoken_core.queue.budget import ReasonMap
 from xtoken_core.queue.intervals import IntervalSet
 from xtoken_core.queue.run.names import TRAIN, signal_fields, teacher_task
@@ -40,6 +41,7 @@ class RunState:
         skipped: Reason of every tombstone, by position.
         blocks: Blocks of positions and their leases.
         slots: Slots that hold the teachers' signals.
+        prompts: Positions that are prompts.
         published: Step of the newest weights that rollout workers can read; None: none since the last rewind.
         weights_tag: Tag of the weights that were published last.
         trainer_incarnation: Incarnation of the trainers that the last rewind admitted.
@@ -54,10 +56,15 @@ class RunState:
             raise QueueError(
                 "bad_request", f"group {run.group} of {run.groups} has no share of whole blocks in each step"
             )
-        if run.prompts % run.block_size or run.prompts > run.samples_per_step or (run.prompts and run.groups > 1):
+        ends = (run.prompts, run.prompts if run.last_prompts is None else run.last_prompts)
+        whole = all(n % run.block_size == 0 and n <= run.samples_per_step for n in ends)
+        if not whole or all(ends) != any(ends) or (any(ends) and run.groups > 1):
             raise QueueError(
-                "bad_request", f"{run.prompts} prompts of a step must be whole blocks of it, in a single node group"
+                "bad_request", f"{ends[0]} to {ends[1]} prompts of a step must be whole blocks, in a single node group"
             )
+        self.prompts = PromptPlan(
+            run.samples_per_step, -(-run.positions // run.samples_per_step), run.after, *ends, unit=run.block_size
+        )
         self.definition = run
         self.positions, self.samples_per_step = run.positions, run.samples_per_step
         self.sessions = sessions
@@ -67,7 +74,7 @@ class RunState:
         per_step = run.samples_per_step // run.block_size
         per_group = per_step // run.groups
         own = range(per_group * run.group, per_group * (run.group + 1))
-        prompts = run.prompts // run.block_size
+        prompts = self.prompts if run.prompts else None
         self.blocks = Blocks(run.positions, run.block_size, run.span, own=own, per_step=per_step, prompts=prompts)
         self.slots = SlotTable(self.samples, run.teachers, run.slots)
         self.rings = self.slots.rings
@@ -94,7 +101,7 @@ class RunState:
 
     def is_prompt(self, position: int) -> bool:
         """Return True for a position that a rollout worker completes."""
-        return position % self.samples_per_step >= self.samples_per_step - self.definition.prompts
+        return self.prompts.holds(position)
 
     def fail(self, reason: str) -> None:
         """Record why the run cannot continue; the first reason stays."""
@@ -232,7 +239,7 @@ class Blocks:
         span: How far ahead of the lowest position not done blocks are leased, in positions.
         own: Blocks of each step that this queue's node group leases; the others belong to other groups' queues.
         per_step: Blocks per step.
-        prompts: Blocks of prompts, the last ones of each step.
+        prompts: Positions that are prompts, in whole blocks; None: none.
 
     Attributes:
         done: Blocks of which every position has its row or tombstone.
@@ -241,7 +248,14 @@ class Blocks:
     """
 
     def __init__(
-        self, positions: int, block_size: int, span: int, *, own: range = range(1), per_step: int = 1, prompts: int = 0
+        self,
+        positions: int,
+        block_size: int,
+        span: int,
+        *,
+        own: range = range(1),
+        per_step: int = 1,
+        prompts: PromptPlan | None = None,
     ) -> None:
         self.positions = positions
         self.own, self.per_step, self.prompts = own, per_step, prompts
@@ -257,7 +271,7 @@ class Blocks:
 
     def holds_prompts(self, block: int) -> bool:
         """Return True for a block of prompts."""
-        return block % self.per_step >= self.per_step - self.prompts
+        return self.prompts is not None and self.prompts.holds(block * self.block_size)
 
     def is_done(self, position: int) -> bool:
         """Return whether the block of a position is done."""

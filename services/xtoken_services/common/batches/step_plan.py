@@ -26,6 +26,8 @@ class GeneratedRows:
         staleness: Sum over them of the steps since the weights that generated them.
         stalest: The largest of these.
         entropy: Sum of the entropies of the student's distributions along them, in nats.
+        answered: Those whose record has an answer.
+        right: Those of them that give it.
         seconds: Time in which they were generated, summed over rollout workers.
         waited: Time for which the workers waited for prompts or weights before, in seconds.
     """
@@ -36,6 +38,8 @@ class GeneratedRows:
     staleness: int = 0
     stalest: int = 0
     entropy: float = 0.0
+    answered: int = 0
+    right: int = 0
     seconds: float = 0.0
     waited: float = 0.0
 
@@ -51,6 +55,8 @@ class GeneratedRows:
         }
         if self.entropy:  # servers do not give it
             metrics["entropy"] = round(self.entropy / max(self.tokens, 1), 6)
+        if self.answered:
+            metrics["completion_accuracy"] = round(self.right / self.answered, 6)
         if self.seconds:
             metrics["generated_tokens_per_second"] = round(self.tokens / self.seconds, 3)
             metrics["rollout_wait"] = round(self.waited / (self.waited + self.seconds), 6)
@@ -168,6 +174,8 @@ def _generated(step: int, columns: Mapping[str, Sequence[int]], alive: Sequence[
         staleness=sum(ages),
         stalest=max(ages, default=0),
         entropy=total(schema.ENTROPY) / 1e3,
+        answered=sum(columns[schema.RIGHT.name][row] >= 0 for row in rows),
+        right=sum(columns[schema.RIGHT.name][row] > 0 for row in rows),
         seconds=total(schema.GENERATION_TIME) / 1e6,
         waited=total(schema.WAITING_TIME) / 1e6,
     )

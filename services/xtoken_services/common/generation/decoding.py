@@ -24,9 +24,6 @@ from transformers.masking_utils import sdpa_mask
 log = logging.getLogger("xtoken.rollout")
 
 NAME = "xtoken_decode"
-# Longer spans decode more tokens behind an end of text; shorter ones let the host wait more often.
-SPAN = 16
-"""Tokens of a row between two looks of the host."""
 LENGTHS = 64
 """Lengths of keys and values are multiples of it, so that batches of other prompts use the same graph."""
 SMALLEST = 8
@@ -135,6 +132,10 @@ class Batch:
         length: Columns of keys and values.
     """
 
+    # Longer spans decode more tokens behind an end of text; shorter ones let the host wait more often.
+    span = 16
+    """Tokens of a row between two looks of the host."""
+
     def __init__(self, decoder: Decoder, size: int, length: int) -> None:
         self.decoder, self.size, self.length = decoder, size, length
         new, device = decoder.max_tokens, decoder.device
@@ -159,6 +160,17 @@ class Batch:
             self._decode()
         else:
             self._graph.replay()
+
+    def made(self, rows: int, first: int, last: int) -> list[Tensor]:
+        """Return tokens, entropies and log-probabilities of the first rows, `[rows, last - first]` each."""
+        return [x[:rows, first:last] for x in (self.tokens, self.entropies, self.log_probs)]
+
+    def narrowed(self, living: Sequence[int]) -> Batch:
+        """Return a batch of these rows, this one left unusable, if half its size holds them, or else this one."""
+        size = size_for(len(living))
+        if not living or size > self.size // 2:
+            return self
+        return self.decoder.narrowed(self, [*living, *[living[0]] * (size - len(living))])
 
     def capture(self, stream: Any) -> None:
         """Capture a step as a CUDA graph; what the warm-up writes is restored.
@@ -286,12 +298,7 @@ class Decoder:
         return batch
 
     def narrowed(self, batch: Batch, rows: Sequence[int]) -> Batch:
-        """Return a smaller batch of some of a batch's rows.
-
-        Args:
-            batch: Left unusable.
-            rows: Those to keep, some of them repeated: as many as `size_for` returns.
-        """
+        """Return a smaller batch of some of a batch's rows, which may be repeated; the batch is left unusable."""
         smaller = self._batch(len(rows), batch.length)
         index = torch.tensor(rows, device=self.device)
         for old, new in zip(batch.layers, smaller.layers, strict=True):

@@ -91,28 +91,32 @@ class WeightsWriter:
         for abandoned in path.parent.glob(f".{path.name}.*.tmp"):  # by a trainer that was killed while it wrote
             abandoned.unlink(missing_ok=True)
 
-    def write(self, model: nn.Module, version: Version) -> None:
+    def write(self, weights: Mapping[str, Tensor], version: Version) -> None:
         """Replace the published weights.
+
+        Args:
+            weights: By the names of the student's parameters, tied ones once.
+            version: Theirs.
 
         Raises:
             OutputError: There is no room for them.
         """
-        shared = self._shared(model)
+        shared = self._shared(weights)
         if shared is None:
-            self._replace(MAGIC, version, save(_tensors(model)))
+            self._replace(MAGIC, version, save(_on_host(weights)))
             return
         description = shared.description()
         # The header says so before a byte changes: a reader in between reads again.
         self._replace(ON_DEVICE, Version(WRITING, version.tag), description)
-        shared.write(model)
+        shared.write(weights)
         self._replace(ON_DEVICE, version, description)
 
-    def _shared(self, model: nn.Module) -> DeviceWeights | None:
-        """Return the device memory for a model's weights; None if they pass through the file."""
+    def _shared(self, weights: Mapping[str, Tensor]) -> DeviceWeights | None:
+        """Return the device memory for the weights; None if they pass through the file."""
         if self._device_weights is None and self.on_device:
-            reason = why_not_on_device(model)
+            reason = why_not_on_device(weights)
             try:
-                self._device_weights = DeviceWeights(model) if reason is None else None
+                self._device_weights = DeviceWeights(weights) if reason is None else None
             except CudaError as error:
                 if error.code != NO_MEMORY:
                     raise
@@ -238,9 +242,8 @@ def _copy(tensors: Mapping[str, Tensor], model: nn.Module, path: Path) -> None:
             weight.copy_(tensors[name])
 
 
-def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return a model's weights on the host, tied ones once."""
-    return {name: weight.detach().cpu().contiguous() for name, weight in model.named_parameters()}
+def _on_host(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: weight.detach().cpu().contiguous() for name, weight in weights.items()}
 
 
 def _version(head: bytes, path: Path) -> tuple[bytes, Version, int]:
@@ -272,24 +275,23 @@ class DeviceWeights:
     """The trainer's copy of its weights.
 
     Args:
-        model: The student, on a GPU.
+        weights: The student's, on a GPU.
 
     Raises:
         CudaError: There is no room for it, or its memory cannot be shared.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        weights = dict(model.named_parameters())
+    def __init__(self, weights: Mapping[str, Tensor]) -> None:
         self.device = next(iter(weights.values())).device
         self._layout = dict(_layout(weights))
         self._memory = DeviceMemory.allocate(max(end for _, end in self._layout.values()), self.device)
         self._tensors = _tensors_in(self._memory, weights, self._layout)
 
-    def write(self, model: nn.Module) -> None:
-        """Copy the model's weights; done when this returns."""
+    def write(self, weights: Mapping[str, Tensor]) -> None:
+        """Copy the weights; done when this returns."""
         with torch.no_grad():
             # One launch for hundreds of tensors.
-            torch._foreach_copy_(list(self._tensors.values()), [weight.detach() for weight in model.parameters()])
+            torch._foreach_copy_(list(self._tensors.values()), [weights[name].detach() for name in self._tensors])
         torch.cuda.synchronize(self.device)
 
     def description(self) -> bytes:
@@ -299,10 +301,10 @@ class DeviceWeights:
         return json.dumps({**memory, "bytes": self._memory.nbytes, "tensors": tensors}).encode()
 
 
-def why_not_on_device(model: nn.Module) -> str | None:
-    """Return why a model's weights cannot be shared by CUDA IPC; None if they can."""
-    if next(model.parameters()).device.type != "cuda":
-        return "the student is not on a GPU"
+def why_not_on_device(weights: Mapping[str, Tensor]) -> str | None:
+    """Return why weights cannot be shared by CUDA IPC; None if they can."""
+    if next(iter(weights.values())).device.type != "cuda":
+        return "the student's weights are not on one GPU"
     return None if bindings_installed() else 'the package cuda-bindings (extra "gpu") is not installed'
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,41 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn.functional import pad
 
-from xtoken_core.config.rollout import RolloutSpec
 from xtoken_services.common.generation.decoding import NAME as ATTENTION
-from xtoken_services.common.generation.decoding import SPAN, Batch, Decoder, size_for
+from xtoken_services.common.generation.decoding import Batch, Decoder, Sample, fixed
 from xtoken_services.common.generation.published_weights import Version, load_weights
 from xtoken_services.common.generation.vocabulary import Vocabulary
+
+BLOCK = 256
+"""Tokens of the vocabulary whose probabilities are summed before one of them is drawn."""
+BELOW_ONE = 1 - 1e-12
+"""Part of a sum of probabilities up to which is drawn: beyond it, rounding could find a token of probability 0."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Lengths and distribution of completions.
+
+    Attributes:
+        max_new_tokens: Maximum of tokens.
+        temperature: 0 takes the most likely token.
+        top_k: Sample from so many of the most likely tokens; None: from all.
+        top_p: Sample from the most likely tokens that together have this probability.
+        stop: Texts that end a completion, which keeps them.
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    stop: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, settings: Any) -> Sampling:
+        """Take over the values that settings, such as a run's `[rollout]`, have under the same names."""
+        return cls(**{each.name: getattr(settings, each.name) for each in fields(cls)})
 
 
 @dataclass
@@ -55,12 +84,23 @@ class Sampler:
         settings: Lengths and distribution.
         fixed_memory: Decode in memory of a fixed size (`decoding.Decoder`), on a GPU by graphs; this sets the model's
             attention.
+        forward: Computes the model's output; None: the model.
+        any_rank: Returns whether its argument is true on any of the ranks that share the model and the prompts.
     """
 
     def __init__(
-        self, model: Any, vocabulary: Vocabulary, settings: RolloutSpec, *, fixed_memory: bool = False
+        self,
+        model: Any,
+        vocabulary: Vocabulary,
+        settings: Sampling,
+        *,
+        fixed_memory: bool = False,
+        forward: Callable[..., Any] | None = None,
+        any_rank: Callable[[bool], bool] = bool,
     ) -> None:
         self.model, self.vocabulary, self.settings = model, vocabulary, settings
+        self._barred = ~vocabulary.allowed
+        self._run, self._any_rank = forward or model, any_rank
         self._stops = [text.encode() for text in settings.stop]
         accepted = inspect.signature(model.forward).parameters
         self._has_positions = "position_ids" in accepted
@@ -98,79 +138,61 @@ class Sampler:
         Returns:
             A completion of 1 to `max_new_tokens` tokens for each.
         """
-        device, width = self.model.device, max(map(len, prompts))
-        ids = torch.full((len(prompts), width), self.vocabulary.pad_id)  # [B, T], padded on the left
-        mask = torch.zeros_like(ids)
-        for at, prompt in enumerate(prompts):
-            ids[at, width - len(prompt) :] = torch.from_numpy(prompt)
-            mask[at, width - len(prompt) :] = 1
-        ids, mask = ids.to(device), mask.to(device)
         uniforms = torch.from_numpy(np.stack([_uniforms(seed, self.settings.max_new_tokens) for seed in seeds]))
-        uniforms = uniforms.to(device)
+        uniforms = uniforms.to(self.model.device)
         rows = [Sampled() for _ in prompts]
-        logits, cache = self._forward(ids, mask, None)
-        chosen = self._first(rows, logits, uniforms)
+        logits, mask, cache = self._prefill([tuple(prompt.tolist()) for prompt in prompts])
+        chosen, *values = self._sample(logits, uniforms[:, 0])
+        self._extend(rows, *(x.unsqueeze(1) for x in (chosen, *values)))
         progress()
-        batch = None
+        batch: Batch | GrowingBatch | None = None
         if self._decoder is not None and self.settings.max_new_tokens > 1 and not all(row.finished for row in rows):
             batch = self._decoder.start(cache, mask, chosen, uniforms)
         if batch is None:
-            self._decode(rows, chosen, mask, cache, uniforms, progress)
-        else:
-            del cache
-            self._decode_spans(rows, batch, progress)
+            batch = GrowingBatch(self._logits, self._sample, cache, mask, chosen, uniforms)
+        del cache
+        self._decode(rows, batch, progress)
         return rows
 
-    def _first(self, rows: list[Sampled], logits: Tensor, uniforms: Tensor) -> Int[Tensor, " B"]:
-        """Add the first token of every row; return them."""
-        chosen, *values = self._sample(logits, uniforms[:, 0])
-        self._extend(rows, *(x.unsqueeze(1) for x in (chosen, *values)))
-        return chosen
+    def _prefill(self, prompts: Sequence[tuple[int, ...]]) -> tuple[Float[Tensor, "B V"], Int[Tensor, "B T"], Any]:
+        """Compute prompts, equal ones once; return their last logits, their mask and the cache."""
+        order = {prompt: number for number, prompt in enumerate(dict.fromkeys(prompts))}
+        logits, mask, cache = self._computed(list(order))
+        if len(order) == len(prompts):
+            return logits, mask, cache
+        if not fixed(cache, 0):  # what else it keeps might not be selected
+            return self._computed(prompts)
+        which = torch.tensor([order[prompt] for prompt in prompts], device=mask.device)
+        cache.batch_select_indices(which)
+        return logits[which], mask[which], cache
 
-    def _decode(
-        self,
-        rows: list[Sampled],
-        chosen: Tensor,
-        mask: Tensor,
-        cache: Any,
-        uniforms: Tensor,
-        progress: Callable[[], None],
-    ) -> None:
-        """Decode token by token with the model's own cache, until all rows are finished."""
-        kept = []
-        for n in range(1, self.settings.max_new_tokens):
-            if all(row.finished for row in rows):
-                break
-            ids = chosen.unsqueeze(1)
-            mask = torch.cat([mask, torch.ones_like(ids)], dim=1)
-            logits, cache = self._forward(ids, mask, cache)
-            chosen, entropy, log_probs = self._sample(logits, uniforms[:, n])
-            kept.append((entropy, log_probs))
-            for row, token in zip(rows, chosen.tolist(), strict=True):
-                if not row.finished:
-                    self._append(row, token)
-            progress()
-        if kept:
-            self._add_values(rows, *(torch.stack(x, 1) for x in zip(*kept, strict=True)))
+    def _computed(self, prompts: Sequence[tuple[int, ...]]) -> tuple[Float[Tensor, "B V"], Int[Tensor, "B T"], Any]:
+        """Compute prompts, each by itself; see `_prefill`."""
+        width = max(map(len, prompts))
+        ids = torch.full((len(prompts), width), self.vocabulary.pad_id)  # [B, T], padded on the left
+        mask = torch.zeros_like(ids)
+        for at, prompt in enumerate(prompts):
+            ids[at, width - len(prompt) :] = torch.tensor(prompt)
+            mask[at, width - len(prompt) :] = 1
+        ids, mask = ids.to(self.model.device), mask.to(self.model.device)
+        output = self._output(ids, mask, (mask.cumsum(dim=1) - 1).clamp(min=0), None)
+        return output.logits[:, -1].float(), mask, output.past_key_values
 
-    def _decode_spans(self, rows: list[Sampled], batch: Batch, progress: Callable[[], None]) -> None:
+    def _decode(self, rows: list[Sampled], batch: Batch | GrowingBatch, progress: Callable[[], None]) -> None:
         """Decode spans of tokens; rows that are finished leave the batch when half of it is."""
-        assert self._decoder is not None
         at = list(range(len(rows)))  # rows of the batch, without surplus ones
         n = 1
-        while n < self.settings.max_new_tokens and any(not row.finished for row in rows):
+        while n < self.settings.max_new_tokens and self._any_rank(any(not row.finished for row in rows)):
             living = [i for i, row in enumerate(at) if not rows[row].finished]
-            size = size_for(len(living))
-            if size <= batch.size // 2:
-                batch = self._decoder.narrowed(batch, [*living, *[living[0]] * (size - len(living))])
-                at = [at[i] for i in living]
-            span = min(SPAN, self.settings.max_new_tokens - n)
+            smaller = batch.narrowed(living)
+            if smaller is not batch:
+                batch, at = smaller, [at[i] for i in living]
+            span = min(batch.span, self.settings.max_new_tokens - n)
             for _ in range(span):
                 batch.step()
+                progress()
             n += span
-            values = (x[: len(at), n - span : n] for x in (batch.tokens, batch.entropies, batch.log_probs))
-            self._extend([rows[row] for row in at], *values)
-            progress()
+            self._extend([rows[row] for row in at], *batch.made(len(at), n - span, n))
 
     def _extend(self, rows: Sequence[Sampled], tokens: Tensor, entropies: Tensor, log_probs: Tensor) -> None:
         """Add tokens to rows until each is finished.
@@ -185,20 +207,10 @@ class Sampler:
             for token in ids:
                 if not row.finished:
                     self._append(row, token)
-        self._add_values(rows, entropies, log_probs)
-
-    def _add_values(self, rows: Sequence[Sampled], entropies: Tensor, log_probs: Tensor) -> None:
-        """Add entropies and log-probabilities of the tokens that rows have got, `[B, n]`."""
-        for row, along, own in zip(rows, entropies.cpu(), log_probs.cpu(), strict=True):
+        for row, along, own in zip(rows, entropies.tolist(), log_probs.tolist(), strict=True):
             count = len(row.ids) - len(row.log_probs)
-            row.entropy += float(along[:count].sum())
-            row.log_probs += own[:count].tolist()
-
-    def _forward(self, ids: Tensor, mask: Tensor, cache: Any) -> tuple[Float[Tensor, "B V"], Any]:
-        """Return the logits of the last position in float32, and the cache of keys and values."""
-        positions = (mask.cumsum(dim=1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-        output = self._output(ids, mask, positions, cache)
-        return output.logits[:, -1].float(), output.past_key_values
+            row.entropy += sum(along[:count])
+            row.log_probs += own[:count]
 
     def _logits(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Any) -> Float[Tensor, "B V"]:
         """Return the logits of one token per row in float32."""
@@ -207,7 +219,7 @@ class Sampler:
 
     def _output(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Any) -> Any:
         options = {"position_ids": positions} if self._has_positions else {}
-        return self.model(
+        return self._run(
             input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, **options, **self._last
         )
 
@@ -215,7 +227,7 @@ class Sampler:
         self, logits: Float[Tensor, "B V"], uniforms: Float[Tensor, " B"]
     ) -> tuple[Int[Tensor, " B"], Float[Tensor, " B"], Float[Tensor, " B"]]:
         """Return a token of each row, the entropy of its distribution and its log-probability."""
-        allowed = logits.masked_fill(~self.vocabulary.allowed, -torch.inf)
+        allowed = logits.masked_fill(self._barred, -torch.inf)
         chosen = choose(allowed, uniforms, self.settings)
         return chosen, entropy_of(allowed), logits.log_softmax(-1).gather(1, chosen.unsqueeze(1)).squeeze(1)
 
@@ -229,7 +241,52 @@ class Sampler:
             row.stopped = any(stop in row.tail for stop in self._stops)
 
 
-def choose(logits: Float[Tensor, "B V"], uniforms: Float[Tensor, " B"], settings: RolloutSpec) -> Int[Tensor, " B"]:
+class GrowingBatch:
+    """Rows that are decoded with the model's own cache, which grows by a column a step.
+
+    Args:
+        forward: From ids `[B, 1]`, mask `[B, L]`, positions `[B, 1]` and a cache, the logits `[B, V]`.
+        sample: The sampling.
+        cache: Of the prompts.
+        mask: 1 for tokens of a prompt, which is padded on the left.
+        first: Each row's first token.
+        uniforms: Of all tokens.
+    """
+
+    span = 4
+    """Tokens of a row between two looks of the host."""
+
+    def __init__(
+        self, forward: Callable[..., Tensor], sample: Sample, cache: Any, mask: Tensor, first: Tensor, uniforms: Tensor
+    ) -> None:
+        self._forward, self._sample, self._cache = forward, sample, cache
+        self._mask, self._ids, self._uniforms = mask, first.unsqueeze(1), uniforms
+        self._positions = mask.sum(1, keepdim=True)
+        self._made: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def step(self) -> None:
+        """Decode one token of every row."""
+        self._mask = pad(self._mask, (0, 1), value=1)
+        logits = self._forward(self._ids, self._mask, self._positions, self._cache)
+        self._made.append(self._sample(logits, self._uniforms[:, len(self._made) + 1]))
+        self._ids = self._made[-1][0].unsqueeze(1)
+        self._positions = self._positions + 1
+
+    def made(self, rows: int, first: int, last: int) -> list[Tensor]:
+        """Return tokens, entropies and log-probabilities, `[rows, last - first]` each."""
+        return [torch.stack(x, 1) for x in zip(*self._made[first - last :], strict=True)]
+
+    def narrowed(self, living: Sequence[int]) -> GrowingBatch:
+        """Return a batch of these rows if they are half of all or fewer, or else this one."""
+        if not living or 2 * len(living) > len(self._ids) or not fixed(self._cache, 0):
+            return self
+        rows = torch.tensor(living, device=self._ids.device)
+        self._cache.batch_select_indices(rows)
+        left = self._uniforms[rows, len(self._made) :]
+        return GrowingBatch(self._forward, self._sample, self._cache, self._mask[rows], self._ids[rows, 0], left)
+
+
+def choose(logits: Float[Tensor, "B V"], uniforms: Float[Tensor, " B"], settings: Sampling) -> Int[Tensor, " B"]:
     """Choose a token of each row by the inverse of its cumulative distribution.
 
     Args:
@@ -239,25 +296,40 @@ def choose(logits: Float[Tensor, "B V"], uniforms: Float[Tensor, " B"], settings
     """
     if settings.temperature == 0:
         return logits.argmax(dim=-1)
-    logits = logits / settings.temperature
+    if settings.temperature != 1:
+        logits = logits / settings.temperature
     if settings.top_k is not None and settings.top_k < logits.shape[1]:
         least = logits.topk(settings.top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < least, -torch.inf)
-    probabilities = logits.double().softmax(dim=-1)
+    probabilities = logits.softmax(dim=-1)
     if settings.top_p < 1:
         ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
-        before = ordered.cumsum(dim=-1) - ordered
+        before = ordered.double().cumsum(dim=-1) - ordered
         kept = torch.zeros_like(probabilities, dtype=torch.bool).scatter(1, order, before < settings.top_p)
         probabilities = probabilities.masked_fill(~kept, 0.0)
-    cumulative = probabilities.cumsum(dim=-1)
-    target = (uniforms * cumulative[:, -1]).unsqueeze(1)
-    return torch.searchsorted(cumulative, target, right=True).squeeze(1).clamp(max=logits.shape[1] - 1)
+    # Sums in float64 leave rounding no say in the choice; two levels of them read the vocabulary once.
+    if spare := -logits.shape[1] % BLOCK:
+        probabilities = pad(probabilities, (0, spare))
+    blocks = probabilities.view(len(logits), -1, BLOCK)
+    sums = blocks.sum(-1, dtype=torch.float64)
+    block, rest = _inverse(sums, uniforms * sums.sum(-1))
+    inside = blocks.gather(1, block[:, None, None].expand(-1, 1, BLOCK)).squeeze(1)
+    # Weights that have become NaN choose any token.
+    return (block * BLOCK + _inverse(inside.double(), rest)[0]).clamp(max=logits.shape[1] - 1)
+
+
+def _inverse(masses: Float[Tensor, "B n"], target: Float[Tensor, " B"]) -> tuple[Int[Tensor, " B"], Tensor]:
+    """Return where the masses before and with an entry enclose a target, and the target less the masses before."""
+    cumulative = masses.cumsum(dim=-1)
+    target = torch.minimum(target, cumulative[:, -1] * BELOW_ONE).clamp(min=0).unsqueeze(1)
+    at = torch.searchsorted(cumulative, target, right=True).clamp(max=masses.shape[1] - 1)
+    return at.squeeze(1), (target - (cumulative - masses).gather(1, at)).squeeze(1)
 
 
 def entropy_of(logits: Float[Tensor, "B V"]) -> Float[Tensor, " B"]:
     """Return the entropy of each row's distribution in nats; `-inf` is probability 0."""
-    log_p = logits.log_softmax(dim=-1)
-    return -(log_p.exp() * log_p.masked_fill(log_p == -torch.inf, 0.0)).sum(-1)
+    entropy: Tensor = torch.special.entr(logits.softmax(dim=-1)).sum(-1)
+    return entropy
 
 
 def seed_of(seed: int, position: int, version: int) -> int:

@@ -50,12 +50,21 @@ def vocabulary_of(tokenizer: TextTokenizer, defaults: Any, *, width: int) -> Voc
     table = tokenizer.table
     if table.drops_whitespace:
         raise ConfigError("rollout: the student's tokenizer spells no spaces, so that a completion is no text")
-    named = [*(defaults if isinstance(defaults, list) else [defaults]), tokenizer.eos_id]
-    ends = frozenset(end for end in named if isinstance(end, int) and end < min(len(table), width))
+    ends = _ends(tokenizer, defaults, min(len(table), width))
     allowed = torch.zeros(width, dtype=torch.bool)
     allowed[: len(table)] = torch.from_numpy(table.kinds == TEXT)[: len(allowed)]
     allowed[list(ends)] = True
     return Vocabulary(table.pieces, allowed, ends, tokenizer.pad_id)
+
+
+def any_token_of(tokenizer: TextTokenizer, defaults: Any, *, width: int) -> Vocabulary:
+    """Return all tokens, whatever they spell; see `vocabulary_of`. Only the tokenizer knows their text."""
+    return Vocabulary((), torch.ones(width, dtype=torch.bool), _ends(tokenizer, defaults, width), tokenizer.pad_id)
+
+
+def _ends(tokenizer: TextTokenizer, defaults: Any, count: int) -> frozenset[int]:
+    named = [*(defaults if isinstance(defaults, list) else [defaults]), tokenizer.eos_id]
+    return frozenset(end for end in named if isinstance(end, int) and end < count)
 
 
 def end_tokens(model: Any) -> Any:

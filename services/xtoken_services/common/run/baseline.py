@@ -26,7 +26,7 @@ def why_no_baseline(spec: Mapping[str, Any]) -> str:
     if not spec.get("teacher"):
         return "this run has no teacher, so it is its own baseline"
     rollout = spec.get("rollout")
-    if rollout is not None and rollout.get("fraction", 1.0) == 1:
+    if rollout is not None and not rollout.get("after") and rollout.get("fraction", 1) in (1, [1, 1], (1, 1)):
         return "every sample of this run is a prompt (rollout.fraction = 1), so it has no text for the cross-entropy"
     return ""
 

@@ -11,6 +11,8 @@ SAMPLE = "sample.json"
 BITS = "bits_per_byte"
 TEACHER_BITS = "teacher_bits_per_byte"
 """Bits per byte of the best teacher, in a line of `eval.jsonl`; with several, `_t{i}` is appended for each."""
+TASK = "task_accuracy_"
+"""Prefix of the accuracy on a task, by its name, in a line of `eval.jsonl`."""
 MOST_UNREACHABLE = 0.1
 UNREACHABLE = "unreachable_mass"
 
@@ -26,11 +28,25 @@ def finite(line: Mapping[str, Any] | None) -> dict[str, float]:
     return {name: value for name, value in line.items() if _is_finite(value)} if line else {}
 
 
-def is_better(evaluation: Mapping[str, Any], best: Mapping[str, Any] | None) -> bool:
-    """Return whether an evaluation has fewer bits per byte than the best one before it; None: there is none yet.
+def task_accuracy(evaluation: Mapping[str, Any]) -> float | None:
+    """Return an evaluation's mean accuracy over its tasks; None without any.
 
-    The untrained student of step 0 does not take part: the first steps may cost something that later ones regain.
+    >>> task_accuracy({"step": 8, "task_accuracy_sums": 0.5, "task_accuracy_words": 1.0})
+    0.75
     """
+    found = [value for name, value in finite(evaluation).items() if name.startswith(TASK)]
+    return math.fsum(found) / len(found) if found else None
+
+
+def is_better(evaluation: Mapping[str, Any], best: Mapping[str, Any] | None, *, by_tasks: bool = False) -> bool:
+    """Return whether an evaluation is better than the best one before it; None: there is none yet.
+
+    It has fewer bits per byte. The untrained student of step 0 does not take part: the first steps may cost something
+    that later ones regain. By tasks it has a higher accuracy, and step 0 takes part: a student may come well trained.
+    """
+    if by_tasks:
+        accuracy, before = task_accuracy(evaluation), None if best is None else task_accuracy(best)
+        return accuracy is not None and (before is None or accuracy > before)
     bits = finite(evaluation).get(BITS)
     return evaluation.get("step") != 0 and bits is not None and (best is None or bits < best[BITS])
 

@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from xtoken_core.config.eval import EvalSpec
-from xtoken_core.config.loss import DENSE_ONLY, READ_BY, LossConfig, LossMode, kind_of
-from xtoken_core.config.resolved import ResolvedModel, ResolvedRun
+from xtoken_core.config.loss import DENSE_ONLY, PAIR_KINDS, PAIR_NAMES, READ_BY, LossConfig, LossMode
+from xtoken_core.config.resolved import ResolvedModel, ResolvedRun, same_tokenizer_of
 from xtoken_core.config.spec import PAD_MULTIPLE, ModelSpec, RunSpec, TeacherSpec, padded_length
 from xtoken_core.dataset import JoinedIndex, TextIndex
 from xtoken_core.errors import ConfigError, InputError, XtokenError
 from xtoken_core.projection.fingerprint import file_fingerprint, is_sparse, tokenizer_fingerprint
-from xtoken_core.projection.pair_cache import NAMES
 from xtoken_core.tasks import read_prompts
 from xtoken_services.common.batches.step_plan import ring_shape
 from xtoken_services.common.files.allowed_paths import check_allowed, readable_roots
@@ -66,7 +65,8 @@ def resolve_run(spec: RunSpec, progress: Progress | None = None) -> ResolvedRun:
         if teacher.projection is not None:
             check_projection_pair(teacher.projection, spec.student.tokenizer_dir, teacher.tokenizer_dir)
             _check_projection_form(number, teacher.projection, spec.loss.mode_of(number))
-    check_teachers(spec, student, teachers)
+    same_tokenizer = same_tokenizer_of(spec, student, teachers)
+    _check_teachers(spec, same_tokenizer)
     for number, teacher in enumerate(spec.teacher):
         if teacher.loads_model:
             name = spec.teacher_name(number)
@@ -74,7 +74,6 @@ def resolve_run(spec: RunSpec, progress: Progress | None = None) -> ResolvedRun:
             check_divided(name, teacher.model, config, teacher.gpus, quantized=teacher.quantized)
     obstacle = _obstacle_to_packing(spec)
     _writable(spec.output)
-    same_tokenizer = same_tokenizer_of(spec, student, teachers)
     index, piece_bytes = _training_text(spec, same_tokenizer, progress)
     records = len(index)
     if spec.eval is not None:
@@ -83,9 +82,6 @@ def resolve_run(spec: RunSpec, progress: Progress | None = None) -> ResolvedRun:
             open_index(spec, [path], spec.eval.field)
         _check_tasks(spec.eval)
     mixture = _mixture_of(spec, index)
-    positions = spec.data.epochs * (sum(samples for _, samples in mixture) or records)
-    if spec.train.max_steps is not None:
-        positions = min(positions, spec.train.max_steps * spec.train.samples_per_step)
     pair_files = tuple(_pair_file(spec, number, student, files, progress) for number, files in enumerate(teachers))
     resolved = ResolvedRun(
         spec=spec,
@@ -95,7 +91,7 @@ def resolve_run(spec: RunSpec, progress: Progress | None = None) -> ResolvedRun:
         projection_fingerprints=tuple(file_fingerprint(path) if path else "" for path in pair_files),
         data_fingerprint=index.fingerprint,
         records=records,
-        positions=positions,
+        positions=_positions(spec, sum(samples for _, samples in mixture) or records),
         mixture=mixture,
         piece_bytes=piece_bytes,
         packed=spec.train.packing != "off" and not obstacle,
@@ -105,6 +101,23 @@ def resolve_run(spec: RunSpec, progress: Progress | None = None) -> ResolvedRun:
     _check_memory(resolved)
     check_stores(resolved)
     return resolved
+
+
+def _positions(spec: RunSpec, epoch: int) -> int:
+    """Return the positions of a run whose epochs have so many.
+
+    Raises:
+        ConfigError: Its cold start leaves no step for completions.
+    """
+    positions, per_step = spec.data.epochs * epoch, spec.train.samples_per_step
+    if spec.train.max_steps is not None:
+        positions = min(positions, spec.train.max_steps * per_step)
+    steps = -(-positions // per_step)
+    if spec.rollout is not None and spec.rollout.steps_before(steps) >= steps:
+        raise ConfigError(
+            f"rollout.after = {spec.rollout.after:g} of {steps} steps leaves none for completions: lower it"
+        )
+    return positions
 
 
 def _training_text(spec: RunSpec, same_tokenizer: Sequence[bool], progress: Progress | None) -> tuple[TextIndex, int]:
@@ -137,7 +150,7 @@ def _pair_file(
     spec: RunSpec, number: int, student: ResolvedModel, files: ResolvedModel, progress: Progress | None
 ) -> Path | None:
     """Return the file that a teacher's loss reads about the two tokenizers, built first if need be; None: none."""
-    teacher, kind = spec.teacher[number], kind_of(spec.loss.mode_of(number))
+    teacher, kind = spec.teacher[number], PAIR_KINDS.get(spec.loss.mode_of(number))
     if teacher.projection is not None and kind != "chain":
         check_special_tokens(number, teacher)
         return teacher.projection
@@ -149,7 +162,7 @@ def _pair_file(
 
     def report(done: float) -> None:
         if progress is not None:
-            progress(f"building the {NAMES[kind]} of the student's and {name}'s tokenizer", done)
+            progress(f"building the {PAIR_NAMES[kind]} of the student's and {name}'s tokenizer", done)
 
     pairs = teacher.special_tokens
     return pair_file(cache_of(spec), kind, *directories, fingerprints, name, special_tokens=pairs, progress=report)
@@ -208,8 +221,10 @@ def file_warnings(run: ResolvedRun) -> Iterator[str]:
     if run.packing_obstacle:
         yield f"rows are padded, which costs time: {run.packing_obstacle}"
     yield from _without_effect(run)
-    if train.warmup_steps > run.steps:
-        yield f"the run ends after {run.steps} steps, its warm-up would after train.warmup_steps = {train.warmup_steps}"
+    cold = run.restart[0] if run.restart is not None else 0
+    what, steps = ("run", run.steps) if not cold else ("shorter schedule of rollout.after", min(cold, run.steps - cold))
+    if train.warmup_steps > steps:
+        yield f"the {what} ends after {steps} steps, its warm-up would after train.warmup_steps = {train.warmup_steps}"
 
 
 def _trained_on(spec: RunSpec) -> str:
@@ -387,25 +402,16 @@ def _writable(output: Path) -> None:
         raise XtokenError(f"cannot write into the output directory {output}")
 
 
-def same_tokenizer_of(spec: RunSpec, student: ResolvedModel, teachers: Sequence[ResolvedModel]) -> list[bool]:
-    """Return for each teacher True if it has the student's tokenizer and no projection is named."""
-    return [
-        of_run.projection is None and files.tokenizer_fingerprint == student.tokenizer_fingerprint
-        for of_run, files in zip(spec.teacher, teachers, strict=True)
-    ]
-
-
-def check_teachers(spec: RunSpec, student: ResolvedModel, teachers: Sequence[ResolvedModel]) -> None:
+def _check_teachers(spec: RunSpec, same_tokenizer: Sequence[bool]) -> None:
     """Refuse settings of the loss that these teachers' tokenizers make impossible.
 
     Raises:
         ConfigError: With the reason and what to change.
     """
     try:
-        same_tokenizer = same_tokenizer_of(spec, student, teachers)
         spec.loss.check_teachers([t.weight for t in spec.teacher], same_tokenizer)
         if spec.rollout is not None and any(same_tokenizer):
-            name = spec.teacher_name(same_tokenizer.index(True))
+            name = spec.teacher_name([*same_tokenizer].index(True))
             raise ValueError(
                 f"{name} has the student's tokenizer, and [rollout] takes teachers with tokenizers of their "
                 "own: name a projection, or unset one of them"

@@ -13,6 +13,10 @@ LEAST_FRACTION = 0.05
 PAST_BEST = "best"
 MOST_LEFT_OUT = 0.1
 """Part of the samples that may be skipped, or cut, without a warning."""
+MOST_GROWTH = 2.0
+"""Times by which entropy and length of completions may grow over a run, or the overlap ratio shrink."""
+LEAST_FINISHED = 0.1
+"""Fraction of completions by which those that end by themselves may become fewer."""
 LEAST_SAMPLES = 20
 """Samples of a run under way of which such a part is said."""
 
@@ -21,7 +25,7 @@ def warnings_of(status: RunStatus) -> dict[str, str]:
     """Return the warnings of a run, one line each, by the metric that they are about."""
     counted = left_out_warnings(*_left_out(status))
     metrics = unreachable_warnings(status.metrics) | _without_effect(status)
-    return counted | metrics | _worse(status) | _past_best(status) | _weak_teacher(status)
+    return counted | metrics | _runaway(status) | _worse(status) | _past_best(status) | _weak_teacher(status)
 
 
 def left_out_warnings(counts: Mapping[str, Any], of: float) -> dict[str, str]:
@@ -71,6 +75,40 @@ def _without_effect(status: RunStatus) -> dict[str, str]:
         "alone: raise loss.kl_loss_weight or lower loss.ce_loss_scale"
     )
     return {"kl_fraction": text}
+
+
+def _runaway(status: RunStatus) -> dict[str, str]:
+    """Return warnings that completions are no longer what they were at the start, and what to change."""
+    first, last = (finite(table(status.completions, name)) for name in ("first", "last"))
+    loss, lines = table(status.spec, "loss"), {}
+    reverse = loss.get("mode") == "chain" and not loss.get("reverse_kl") and loss.get("beta") is None
+    change = ("set loss.reverse_kl = true or loss.beta, or " if reverse else "") + "lower train.learning_rate"
+    change += "" if status.keeps_best else ", and keep the best student by eval.keep_best = true"
+
+    def grown(name: str, times: float = MOST_GROWTH) -> bool:
+        return name in first and last.get(name, 0.0) > times * first[name]
+
+    if grown("entropy"):
+        lines["entropy"] = (
+            f"the student writes more and more at random: its completions have {last['entropy']:.2f} nats a token, "
+            f"{first['entropy']:.2f} at first (entropy): {change}"
+        )
+    if "finished" in first and last.get("finished", 1.0) < first["finished"] - LEAST_FINISHED:
+        lines["finished"] = (
+            f"{last['finished']:.0%} of the completions end by themselves, {first['finished']:.0%} did at first "
+            f"(finished): if those that are cut are good, raise rollout.max_new_tokens; otherwise {change}"
+        )
+    if grown("completion_tokens"):
+        lines["completion_tokens"] = (
+            f"completions have grown to {last['completion_tokens']:.0f} tokens, from {first['completion_tokens']:.0f} "
+            f"at first (completion_tokens): if they repeat themselves, lower rollout.max_new_tokens, or {change}"
+        )
+    if "overlap_ratio" in last and last["overlap_ratio"] * MOST_GROWTH < first.get("overlap_ratio", 0.0):
+        lines["overlap_ratio"] = (
+            f"{last['overlap_ratio']:.0%} of what student and teacher find likeliest on completions is common, "
+            f"{first['overlap_ratio']:.0%} was at first (overlap_ratio): the teacher cannot correct such text: {change}"
+        )
+    return lines
 
 
 def _weak_teacher(status: RunStatus) -> dict[str, str]:

@@ -118,7 +118,11 @@ class RunStatus(RunSummary):
     first_evaluation: dict[str, Any] | None = None
     """Metrics of the first evaluation, before any step."""
     best_evaluation: dict[str, Any] | None = None
-    """Metrics of the evaluation with the fewest bits per byte, without that before any step."""
+    """Metrics of the evaluation with the fewest bits per byte, without that before any step; with
+    `rollout.stop_when_worse` of that with the highest accuracy on tasks."""
+    completions: dict[str, dict[str, float]] | None = None
+    """Means of `entropy`, `finished`, `completion_tokens` and `overlap_ratio` over the first and over the last 8 steps
+    with completions, as `first` and `last`."""
     checkpoint: int | None = None
     """Step of the newest checkpoint."""
     sample: dict[str, Any] | None = None
@@ -199,6 +203,11 @@ class RunStatus(RunSummary):
 def keeps_best(spec: Mapping[str, Any] | None) -> bool:
     """Return whether a run with these settings exports the weights of its best evaluation."""
     return bool(table(spec, "eval").get("keep_best"))
+
+
+def goes_by_tasks(spec: Mapping[str, Any] | None) -> bool:
+    """Return whether the best evaluation of a run with these settings is that with the highest accuracy on tasks."""
+    return table(spec, "rollout").get("stop_when_worse") is not None
 
 
 def exported_evaluation(

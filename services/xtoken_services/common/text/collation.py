@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NoReturn
@@ -19,7 +20,7 @@ from xtoken_core.dataset import BadRecord, TextIndex
 from xtoken_core.errors import ConfigError, InputError
 from xtoken_core.losses.masks import loss_counts
 from xtoken_core.queue.run.names import SUPERVISOR
-from xtoken_core.wire import Column, QueueError
+from xtoken_core.wire import Column
 from xtoken_core.wire.messages import Block
 from xtoken_services.common.processes.worker import WAIT_S, Worker
 from xtoken_services.common.text.run_order import record_of
@@ -45,19 +46,7 @@ def serve_blocks(worker: Worker, fill: Callable[[Block], None]) -> None:
     Raises:
         QueueError: The queue refuses for another reason.
     """
-    while True:
-        worker.alive()
-        try:
-            block = worker.queue.lease_block(wait_s=WAIT_S)
-            if block is not None:
-                fill(block)
-        except QueueError as error:
-            if error.code == "exhausted":
-                log.info("the run is over")
-                return
-            if error.code != "lease_revoked":
-                raise
-            log.info("%s", error)
+    worker.serve(lambda: fill(worker.until(lambda: worker.queue.lease_block(wait_s=WAIT_S))), unless="lease_revoked")
 
 
 def make_collator(run: ResolvedRun) -> CompletionCollator:
@@ -153,14 +142,19 @@ def look_at_sample(
     Raises:
         BadRecordError: None can be used, or one cannot and `on_bad_record` is "fail".
     """
-    per_step = run.spec.train.samples_per_step
-    texts = per_step - run.spec.prompts_per_step  # the first ones of a step; rollout workers have the others
-    total = run.positions if texts == per_step else run.positions // per_step * texts
+    per_step, prompts = run.spec.train.samples_per_step, run.prompts
+
+    def texts_before(step: int) -> int:
+        return step * per_step - prompts.before(step)
+
+    last = run.steps - 1  # texts are the first samples of a step, and the last step may be a part of one
+    total = texts_before(last) + min(per_step - prompts.at(last), run.positions - last * per_step)
     number = min(LOOKED_AT, total)
-    chosen = [divmod(at * total // number, texts) for at in range(number)]
+    chosen = [at * total // number for at in range(number)]
     positions, room = [], LOOKED_AT_CHARACTERS
-    for step, rest in random.Random(0).sample(chosen, number):  # where there is no room for all, from the whole run
-        position = step * per_step + rest
+    for text in random.Random(0).sample(chosen, number):  # where there is no room for all, from the whole run
+        step = bisect_right(range(1, run.steps), text, key=texts_before)
+        position = step * per_step + text - texts_before(step)
         (record,) = index.read([record_of(run, position)])
         size = 0 if isinstance(record, BadRecord) else len(record.document)
         if size <= room:

@@ -7,16 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from xtoken_services.common.run.baseline import why_no_baseline
-from xtoken_services.common.run.metric_lines import BITS, finite
+from xtoken_services.common.run.loss_words import divergence_name, loss_in_words
+from xtoken_services.common.run.metric_lines import BITS, TASK, finite
 from xtoken_services.common.run.run_warnings import warnings_of
 from xtoken_services.common.run.status import RunState, RunStatus
 from xtoken_services.common.run.verdict import Verdict, judge
 from xtoken_services.control.api.dependencies import AppContext
 from xtoken_services.control.web.formatting import number, percent, seconds_since
-from xtoken_services.control.web.loss_terms import divergence_name, loss_in_words
 from xtoken_services.supervisor.comparison import Comparison, compare_with_baseline
 
-TASK = "task_accuracy_"
 MOST_SAMPLES = 16
 
 TONES = {
@@ -202,7 +201,7 @@ class RunView:
     def _waiting(self, last: Mapping[str, float]) -> tuple[str, str]:
         """Return the longest of the trainer's waits in the last step as a fraction of it, and for what."""
         waits = {
-            "completions" if self.spec.get("rollout") else "text": last.get("data_wait"),
+            "completions" if last.get("completions") else "text": last.get("data_wait"),
             "the teacher": last.get("teacher_wait") if self.has_teacher else None,
         }
         known = {name: value for name, value in waits.items() if value is not None}
@@ -240,6 +239,7 @@ def run_views(context: AppContext, rows: Sequence[dict[str, Any]]) -> list[RunVi
     views = []
     for row in rows:
         view = context.views.of(row["id"])
-        more = {"spec": specs.get(row["id"], {}), **view.eval.evaluations()} if view is not None else {}
+        spec = specs.get(row["id"], {})
+        more = {"spec": spec, **view.eval.evaluations(spec)} if view is not None else {}
         views.append(run_view(context, RunStatus.model_validate({**row, **more})))
     return views

@@ -61,25 +61,30 @@ def test_completions_of_a_step_are_added_up_without_those_that_are_dead(tmp_path
         "loss": {"mode": "alm", "vocab_topk": None},
     }
     run = made.model_copy(update={"spec": RunSpec.model_validate(raw)})
-    assert [position for position in range(16) if run.is_prompt(position)] == [4, 5, 6, 7, 12, 13, 14, 15]
+    assert [position for position in range(16) if run.prompts.holds(position)] == [4, 5, 6, 7, 12, 13, 14, 15]
 
     def marked(version: int, *values: int) -> dict[str, np.ndarray]:
         return row(9, 9, 4) | {
             field.name: np.array(value) for field, value in zip(schema.ROLLOUT_FIELDS, (version, *values), strict=True)
         }
 
-    # Version of the weights; whether it has ended; microseconds of its generation and of the wait; tokens; entropy.
+    # Version of the weights; whether it has ended; microseconds of its generation and of the wait; tokens; entropy;
+    # whether it is right.
     completions = {
-        4: marked(1, 1, 1_500_000, 300_000, 6, 3_000),
-        5: marked(0, 0, 500_000, 200_000, 4, 2_000),
-        6: marked(0, 1, 9, 9, 9, 9),
+        4: marked(1, 1, 1_500_000, 300_000, 6, 3_000, 1),
+        5: marked(0, 0, 500_000, 200_000, 4, 2_000, 0),
+        6: marked(0, 1, 9, 9, 9, 9, 1),
     }
-    step = plan_step(run, 2, step_rows({0: marked(-1, *[0] * 5)} | completions, skipped=[], dead=[6]))
+    step = plan_step(run, 2, step_rows({0: marked(-1, *[0] * 5, -1)} | completions, skipped=[], dead=[6]))
     assert step.generated.metrics() == {
         "completions": 2, "completion_tokens": 5.0, "finished": 0.5, "staleness": 1.5, "entropy": 0.5,
         "generated_tokens_per_second": 5.0, "rollout_wait": 0.2,
+        "completion_accuracy": 0.5,
     }  # fmt: skip
     assert step.generated.stalest == 2
+    unanswered = {position: {**each, "completion_right": np.array(-1)} for position, each in completions.items()}
+    metrics = plan_step(run, 2, step_rows(unanswered, skipped=[], dead=[])).generated.metrics()
+    assert metrics["completions"] == 3 and "completion_accuracy" not in metrics
 
 
 def test_a_step_of_tombstones_has_no_micro_batch(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def test_weights_are_read_as_they_were_published(tmp_path: Path) -> None:
     writer, file = WeightsWriter(tmp_path / "w"), tmp_path / "w"
     for seed in (1, 2):
         model, version = Tied(seed), Version(seed, 9)
-        writer.write(model, version)
+        writer.write(dict(model.named_parameters()), version)
         other = Tied(7)
         assert load_weights(other, file) == read_version(file) == version
         assert torch.equal(other.head.weight, model.head.weight)
@@ -57,7 +57,7 @@ def test_weights_are_read_as_they_were_published(tmp_path: Path) -> None:
 
 def test_damage_and_other_models_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "w"
-    WeightsWriter(file).write(Tied(1), Version(3, 9))
+    WeightsWriter(file).write(dict(Tied(1).named_parameters()), Version(3, 9))
     with pytest.raises(InputError, match="not those of the run's student"):
         load_weights(Tied(1, width=5), file)
     data = bytearray(file.read_bytes())
@@ -109,7 +109,7 @@ def publish_on_device(file: Path, published: Any, loaded: Any) -> None:
     for step in (1, 2):
         with torch.no_grad():
             model.embedding.weight.fill_(step)
-        writer.write(model, Version(step, 9))
+        writer.write(dict(model.named_parameters()), Version(step, 9))
         published.set()
         assert loaded.wait(WAIT_S)
         loaded.clear()
@@ -163,7 +163,7 @@ def host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(published_weights, "DeviceMemory", HostMemory)
     monkeypatch.setattr(published_weights, "device_uuid", lambda device: bytes(16))
     monkeypatch.setattr(published_weights, "device_of", lambda uuid: torch.device("cpu"))
-    monkeypatch.setattr(published_weights, "why_not_on_device", lambda model: None)
+    monkeypatch.setattr(published_weights, "why_not_on_device", lambda weights: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
 
@@ -190,7 +190,7 @@ def test_weights_that_are_written_in_place_are_never_read_half(host_memory: None
 def test_a_sweep_takes_the_weights_of_a_trainer_that_is_gone(tmp_path: Path) -> None:
     kept, lost = tmp_path / f"{WEIGHTS_PREFIX}kept", tmp_path / f"{WEIGHTS_PREFIX}lost"
     writer = WeightsWriter(kept)
-    writer.write(Tied(1), Version(0, 1))
+    writer.write(dict(Tied(1).named_parameters()), Version(0, 1))
     half = tmp_path / f".{lost.name}.1.tmp"
     for file in (lost, half):
         file.write_bytes(b"")
@@ -207,7 +207,7 @@ def publish_for_ever(file: Path, *, device: bool = False) -> None:
         while True:
             step += 1
             model.embedding.weight.fill_(step)
-            writer.write(model, Version(step, 1))
+            writer.write(dict(model.named_parameters()), Version(step, 1))
 
 
 def test_a_trainer_killed_while_it_publishes_leaves_whole_weights(tmp_path: Path) -> None:

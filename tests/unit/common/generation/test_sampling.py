@@ -1,15 +1,19 @@
 """Sampling: the distribution, own random numbers per row, ends, stop strings, valid text."""
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from tests.support.vocabularies import tekken
-from xtoken_core.config.rollout import RolloutSpec
+from tests.support.vocabularies import tekken, wordpiece
+from xtoken_core.errors import ConfigError
 from xtoken_core.tokenizing import TextTokenizer
-from xtoken_services.common.generation.sampling import Sampler, choose, seed_of, spelled_text
-from xtoken_services.common.generation.vocabulary import Vocabulary, end_tokens, vocabulary_of
+from xtoken_services.common.generation import sampling
+from xtoken_services.common.generation.sampling import Sampled, Sampler, Sampling, choose, seed_of, spelled_text
+from xtoken_services.common.generation.vocabulary import Vocabulary, any_token_of, end_tokens, vocabulary_of
 from xtoken_services.rollout.main import prompt_of
 
 PIECES = [bytes([letter]) for letter in b"abcdefghij"] + [b"", "é".encode()[:1], "é".encode()[1:]]
@@ -27,13 +31,13 @@ def model() -> LlamaForCausalLM:
     return LlamaForCausalLM(config).eval()
 
 
-def sampler(model: LlamaForCausalLM, **settings: object) -> Sampler:
+def sampler(model: LlamaForCausalLM, **settings: Any) -> Sampler:
     allowed = torch.tensor([True] * 11 + [False] * 5)
     vocabulary = Vocabulary(PIECES, allowed, frozenset({END}), 0)
-    return Sampler(model, vocabulary, RolloutSpec.model_validate({"max_new_tokens": 12, **settings}))
+    return Sampler(model, vocabulary, Sampling(**{"max_new_tokens": 12, **settings}))
 
 
-def completed(model: LlamaForCausalLM, rows: list[int], **settings: object) -> list[list[int]]:
+def completed(model: LlamaForCausalLM, rows: list[int], **settings: Any) -> list[list[int]]:
     seeds = [seed_of(0, row, 0) for row in rows]
     sampled = sampler(model, **settings).complete([PROMPTS[row] for row in rows], seeds, lambda: None)
     return [each.ids for each in sampled]
@@ -68,6 +72,80 @@ def test_greedy_tokens_are_those_of_the_model_without_a_cache(model: LlamaForCau
     assert sampled.entropy == pytest.approx(entropy, rel=1e-4)
 
 
+def test_greedy_tokens_are_those_of_transformers(model: LlamaForCausalLM) -> None:
+    """Prompts of other lengths are padded on the left in both."""
+    allowed = torch.ones(16, dtype=torch.bool)
+    own = Sampler(model, Vocabulary([b"a"] * 16, allowed, frozenset({END}), 0), Sampling(20, temperature=0))
+    made = own.complete(PROMPTS, [0, 1, 2], lambda: None)
+    ids = torch.tensor([[1, 2, 3], [0, 0, 4], [0, 5, 6]])
+    config = GenerationConfig(max_new_tokens=20, do_sample=False, eos_token_id=END, pad_token_id=0)
+    expected = model.generate(ids, attention_mask=(ids != 0).long(), generation_config=config)[:, 3:].tolist()
+    for row, whole in zip(made, expected, strict=True):
+        assert row.ids == whole[: len(row.ids)]
+        assert row.ends or len(row.ids) == 20
+
+
+class Recorded:
+    """The model's forward pass; the numbers of rows are kept."""
+
+    def __init__(self, model: LlamaForCausalLM) -> None:
+        self.model, self.rows = model, list[int]()
+
+    def __call__(self, **inputs: Any) -> Any:
+        """Compute."""
+        self.rows.append(len(inputs["input_ids"]))
+        return self.model(**inputs)
+
+
+def recorded(
+    model: LlamaForCausalLM,
+    prompts: list[np.ndarray],
+    *,
+    seeds: Sequence[int] = range(24),
+    any_rank: Callable[[bool], bool] = bool,
+) -> tuple[list[Sampled], list[int]]:
+    """Return completions, whose end is likely, and the rows of each forward pass."""
+    forward = Recorded(model)
+    vocabulary = Vocabulary(PIECES, torch.tensor([True] * 11 + [False] * 5), frozenset({3, END}), 0)
+    own = Sampler(model, vocabulary, Sampling(24, top_p=0.95), forward=forward, any_rank=any_rank)
+    return own.complete(prompts, [seed_of(0, row, 0) for row in seeds[: len(prompts)]], lambda: None), forward.rows
+
+
+@pytest.mark.parametrize("selects", [True, False], ids=["narrows", "keeps-all-rows"])
+def test_rows_that_leave_the_batch_and_prompts_computed_once_change_no_completion(
+    model: LlamaForCausalLM, selects: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cache that holds more than keys and values is not selected from."""
+    if not selects:
+        monkeypatch.setattr(sampling, "fixed", lambda cache, length: False)
+    made, rows = recorded(model, [PROMPTS[row % 3] for row in range(24)])
+    assert len({len(row.ids) for row in made}) > 5
+    assert rows[:2] == [3, 24] if selects else rows[:3] == [3, 24, 24]
+    assert rows[1:] == sorted(rows[1:], reverse=True)
+    assert (rows[-1] <= 12) == selects
+    for row, together in enumerate(made):
+        [alone], _ = recorded(model, [PROMPTS[row % 3]], seeds=[row])
+        assert together.ids == alone.ids
+        assert together.log_probs == pytest.approx(alone.log_probs, rel=1e-4)
+        assert together.entropy == pytest.approx(alone.entropy, rel=1e-4)
+
+
+def test_a_rank_computes_on_while_another_has_rows_to_finish(model: LlamaForCausalLM) -> None:
+    alone, rows = recorded(model, PROMPTS)
+    beside, of_another = recorded(model, PROMPTS, any_rank=lambda own: True)
+    assert len(rows) < len(of_another) == 24
+    assert [row.ids for row in beside] == [row.ids for row in alone]
+
+
+def test_tokens_that_spell_no_spaces_are_refused_or_all_allowed() -> None:
+    tokenizer = TextTokenizer(wordpiece(), "student")
+    with pytest.raises(ConfigError, match="spells no spaces"):
+        vocabulary_of(tokenizer, 7, width=16)
+    found = any_token_of(tokenizer, 7, width=16)
+    assert found.allowed.all() and len(found.allowed) == 16
+    assert found.ends == {7}
+
+
 def test_only_allowed_tokens_are_sampled_and_the_end_ends(model: LlamaForCausalLM) -> None:
     for row in sampler(model, temperature=5.0, max_new_tokens=60).complete(PROMPTS, [1, 2, 3], lambda: None):
         assert max(row.ids) <= END
@@ -98,13 +176,32 @@ def test_a_stop_string_ends_a_completion(model: LlamaForCausalLM) -> None:
     ],
     ids=["all", "top-k", "top-p", "temperature"],
 )
-def test_tokens_have_the_frequencies_of_the_distribution(settings: dict[str, float], expected: list[float]) -> None:
+def test_tokens_have_the_frequencies_of_the_distribution(settings: dict[str, Any], expected: list[float]) -> None:
     count = 4000
     logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().expand(count, 4)
     uniforms = torch.arange(count, dtype=torch.float64) / count
-    chosen = choose(logits, uniforms, RolloutSpec.model_validate(settings))
+    chosen = choose(logits, uniforms, Sampling(1, **settings))
     found = torch.bincount(chosen, minlength=4) / count
     torch.testing.assert_close(found, torch.tensor(expected), atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.7}, {"top_k": 40}, {"top_p": 0.8}], ids=str)
+@pytest.mark.parametrize("width", [3, 256, 1000])
+def test_a_choice_is_the_inverse_of_the_cumulative_distribution(width: int, settings: dict[str, Any]) -> None:
+    """Tokens of probability 0 at both ends are never chosen, whatever rounding does."""
+    generator = torch.Generator().manual_seed(width)
+    logits = 3 * torch.randn(500, width, generator=generator)
+    logits[:, [0, -1]] = -torch.inf
+    uniforms = torch.rand(500, generator=generator, dtype=torch.float64)
+    uniforms[:2] = torch.tensor([0.0, 1 - 2**-53])
+    found = choose(logits, uniforms, Sampling(1, **settings))
+    assert torch.isfinite(logits.gather(1, found.unsqueeze(1))).all()
+    assert choose(torch.full_like(logits, torch.nan), uniforms, Sampling(1, **settings)).max() < width
+    if not {"top_k", "top_p"} & settings.keys():
+        exact = (logits.double() / settings.get("temperature", 1)).softmax(-1)
+        after = exact.cumsum(-1).gather(1, found.unsqueeze(1)).squeeze(1)
+        before = after - exact.gather(1, found.unsqueeze(1)).squeeze(1)
+        assert ((before <= uniforms + 1e-6) & (uniforms <= after + 1e-6)).all()
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Runs without a teacher: settings, the loss, and the baseline of a run."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import ConfigError
 from xtoken_core.losses import CrossTokenizerDistillationLoss
 from xtoken_core.losses.lazy_logits import HeadProjection
-from xtoken_services.common.run.baseline import baseline_of
+from xtoken_services.common.run.baseline import baseline_of, why_no_baseline
 from xtoken_services.common.run.verdict import Verdict
 from xtoken_services.supervisor.comparison import compare_with_baseline
 
@@ -70,8 +71,17 @@ def test_a_baseline_of_completions_trains_on_the_text_that_is_given() -> None:
     )
     baseline = baseline_of(spec)
     assert baseline.rollout is None and baseline.push_to is None and baseline.train == spec.train
+    for rollout in ({"after": 3}, {"fraction": [0.5, 1.0]}):
+        assert not why_no_baseline(
+            json.loads(
+                RunSpec.model_validate(
+                    RAW | {"teacher": TEACHER, "rollout": {"max_new_tokens": 8, **rollout}}
+                ).model_dump_json()
+            )
+        )
     for changes, reason in (
         ({"teacher": TEACHER, "rollout": {"max_new_tokens": 8}}, r"rollout\.fraction = 1"),
+        ({"teacher": TEACHER, "rollout": {"max_new_tokens": 8, "fraction": [1.0, 1.0]}}, r"rollout\.fraction = 1"),
         ({}, "no teacher, so it is its own baseline"),
     ):
         with pytest.raises(ConfigError, match=reason):

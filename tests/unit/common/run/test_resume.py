@@ -11,6 +11,7 @@ from tests.support.cases import cases
 from tests.support.runs import resolved_run
 from xtoken_core.config.loss import LossConfig
 from xtoken_core.config.resolved import ResolvedRun
+from xtoken_core.config.rollout import RolloutSpec
 from xtoken_core.config.train import LoraSpec
 from xtoken_core.errors import ConfigError, InputError
 from xtoken_services.common.run.resolve import file_warnings
@@ -155,6 +156,18 @@ def test_what_the_files_make_of_a_run_is_said(tmp_path: Path) -> None:
     shorter, early = file_warnings(with_train(run, max_steps=5, warmup_steps=6))
     assert shorter == "the run has 4 steps, not train.max_steps = 5: its text has 32 records (data.epochs = 1)"
     assert early == "the run ends after 4 steps, its warm-up would after train.warmup_steps = 6"
+
+
+def test_a_warm_up_longer_than_the_schedule_of_the_completions_is_said(tmp_path: Path) -> None:
+    run = with_train(resolved_run(tmp_path), warmup_steps=2)
+
+    def warnings(after: int) -> list[str]:
+        rollout = RolloutSpec(after=after, learning_rate=1e-5)
+        return list(file_warnings(run.model_copy(update={"spec": run.spec.model_copy(update={"rollout": rollout})})))
+
+    assert warnings(2) == []
+    (early,) = warnings(3)
+    assert early.startswith("the shorter schedule of rollout.after ends after 1 steps, its warm-up would after")
 
 
 @cases(

@@ -3,6 +3,7 @@
 import io
 from typing import Any
 
+import pytest
 from rich.console import Console
 
 from tests.unit.supervisor.test_progress import status as status_of
@@ -107,3 +108,42 @@ def test_an_exported_student_past_its_best_step_is_told_at_the_end() -> None:
     as_good = changed(over, summary={"best": best | {"bits_per_byte": 2.295}})
     for harmless in (kept, as_good, changed(over, summary={"trained": 8}), changed(over, summary=None)):
         assert "best" not in warnings_of(harmless)
+
+
+COMPLETIONS = {"entropy": 0.4, "finished": 0.88, "completion_tokens": 30.0, "overlap_ratio": 0.6}
+
+
+@pytest.mark.parametrize(
+    ("last", "begins"),
+    [
+        ({"entropy": 0.81}, "the student writes more and more at random: its completions have 0.81 nats a token, 0.40"),
+        ({"finished": 0.77}, "77% of the completions end by themselves, 88% did at first"),
+        ({"completion_tokens": 61.0}, "completions have grown to 61 tokens, from 30 at first"),
+        ({"overlap_ratio": 0.29}, "29% of what student and teacher find likeliest on completions is common, 60% was"),
+    ],
+    ids=str,
+)
+def test_completions_that_run_away_are_said_with_what_to_change(last: dict[str, float], begins: str) -> None:
+    spec = {"loss": {"mode": "chain", "reverse_kl": False, "beta": None}, "eval": {"keep_best": True}}
+    run = status(last=None, evaluation=None, spec=spec, completions={"first": COMPLETIONS, "last": COMPLETIONS | last})
+    [line] = warnings_of(run).values()
+    assert line.startswith(begins) and f"({next(iter(last))})" in line
+    assert line.endswith("set loss.reverse_kl = true or loss.beta, or lower train.learning_rate")
+    reverse = changed(run, spec={"loss": {"mode": "chain", "reverse_kl": True, "beta": None}})
+    [line] = warnings_of(reverse).values()
+    assert "loss.reverse_kl" not in line
+    assert line.endswith("lower train.learning_rate, and keep the best student by eval.keep_best = true")
+    file = io.StringIO()
+    view = LineView(Console(file=file, width=400))
+    for _ in range(2):
+        view.show(changed(run, state="running"))
+    assert file.getvalue().count(begins) == 1
+
+
+def test_completions_that_are_as_they_were_are_not() -> None:
+    limits = {"entropy": 0.8, "finished": 0.79, "completion_tokens": 60.0, "overlap_ratio": 0.3}
+    better = {"entropy": 0.1, "finished": 1.0, "completion_tokens": 9.0, "overlap_ratio": 0.9}
+    for last in (COMPLETIONS, limits, better, {}):
+        for first in (COMPLETIONS, {}):
+            both = {"first": first, "last": last}
+            assert warnings_of(status(last=None, evaluation=None, completions=both)) == {}, both

@@ -1,5 +1,8 @@
 """Trainers: ranks that read the signals, decide on a step together, and keep the cursor."""
 
+import math
+from fractions import Fraction
+
 from tests.unit.queue.agents.base import Agents
 from tests.unit.queue.world import Checkpoint, Ids, ViolationError, Weights, Worker, World, ask, owned
 from xtoken_core.wire import messages as m
@@ -19,8 +22,13 @@ class Trainers(Agents):
                 trainer.rewinds, trainer.phase = world.protocol.rewinds, "window"
             if self.config.prompts:
                 world.tags += 1
-                worker.weights, worker.phase = Weights(world.tags, known.step, known.chain), "saving_weights"
+                worker.weights = Weights(world.tags, known.step, known.chain)
+                worker.phase = "saving_weights" if self._publishes(known.step) else "window"
         return True
+
+    def _publishes(self, step: int) -> bool:
+        """Weights of the steps that no completion may come from are not published."""
+        return step >= self.config.after - self.config.max_staleness
 
     def _trainer_saving_weights(self, world: World, worker: Worker, _: int) -> bool:
         world.file, worker.phase = worker.weights, "publishing"
@@ -150,7 +158,10 @@ class Trainers(Agents):
             counted = [t.counted for t in world.trainers]
             raise ViolationError("denominator", f"step {step} has trained {trained} and counted {counted}")
         known, leader = world.cursor, world.trainers[0]
-        for position in filter(world.protocol.is_prompt, trained):
+        prompts = self._prompts_of(step)
+        if prompts.intersection(trained) != {p for p in trained if world.generated.get(p)}:
+            raise ViolationError("prompts", f"step {step} has prompts {prompts}, generated {sorted(world.generated)}")
+        for position in prompts.intersection(trained):
             weights = world.generated[position]
             of_this_life = weights.tag == leader.weights.tag and weights.chain == known.chain[: weights.step]
             if step - weights.step > self.config.max_staleness or not of_this_life:
@@ -158,6 +169,16 @@ class Trainers(Agents):
         world.cursor = Checkpoint(
             step + 1, (*known.chain, tuple(trained)), (*known.skipped, *leader.absent), (*known.dead, *leader.dead)
         )
+
+    def _prompts_of(self, step: int) -> set[int]:
+        """The prompts of a step, by the definition: none before the switch, then in a straight line, in blocks."""
+        size, block = self.config.samples_per_step, self.config.block_size
+        first = self.config.prompts
+        last = first if self.config.last_prompts is None else self.config.last_prompts
+        length = max(math.ceil(self.config.positions / size) - 1 - self.config.after, 1)
+        line = first + (last - first) * Fraction(step - self.config.after, length)
+        count = math.floor(line / block + Fraction(1, 2)) * block if step >= self.config.after else 0
+        return set(range((step + 1) * size - count, (step + 1) * size))
 
     def _trainer_ack(self, world: World, worker: Worker, keep: int) -> bool:
         if worker.rank or any(t.phase != "ack" for t in world.trainers):
@@ -174,7 +195,8 @@ class Trainers(Agents):
         for trainer in world.trainers:
             trainer.step = step
             trainer.phase = "saving" if end else "window"
-        if self.config.prompts and not end and step % self.config.publish_every == 0:
+        due = step % self.config.publish_every == 0 and self._publishes(step)
+        if self.config.prompts and not end and due:
             worker.weights = Weights(worker.weights.tag, step, world.cursor.chain)
             worker.phase = "saving_weights"
         return True
