@@ -8,22 +8,21 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import mistral_common
+import pytest
 import sentencepiece
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import (
     BertGenerationTokenizer,
     ByT5Tokenizer,
     CanineTokenizer,
-    MistralCommonBackend,
+    PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
 
 from xtoken_core.alignment.token_decoders import byte_alphabet
 
-CARRIED = Path(mistral_common.__file__).parent / "data"
-TEKKEN = CARRIED / "tekken_240911.json"
-SENTENCEPIECE = CARRIED / "tokenizer.model.v1"
+TEKKEN = "tekken_240911.json"
+SENTENCEPIECE = "tokenizer.model.v1"
 
 TEXTS = {
     "english": "The quick brown fox jumps over the lazy dog. It's 1,234.56 metres -- isn't it?\n\nYes; “quite”.",
@@ -42,6 +41,11 @@ TEXTS = {
 }
 
 CORPUS = [*TEXTS.values(), "low lower lowest new newer newest wide wider", "numbers 123 4567 89 and 2024"] * 3
+
+
+def carried(name: str) -> Path:
+    """Return a file that mistral-common carries; a test that reads one is skipped where it is not installed."""
+    return Path(pytest.importorskip("mistral_common").__file__).parent / "data" / name
 
 
 def fast(tokenizer: Tokenizer, **names: Any) -> PreTrainedTokenizerFast:
@@ -74,8 +78,8 @@ def tekken(size: int = 130072, pattern: str | None = None, joined: int = 0) -> P
         pattern: How text is split into words before merging; None: as the carried one does.
         joined: How many of them, the last ones, are not carried but join two neighbours that are: nobody else has them.
     """
-    carried = json.loads(TEKKEN.read_bytes())
-    every = [base64.b64decode(entry["token_bytes"]) for entry in carried["vocab"]]
+    document = json.loads(carried(TEKKEN).read_bytes())
+    every = [base64.b64decode(entry["token_bytes"]) for entry in document["vocab"]]
     known, pieces = set(every), every[: size - joined]
     neighbours = {a + b: (a, b) for a, b in itertools.pairwise(pieces[256:]) if a + b not in known}
     pairs = dict(itertools.islice(neighbours.items(), joined))
@@ -95,7 +99,7 @@ def tekken(size: int = 130072, pattern: str | None = None, joined: int = 0) -> P
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merged, ignore_merges=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(pattern or carried["config"]["pattern"]), "isolated"),
+            pre_tokenizers.Split(Regex(pattern or document["config"]["pattern"]), "isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
@@ -106,13 +110,19 @@ def tekken(size: int = 130072, pattern: str | None = None, joined: int = 0) -> P
 
 
 @cache
-def mistral_tekken() -> MistralCommonBackend:
-    return MistralCommonBackend(tokenizer_path=str(TEKKEN))
+def mistral_tekken() -> PreTrainedTokenizerBase:
+    path = str(carried(TEKKEN))
+    from transformers import MistralCommonBackend
+
+    return MistralCommonBackend(tokenizer_path=path)
 
 
 @cache
-def mistral_sentencepiece() -> MistralCommonBackend:
-    return MistralCommonBackend(tokenizer_path=str(SENTENCEPIECE))
+def mistral_sentencepiece() -> PreTrainedTokenizerBase:
+    path = str(carried(SENTENCEPIECE))
+    from transformers import MistralCommonBackend
+
+    return MistralCommonBackend(tokenizer_path=path)
 
 
 @cache
@@ -122,7 +132,7 @@ def sentencepiece_bpe(prefix: str = "first") -> PreTrainedTokenizerFast:
     Args:
         prefix: `first`, `always` and `never` as Metaspace knows them, or `legacy`: prepended by the normalizer.
     """
-    model = sentencepiece.SentencePieceProcessor(model_file=str(SENTENCEPIECE))
+    model = sentencepiece.SentencePieceProcessor(model_file=str(carried(SENTENCEPIECE)))
     pieces = [model.id_to_piece(i) for i in range(model.get_piece_size())]
     vocab = {piece: i for i, piece in enumerate(pieces)}
     merges = []
@@ -146,7 +156,7 @@ def sentencepiece_bpe(prefix: str = "first") -> PreTrainedTokenizerFast:
 @cache
 def slow_sentencepiece() -> BertGenerationTokenizer:
     return BertGenerationTokenizer(
-        vocab_file=str(SENTENCEPIECE), bos_token="<s>", eos_token="</s>", unk_token="<unk>", pad_token="<unk>"
+        vocab_file=str(carried(SENTENCEPIECE)), bos_token="<s>", eos_token="</s>", unk_token="<unk>", pad_token="<unk>"
     )
 
 
