@@ -46,7 +46,8 @@ class TrainSpec(ConfigModel):
     takes AdamW's learning rates. `adamw8bit` (torchao, an extra) keeps AdamW's moments in 8 bits. All three need whole
     weights, not `parallel = "fsdp"`."""
     learning_rate: Positive = 1e-4
-    """The highest rate, reached after the warm-up."""
+    """The highest rate, reached after the warm-up. With completions from the first step on (`[rollout]`) 3e-5 if
+    left out."""
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """Course of the rate from the warm-up to the end. `wsd` (warm-up, stable, decay) keeps the highest rate until the
     last `decay_fraction` of the run, and then falls as `linear` does."""
