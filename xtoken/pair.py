@@ -12,7 +12,7 @@ from torch import Tensor
 
 from xtoken.parts import CrossTokenizerCollator, CrossTokenizerDistillationLoss, LossConfig, LossTeacher, TokenAligner
 from xtoken_core.chain.build import as_tensors, build_tables
-from xtoken_core.config.loss import PROJECTING_MODES, TABLE_MODES
+from xtoken_core.config.loss import PAIR_KINDS
 from xtoken_core.config.validation_errors import describe
 from xtoken_core.errors import ConfigError
 from xtoken_core.projection.build import build_projection
@@ -124,10 +124,10 @@ def _loss_teacher(
     config: LossConfig, student: Any, teacher: Any, special_tokens: Mapping[str, str] | None
 ) -> LossTeacher:
     """Build the mode's static data of the two tokenizers: chain tables, a projection or neither."""
-    mode = config.mode_of(0)
-    if mode in TABLE_MODES:
+    kind = PAIR_KINDS.get(config.mode_of(0))
+    if kind == "chain":
         return LossTeacher(len(teacher), tables=as_tensors(build_tables(student, teacher, special_tokens)))
-    if mode in PROJECTING_MODES:
+    if kind == "projection":
         projection = build_projection(student, teacher, special_tokens=special_tokens)
         return LossTeacher(len(teacher), projection.indices, projection.likelihoods)
     return LossTeacher(len(teacher), own_tokenizer=True)

@@ -102,7 +102,6 @@ def plan(
     token_budget: int,
     pad_multiple: int = 8,
     max_widths: tuple[int, ...],
-    micro_batches: int | None = None,
     packed: bool = False,
 ) -> Plan:
     """Divide a window's rows among ranks and micro-batches. The order of `rows` does not matter.
@@ -113,13 +112,11 @@ def plan(
         token_budget: Maximum of tokens of a micro-batch on each side, padding included.
         pad_multiple: Every width is a multiple of it.
         max_widths: The width of each side at most: its context length rounded up to `pad_multiple`.
-        micro_batches: Fill every rank up to this number (the largest of all node groups) with empty micro-batches;
-            the others stay as they are.
         packed: The samples of a micro-batch lie in one row without padding in between.
 
     Raises:
         ConfigError: If a single row is wider than the budget or than its side's `max_widths`.
-        ValueError: If rows or sides are inconsistent, or more micro-batches are needed than `micro_batches`.
+        ValueError: If rows or sides are inconsistent.
     """
     if ranks < 1 or pad_multiple < 1 or any(width % pad_multiple for width in max_widths):
         raise ValueError(f"no plan for {ranks} ranks and widths up to {max_widths} in multiples of {pad_multiple}")
@@ -136,12 +133,7 @@ def plan(
         # As few rounds as the budget allows, then all of their micro-batches as equal in cost as they can be.
         rounds = -(-len(_cut(padded, token_budget, None)) // ranks)
         batches = _even_cut(padded, token_budget, rounds * ranks)
-    dealt = _deal(batches, ranks, rounds, len(max_widths))
-    if micro_batches is None:
-        return Plan(dealt)
-    if micro_batches < rounds:
-        raise ValueError(f"the window needs {rounds} micro-batches per rank, not {micro_batches}")
-    return Plan(dealt).filled_up(micro_batches, sides=len(max_widths))
+    return Plan(_deal(batches, ranks, rounds, len(max_widths)))
 
 
 def _side_name(side: int, sides: int) -> str:

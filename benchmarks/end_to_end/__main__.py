@@ -38,7 +38,7 @@ from benchmarks.end_to_end.mps import mps_daemon
 from benchmarks.end_to_end.pipeline import complete
 from benchmarks.end_to_end.variants import DEFAULT, LOSSES, VARIANTS, Variant, context_of, run_spec
 from benchmarks.lengths import DISTRIBUTIONS
-from xtoken_core.config.loss import PROJECTING_MODES, kind_of
+from xtoken_core.config.loss import PAIR_KINDS
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.projection.fingerprint import tokenizer_fingerprint
 from xtoken_services.common.tables.pair_files import cache_of, pair_file
@@ -122,7 +122,7 @@ def _most_samples(arguments: argparse.Namespace) -> int:
 
 def _loops(variant: Variant, arguments: argparse.Namespace) -> Iterator[tuple[str, bool]]:
     """Yield the serial loops that a variant is compared with, and whether their loss is a public one."""
-    if not arguments.no_serial and LOSSES[variant.loss].mode in PROJECTING_MODES:
+    if not arguments.no_serial and PAIR_KINDS.get(LOSSES[variant.loss].mode) == "projection":
         yield variant.loop, False
     if arguments.public_loss and variant.loss == "gold":
         yield f"{variant.loss} public", True
@@ -264,7 +264,7 @@ def prepared(arguments: argparse.Namespace, variants: Sequence[Variant], documen
         make_tokenizers(place, PAIRS[pair])
         print(f"tokenizers made ({time.monotonic() - began:.1f} s)", flush=True)
     with ThreadPoolExecutor(1) as beside:
-        chain = next((variant for variant in variants if kind_of(LOSSES[variant.loss].mode) == "chain"), None)
+        chain = next((variant for variant in variants if PAIR_KINDS.get(LOSSES[variant.loss].mode) == "chain"), None)
         tables = beside.submit(chain_tables, place, run_spec(chain, arguments)) if chain else None
         assets = make_assets(
             arguments.work,
@@ -272,7 +272,8 @@ def prepared(arguments: argparse.Namespace, variants: Sequence[Variant], documen
             documents=documents,
             characters=6 * arguments.context,
             pair=pair,
-            projected=not arguments.no_serial or any(LOSSES[v.loss].mode in PROJECTING_MODES for v in variants),
+            projected=not arguments.no_serial
+            or "projection" in (PAIR_KINDS.get(LOSSES[v.loss].mode) for v in variants),
         )
         print(f"models and text made ({time.monotonic() - began:.1f} s)", flush=True)
         if tables is not None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from benchmarks.end_to_end.assets import Assets
-from xtoken_core.config.loss import PROJECTING_MODES, LossConfig
+from xtoken_core.config.loss import PAIR_KINDS, LossConfig
 
 TEACHER_MEMORY = re.compile(r"memory at most (\d+) bytes, (\d+) of them weights; ring (\d+) bytes")
 """What a teacher on a GPU logs when its ring closes."""
@@ -178,7 +178,7 @@ def _teacher_memory(logs: Path) -> dict[str, int]:
 def complete(spec: dict[str, Any], assets: Assets, output: Path) -> dict[str, Any]:
     """Return a RunSpec as plain values, with models, text and output."""
     teacher = {"model": str(assets.teacher), **spec.get("teacher", {})}
-    if spec.get("loss", {}).get("mode", LossConfig().mode) in PROJECTING_MODES:
+    if PAIR_KINDS.get(spec.get("loss", {}).get("mode", LossConfig().mode)) == "projection":
         teacher = {"projection": str(assets.projection), **teacher}
     return {
         "eval": "none",

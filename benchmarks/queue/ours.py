@@ -121,7 +121,7 @@ def tensordicts(address: Address) -> dict[str, Any]:
     import torch
 
     from xtoken_core.compat.samples import KVBatchMeta, get_samples, put_samples
-    from xtoken_core.data_plane.tensors import tensordict_from_columns
+    from xtoken_core.compat.tensors import tensordict_from_columns
 
     torch.set_num_threads(1)
     client, td = connect(address, "tensors"), tensordict_from_columns(batch())

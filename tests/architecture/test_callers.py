@@ -22,10 +22,7 @@ PLACE = re.compile(r"[\w.]+:(\w+)")
 """A name as a string: `module:name`."""
 
 WITHOUT_CALLER = {
-    "xtoken_core/chain/live_sets.py:live_rows": "live sets written out, by which tests define them",
-    "xtoken_core/data_plane/tensors.py:columns_from_tensordict": "a run has columns; the surface puts TensorDicts",
-    "xtoken_core/projection/build.py:similarity": "the formula of one pair, by which tests define the entries",
-    "xtoken_core/transports/signal.py:rebuild_teacher_hidden_from_ipc": "its counterpart for logits is in the surface",
+    "xtoken_core/projection/build.py:similarity": "the formula of one pair, by which tests define the entries"
 }
 """Public names that only tests and measurements use, with the reason to have them."""
 
@@ -36,13 +33,14 @@ OWN_CODE = {
     "xtoken_core/losses/compat.py:dp_all_reduce_sum": "over any process group; a run's own can be interrupted",
     "xtoken_core/compat/indices_to_multihot/compat.py:null_decorator": "there is nothing to call",
     "xtoken_core/compat/meta.py:KVBatchMeta": "plain data",
+    "xtoken_core/transports/compat.py:SampleSlotRef": "plain data",
 }
 """Functions and classes of the surface that call none of the product's."""
 
 
 def is_surface(path: Path) -> bool:
-    """True for a module of the compatibility surface; the clients of the task queue are code of their own."""
-    named = path.parent.name == "compat" and path.stem not in ("__init__", "task_client")
+    """True for a module of the compatibility surface; task queue and TensorDicts there are code of their own."""
+    named = path.parent.name == "compat" and path.stem not in ("__init__", "task_client", "tensors", "layout")
     return named or path.stem == "compat"
 
 

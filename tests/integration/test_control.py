@@ -23,8 +23,8 @@ from tests.support.control_token import bearer
 from tests.support.tiny_run import RUN_NAME, TinyAssets, steps_of, tiny_spec
 from xtoken_core.config.spec import RunSpec
 from xtoken_services.common.files.allowed_paths import Roots
+from xtoken_services.common.run.inspection import inspect_run
 from xtoken_services.common.run.resolve import resolve_run
-from xtoken_services.control.isolated.inspection import inspect_run
 from xtoken_services.supervisor.run_record import is_finished
 from xtoken_services.trainer.checkpoint import Checkpoints, Cursor
 

@@ -1,6 +1,6 @@
 """References to rows of a slot, in the per-sample form of the public edge."""
 
-from xtoken_core.transports import SampleSlotRef
+from xtoken_core.transports.compat import SampleSlotRef
 
 
 def slot_refs(ring: int, slot: int, generation: int, rows: int) -> list[SampleSlotRef]:

@@ -10,8 +10,13 @@ from safetensors import SafetensorError, safe_open
 from xtoken_core.atomic import atomic_path
 from xtoken_core.chain.tables import ChainTables
 from xtoken_core.errors import InputError, OutputError
-from xtoken_core.projection.fingerprint import FORMAT_KEY, STUDENT_KEY, TEACHER_KEY, special_tokens_metadata
-from xtoken_core.projection.pair_cache import CHAIN_FORMAT
+from xtoken_core.projection.fingerprint import (
+    CHAIN_FORMAT,
+    FORMAT_KEY,
+    STUDENT_KEY,
+    TEACHER_KEY,
+    special_tokens_metadata,
+)
 from xtoken_core.projection.stored_tensors import safetensors_bytes
 from xtoken_core.regular_files import descriptor_path
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
@@ -25,14 +25,18 @@ EXACT_FILTERING_MODES: frozenset[LossMode] = frozenset({"p_kl", "custom"})
 """Modes that `exact_token_match_only` applies to, in the loss and in its denominator."""
 WHOLE_CHUNK_MODES: frozenset[LossMode] = frozenset({"chain"})
 """Modes that compare only correct chunks whose tokens are all predicted, in the loss and in its denominator."""
-PROJECTING_MODES: frozenset[LossMode] = frozenset({"p_kl", "gold", "h_kl"})
-"""Modes that read a projection."""
-TABLE_MODES: frozenset[LossMode] = frozenset({"chain"})
-"""Modes that read the chain tables of the two tokenizers."""
 TOPK_MODES: frozenset[LossMode] = frozenset({"p_kl", "alm", "chain"})
 """Modes that compare with a teacher given by its largest logits."""
 PairKind = Literal["projection", "chain"]
-"""Contents of a file: the projection that P-KL and gold read, or the chain tables."""
+"""Contents of a file about two tokenizers."""
+PAIR_NAMES: dict[PairKind, str] = {"projection": "projection", "chain": "chain tables"}
+PAIR_KINDS: dict[LossMode, PairKind] = {
+    "p_kl": "projection",
+    "gold": "projection",
+    "h_kl": "projection",
+    "chain": "chain",
+}
+"""The file about two tokenizers that a mode reads."""
 FLAGS = ("gold_loss", "xtoken_loss", "uld_loss", "alm_loss")
 FLAGS_OF_MODE: dict[LossMode, frozenset[str]] = {
     "p_kl": frozenset(),
@@ -63,6 +67,17 @@ MARGIN = 0.1
 IN_PLACE = "gradient_in_place needs a single teacher with another tokenizer: others read the logits"
 READ_BY: dict[str, tuple[LossMode, ...]] = {"vocab_topk": ("p_kl",), "uncommon_topk": ("gold", "h_kl")}
 """The modes that read a setting of the method's public configuration; others leave it alone."""
+BELONGS_TO: dict[str, LossMode] = {
+    "gradient_in_place": "p_kl",
+    "exact_token_match_only": "p_kl",
+    "teacher_chunk_average": "p_kl",
+    "alm_temperature": "alm",
+    "beta": "chain",
+    "chain_conditioning": "chain",
+    "chain_end_terms": "chain",
+    "chain_bare_space": "chain",
+}
+"""The only mode that reads a setting; it is refused beside others."""
 GIVEN_TEXT = {
     "reverse_kl": 'reverse_kl with mode = "chain" is biased on given text, whose paths are not drawn from the student: '
     "add [rollout] or unset it",
@@ -295,25 +310,16 @@ class LossConfig(ConfigModel):
         why = "every teacher has the student's tokenizer or a mode of its own"
         if self.mode not in {*used, "p_kl", "chain"}:
             raise ValueError(f'mode = "{self.mode}" is used by no teacher: {why}; unset it')
-        for mode, title, is_set in (
-            ("p_kl", "P-KL", self._settings_of_p_kl()),
-            ("chain", "chain", self._set_of_chain()),
-        ):
-            if name := next((name for name, value in is_set.items() if value and not used & {mode, "custom"}), None):
-                raise ValueError(f"{name} belongs to {title}, which compares no teacher: {why}; unset it")
+        if unread := self._unread(used):
+            raise ValueError(f"{unread}, which compares no teacher: {why}; unset it")
 
-    def _settings_of_p_kl(self) -> dict[str, bool]:
-        """Return the settings that no other mode reads, True for those that are set."""
-        return {
-            "gradient_in_place": self.gradient_in_place,
-            "exact_token_match_only": self.exact_token_match_only,
-            'teacher_chunk_average = "prob"': self.teacher_chunk_average == "prob",
-        }
-
-    def _set_of_chain(self) -> dict[str, bool]:
-        """Return the settings that chain alone reads, True for those that are set."""
-        names = ("beta", "chain_conditioning", "chain_end_terms", "chain_bare_space")
-        return {name: getattr(self, name) != type(self).model_fields[name].default for name in names}
+    def _unread(self, modes: Container[LossMode]) -> str | None:
+        """Return the beginning of a refusal of a setting that none of these modes reads; None if all are read."""
+        for name, mode in BELONGS_TO.items():
+            is_set = getattr(self, name) != type(self).model_fields[name].default
+            if is_set and mode not in modes and "custom" not in modes:  # whose class may read every setting
+                return f"{name} belongs to {MODE_NAMES.get(mode, mode)}"
+        return None
 
     @model_validator(mode="after")
     def _refuse_impossible(self) -> LossConfig:
@@ -338,22 +344,12 @@ class LossConfig(ConfigModel):
     def _option_without_its_mode(self) -> str | None:
         if self.reverse_kl and self.beta is not None:
             return "reverse_kl and beta are two forms of the divergence: unset one of them"
-        if "custom" in self.modes:  # its class may read every setting
-            return None
-        if "p_kl" not in self.modes:
-            for name, is_set in self._settings_of_p_kl().items():
-                if is_set:
-                    return f"{name} belongs to P-KL, the mode is {self.mode}: unset one of them"
+        if unread := self._unread(self.modes):
+            return f"{unread}, the mode is {self.mode}: unset one of them"
         if self.modes == {"uld"} and self.reverse_kl:
             return 'reverse_kl has no meaning for mode = "uld", which compares sorted probabilities: unset it'
         if self.modes == {"alm"} and self.temperature != 1.0:
             return 'mode = "alm" compares likelihoods at temperature 1: use alm_temperature'
-        if "alm" not in self.modes and self.alm_temperature != type(self).model_fields["alm_temperature"].default:
-            return 'alm_temperature belongs to ALM: set mode = "alm" or unset it'
-        if "chain" not in self.modes:
-            for name, is_set in self._set_of_chain().items():
-                if is_set:
-                    return f"{name} belongs to chain, the mode is {self.mode}: unset one of them"
         return None
 
     def _conflict_of_teachers(self) -> str | None:
@@ -408,10 +404,3 @@ def _check_flags(mode: Any, is_set: dict[str, bool]) -> None:
     for flag, value in is_set.items():
         if value != (flag in own):
             raise ValueError(f'mode = "{mode}" and {flag} = {str(value).lower()} exclude each other: unset {flag}')
-
-
-def kind_of(mode: LossMode) -> PairKind | None:
-    """Return the kind of file about a pair of tokenizers that a mode reads; None: none."""
-    if mode in TABLE_MODES:
-        return "chain"
-    return "projection" if mode in PROJECTING_MODES else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -69,13 +70,8 @@ class ResolvedRun(ConfigModel):
 
     @property
     def same_tokenizer(self) -> tuple[bool, ...]:
-        """Per teacher, True if it has the student's tokenizer and is compared token by token.
-
-        A named projection is used, also between equal tokenizers.
-        """
-        own = self.student.tokenizer_fingerprint
-        pairs = zip(self.teachers, self.spec.teacher, strict=True)
-        return tuple(files.tokenizer_fingerprint == own and spec.projection is None for files, spec in pairs)
+        """Per teacher, True if it has the student's tokenizer and is compared token by token."""
+        return same_tokenizer_of(self.spec, self.student, self.teachers)
 
     def pair_file(self, teacher: int) -> Path | None:
         """Return the file that a teacher's loss reads about the two tokenizers."""
@@ -176,6 +172,16 @@ class ResolvedRun(ConfigModel):
             loss=spec.loss,
             rollout=spec.rollout.model_copy(update=BESIDE_THE_IDENTITY) if spec.rollout else None,
         )
+
+
+def same_tokenizer_of(spec: RunSpec, student: ResolvedModel, teachers: Sequence[ResolvedModel]) -> tuple[bool, ...]:
+    """Return for each teacher True if it has the student's tokenizer and is compared token by token.
+
+    A named projection is used, also between equal tokenizers.
+    """
+    own = student.tokenizer_fingerprint
+    pairs = zip(teachers, spec.teacher, strict=True)
+    return tuple(files.tokenizer_fingerprint == own and teacher.projection is None for files, teacher in pairs)
 
 
 def parse_resolved_run(document: bytes, *, source: str) -> ResolvedRun:

@@ -3,6 +3,7 @@ from .codec import DataPlaneClient as DataPlaneClient
 from .codec import KVBatchMeta as KVBatchMeta
 from .codec import Layout as Layout
 from .codec import TaskClient as TaskClient
+from .codec import columns_from_tensordict as columns_from_tensordict
 from .codec import get_samples as get_samples
 from .codec import kv_first_write as kv_first_write
 from .codec import materialize as materialize
@@ -13,10 +14,9 @@ from .codec import put_samples as put_samples
 from .codec import read_columns as read_columns
 from .codec import response_from_nested as response_from_nested
 from .codec import stack_or_nest as stack_or_nest
+from .codec import tensordict_from_columns as tensordict_from_columns
 from .codec import to_nested_by_length as to_nested_by_length
 from .codec import unwrap_wire_stripped_payload as unwrap_wire_stripped_payload
 from .codec import write_columns as write_columns
 from .queue_client import QueueClient as QueueClient
 from .run_client import RunClient as RunClient
-from .tensors import columns_from_tensordict as columns_from_tensordict
-from .tensors import tensordict_from_columns as tensordict_from_columns

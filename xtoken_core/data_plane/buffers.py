@@ -1,4 +1,4 @@
-"""Tensors over foreign memory, such as a received frame or a mapped file, and arrays over tensors."""
+"""Tensors over foreign memory, such as a received frame, a column or a mapped file, and arrays over tensors."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ import warnings
 import numpy as np
 import torch
 from torch import Tensor
+
+from xtoken_core.wire.columns import ITEM_SIZES, Column
+
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_SIZES}
+"""Every supported dtype, by its name on the wire."""
 
 with warnings.catch_warnings():
     # torch warns once per process that a tensor over read-only bytes is not protected; ours are only read
@@ -27,6 +32,15 @@ def tensor_over(buffer: memoryview | mmap.mmap, dtype: torch.dtype, *, count: in
     if count == 0 or memoryview(buffer).nbytes == offset:
         return torch.empty(0, dtype=dtype)
     return torch.frombuffer(buffer, dtype=dtype, count=count, offset=offset)
+
+
+def column_values(column: Column) -> Tensor:
+    """Return `[rows or steps, *item_shape]` over a column's bytes; a copy only where they are not aligned."""
+    steps = column.rows if column.offsets is None else column.offsets[column.rows]
+    flat = tensor_over(column.values, DTYPES[column.dtype])
+    if flat.data_ptr() % flat.element_size():
+        flat = flat.clone()
+    return flat.view(steps, *column.item_shape)
 
 
 def array_of(tensor: Tensor) -> np.ndarray:

@@ -14,7 +14,7 @@ from torch import Tensor
 from xtoken_core.alignment import alignment_from_flat_batch
 from xtoken_core.ops.chunk_mean import chunk_average_log_probs
 from xtoken_core.ops.sparse_projection import Fp32SparseMM
-from xtoken_core.projection.cache import (
+from xtoken_core.projection.compat import (
     _EXACT_TOKEN_MAP_CACHE,
     _SPARSE_PROJECTION_CACHE,
     _TOPK_PROJECTION_CACHE,
@@ -24,7 +24,7 @@ from xtoken_core.projection.cache import (
 )
 from xtoken_core.projection.exact_map import exact_token_map
 from xtoken_core.projection.files import parse_projection_file
-from xtoken_core.transports.signal import rebuild_teacher_full_logits_from_ipc
+from xtoken_core.transports.compat import rebuild_teacher_full_logits_from_ipc
 
 __all__ = [
     "_EXACT_TOKEN_MAP_CACHE",

@@ -17,7 +17,7 @@ from xtoken_core.losses.common import LossTeacher
 from xtoken_core.losses.gold import GoldLoss, HKLLoss, ULDLoss
 from xtoken_core.losses.p_kl import PKLLoss
 from xtoken_core.losses.same_tokenizer import SameTokenizerLoss
-from xtoken_core.projection.cache import get_sparse_projection_matrix, get_topk_projection
+from xtoken_core.projection.files import read_matrix, read_topk
 from xtoken_core.projection.fingerprint import is_sparse
 
 LOSSES: Mapping[str, type[Loss]] = MappingProxyType(
@@ -80,8 +80,7 @@ def load_teacher(
     if projection is None:
         return LossTeacher(vocab_size, weight=weight, own_tokenizer=own_tokenizer)
     if is_sparse(projection):
-        matrix = get_sparse_projection_matrix(
-            projection, device, student_vocab_size=student_vocab_size, teacher_vocab_size=vocab_size
-        )
+        matrix = read_matrix(projection, device, student_vocab_size=student_vocab_size, teacher_vocab_size=vocab_size)
         return LossTeacher(vocab_size, weight=weight, matrix=matrix)
-    return LossTeacher(vocab_size, *get_topk_projection(projection, device), weight=weight)
+    rows = read_topk(projection)
+    return LossTeacher(vocab_size, rows.indices.to(device), rows.likelihoods.to(device), weight=weight)

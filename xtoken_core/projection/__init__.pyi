@@ -1,11 +1,11 @@
 from .build import BuildOptions as BuildOptions
 from .build import build_projection as build_projection
-from .cache import _EXACT_TOKEN_MAP_CACHE as _EXACT_TOKEN_MAP_CACHE
-from .cache import _SPARSE_PROJECTION_CACHE as _SPARSE_PROJECTION_CACHE
-from .cache import _TOPK_PROJECTION_CACHE as _TOPK_PROJECTION_CACHE
-from .cache import build_exact_token_map as build_exact_token_map
-from .cache import get_sparse_projection_matrix as get_sparse_projection_matrix
-from .cache import get_topk_projection as get_topk_projection
+from .compat import _EXACT_TOKEN_MAP_CACHE as _EXACT_TOKEN_MAP_CACHE
+from .compat import _SPARSE_PROJECTION_CACHE as _SPARSE_PROJECTION_CACHE
+from .compat import _TOPK_PROJECTION_CACHE as _TOPK_PROJECTION_CACHE
+from .compat import build_exact_token_map as build_exact_token_map
+from .compat import get_sparse_projection_matrix as get_sparse_projection_matrix
+from .compat import get_topk_projection as get_topk_projection
 from .files import TopKProjection as TopKProjection
 from .files import parse_projection_file as parse_projection_file
 from .files import write_projection as write_projection

@@ -83,6 +83,34 @@ def parse_projection_file(
     return indices, values, rows, _largest(indices[1]) + 1
 
 
+def read_matrix(
+    path: str | os.PathLike[str], device: torch.device, *, student_vocab_size: int, teacher_vocab_size: int
+) -> Tensor:
+    """Read a projection as a sparse matrix on a device.
+
+    Empty slots (teacher id -1) are dropped; the sizes grow to the largest ids of the file.
+
+    Args:
+        path: A projection file of any format.
+        device: Where the matrix shall live.
+        student_vocab_size: Rows at least.
+        teacher_vocab_size: Columns at least.
+
+    Returns:
+        A coalesced `torch.sparse_coo_tensor` `[V_s, V_t]`, float32.
+
+    Raises:
+        FileNotFoundError: `path` does not exist.
+        ValueError: The file is in no recognized format, or holds entries that no projection has.
+    """
+    indices, values, rows, columns = parse_projection_file(path)
+    check_entries(path, indices[1], values, students=indices[0])
+    kept = indices[1] >= 0
+    size = (max(student_vocab_size, rows), max(teacher_vocab_size, columns))
+    matrix = torch.sparse_coo_tensor(indices[:, kept], values[kept].float(), size, check_invariants=True)
+    return matrix.to(device).coalesce()
+
+
 def read_topk(path: str | os.PathLike[str]) -> TopKProjection:
     """Read a dense top-k file, a public one or xtoken's own.
 

@@ -19,7 +19,7 @@ from xtoken_core.regular_files import TOKENIZER_LIMIT, open_regular, read_regula
 
 STUDENT_KEY, TEACHER_KEY = "student_fingerprint", "teacher_fingerprint"
 SPECIAL_TOKENS_KEY = "special_tokens"
-FORMAT_KEY, FORMAT = "format", "xtoken-projection-3"
+FORMAT_KEY, FORMAT, CHAIN_FORMAT = "format", "xtoken-projection-3", "xtoken-chain-4"
 _FORMATS = "xtoken-projection-"
 """How the format of every version begins. Version 1 paired characters with tokens of byte fallback, version 2 specials
 of similar names."""

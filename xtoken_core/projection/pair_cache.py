@@ -12,8 +12,9 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from xtoken_core.config.loss import PairKind
+from xtoken_core.config.loss import PAIR_NAMES, PairKind
 from xtoken_core.projection.fingerprint import (
+    CHAIN_FORMAT,
     FORMAT,
     FORMAT_KEY,
     SPECIAL_TOKENS_KEY,
@@ -25,9 +26,7 @@ from xtoken_core.projection.fingerprint import (
 from xtoken_core.regular_files import descriptor_path
 from xtoken_core.user_cache import user_cache
 
-CHAIN_FORMAT = "xtoken-chain-4"
 FORMATS: dict[PairKind, str] = {"projection": FORMAT, "chain": CHAIN_FORMAT}
-NAMES: dict[PairKind, str] = {"projection": "projection", "chain": "chain tables"}
 _LOG = logging.getLogger("xtoken.pairs")
 
 
@@ -67,7 +66,7 @@ class PairCache:
             reason = outdated(path, kind, fingerprints, pairs)
             if reason is None:
                 return path
-            _LOG.warning("the %s %s %s: building it again", NAMES[kind], path, reason)
+            _LOG.warning("the %s %s %s: building it again", PAIR_NAMES[kind], path, reason)
         build(path)
         return path
 

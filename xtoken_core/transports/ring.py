@@ -11,7 +11,7 @@ import struct
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Annotated, NamedTuple, TypedDict
+from typing import Annotated, NamedTuple
 
 import msgspec
 
@@ -43,15 +43,6 @@ class SignalError(XtokenError):
 
 class StaleSignalError(SignalError):
     """The slot no longer (or not yet) holds the generation that a sample refers to."""
-
-
-class SampleSlotRef(TypedDict):
-    """Reference to a sample's signal: the queue's number of the ring, slot, row in the slot, generation."""
-
-    ring: int
-    slot: int
-    row: int
-    generation: int
 
 
 class TopKSettings(NamedTuple):

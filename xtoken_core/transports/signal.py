@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from xtoken_core.schema import TEACHER_INPUT_IDS, TEACHER_LOGITS, field_name
 from xtoken_core.transports.board import Board
 from xtoken_core.transports.memory import RingMemory
-from xtoken_core.transports.ring import RingHandle, RingShape, SampleSlotRef, SignalError
+from xtoken_core.transports.ring import RingHandle, RingShape, SignalError
 from xtoken_core.wire import Column
 
 
@@ -271,7 +269,7 @@ class SignalSlot:
             StaleSignalError: If the slot does not hold this generation.
         """
         if self.ring.shape.hidden:
-            raise SignalError("the ring holds hidden states, and no logits: rebuild_teacher_hidden_from_ipc reads them")
+            raise SignalError("the ring holds hidden states, and no logits: `hidden` reads them")
         if self.ring.shape.topk:
             raise SignalError("the ring holds the largest logits of every position, and not all of them")
         return self._rows()
@@ -301,65 +299,3 @@ class SignalSlot:
 
     def _rows(self) -> Tensor:
         return self.ring.view(self.slot, self.generation, self.stop, self.width)[self.start :]
-
-
-def rebuild_teacher_full_logits_from_ipc(
-    data: Mapping[str, Any], teacher: int | None = None
-) -> Float[Tensor, "B T_t V_t"]:
-    """Return the micro-batch's teacher logits: a view into the teacher's memory, dtype kept, nothing copied.
-
-    Args:
-        data: Holds `teacher_full_logits_ipc`, one `SampleSlotRef` per sample, and `teacher_input_ids`
-            `[B, T_t]`, padded as the plan says.
-        teacher: The teacher's number, carried by the names; None: plain names, of a single teacher.
-
-    Returns:
-        `[B, T_t, V_t]`, of storage that is as wide as the teacher's head. To be read only, and only until the slot is
-        released.
-
-    Raises:
-        SignalError: If references are missing, malformed, of several slots, or of rows that are not adjacent; if they
-            point outside the ring; if the teacher filled the slot in another shape, or with hidden states.
-        StaleSignalError: If the slot does not hold the generation they name.
-    """
-    return _located(data, teacher).logits()
-
-
-def rebuild_teacher_hidden_from_ipc(
-    data: Mapping[str, Any], teacher: int | None = None, *, device: torch.device | None = None
-) -> HiddenSignal:
-    """Return the micro-batch's hidden states and column maxima as views, and the head that makes logits of them.
-
-    Args:
-        data: As for `rebuild_teacher_full_logits_from_ipc`.
-        teacher: Likewise.
-        device: Device for the head, which is copied there once per ring; None: that of the hidden states.
-
-    Raises:
-        SignalError: As there; also if the ring holds logits.
-        StaleSignalError: As there.
-    """
-    return _located(data, teacher).hidden(device)
-
-
-def _located(data: Mapping[str, Any], teacher: int | None) -> SignalSlot:
-    name = field_name(TEACHER_LOGITS, teacher)
-    refs = [_checked(name, ref) for ref in data[name]]
-    rows, width = data[field_name(TEACHER_INPUT_IDS, teacher)].shape
-    if len(refs) != rows or not refs:
-        raise SignalError(f"{name} has {len(refs)} entries for {rows} samples")
-    first = refs[0]
-    for index, ref in enumerate(refs):
-        if (ref["ring"], ref["slot"], ref["generation"]) != (first["ring"], first["slot"], first["generation"]):
-            raise SignalError(f"{name} mixes slots: {first} and {ref}; a micro-batch lies in one")
-        if ref["row"] != first["row"] + index:
-            raise SignalError(f"{name}: row {ref['row']} follows row {first['row']} at distance {index}")
-    start = first["row"]
-    return SignalSlot(RINGS.get(first["ring"]), first["slot"], first["generation"], start, start + rows, width)
-
-
-def _checked(name: str, ref: Any) -> SampleSlotRef:
-    keys: Sequence[str] = ("ring", "slot", "row", "generation")
-    if not isinstance(ref, dict) or set(ref) != set(keys) or any(type(ref[k]) is not int or ref[k] < 0 for k in keys):
-        raise SignalError(f"{name}: {str(ref)[:200]} is no reference of the form {{ring, slot, row, generation}}")
-    return SampleSlotRef(ring=ref["ring"], slot=ref["slot"], row=ref["row"], generation=ref["generation"])

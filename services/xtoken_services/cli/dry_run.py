@@ -9,8 +9,8 @@ from xtoken_core.config.spec import RunSpec
 from xtoken_services.common.files.input_files import check_input_files
 from xtoken_services.common.processes.progress import spinner
 from xtoken_services.common.run.custom_loss import check_custom_loss
+from xtoken_services.common.run.inspection import check_as_workers
 from xtoken_services.common.run.loss_import import check_importable
-from xtoken_services.common.run.worker_checks import check_as_workers
 from xtoken_services.supervisor.launch_check import check_launch
 from xtoken_services.supervisor.run import check_output
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 from urllib.parse import urlsplit
@@ -161,9 +161,8 @@ def _with_options(
     return run
 
 
-@contextmanager
-def connect(url: str, token_file: Path | None) -> Iterator[ControlClient]:
-    """Open a client of a control plane.
+def connect(url: str, token_file: Path | None) -> AbstractContextManager[ControlClient]:
+    """Return a client of a control plane, which the context closes.
 
     Raises:
         ConfigError: The token file cannot be read.
@@ -171,11 +170,7 @@ def connect(url: str, token_file: Path | None) -> Iterator[ControlClient]:
     token = read_control_token(token_file, url)
     from xtoken_services.control.client import ControlClient
 
-    client = ControlClient(url, token)
-    try:
-        yield client
-    finally:
-        client.close()
+    return closing(ControlClient(url, token))
 
 
 def read_control_token(file: Path | None, url: str) -> str | None:

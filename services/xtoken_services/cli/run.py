@@ -73,39 +73,48 @@ def run(
         check_custom_loss(spec.loss, loss)
     for note in notes if not as_json else ():
         typer.echo(f"default: {note}")
-    _run_to_end(spec, loss, control, token_file, as_json)
+    distilled = _run_to_end(spec, loss, control, token_file, as_json)
     if second is not None:
-        _run_to_end(second, None, control, token_file, as_json)
-        _print_comparison(spec.output, as_json=as_json)
+        _print_comparison(distilled, _run_to_end(second, None, control, token_file, as_json), as_json=as_json)
     raise typer.Exit(0)
 
 
-def _print_comparison(output: Path, *, as_json: bool) -> None:
+def _print_comparison(distilled: dict[str, float], baseline: dict[str, float], *, as_json: bool) -> None:
     """Print how a run compares with its baseline, if both have an evaluation."""
-    from xtoken_services.supervisor.comparison import compare_with_baseline
+    from xtoken_services.supervisor.comparison import compare
 
-    comparison = compare_with_baseline(output)
+    comparison = compare(distilled, baseline)
     if as_json:
         typer.echo(json.dumps({"comparison": None if comparison is None else comparison.document()}))
     elif comparison is not None:
         typer.echo(comparison.line())
 
 
-def _run_to_end(spec: RunSpec, loss: str | None, control: str | None, token_file: Path | None, as_json: bool) -> None:
+def _run_to_end(
+    spec: RunSpec, loss: str | None, control: str | None, token_file: Path | None, as_json: bool
+) -> dict[str, float]:
     """Run one specification to its end, on a control plane or in this process.
+
+    Returns:
+        The evaluation of the exported weights; empty without one.
 
     Raises:
         typer.Exit: It did not complete.
     """
     if control:
+        from xtoken_services.common.run.metric_lines import finite
         from xtoken_services.control.client import run_at
 
-        result = run_at(control, spec, token=read_control_token(token_file, control), as_json=as_json)
-    else:
-        from xtoken_services.supervisor.launchers.forks import early_fork_server
+        # Its files may be on another machine.
+        result, status = run_at(control, spec, token=read_control_token(token_file, control), as_json=as_json)
+        exit_as(result)
+        return finite(status.exported)
+    from xtoken_services.supervisor.launchers.forks import early_fork_server
 
-        with early_fork_server(spec) as forks:
-            from xtoken_services.supervisor.local_run import run_locally
+    with early_fork_server(spec) as forks:
+        from xtoken_services.supervisor.comparison import exported_in
+        from xtoken_services.supervisor.local_run import run_locally
 
-            result = run_locally(spec, as_json=as_json, loss=loss, forks=forks)
+        result = run_locally(spec, as_json=as_json, loss=loss, forks=forks)
     exit_as(result)
+    return exported_in(spec.output)

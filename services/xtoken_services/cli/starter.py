@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from xtoken_core.config.data import TEXT_SUFFIXES
@@ -60,33 +60,8 @@ def find_inputs(base: Path, *, student: Path | None, teacher: Path | None, data:
 
 def starter_text(inputs: Inputs) -> str:
     """Return a commented run file."""
-    return f"""# A run of xtoken. Paths are relative to this file. What is left out gets a default, which
-# `xtoken run FILE --dry-run` prints; docs/configuration.md has every setting.
-
-student = {json.dumps(inputs.student, ensure_ascii=False)}
-teacher = {json.dumps(inputs.teacher, ensure_ascii=False)}   # leave it out to train by cross-entropy only
-data = {json.dumps(inputs.data, ensure_ascii=False)}   # .jsonl (field `text`), .parquet, .txt
-
-# output = "runs/my-run"
-
-# [eval]                        # without it, 2% of the text are held back
-# path = "heldout.jsonl"
-
-# [eval.tasks]                  # prompts that the student completes: {{"prompt": "2 + 2 =", "answer": 4}}
-# path = "sums.jsonl"
-# match = "number"              # exact, number, choice, contains
-
-# [loss]
-# mode = "chain"                # chain, p_kl, gold, h_kl, uld, alm
-# kl_loss_weight = 1.0
-# kl_loss_weight_end = 0.0      # weight at the last step; "none": the same to the end
-# ce_loss_scale = 1.0
-
-# [train]
-# max_steps = 1000
-# samples_per_step = 32
-# learning_rate = 1e-4
-"""
+    quoted = {name: json.dumps(value, ensure_ascii=False) for name, value in asdict(inputs).items()}
+    return Path(__file__).with_name("starter.toml.template").read_text("utf-8").format(**quoted)
 
 
 def _search(base: Path) -> tuple[list[Path], list[Path]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -63,10 +63,6 @@ class ControlClient:
     def show(self, run_id: str) -> RunStatus:
         """Return the status of a run."""
         return self._status("GET", f"/v1/runs/{run_id}")
-
-    def metrics(self, run_id: str, *, points: int = 1000) -> dict[str, Any]:
-        """Return the metrics of a run."""
-        return self._call("GET", f"/v1/runs/{run_id}/metrics", params={"points": points})
 
     def artifacts(self, run_id: str) -> dict[str, Any]:
         """Return the files of a run."""
@@ -183,16 +179,27 @@ class UnreachableError(XtokenError):
     """The control plane does not respond."""
 
 
-def run_at(url: str, spec: RunSpec, *, token: str | None = None, show: bool = True, as_json: bool = False) -> RunResult:
+def run_at(
+    url: str, spec: RunSpec, *, token: str | None = None, show: bool = True, as_json: bool = False
+) -> tuple[RunResult, RunStatus]:
     """Start a run on a control plane and follow it to its end; signals stop the run as in `run_locally`.
 
     A run with the same output and settings that is over is resumed; of one that is complete the end is shown.
 
+    Returns:
+        How it ended, and its last status.
+
     Raises:
         XtokenError: The control plane does not respond, or refuses the run.
     """
-    with Interrupts() as interrupts:
-        return _run(ControlClient(url, token), spec, open_view(show, as_json=as_json), interrupts)
+    client = ControlClient(url, token)
+    with Interrupts() as interrupts, closing(client):
+        first = start_or_resume(client, spec)
+        with open_view(show, as_json=as_json) as shown:
+            view = FailsafeView(shown)
+            last = follow(client, first, view, interrupts)
+            view.end(last)
+    return result_of(last, interrupts.status or STOPPED), last
 
 
 def start_or_resume(client: ControlClient, spec: RunSpec) -> RunStatus:
@@ -207,10 +214,7 @@ def start_or_resume(client: ControlClient, spec: RunSpec) -> RunStatus:
         if error.run is None:
             raise
         existing = client.show(error.run)
-        requested, original = (
-            spec.model_dump(mode="json"),
-            RunSpec.model_validate(existing.spec).model_dump(mode="json"),
-        )
+        requested, original = spec.model_dump(), RunSpec.model_validate(existing.spec).model_dump()
         if not existing.state.over or existing.output != spec.output.resolve():
             raise
         differing = [name for name in requested if name != "output" and requested[name] != original[name]]
@@ -220,20 +224,6 @@ def start_or_resume(client: ControlClient, spec: RunSpec) -> RunStatus:
                 f"choose another output, or resume it with its original settings: xtoken runs resume {error.run}"
             ) from error
         return existing if existing.state == RunState.COMPLETED else client.resume(error.run)
-
-
-def _run(
-    client: ControlClient, spec: RunSpec, watch: AbstractContextManager[ProgressView], interrupts: Interrupts
-) -> RunResult:
-    try:
-        first = start_or_resume(client, spec)
-        with watch as shown:
-            view = FailsafeView(shown)
-            last = follow(client, first, view, interrupts)
-            view.end(last)
-    finally:
-        client.close()
-    return result_of(last, interrupts.status or STOPPED)
 
 
 def result_of(status: RunStatus, stopped: int = STOPPED) -> RunResult:

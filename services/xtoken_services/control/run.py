@@ -15,9 +15,9 @@ from xtoken_core.errors import ConfigError
 from xtoken_core.regular_files import JSON_LIMIT, read_below
 from xtoken_services.common.files.allowed_paths import Roots
 from xtoken_services.common.files.input_files import check_input_files
+from xtoken_services.common.run.inspection import inspect_run
 from xtoken_services.common.run.resume import RESOLVED
 from xtoken_services.common.run.status import RunState
-from xtoken_services.control.isolated.inspection import inspect_run
 from xtoken_services.control.store import Store, StoreError, now
 from xtoken_services.control.tables import AttemptRow, GroupRow, RunRow
 from xtoken_services.supervisor.events import Attempt, SupervisorEvents

@@ -10,14 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from xtoken_core.config.loss import PairKind
+from xtoken_core.config.loss import PAIR_NAMES, PairKind
 from xtoken_core.errors import XtokenError
-from xtoken_core.projection.pair_cache import NAMES
 from xtoken_services.common.processes.child_process import BUILD_SILENCE_S, ask_child
+from xtoken_services.common.tables.pair_files import BUILDER
 
 log = logging.getLogger("xtoken.control")
 
-PROGRAM = "xtoken_services.common.tables.build_cached_tables"
 MAX_ACTIVE = 2
 MAX_KEPT = 20
 
@@ -71,7 +70,7 @@ class TableBuild:
     @property
     def name(self) -> str:
         """Name of what is built."""
-        return NAMES[self.kind]
+        return PAIR_NAMES[self.kind]
 
 
 class TableBuilds:
@@ -138,7 +137,7 @@ class TableBuilds:
                 raise _CancelledError
 
         try:
-            built = ask_child(PROGRAM, request, silence_s=BUILD_SILENCE_S, environment=self._environment, progress=note)
+            built = ask_child(BUILDER, request, silence_s=BUILD_SILENCE_S, environment=self._environment, progress=note)
             build.facts = [str(fact) for fact in built["facts"]]
             build.file, build.done = str(built["file"]), 1.0
         except _CancelledError:

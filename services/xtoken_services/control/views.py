@@ -10,12 +10,13 @@ import threading
 from array import array
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from xtoken_core.config.resolved import ResolvedRun
 from xtoken_services.common.run.resume import RESOLVED
 from xtoken_services.common.run.status import RunState, RunStatus, WorkerStatus
 from xtoken_services.control.runs import Runs
@@ -53,7 +54,9 @@ class View:
     def same_tokenizer(self) -> tuple[bool, ...]:
         """Per teacher, True if it has the student's tokenizer; empty before the run's files are validated."""
         if not self._same_tokenizer:
-            self._same_tokenizer = _same_tokenizer(read_json(self.output / RESOLVED) or {})
+            with suppress(ValueError):  # another process may have written anything
+                resolved = ResolvedRun.model_validate(read_json(self.output / RESOLVED) or {})
+                self._same_tokenizer = resolved.same_tokenizer
         return self._same_tokenizer
 
     def status(self) -> RunStatus | None:
@@ -109,16 +112,6 @@ class Views:
         """Discard the view of a removed run."""
         with self._lock:
             self._views.pop(run_id, None)
-
-
-def _same_tokenizer(resolved: Mapping[str, Any]) -> tuple[bool, ...]:
-    """Return which teachers of a resolved run have the student's tokenizer and no projection."""
-    try:
-        own = resolved["student"]["tokenizer_fingerprint"]
-        pairs = zip(resolved["teachers"], resolved["spec"]["teacher"], strict=True)
-        return tuple(files["tokenizer_fingerprint"] == own and not spec["projection"] for files, spec in pairs)
-    except (KeyError, TypeError, ValueError):  # another process may have written anything
-        return ()
 
 
 def workers_of(attempts: list[AttemptRow]) -> list[WorkerStatus]:

@@ -103,7 +103,8 @@ def write_report(path: Path, teacher: Run, students: Sequence[Run]) -> None:
     plots = "\n".join(
         f"<figure><figcaption>{html.escape(title)}</figcaption>{svg}</figure>" for title, svg in pictures if svg
     )
-    replace_file(path, _PAGE.format(table=_html_table(runs), plots=plots))
+    page = Path(__file__).with_name("report.html").read_text("utf-8")
+    replace_file(path, page.format(table=_html_table(runs), plots=plots))
 
 
 def _html_table(runs: Sequence[Run]) -> str:
@@ -166,35 +167,3 @@ def running_mean(values: Sequence[float], width: int = 9) -> list[float]:
     half = width // 2
     parts = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
     return [sum(part) / len(part) for part in parts]
-
-
-_PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>xtoken demo</title>
-<style>
-body {{ font: 16px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 70rem; padding: 0 1rem; color: #1b1f24; }}
-table {{ border-collapse: collapse; display: block; overflow-x: auto; font-variant-numeric: tabular-nums; }}
-th, td {{ padding: .35rem .8rem; text-align: right; border-bottom: 1px solid #d5d9de; white-space: nowrap; }}
-th:first-child, td:first-child {{ text-align: left; }}
-.curves {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(min(28rem, 100%), 1fr)); gap: 1.5rem; }}
-figure {{ margin: 0; }}
-figcaption {{ font-weight: 600; }}
-svg {{ width: 100%; height: auto; }}
-</style>
-</head>
-<body>
-<h1>xtoken demo</h1>
-<p>A student distilled from a teacher that has another tokenizer, beside the same student trained on the same text
-for the same steps with cross-entropy only. Bits per byte are measured on files that no model was trained on, and
-compare models of different tokenizers; lower is better. Accuracy per token does not compare across tokenizers.</p>
-{table}
-<h2>Curves</h2>
-<div class="curves">
-{plots}
-</div>
-</body>
-</html>
-"""

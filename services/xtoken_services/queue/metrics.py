@@ -116,10 +116,6 @@ class Durations:
             family.add_metric([tag], list(totals), self._sums[tag])
         yield family
 
-    def describe(self) -> Iterator[Metric]:
-        """Yield the histogram without values."""
-        yield HistogramMetricFamily(self._name, self._text, labels=["type"])
-
 
 class _StatsCollector:
     """Collector of a queue's statistics."""
@@ -137,10 +133,6 @@ class _StatsCollector:
         requests = _items(stats["requests"])
         yield _family(CounterMetricFamily, "requests", "Requests answered.", ("type",), requests)
         yield from _partition_families(stats["partitions"])
-
-    def describe(self) -> Iterator[Metric]:
-        """Yield nothing: registering must not ask the loop for statistics."""
-        return iter(())
 
 
 def _partition_families(partitions: Mapping[str, Any]) -> Iterator[Metric]:

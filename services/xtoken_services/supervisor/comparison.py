@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -53,15 +54,17 @@ class Comparison:
 
 def compare_with_baseline(output: Path) -> Comparison | None:
     """Return the comparison of the run in `output` with its baseline; None without an evaluation of both."""
-    rows = [_exported(directory) for directory in (output, baseline_output(output))]
-    results = [(row[BITS], int(row["step"])) for row in rows if BITS in row and "step" in row]
-    if len(results) < len(rows):
+    return compare(exported_in(output), exported_in(baseline_output(output)))
+
+
+def compare(distilled: Mapping[str, float], baseline: Mapping[str, float]) -> Comparison | None:
+    """Return the comparison of the evaluations of two runs' exported weights; None if one has none."""
+    if not {BITS, "step"} <= distilled.keys() & baseline.keys():
         return None
-    (distilled, distilled_step), (baseline, baseline_step) = results
-    return Comparison(distilled, baseline, distilled_step, baseline_step)
+    return Comparison(distilled[BITS], baseline[BITS], int(distilled["step"]), int(baseline["step"]))
 
 
-def _exported(output: Path) -> dict[str, float]:
+def exported_in(output: Path) -> dict[str, float]:
     """Return the evaluation of the weights that the run in a directory exports; empty without one."""
     curve = Curve(output / "eval.jsonl")
     curve.refresh()

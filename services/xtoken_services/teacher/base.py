@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from xtoken_core.data_plane.buffers import column_values
 from xtoken_core.dataset.records import Document
 from xtoken_core.errors import InputError, XtokenError
 from xtoken_core.evaluation import EvalResult
@@ -19,7 +20,7 @@ from xtoken_core.packing import PackedRow
 from xtoken_core.plan import MicroBatch
 from xtoken_core.served_requests import RequestCounts
 from xtoken_core.wire import Column
-from xtoken_services.common.batches.packed_batch import padded_row, row_of_side, values_of
+from xtoken_services.common.batches.packed_batch import padded_row, row_of_side
 from xtoken_services.common.batches.padding import padded_batch
 
 
@@ -57,7 +58,7 @@ class TeacherBatch:
         name, values = column
         if batch.packed:
             row = row_of_side(values, width)
-            made = cls(batch.ids, padded_row(values_of(values), width, pad_id), row, row.lengths, dead)
+            made = cls(batch.ids, padded_row(column_values(values), width, pad_id), row, row.lengths, dead)
         else:
             ids = padded_batch({name: values}, widths=batch.widths, pad_ids=[pad_id] * len(batch.widths))[name]
             made = cls(batch.ids, ids, None, row_of_side(values, ids.numel()).lengths, dead)

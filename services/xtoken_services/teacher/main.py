@@ -10,6 +10,7 @@ import torch
 
 from xtoken_core import schema
 from xtoken_core.data_plane.queue_client import AlreadyDone
+from xtoken_core.data_plane.run_client import StepRows
 from xtoken_core.errors import ConfigError
 from xtoken_core.plan import MicroBatch
 from xtoken_core.queue.run.names import TEACHER
@@ -20,7 +21,7 @@ from xtoken_core.transports.factory import create_ring, pick_transport
 from xtoken_core.transports.queue_signal import TRANSPORT as QUEUE
 from xtoken_core.transports.signal import SignalRing
 from xtoken_core.wire import Column, QueueError
-from xtoken_core.wire.messages import Claimed, Trainer
+from xtoken_core.wire.messages import Claimed
 from xtoken_services.common.batches.step_plan import StepPlan, plan_fields, plan_step, ring_shape
 from xtoken_services.common.processes.event_callbacks import EventCallbacks
 from xtoken_services.common.processes.worker import WAIT_S, QueueLink, Worker, worker_session
@@ -101,27 +102,11 @@ class TeacherLoop:
 
     def serve(self) -> None:
         """Serve one trainer session after another until the run ends."""
-        while True:
-            try:
-                trainer = self._await_trainer()
-                self._pair(trainer)
-            except QueueError as error:
-                if error.code == "exhausted":
-                    log.info("the run is over")
-                    return
-                if error.code != "ring_closed":
-                    raise
-                log.info("%s: waiting for the next trainer", error)
+        self.worker.serve(self._pair, unless="ring_closed")
 
-    def _await_trainer(self) -> Trainer:
-        while True:
-            self.worker.alive()
-            trainer = self.queue.await_trainer(self.rank, wait_s=WAIT_S)
-            if trainer is not None:
-                return trainer
-
-    def _pair(self, trainer: Trainer) -> None:
-        """Create a ring for one trainer session and fill it until that session ends."""
+    def _pair(self) -> None:
+        """Create a ring for the next trainer session and fill it until that session ends."""
+        trainer = self.worker.until(lambda: self.queue.await_trainer(self.rank, wait_s=WAIT_S))
         spec = self.run.spec
         ring = create_ring(self.transport, self.shape, run=spec.name, session=trainer.trainer, device=self.model.device)
         limit = spec.workers.hang_timeout_s
@@ -129,8 +114,7 @@ class TeacherLoop:
         try:
             with self._head_in(ring):
                 number = self.queue.announce_ring(self.teacher, self.rank, trainer.trainer, ring.handle.to_bytes())
-                while not self.queue.await_opened(number, wait_s=WAIT_S):
-                    self.worker.alive()
+                self.worker.until(lambda: self.queue.await_opened(number, wait_s=WAIT_S) or None)
                 ring.unlink()
                 log.info("ring %d is open, %d slots in %s", number, self.shape.slots, self.transport)
                 self._fill(Pair(ring, number, completions), trainer.step, trainer.rewinds)
@@ -185,15 +169,15 @@ class TeacherLoop:
 
     def _window(self, pair: Pair, step: int, rewinds: int) -> StepPlan | None:
         """Return the plan of a step; None if it was done meanwhile."""
-        while True:
-            self.worker.alive()
+
+        def ask() -> StepRows | None:
             pair.completions.check()
-            try:
-                rows = self.queue.window(step, plan_fields(self.run), rewinds=rewinds, wait_s=WAIT_S)
-            except AlreadyDone:
-                return None
-            if rows is not None:
-                return plan_step(self.run, step, rows)
+            return self.queue.window(step, plan_fields(self.run), rewinds=rewinds, wait_s=WAIT_S)
+
+        try:
+            return plan_step(self.run, step, self.worker.until(ask))
+        except AlreadyDone:
+            return None
 
     def _signal(self, pair: Pair, batch: MicroBatch, rewinds: int) -> None:
         """Write a micro-batch's signal into a slot, after a nack of samples that this teacher cannot take."""
@@ -215,15 +199,15 @@ class TeacherLoop:
 
     def _claim(self, pair: Pair, batch: MicroBatch, rewinds: int) -> tuple[Claimed, dict[str, Column]] | None:
         """Claim a micro-batch with a slot; None if its signal exists or was read."""
-        while True:
-            self.worker.alive()
+
+        def ask() -> tuple[Claimed, dict[str, Column]] | None:
             pair.completions.check()
-            try:
-                claim = self.queue.claim_slot(pair.number, batch.ids, [self.ids_field], rewinds=rewinds, wait_s=WAIT_S)
-            except AlreadyDone:
-                return None
-            if claim is not None:
-                return claim
+            return self.queue.claim_slot(pair.number, batch.ids, [self.ids_field], rewinds=rewinds, wait_s=WAIT_S)
+
+        try:
+            return self.worker.until(ask)
+        except AlreadyDone:
+            return None
 
     def _forward(self, pair: Pair, claimed: Claimed, batch: TeacherBatch) -> None:
         """Enqueue the forward pass; its slot is marked full once written, maybe after the next pass.

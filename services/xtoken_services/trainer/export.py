@@ -18,15 +18,13 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from xtoken_core.atomic import atomic_rename, sync_tree
-from xtoken_core.config.loss import ADAPTIVE, kind_of
+from xtoken_core.config.loss import ADAPTIVE, PAIR_KINDS, PAIR_NAMES
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.errors import OutputError
-from xtoken_core.projection.pair_cache import NAMES
 from xtoken_core.regular_files import MIB, read_json_object, read_regular
+from xtoken_services.common.run.loss_words import loss_in_words
 from xtoken_services.trainer.checkpoint import Cursor
 
-SAME_TOKENIZER = "KL token by token"
-"""Comparison with a teacher of the student's tokenizer, whatever the run's mode."""
 EVAL_METRICS = (
     ("bits_per_byte", "bits per byte"),
     ("teacher_bits_per_byte", "bits per byte of the teacher"),
@@ -216,7 +214,18 @@ def _origin(run: ResolvedRun) -> str:
 {_teachers(run)}- data: {text_names(spec.data.paths)}: {run.records} records, of which the run \
 goes through {run.positions} (`data.epochs` = {spec.data.epochs}), \
 fingerprint `{run.data_fingerprint[:16]}`
-- loss: {_loss_in_words(run)}"""
+- loss: {loss_in_words(spec.model_dump(), run.same_tokenizer)}{_course(run)}"""
+
+
+def _course(run: ResolvedRun) -> str:
+    """Return the temperature, and how the weight of the divergence changes; empty without a teacher."""
+    if not run.spec.teacher:
+        return ""
+    text = f", at temperature {run.spec.loss.temperature:g}"
+    if run.spec.loss.kl_loss_weight_end == ADAPTIVE:
+        where = "the" if run.spec.eval is None else "held-out"
+        text += f"; the divergence counts less once the student comes near the teacher on {where} text"
+    return text
 
 
 def _training(samples_per_step: int, summary: Mapping[str, Any]) -> str:
@@ -258,31 +267,16 @@ def _teachers(run: ResolvedRun) -> str:
     lines = []
     for number, (teacher, fingerprint) in enumerate(zip(run.spec.teacher, run.projection_fingerprints, strict=True)):
         file = run.pair_file(number)
-        kind = kind_of(run.spec.loss.mode_of(number))
+        kind = PAIR_KINDS.get(run.spec.loss.mode_of(number))
         if file is None:
             how = "same tokenizer" if run.same_tokenizer[number] else "another tokenizer"
         elif file == teacher.projection or kind is None:
             how = f"projection `{file.name}` (`{fingerprint[:16]}`)"
         else:
-            how = f"{NAMES[kind]} built for this run (`{fingerprint[:16]}`)"
+            how = f"{PAIR_NAMES[kind]} built for this run (`{fingerprint[:16]}`)"
         weights = teacher.dtype + {"": "", "fp8": ", 8-bit weights", "nf4": ", 4-bit weights"}[teacher.quantized]
         lines.append(f"- teacher: `{base_model(teacher.model)}`, {weights}, weight {teacher.weight:g}, {how}")
     return "".join(f"{line}\n" for line in lines)
-
-
-def _loss_in_words(run: ResolvedRun) -> str:
-    loss = run.spec.loss
-    if not run.spec.teacher:
-        return f"cross-entropy times {loss.ce_loss_scale:g}"
-    modes = [SAME_TOKENIZER if same else loss.mode_of(teacher) for teacher, same in enumerate(run.same_tokenizer)]
-    compared = modes[0] if len(set(modes)) == 1 else ", ".join(modes)
-    scaled = "scaled to the cross-entropy" if loss.dynamic_loss_scaling else f"times {loss.kl_loss_weight:g}"
-    if loss.kl_loss_weight_end == ADAPTIVE:
-        scaled += f" until the student comes near the teacher on {'the' if run.spec.eval is None else 'held-out'} text"
-    elif loss.kl_loss_weight_end not in (None, loss.kl_loss_weight):
-        scaled += f" at the first step to {loss.last_kl_loss_weight:g} at the last"
-    ce = "" if loss.dynamic_loss_scaling else f" times {loss.ce_loss_scale:g}"
-    return f"{compared} at temperature {loss.temperature:g} {scaled}, and cross-entropy{ce}"
 
 
 def _last_step(line: Mapping[str, Any] | None) -> str:

@@ -183,10 +183,9 @@ class TrainerLoop:
         """
         plan: StepPlan | None = None
         try:
-            while plan is None:
-                self.worker.alive()
-                rows = self.queue.window(self.cursor.step, plan_fields(self.run), rewinds=self.rewinds, wait_s=WAIT_S)
-                plan = plan_step(self.run, self.cursor.step, rows) if rows is not None else None
+            step, fields = self.cursor.step, plan_fields(self.run)
+            rows = self.worker.until(lambda: self.queue.window(step, fields, rewinds=self.rewinds, wait_s=WAIT_S))
+            plan = plan_step(self.run, step, rows)
         except StopRequested:
             plan = None
         if self.group.any(plan is None) or plan is None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from xtoken_core.alignment.tables import token_table
-from xtoken_core.config.loss import TABLE_MODES
+from xtoken_core.config.loss import PAIR_KINDS
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.errors import ConfigError, InputError, XtokenError
 from xtoken_core.losses import CrossTokenizerDistillationLoss
@@ -170,7 +170,7 @@ def make_loss(
         file, same = run.pair_file(teacher), run.same_tokenizer[teacher]
         if file is not None and file == spec.projection:
             file = check_allowed(file, f"teacher.{teacher}.projection")
-        reads_tables = not same and run.spec.loss.mode_of(teacher) in TABLE_MODES
+        reads_tables = not same and PAIR_KINDS.get(run.spec.loss.mode_of(teacher)) == "chain"
         teachers.append(
             load_teacher(
                 None if reads_tables else file,

@@ -273,12 +273,12 @@ class StepRunner:
 
     def _claim(self, batch: MicroBatch, rewinds: int) -> tuple[Claimed, dict[str, Column]]:
         """Lease a micro-batch; while waiting, open the rings of teachers that (re)start."""
-        while True:
-            self.worker.alive()
+
+        def ask() -> tuple[Claimed, dict[str, Column]] | None:
             self.rings.poll()
-            claim = self.queue.claim_batch(batch.ids, self.fields, rewinds=rewinds, wait_s=WAIT_S)
-            if claim is not None:
-                return claim
+            return self.queue.claim_batch(batch.ids, self.fields, rewinds=rewinds, wait_s=WAIT_S)
+
+        return self.worker.until(ask)
 
     def _tensors(
         self, batch: MicroBatch, claimed: Claimed, columns: dict[str, Column]

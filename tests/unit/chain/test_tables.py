@@ -10,13 +10,13 @@ from safetensors.torch import save_file
 from transformers import BertGenerationTokenizer
 
 from tests.support import vocabularies
+from tests.support.live_sets import live_rows
 from tests.unit.chain.chain_loops import Pair
 from tests.unit.chain.test_divergence import ALPHABET, CHARACTERS, NUMERALS
 from tests.unit.chain.tiny_tokenizers import PATTERNS, TinyTokenizer, split_words
 from xtoken_core.alignment import token_table
 from xtoken_core.chain.build import as_tensors, build_tables, cached_tables
 from xtoken_core.chain.files import write_tables
-from xtoken_core.chain.live_sets import live_rows
 from xtoken_core.chain.models import is_unigram
 from xtoken_core.chain.spelling import NO_TEXT, UNKNOWN
 from xtoken_core.ops.chain.live import live_mask

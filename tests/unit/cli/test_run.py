@@ -18,6 +18,8 @@ from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import ConfigError
 from xtoken_services.cli.app import app
 from xtoken_services.common.run.run_text import resolved_text
+from xtoken_services.common.run.status import RunState, RunStatus
+from xtoken_services.supervisor.run_record import RunResult
 
 WEB_AND_DATABASE = {"xtoken_services.control", "fastapi", "uvicorn", "starlette", "sqlalchemy", "alembic", "httpx"}
 HEAVY = {"torch", "transformers", "tensordict", "numpy", "pyarrow", "tokenizers", "safetensors"}
@@ -121,3 +123,22 @@ def test_a_baseline_that_there_is_not_is_refused_before_the_run(tmp_path: Path) 
         result = CliRunner().invoke(app, ["run", str(file), *words])
         assert isinstance(result.exception, ConfigError) and "rollout.fraction = 1" in str(result.exception)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_baseline_on_a_control_plane_is_compared_by_its_statuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The runs' files may be on another machine."""
+    bits = {"run": 1.25, "baseline": 1.5}
+
+    def run_at(url: str, spec: RunSpec, **_: Any) -> tuple[RunResult, RunStatus]:
+        evaluation = {"step": 3, "bits_per_byte": bits["run" if spec.teacher else "baseline"]}
+        status = RunStatus.starting(spec, spec.name).model_copy(update={"evaluation": evaluation})
+        return RunResult(RunState.COMPLETED), status
+
+    monkeypatch.setattr("xtoken_services.control.client.run_at", run_at)
+    words = ["run", str(run_file(tmp_path)), "--baseline", "--control", "http://127.0.0.1:1"]
+    printed = CliRunner().invoke(app, words).stdout
+    assert "held-out text: 1.2500 bits per byte distilled, 1.5000 by cross-entropy only" in printed
+    document = CliRunner().invoke(app, [*words, "--json"]).stdout
+    assert json.loads(document)["comparison"]["baseline"] == 1.5

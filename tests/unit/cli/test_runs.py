@@ -92,7 +92,8 @@ def test_watch_exits_with_the_status_of_the_run(command: Command, runs: Runs) ->
 def test_a_complete_run_is_not_started_again(url: str, runs: Runs, tmp_path: Path) -> None:
     output = put(runs, "done-1")
     settings = spec(tmp_path, output=str(output))
-    result = run_at(url, RunSpec.model_validate(settings), token=TOKEN, show=False)
+    result, last = run_at(url, RunSpec.model_validate(settings), token=TOKEN, show=False)
+    assert last.output == output
     assert (result.state, result.error, result.exit_code) == (RunState.COMPLETED, "", 0)
     with pytest.raises(XtokenError, match="was started with other settings of seed"):
         run_at(url, RunSpec.model_validate(settings | {"seed": 7}), token=TOKEN, show=False)

@@ -35,7 +35,7 @@ def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "    return {'file': request['student'], 'facts': [request['kind']]}\nanswer_requests(build)\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(table_builds, "PROGRAM", "slow")
+    monkeypatch.setattr(table_builds, "BUILDER", "slow")
     return tmp_path / "go"
 
 

@@ -36,7 +36,7 @@ REFUSED = {
     "prob_gold": ({"gold_loss": True, "teacher_chunk_average": "prob"}, "belongs to P-KL, the mode is gold"),
     "reverse_uld": ({"uld_loss": True, "reverse_kl": True}, 'no meaning for mode = "uld"'),
     "temperature_alm": ({"alm_loss": True, "temperature": 2.0}, "use alm_temperature"),
-    "alm_temperature_elsewhere": ({"alm_temperature": 10.0}, 'set mode = "alm"'),
+    "alm_temperature_elsewhere": ({"alm_temperature": 10.0}, "belongs to ALM, the mode is chain"),
     "modes_select": ({"teacher_aggregation": "select_teacher", "teacher_modes": ("gold",)}, "teacher_modes belongs to"),
     "dynamic_weights_averaged": (
         {"teacher_aggregation": "averaged_logits", "dynamic_teacher_weights": "ce"},

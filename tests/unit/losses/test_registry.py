@@ -9,7 +9,7 @@ import torch
 
 from tests.unit.losses.loss_cases import V_S, make_case
 from xtoken_core.config import LossConfig
-from xtoken_core.config.loss import COLUMN_SELECTING_MODES, DENSE_ONLY, TABLE_MODES, LossMode
+from xtoken_core.config.loss import COLUMN_SELECTING_MODES, DENSE_ONLY, LossMode
 from xtoken_core.errors import ConfigError
 from xtoken_core.losses import CrossTokenizerDistillationLoss
 from xtoken_core.losses.base import ChunkLoss
@@ -48,7 +48,7 @@ def test_modes_that_select_columns_are_those_whose_classes_do():
     assert {mode for mode, loss in LOSSES.items() if loss.columns is not ChunkLoss.columns} == COLUMN_SELECTING_MODES
 
 
-@pytest.mark.parametrize("mode", sorted(set(LOSSES) - DENSE_ONLY - TABLE_MODES))
+@pytest.mark.parametrize("mode", sorted(set(LOSSES) - DENSE_ONLY - {"chain"}))
 def test_a_sparse_projection_trains_like_the_dense_one(mode, sparse, tmp_path):
     case, config = make_case(), LossConfig(mode=mode)
     teacher = case.teachers[0]

@@ -12,8 +12,9 @@ import threading
 import torch
 
 from xtoken_core.transports import RingHandle, RingShape
+from xtoken_core.transports.compat import rebuild_teacher_full_logits_from_ipc
 from xtoken_core.transports.cuda_ipc import CudaIpcRing, CudaIpcRingReader
-from xtoken_core.transports.signal import RINGS, rebuild_teacher_full_logits_from_ipc
+from xtoken_core.transports.signal import RINGS
 from xtoken_services.common.processes.event_callbacks import EventCallbacks
 
 DEVICE = torch.device("cuda", 0)

@@ -9,8 +9,9 @@ import torch
 
 from xtoken_core.errors import XtokenError
 from xtoken_core.transports import RingHandle, RingShape
+from xtoken_core.transports.compat import rebuild_teacher_full_logits_from_ipc
 from xtoken_core.transports.shared_memory import SharedMemoryRing, SharedMemoryRingReader
-from xtoken_core.transports.signal import RINGS, rebuild_teacher_full_logits_from_ipc
+from xtoken_core.transports.signal import RINGS
 
 made = {}
 

@@ -8,14 +8,10 @@ import torch
 from tests.support.slot_refs import slot_refs
 from xtoken_core.errors import InputError
 from xtoken_core.transports import RingShape, SignalError, StaleSignalError
+from xtoken_core.transports.compat import rebuild_teacher_full_logits_from_ipc, signal_slot
 from xtoken_core.transports.factory import create_ring, open_ring, pick_transport
 from xtoken_core.transports.head import load_head
-from xtoken_core.transports.signal import (
-    RINGS,
-    SignalSlot,
-    rebuild_teacher_full_logits_from_ipc,
-    rebuild_teacher_hidden_from_ipc,
-)
+from xtoken_core.transports.signal import RINGS, SignalSlot
 from xtoken_core.wire import Column
 from xtoken_core.wire.columns import offsets_from_lengths
 
@@ -46,10 +42,10 @@ def filled(request):
 
 def test_a_slot_gives_hidden_states_head_and_maxima(filled):
     head, hidden, maxima = filled
-    signal = rebuild_teacher_hidden_from_ipc(data(slot_refs(3, 1, 4, 3)))
+    signal = signal_slot(data(slot_refs(3, 1, 4, 3))).hidden()
     assert torch.equal(signal.hidden, hidden) and torch.equal(signal.head, head[:5])
     assert torch.equal(signal.maxima, maxima)
-    part = rebuild_teacher_hidden_from_ipc(data(slot_refs(3, 1, 4, 3)[1:]))
+    part = signal_slot(data(slot_refs(3, 1, 4, 3)[1:])).hidden()
     assert torch.equal(part.hidden, hidden[1:]) and torch.equal(part.maxima, maxima[1:])
     assert part.head.data_ptr() == signal.head.data_ptr()
 
@@ -107,7 +103,7 @@ def test_columns_carry_a_slot(through_queue):
     opened, columns, head, hidden, maxima = through_queue
     assert set(columns) == {"teacher_0_hidden_states", "teacher_0_column_maxima"}
     opened.receive(1, 4, columns, 0)
-    signal = rebuild_teacher_hidden_from_ipc(data(slot_refs(6, 1, 4, 3)))
+    signal = signal_slot(data(slot_refs(6, 1, 4, 3))).hidden()
     assert torch.equal(signal.hidden, hidden) and torch.equal(signal.head, head[:5])
     assert torch.equal(signal.maxima, maxima)
     opened.check(1, 4)
@@ -115,7 +111,7 @@ def test_columns_carry_a_slot(through_queue):
         with pytest.raises(StaleSignalError):
             opened.check(slot, generation)
     with pytest.raises(SignalError, match="plan alike"):
-        rebuild_teacher_hidden_from_ipc(data(slot_refs(6, 1, 4, 3), width=5))
+        signal_slot(data(slot_refs(6, 1, 4, 3), width=5)).hidden()
 
 
 def test_columns_carry_a_packed_row():

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 import xtoken_core.teacher
 from tests.support.slot_refs import slot_refs
 from xtoken_core.transports import RingHandle, RingShape, SignalError
+from xtoken_core.transports.compat import rebuild_teacher_full_logits_from_ipc
 from xtoken_core.transports.factory import create_ring, open_ring
-from xtoken_core.transports.signal import RINGS, rebuild_teacher_full_logits_from_ipc
+from xtoken_core.transports.signal import RINGS
 
 SHAPE = RingShape(slots=2, slot_tokens=12, head_width=7, vocab=5, dtype="float32")
 HANDLE = RingHandle("shared_memory", "xtoken-ring-a", 1, "boot", "pid:[1]", 0, bytes(16))

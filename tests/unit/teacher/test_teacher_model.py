@@ -195,7 +195,7 @@ def test_a_teacher_that_cannot_fit_is_refused_in_one_line():
     check_teacher(torch.device("cuda", 0), 1 << 30, shape, "teacher 0", ring_on_device=True)
     huge = dataclasses.replace(shape, slots=64)
     with pytest.raises(
-        ConfigError, match=r"teacher 0 needs \d+\.\d\d GiB on cuda:0 \(weights 1\.00, 64 slots"
+        ConfigError, match=r"the free memory of cuda:0 has .* \(teacher 0's weights 1\.00, its signal's 64 slots "
     ) as found:
         check_teacher(torch.device("cuda", 0), 1 << 30, huge, "teacher 0", ring_on_device=True)
     assert "\n" not in str(found.value)

@@ -36,20 +36,16 @@ SAME: dict[str, Any] = {"projection": None}
 @pytest.mark.parametrize(
     ("teachers", "names", "loss"),
     [
-        ([OWN], "`teacher-0`, with a tokenizer of its own.", "chain at"),
-        ([SAME], "`teacher-0`.", "KL token by token at"),
-        ([OWN, OWN], "`teacher-0` and `teacher-1`, with tokenizers of their own.", "chain at"),
-        ([SAME, SAME], "`teacher-0` and `teacher-1`.", "KL token by token at"),
+        ([OWN], "`teacher-0`, with a tokenizer of its own.", "chain + cross-entropy"),
+        ([SAME], "`teacher-0`.", "KL + cross-entropy"),
+        ([OWN, OWN], "`teacher-0` and `teacher-1`, with tokenizers of their own.", "chain + cross-entropy"),
+        ([SAME, SAME], "`teacher-0` and `teacher-1`.", "KL + cross-entropy"),
         (
             [SAME, OWN],
             "`teacher-0` and `teacher-1`, one of them with a tokenizer of its own.",
-            "KL token by token, chain at",
+            "KL + chain + cross-entropy",
         ),
-        (
-            [OWN, SAME, OWN],
-            "`teacher-2`, 2 of them with tokenizers of their own.",
-            "chain, KL token by token, chain at",
-        ),
+        ([OWN, SAME, OWN], "`teacher-2`, 2 of them with tokenizers of their own.", "chain + KL + cross-entropy"),
     ],
     ids=["own", "same", "both own", "both same", "mixed", "three"],
 )
@@ -59,26 +55,25 @@ def test_teachers_and_loss_are_told_as_they_are(
     text = card(tmp_path, teachers)
     (told,) = [line for line in text.splitlines() if "distilled by xtoken" in line]
     assert told.endswith(names)
-    assert f"- loss: {loss} temperature 1 times 1 until the student comes near the teacher" in text
+    course = "the divergence counts less once the student comes near the teacher on the text"
+    assert f"- loss: {loss}, at temperature 1; {course}" in text
     assert text.count("same tokenizer") == teachers.count(SAME)
     assert text.count("own") == (1 if OWN in teachers else 0)
 
 
 def test_a_mode_of_ones_own_is_told(tmp_path: Path) -> None:
     text = card(tmp_path, [OWN, SAME], loss={"gold_loss": True})
-    assert "- loss: gold, KL token by token at temperature 1" in text
+    assert "- loss: gold + KL + 0.1 × cross-entropy, at temperature 1\n" in text
 
 
 def test_a_weight_that_changes_is_stated_at_both_ends(tmp_path: Path) -> None:
     text = card(tmp_path, [OWN], loss={"kl_loss_weight": 2.0, "kl_loss_weight_end": 0.5})
-    assert (
-        "- loss: chain at temperature 1 times 2 at the first step to 0.5 at the last, and cross-entropy times 1" in text
-    )
+    assert "- loss: (2 to 0.5) × chain + cross-entropy, at temperature 1\n" in text
 
 
 def test_a_weight_that_ends_as_it_begins_is_stated_once(tmp_path: Path) -> None:
     text = card(tmp_path, [OWN], loss={"kl_loss_weight": 0.0, "kl_loss_weight_end": 0.0})
-    assert "- loss: chain at temperature 1 times 0, and cross-entropy times 1" in text
+    assert "- loss: cross-entropy, at temperature 1\n" in text
 
 
 @pytest.mark.parametrize(("name", "bits"), [("fp8", 8), ("nf4", 4)])

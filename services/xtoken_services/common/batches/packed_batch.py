@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from xtoken_core import schema
-from xtoken_core.data_plane.tensors import tensordict_from_columns
+from xtoken_core.data_plane.buffers import column_values
 from xtoken_core.packing import PackedRow, pair_samples
 from xtoken_core.wire import Column
+from xtoken_services.common.batches.padding import padded_column
 
 CHUNK_IDS = (schema.STUDENT_CHUNK_ID, schema.TEACHER_CHUNK_ID)
 
@@ -53,17 +54,16 @@ def packed_batch(
         # A teacher with the student's tokenizer has no tokens of its own.
         rows.append(row_of_side(columns[ids], width) if ids in columns else student)
         data[schema.field_name(schema.TEACHER_SAMPLE, teacher)] = rows[-1].samples()
-    tensors = tensordict_from_columns({name: column for name, column in columns.items() if column.kind != "jagged"})
     for name, column in columns.items():
         # One value per sample, per token of a side (padded to the side's width), or per chunk of a teacher (`side` is
         # None: there is no such width, and the row has all chunks of all samples).
         axis, owner = axes.get(name, ("sample", None))
         if axis == "sample":
-            data[name] = tensors[name]
+            data[name] = padded_column(column, 0, 0)
             continue
         side = {"student": 0, "teacher": (owner or 0) + 1}.get(axis)
         width = sum(_lengths(column)) if side is None else widths[side]
-        data[name] = padded_row(values_of(column), width, pads.get(name, 0))
+        data[name] = padded_row(column_values(column), width, pads.get(name, 0))
     for teacher in range(teachers):
         _number_chunks(data, columns, teacher)
     if dead_samples:
@@ -77,12 +77,6 @@ def packed_batch(
 def row_of_side(column: Column, width: int) -> PackedRow:
     """Return the layout of a jagged column's rows in one of `width` tokens."""
     return PackedRow(tuple(_lengths(column)), width)
-
-
-def values_of(column: Column) -> Tensor:
-    """Return the values `[n]` of a jagged column, over its memory."""
-    values: Tensor = tensordict_from_columns({"column": column})["column"].values()
-    return values
 
 
 def padded_row(values: Tensor, width: int, fill: float) -> Tensor:

@@ -65,6 +65,24 @@ class Sampling:
     top_p: float = 1.0
     stop: tuple[str, ...] = ()
 
+    def parameters(self) -> dict[str, Any]:
+        """Return the parameters that have the same name in every program.
+
+        What is left out a server takes from the model's generation_config.json: completions would be no samples of the
+        student.
+        """
+        stop = {"stop": list(self.stop)} if self.stop else {}
+        return {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": -1 if self.top_k is None else self.top_k,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            **stop,
+        }
+
 
 @dataclass(frozen=True)
 class Continuation:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from threading import Lock
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 import numpy as np
@@ -117,20 +117,8 @@ class SglangEngine(Engine):
 
     def complete(self, ids: Sequence[int], sampling: Sampling, replica: Replica | None = None) -> Continuation:
         """See `Engine.complete`."""
-        parameters: dict[str, Any] = {
-            "max_new_tokens": sampling.max_tokens,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": -1 if sampling.top_k is None else sampling.top_k,
-            # Left out, both may be the defaults of the model's generation_config.json.
-            "min_p": 0.0,
-            "repetition_penalty": 1.0,
-            "presence_penalty": 0.0,
-            "frequency_penalty": 0.0,
-            "sampling_seed": sampling.seed % SEEDS,
-        }
-        if sampling.stop:
-            parameters["stop"] = list(sampling.stop)
+        own = {"max_new_tokens": sampling.max_tokens, "sampling_seed": sampling.seed % SEEDS}
+        parameters = sampling.parameters() | own
         body = {"input_ids": list(ids), "sampling_params": parameters, "return_logprob": True}
         entries = len(ids) + 4 * sampling.max_tokens
         send = partial(self.pool.call, "POST", "/generate", decode=read_completion, entries=entries, replica=replica)

@@ -99,22 +99,12 @@ class VllmEngine(Engine):
             "model": self.name,
             "prompt": list(ids),
             "max_tokens": sampling.max_tokens,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            # What is left out the server takes from the model's generation_config.json: completions would be no samples
-            # of the student.
-            "top_k": -1 if sampling.top_k is None else sampling.top_k,
-            "min_p": 0.0,
-            "repetition_penalty": 1.0,
-            "presence_penalty": 0.0,
-            "frequency_penalty": 0.0,
+            **sampling.parameters(),
             "seed": sampling.seed,
             "logprobs": 0,
             "return_token_ids": True,
             "add_special_tokens": False,
         }
-        if sampling.stop:
-            body["stop"] = list(sampling.stop)
         choice = self._completion(body, len(ids) + 4 * sampling.max_tokens, replica)
         tokens = choice.token_ids
         if tokens is None:

@@ -6,11 +6,12 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import TypeVar
 
 from xtoken_core.config.resolved import ResolvedRun, parse_resolved_run
 from xtoken_core.data_plane.address import Address
@@ -19,10 +20,12 @@ from xtoken_core.data_plane.run_client import RunClient
 from xtoken_core.data_plane.zmq_transport import ZmqTransport
 from xtoken_core.errors import QueueUnreachableError, StaleSessionError, XtokenError
 from xtoken_core.wire import QueueError
+from xtoken_core.wire.errors import Code
 from xtoken_services.common.files.allowed_paths import Roots
 from xtoken_services.common.processes.supervised import set_title
 
 log = logging.getLogger("xtoken.worker")
+T = TypeVar("T")
 
 SILENCE_S = 15.0
 BEAT_S = 3.0
@@ -87,6 +90,40 @@ class Worker:
         self.beat(units)
         if self.stopping.is_set():
             raise StopRequested
+
+    def until(self, ask: Callable[[], T | None]) -> T:
+        """Repeat a call that waits for `WAIT_S` at most until it has an answer, and report progress before each.
+
+        Raises:
+            StopRequested: The process was asked to stop.
+            StaleSessionError: The queue has ended the session.
+        """
+        while True:
+            self.alive()
+            answer = ask()
+            if answer is not None:
+                return answer
+
+    def serve(self, once: Callable[[], None], *, unless: Code) -> None:
+        """Repeat a piece of work until the run ends.
+
+        Args:
+            once: Does it.
+            unless: Refusal of the queue after which the next piece is begun.
+
+        Raises:
+            QueueError: The queue refuses for another reason.
+        """
+        while True:
+            try:
+                once()
+            except QueueError as error:
+                if error.code == "exhausted":
+                    log.info("the run is over")
+                    return
+                if error.code != unless:
+                    raise
+                log.info("%s", error)
 
     def waiting(self, seen: object) -> None:
         """Report progress as `alive` does, if what was received has changed since the last call.

@@ -16,7 +16,7 @@ from xtoken_core.wire.columns import ITEM_SIZES
 from xtoken_services.common.batches.step_plan import ring_shape
 from xtoken_services.common.models.weights import weight_count
 from xtoken_services.common.processes.supervised import supervised
-from xtoken_services.common.run.memory_values import BLOCK_ROWS, COPIES, FEWER, FLOAT32, GIB
+from xtoken_services.common.run.memory_values import BLOCK_ROWS, COPIES, FLOAT32, GIB, state_bytes
 
 if TYPE_CHECKING:  # workers have imported it, a start has no need of it
     import torch
@@ -66,15 +66,14 @@ def student_bytes(spec: RunSpec, *, copies: int = COPIES) -> int:
         spec: The run's settings.
         copies: Values per weight with AdamW: `COPIES`, or `COPIES_BETWEEN_STEPS`.
     """
-    copies -= FEWER[spec.train.optimizer]
-    weights = weight_bytes(spec.student.model, spec.student.dtype)
-    if spec.train.lora is not None:
-        return weights
-    in_float32 = weights // ITEM_SIZES[spec.student.dtype] * FLOAT32 * copies
-    masters = spec.train.master_weights and spec.student.dtype != "float32"
-    if masters and shards(spec) == 1:
-        return in_float32 + weights
-    return (in_float32 if masters else copies * weights) // shards(spec)
+    count, item, train = weight_count(spec.student.model), ITEM_SIZES[spec.student.dtype], spec.train
+    if train.lora is not None:
+        return count * item
+    whole = state_bytes(count, item, train.optimizer, masters=train.master_weights, copies=copies)
+    if shards(spec) == 1:
+        return whole
+    # With float32 masters a sharded student has no other weights.
+    return (whole - count * item if train.master_weights and item < FLOAT32 else whole) // shards(spec)
 
 
 def shards(spec: RunSpec) -> int:
@@ -244,12 +243,8 @@ def check_teacher(device: torch.device, weights: int, shape: RingShape, what: st
         return
     import torch
 
-    ring = shape.memory_bytes if ring_on_device else 0
-    free, total = torch.cuda.mem_get_info(device)
-    if weights + ring > free:
-        raise ConfigError(
-            f"{what} needs {(weights + ring) / GIB:.2f} GiB on {device} (weights {weights / GIB:.2f}, {shape.slots} "
-            f"slots of its signal {ring / GIB:.2f}), {free / GIB:.2f} of {total / GIB:.2f} GiB are free: lower "
-            'workers.slots or train.micro_batch_tokens, send less (teacher.content = "hidden" or "topk"), or give it '
-            "another GPU"
-        )
+    uses = [MemoryUse(f"{what}'s weights", weights)]
+    if ring_on_device:
+        uses.append(MemoryUse(f"its signal's {shape.slots} slots", shape.memory_bytes))
+    if why := exceeds_memory(uses, torch.cuda.mem_get_info(device)[0], f"the free memory of {device}", REMEDIES):
+        raise ConfigError(why)

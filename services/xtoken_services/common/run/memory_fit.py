@@ -11,7 +11,7 @@ from xtoken_core.config.workers import WorkersSpec
 from xtoken_core.regular_files import read_json_object
 from xtoken_core.transports.ring import TOPK_SCALARS
 from xtoken_core.wire.columns import ITEM_SIZES
-from xtoken_services.common.run.memory_values import BLOCK_ROWS, COPIES, FEWER, FLOAT32, GIB
+from xtoken_services.common.run.memory_values import BLOCK_ROWS, COPIES, FLOAT32, GIB, state_bytes
 
 if TYPE_CHECKING:
     from xtoken_services.common.run.defaults import RunDefaults
@@ -168,9 +168,8 @@ def _kept(student: _Side, teachers: list[_Side], settings: dict[str, Any]) -> fl
 
 def _state(student: _Side, settings: dict[str, Any], *, fewer: int = 0) -> int:
     """Return the bytes of weights, gradients and moments; of `fewer` of them for each weight."""
-    masters = settings["train.master_weights"] and student.item < FLOAT32
-    copies = COPIES - FEWER.get(settings["train.optimizer"], 0) - fewer
-    return student.weights * (copies * FLOAT32 + student.item if masters else copies * student.item)
+    optimizer, masters = settings["train.optimizer"], settings["train.master_weights"]
+    return state_bytes(student.weights, student.item, optimizer, masters=masters, copies=COPIES - fewer)
 
 
 def _sent(teacher: _Side, settings: dict[str, Any]) -> int:

@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from xtoken_core.config.eval import EvalSpec
-from xtoken_core.config.loss import DENSE_ONLY, READ_BY, LossConfig, LossMode, kind_of
-from xtoken_core.config.resolved import ResolvedModel, ResolvedRun
+from xtoken_core.config.loss import DENSE_ONLY, PAIR_KINDS, PAIR_NAMES, READ_BY, LossConfig, LossMode
+from xtoken_core.config.resolved import ResolvedModel, ResolvedRun, same_tokenizer_of
 from xtoken_core.config.spec import PAD_MULTIPLE, ModelSpec, RunSpec, TeacherSpec, padded_length
 from xtoken_core.dataset import JoinedIndex, TextIndex
 from xtoken_core.errors import ConfigError, InputError, XtokenError
 from xtoken_core.projection.fingerprint import file_fingerprint, is_sparse, tokenizer_fingerprint
-from xtoken_core.projection.pair_cache import NAMES
 from xtoken_core.tasks import read_prompts
 from xtoken_services.common.batches.step_plan import ring_shape
 from xtoken_services.common.files.allowed_paths import check_allowed, readable_roots
@@ -67,7 +66,8 @@ def resolve_run(spec: RunSpec, progress: Progress | None = None) -> ResolvedRun:
         if teacher.projection is not None:
             check_projection_pair(teacher.projection, spec.student.tokenizer_dir, teacher.tokenizer_dir)
             _check_projection_form(number, teacher.projection, spec.loss.mode_of(number))
-    check_teachers(spec, student, teachers)
+    same_tokenizer = same_tokenizer_of(spec, student, teachers)
+    _check_teachers(spec, same_tokenizer)
     for number, teacher in enumerate(spec.teacher):
         if teacher.loads_model:
             name = spec.teacher_name(number)
@@ -75,7 +75,6 @@ def resolve_run(spec: RunSpec, progress: Progress | None = None) -> ResolvedRun:
             check_divided(name, teacher.model, config, teacher.gpus, quantized=teacher.quantized)
     obstacle = _obstacle_to_packing(spec)
     _writable(spec.output)
-    same_tokenizer = same_tokenizer_of(spec, student, teachers)
     index, piece_bytes = _training_text(spec, same_tokenizer, progress)
     records = len(index)
     if spec.eval is not None:
@@ -160,7 +159,7 @@ def _pair_file(
     spec: RunSpec, number: int, student: ResolvedModel, files: ResolvedModel, progress: Progress | None
 ) -> Path | None:
     """Return the file that a teacher's loss reads about the two tokenizers, built first if need be; None: none."""
-    teacher, kind = spec.teacher[number], kind_of(spec.loss.mode_of(number))
+    teacher, kind = spec.teacher[number], PAIR_KINDS.get(spec.loss.mode_of(number))
     if teacher.projection is not None and kind != "chain":
         check_special_tokens(number, teacher)
         return teacher.projection
@@ -172,7 +171,7 @@ def _pair_file(
 
     def report(done: float) -> None:
         if progress is not None:
-            progress(f"building the {NAMES[kind]} of the student's and {name}'s tokenizer", done)
+            progress(f"building the {PAIR_NAMES[kind]} of the student's and {name}'s tokenizer", done)
 
     pairs = teacher.special_tokens
     return pair_file(cache_of(spec), kind, *directories, fingerprints, name, special_tokens=pairs, progress=report)
@@ -412,25 +411,16 @@ def _writable(output: Path) -> None:
         raise XtokenError(f"cannot write into the output directory {output}")
 
 
-def same_tokenizer_of(spec: RunSpec, student: ResolvedModel, teachers: Sequence[ResolvedModel]) -> list[bool]:
-    """Return for each teacher True if it has the student's tokenizer and no projection is named."""
-    return [
-        of_run.projection is None and files.tokenizer_fingerprint == student.tokenizer_fingerprint
-        for of_run, files in zip(spec.teacher, teachers, strict=True)
-    ]
-
-
-def check_teachers(spec: RunSpec, student: ResolvedModel, teachers: Sequence[ResolvedModel]) -> None:
+def _check_teachers(spec: RunSpec, same_tokenizer: Sequence[bool]) -> None:
     """Refuse settings of the loss that these teachers' tokenizers make impossible.
 
     Raises:
         ConfigError: With the reason and what to change.
     """
     try:
-        same_tokenizer = same_tokenizer_of(spec, student, teachers)
         spec.loss.check_teachers([t.weight for t in spec.teacher], same_tokenizer)
         if spec.rollout is not None and any(same_tokenizer):
-            name = spec.teacher_name(same_tokenizer.index(True))
+            name = spec.teacher_name([*same_tokenizer].index(True))
             raise ValueError(
                 f"{name} has the student's tokenizer, and [rollout] takes teachers with tokenizers of their "
                 "own: name a projection, or unset one of them"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 from xtoken_core.config.resolved import ResolvedRun
@@ -69,12 +70,19 @@ def host_uses(run: ResolvedRun, *, on_gpu: bool) -> Iterator[MemoryUse]:
 
 def ring_uses(run: ResolvedRun, *, on_gpu: bool) -> Iterator[MemoryUse]:
     """Yield the memory of the host that the teachers' signals take; arguments as of `host_uses`."""
-    spec = run.spec
+    spec, transport = run.spec, run.spec.workers.transport
+    # Without the bindings "auto" falls back to shared memory (`xtoken_core.transports.factory`).
+    on_host = not on_gpu or transport in ("shared_memory", "queue") or (transport == "auto" and not has_bindings())
     for number in range(len(spec.teacher)):
-        if not on_gpu or spec.workers.transport in ("shared_memory", "queue") or spec.fills_on_host(number):
+        if on_host or spec.fills_on_host(number):
             shape = ring_shape(run, number)
             what = f"{spec.teacher_name(number)}'s signal in {shape.slots} slots"
             yield MemoryUse(what, run.world * shape.memory_bytes)
+
+
+def has_bindings() -> bool:
+    """Return whether the bindings of CUDA's runtime are installed, with which a ring can be on a GPU."""
+    return find_spec("cuda") is not None and find_spec("cuda.bindings") is not None
 
 
 def check_host(run: ResolvedRun, machine: Machine) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from xtoken_core.config.loss import PairKind
+from xtoken_core.config.loss import PAIR_NAMES, PairKind
 from xtoken_core.config.spec import RunSpec, TeacherSpec
 from xtoken_core.errors import ConfigError, InputError
 from xtoken_core.projection.fingerprint import (
@@ -20,7 +20,7 @@ from xtoken_core.projection.fingerprint import (
     special_tokens_metadata,
     tokenizer_fingerprint,
 )
-from xtoken_core.projection.pair_cache import NAMES, PairCache
+from xtoken_core.projection.pair_cache import PairCache
 from xtoken_core.user_cache import user_cache
 from xtoken_services.common.processes.child_process import BUILD_SILENCE_S, ask_child
 
@@ -72,7 +72,7 @@ def pair_file(
     """
 
     def build(path: Path) -> None:
-        log.info("building the %s of the student's and %s's tokenizer: %s", NAMES[kind], what, path)
+        log.info("building the %s of the student's and %s's tokenizer: %s", PAIR_NAMES[kind], what, path)
         sides = {"student": student, "teacher": teacher, "special_tokens": dict(special_tokens or {})}
         request = {"kind": kind, "file": path, **sides}
         try:
@@ -81,7 +81,7 @@ def pair_file(
             )
         except (ConfigError, InputError) as error:
             raise InputError(
-                f"cannot build the {NAMES[kind]} of the student's and {what}'s tokenizer: {error}"
+                f"cannot build the {PAIR_NAMES[kind]} of the student's and {what}'s tokenizer: {error}"
             ) from error
 
     return cache.file(kind, fingerprints, build, special_tokens)

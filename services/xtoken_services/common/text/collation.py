@@ -20,7 +20,7 @@ from xtoken_core.dataset import BadRecord, TextIndex
 from xtoken_core.errors import ConfigError, InputError
 from xtoken_core.losses.masks import loss_counts
 from xtoken_core.queue.run.names import SUPERVISOR
-from xtoken_core.wire import Column, QueueError
+from xtoken_core.wire import Column
 from xtoken_core.wire.messages import Block
 from xtoken_services.common.processes.worker import WAIT_S, Worker
 from xtoken_services.common.text.run_order import record_of
@@ -46,19 +46,7 @@ def serve_blocks(worker: Worker, fill: Callable[[Block], None]) -> None:
     Raises:
         QueueError: The queue refuses for another reason.
     """
-    while True:
-        worker.alive()
-        try:
-            block = worker.queue.lease_block(wait_s=WAIT_S)
-            if block is not None:
-                fill(block)
-        except QueueError as error:
-            if error.code == "exhausted":
-                log.info("the run is over")
-                return
-            if error.code != "lease_revoked":
-                raise
-            log.info("%s", error)
+    worker.serve(lambda: fill(worker.until(lambda: worker.queue.lease_block(wait_s=WAIT_S))), unless="lease_revoked")
 
 
 def make_collator(run: ResolvedRun) -> CompletionCollator:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import tempfile
 import threading
@@ -17,14 +18,12 @@ from pydantic_core import ErrorDetails
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.data_plane.address import Address
 from xtoken_services.common.files.input_files import check_input_files
+from xtoken_services.common.run.inspection import check_as_workers, inspect_run
 from xtoken_services.common.run.resolve import largest_row
 from xtoken_services.common.run.status import RunState, RunStatus
-from xtoken_services.common.run.worker_checks import check_as_workers
 from xtoken_services.control.api.dependencies import AppContext, Context, RunId, problems_of
-from xtoken_services.control.api.examples import RUNS
 from xtoken_services.control.api.models import AnyRunSpec, DryRun, RunPage
 from xtoken_services.control.api.short_specs import complete, read_document, start_short
-from xtoken_services.control.isolated.inspection import inspect_run
 from xtoken_services.supervisor.process_spec import build_process_specs
 from xtoken_services.supervisor.run import Run
 
@@ -48,7 +47,8 @@ Key = Annotated[
         description="A second request with the same key and specification returns the first run.",
     ),
 ]
-Specification = Annotated[AnyRunSpec, Body(openapi_examples=RUNS)]
+EXAMPLES = json.loads(Path(__file__).with_name("examples.json").read_text("utf-8"))
+Specification = Annotated[AnyRunSpec, Body(openapi_examples=EXAMPLES)]
 
 
 @router.post(

@@ -18,8 +18,8 @@ from xtoken_core.config.spec import RunSpec
 from xtoken_services.common.files.allowed_paths import paths_of
 from xtoken_services.common.files.input_files import check_input_files
 from xtoken_services.common.run.defaults import FILLED, RunDefaults, expanded, fill_model_defaults
+from xtoken_services.common.run.inspection import complete_document
 from xtoken_services.common.run.machine import Machine
-from xtoken_services.control.isolated.completion import complete_document
 from xtoken_services.control.runs import Runs
 from xtoken_services.control.store import RunRow
 from xtoken_services.control.validation import RefusedError

@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from xtoken_services.control.web.loss_terms import (
+from xtoken_services.common.run.loss_words import (
     CROSS_ENTROPY,
     ce_weight,
     divergence_name,
     kd_weights,
+    loss_of,
     names_by_teacher,
     weighted,
 )
@@ -201,16 +202,16 @@ def charts_of(spec: Mapping[str, Any], same_tokenizer: Sequence[bool] = ()) -> d
 
 def _terms(spec: Mapping[str, Any], same_tokenizer: Sequence[bool], prefix: str) -> tuple[Line, ...]:
     """Return a line for the loss and one for each of its terms, as large as it counts in the loss."""
-    weight = ce_weight(spec)
+    loss = loss_of(spec)
+    weight = ce_weight(loss)
     entropy = Line(f"{prefix}ce_loss", weighted(CROSS_ENTROPY, weight), factor=weight)
     names = names_by_teacher(spec, same_tokenizer)
     if not names:
         return (Line(f"{prefix}loss", CROSS_ENTROPY),)
-    loss = spec.get("loss") or {}
-    times = kd_weights(spec)
+    times = kd_weights(loss)
     scale = (f"{prefix}kl_loss_scale",)
-    added = loss.get("teacher_aggregation", "sum") == "sum" and not loss.get("normalize_teacher_by_vocab")
-    if len(names) > 1 and added and not (prefix and loss.get("dynamic_teacher_weights")):
+    added = loss.teacher_aggregation == "sum" and not loss.normalize_teacher_by_vocab
+    if len(names) > 1 and added and not (prefix and loss.dynamic_teacher_weights):
         weights = [1.0 if not prefix else float(t.get("weight", 1.0)) for t in spec["teacher"]]
         divergences = [
             Line(

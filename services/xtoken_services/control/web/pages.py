@@ -17,7 +17,7 @@ from xtoken_services.common.run.run_text import resolved_text, to_toml, without_
 from xtoken_services.common.run.status import RunState
 from xtoken_services.control.api.dependencies import AppContext, Context, RunId
 from xtoken_services.control.api.files import MAX_FILES
-from xtoken_services.control.api.runs import MAX_CURSOR, VALIDATION_WAIT_S, discard_if_invalid
+from xtoken_services.control.api.runs import MAX_CURSOR, discard_if_invalid, remove_run, resume_run, stop_run
 from xtoken_services.control.artifacts import list_files
 from xtoken_services.control.logs import last_attempts, logs_in, merged, tail
 from xtoken_services.control.web.charts import charts_of
@@ -167,17 +167,14 @@ def show_rollouts(request: Request, run_id: RunId, context: Context) -> Response
 @router.post("/runs/{run_id}/stop")
 def stop(run_id: RunId, context: Context, now: bool = False) -> Response:
     """Stop a run and show it."""
-    context.view(run_id)
-    context.runs.stop(run_id, now=now)
+    stop_run(run_id, context, now)
     return RedirectResponse(f"/runs/{run_id}", 303)
 
 
 @router.post("/runs/{run_id}/resume")
 def resume(run_id: RunId, context: Context) -> Response:
     """Resume a run and show it."""
-    context.view(run_id)
-    run = context.runs.resume(run_id)
-    run.started.wait(VALIDATION_WAIT_S)
+    resume_run(run_id, context)
     return RedirectResponse(f"/runs/{run_id}", 303)
 
 
@@ -199,9 +196,7 @@ def start_baseline(run_id: RunId, context: Context) -> Response:
 @router.post("/runs/{run_id}/remove")
 def remove(run_id: RunId, context: Context, files: bool = False) -> Response:
     """Remove a run that is over, with its files if requested, and show the list."""
-    context.view(run_id)
-    context.runs.remove(run_id, files=files)
-    context.views.drop(run_id)
+    remove_run(run_id, context, files)
     return RedirectResponse("/", 303)
 
 

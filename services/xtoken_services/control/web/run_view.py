@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from xtoken_services.common.run.baseline import why_no_baseline
+from xtoken_services.common.run.loss_words import divergence_name, loss_in_words
 from xtoken_services.common.run.metric_lines import BITS, TASK, finite
 from xtoken_services.common.run.run_warnings import warnings_of
 from xtoken_services.common.run.status import RunState, RunStatus
 from xtoken_services.common.run.verdict import Verdict, judge
 from xtoken_services.control.api.dependencies import AppContext
 from xtoken_services.control.web.formatting import number, percent, seconds_since
-from xtoken_services.control.web.loss_terms import divergence_name, loss_in_words
 from xtoken_services.supervisor.comparison import Comparison, compare_with_baseline
 
 MOST_SAMPLES = 16

@@ -19,11 +19,11 @@ from xtoken_core.projection.pair_cache import PairCache
 from xtoken_services.common.files.allowed_paths import Roots
 from xtoken_services.common.models.gguf import gguf_model
 from xtoken_services.common.processes.child_process import ChildError, ask_child
+from xtoken_services.common.run.inspection import inspect_run
 from xtoken_services.common.run.loss_import import check_importable
 from xtoken_services.common.tables.pair_files import pair_file
 from xtoken_services.common.tokenizers.vocabulary import vocabulary_size
 from xtoken_services.control.isolated import toml_text
-from xtoken_services.control.isolated.inspection import inspect_run
 from xtoken_services.control.isolated.toml_text import parse_toml
 
 BEGIN = "from xtoken_services.common.processes.child_process import answer_requests, ask_child\n"

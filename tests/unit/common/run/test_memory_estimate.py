@@ -17,6 +17,8 @@ from xtoken_core.losses.common import LossTeacher
 from xtoken_core.transports.ring import RingShape
 from xtoken_services.common.batches.step_plan import ring_shape
 from xtoken_services.common.processes.supervised import MARK
+from xtoken_services.common.run import start_checks
+from xtoken_services.common.run.machine import Machine
 from xtoken_services.common.run.memory_estimate import (
     MemoryUse,
     check_room,
@@ -29,7 +31,7 @@ from xtoken_services.common.run.memory_estimate import (
     weight_bytes,
 )
 from xtoken_services.common.run.memory_values import FLOAT32, GIB
-from xtoken_services.common.run.start_checks import checkpoint_bytes
+from xtoken_services.common.run.start_checks import check_host, checkpoint_bytes
 from xtoken_services.trainer.optimizer import StudentOptimizer
 from xtoken_services.trainer.student import Student
 
@@ -241,3 +243,15 @@ def test_a_run_that_follows_one_of_its_teachers_is_told_what_its_slots_hold(tmp_
     tip = "lower train.samples_per_step, all of whose signals select_teacher holds at once, "
     assert f"): {tip}give teachers" in memory_shortage(selects, 0, 1, 0, rings=True)
     assert tip not in memory_shortage(sums, 0, 1, 0, rings=True) + memory_shortage(selects, 0, 1, 0, rings=False)
+
+
+def test_without_bindings_the_slots_of_auto_are_in_shared_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = with_models(tmp_path, workers={"transport": "auto", "device": "cuda"})
+    machine = Machine(1, gpu_bytes=80 * GIB, memory_bytes=80 * GIB, shared_bytes=1)
+    monkeypatch.setattr(start_checks, "has_bindings", lambda: True)
+    assert "cuda:0" in check_host(run, machine)
+    monkeypatch.setattr(start_checks, "has_bindings", lambda: False)
+    with pytest.raises(ConfigError, match=r"^/dev/shm has 0\.00 GiB"):
+        check_host(run, machine)

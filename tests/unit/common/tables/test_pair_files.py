@@ -8,7 +8,7 @@ from typing import get_args
 import pytest
 
 from tests.support.runs import resolved_run
-from xtoken_core.config.loss import LossMode, kind_of
+from xtoken_core.config.loss import PAIR_KINDS, LossMode
 from xtoken_core.config.resolved import ResolvedModel
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import InputError
@@ -20,7 +20,7 @@ from xtoken_services.common.tables.pair_files import cache_of, pair_file
 
 def test_files_of_the_modes() -> None:
     projection, nothing = "projection", None
-    assert {mode: kind_of(mode) for mode in get_args(LossMode)} == {
+    assert {mode: PAIR_KINDS.get(mode) for mode in get_args(LossMode)} == {
         "p_kl": projection, "gold": projection, "h_kl": projection, "uld": nothing, "alm": nothing, "chain": "chain",
         "custom": nothing,
     }  # fmt: skip

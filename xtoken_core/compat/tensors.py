@@ -10,14 +10,12 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 from torch import Tensor
 
-from xtoken_core.data_plane.buffers import tensor_over
+from xtoken_core.compat.layout import object_rows
+from xtoken_core.data_plane.buffers import DTYPES, column_values
 from xtoken_core.data_plane.jagged import is_ragged_along_dim1, jagged_from_values, row_bounds
-from xtoken_core.data_plane.layout import object_rows
-from xtoken_core.wire.columns import ITEM_SIZES, Column, offsets_from_lengths
+from xtoken_core.wire.columns import Column, offsets_from_lengths
 from xtoken_core.wire.objects import object_column, object_values
 
-DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_SIZES}
-"""Every supported dtype, by its name on the wire."""
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -93,17 +91,7 @@ def _leaf(column: Column) -> Tensor | NonTensorStack | NonTensorData:
         if not rows:
             return NonTensorData([], batch_size=[0])
         return NonTensorStack(*(NonTensorData(row) for row in rows))
-    values = _values(column)
+    values = column_values(column)
     if column.offsets is None:
         return values
     return jagged_from_values(values, [column.offsets[r + 1] - column.offsets[r] for r in range(column.rows)])
-
-
-def _values(column: Column) -> Tensor:
-    """Return `[rows or steps, *item_shape]` over the column's bytes; a copy only where they are not aligned."""
-    steps = column.rows if column.offsets is None else column.offsets[column.rows]
-    dtype = DTYPES[column.dtype]
-    flat = tensor_over(column.values, dtype)
-    if flat.data_ptr() % flat.element_size():
-        flat = flat.clone()
-    return flat.view(steps, *column.item_shape)

@@ -1,4 +1,4 @@
-"""Process-wide caches of projections: read once per file, device and size."""
+"""Compatibility surface: process-wide caches of projections, read once per file, device and size."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from xtoken_core.projection.exact_map import exact_token_map
-from xtoken_core.projection.files import check_entries, parse_projection_file, read_topk
+from xtoken_core.projection.files import read_matrix, read_topk
 from xtoken_core.projection.fingerprint import MissingProjectionError
 
 Stamp = tuple[int, int]
@@ -29,16 +29,11 @@ def get_sparse_projection_matrix(
 ) -> Tensor:
     """Return the projection as a sparse matrix on a device, cached.
 
-    Empty slots (teacher id -1) are dropped; the sizes grow to the largest ids of the file.
-
     Args:
-        path: A projection file of any format.
+        path: As of `read_matrix`, as the sizes.
         device: Where the matrix shall live.
         student_vocab_size: Rows at least.
         teacher_vocab_size: Columns at least.
-
-    Returns:
-        A coalesced `torch.sparse_coo_tensor` `[V_s, V_t]`, float32.
 
     Raises:
         FileNotFoundError: `path` does not exist.
@@ -46,12 +41,8 @@ def get_sparse_projection_matrix(
     """
     key = (os.fspath(path), torch.device(device), student_vocab_size, teacher_vocab_size, *_stamp(path))
     if key not in _SPARSE_PROJECTION_CACHE:
-        indices, values, rows, columns = parse_projection_file(path)
-        check_entries(path, indices[1], values, students=indices[0])
-        kept = indices[1] >= 0
-        size = (max(student_vocab_size, rows), max(teacher_vocab_size, columns))
-        matrix = torch.sparse_coo_tensor(indices[:, kept], values[kept].float(), size, check_invariants=True)
-        _SPARSE_PROJECTION_CACHE[key] = matrix.to(device).coalesce()
+        sizes = {"student_vocab_size": student_vocab_size, "teacher_vocab_size": teacher_vocab_size}
+        _SPARSE_PROJECTION_CACHE[key] = read_matrix(path, device, **sizes)
     return _SPARSE_PROJECTION_CACHE[key]
 
 

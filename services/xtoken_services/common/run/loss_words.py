@@ -1,15 +1,19 @@
-"""Names of a run's losses, and the weights with which they count."""
+"""A run's loss in words: names of its terms, and the weights with which they count."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from xtoken_core.config.loss import MODE_NAMES
-from xtoken_services.control.web.formatting import number
+from xtoken_core.config.loss import MODE_NAMES, LossConfig
 
 SAME_TOKENIZER = "KL"
 CROSS_ENTROPY = "cross-entropy"
+
+
+def loss_of(spec: Mapping[str, Any]) -> LossConfig:
+    """Return the loss's settings of a run's specification as JSON."""
+    return LossConfig.model_validate(spec.get("loss") or {})
 
 
 def names_by_teacher(spec: Mapping[str, Any], same_tokenizer: Sequence[bool] = ()) -> list[str]:
@@ -19,14 +23,10 @@ def names_by_teacher(spec: Mapping[str, Any], same_tokenizer: Sequence[bool] = (
         spec: A run's specification as JSON.
         same_tokenizer: True for each teacher with the student's tokenizer; empty if that is not known yet.
     """
-    loss = spec.get("loss") or {}
-    own = loss.get("teacher_modes") or ()
-    names = []
-    for teacher in range(len(spec.get("teacher") or ())):
-        mode = (own[teacher] if teacher < len(own) else None) or loss.get("mode", "chain")
-        same = teacher < len(same_tokenizer) and same_tokenizer[teacher]
-        names.append(SAME_TOKENIZER if same else MODE_NAMES.get(mode, str(mode)))
-    return names
+    loss = loss_of(spec)
+    modes = [loss.mode_of(teacher) for teacher in range(len(spec.get("teacher") or ()))]
+    same = [*same_tokenizer, *[False] * len(modes)]
+    return [SAME_TOKENIZER if same[n] else MODE_NAMES.get(mode, mode) for n, mode in enumerate(modes)]
 
 
 def divergence_name(spec: Mapping[str, Any], same_tokenizer: Sequence[bool] = ()) -> str:
@@ -46,35 +46,28 @@ def loss_in_words(spec: Mapping[str, Any], same_tokenizer: Sequence[bool] = ()) 
     >>> loss_in_words({"teacher": [{}], "loss": {"mode": "chain", "kl_loss_weight_end": 0.0}})
     '(1 to 0) × chain + cross-entropy'
     """
-    loss = spec.get("loss") or {}
-    divergence = divergence_name(spec, same_tokenizer)
+    loss, divergence = loss_of(spec), divergence_name(spec, same_tokenizer)
     if not divergence:
         return CROSS_ENTROPY
-    if loss.get("dynamic_loss_scaling"):
+    if loss.dynamic_loss_scaling:
         return f"{divergence} scaled to {CROSS_ENTROPY}"
-    first, last = kd_weights(spec)
-    weight = ce_weight(spec)
+    first, last = kd_weights(loss)
     terms = [weighted(divergence, first, last)] if first or last else []
-    terms += [weighted(CROSS_ENTROPY, weight)] if weight else []
+    terms += [weighted(CROSS_ENTROPY, loss.ce_loss_scale)] if loss.ce_loss_scale else []
     return " + ".join(terms) or "0"
 
 
-def kd_weights(spec: Mapping[str, Any]) -> tuple[float, float]:
+def kd_weights(loss: LossConfig) -> tuple[float, float]:
     """Return the weights of the divergence at the first and at the last step; 1 where it is scaled dynamically.
 
     Of an adaptive one both are its largest: its course depends on evaluations to come.
     """
-    loss = spec.get("loss") or {}
-    if loss.get("dynamic_loss_scaling"):
-        return 1.0, 1.0
-    first, last = loss.get("kl_loss_weight", 1.0), loss.get("kl_loss_weight_end")
-    return float(first), float(last if isinstance(last, (int, float)) else first)
+    return (1.0, 1.0) if loss.dynamic_loss_scaling else (loss.kl_loss_weight, loss.last_kl_loss_weight)
 
 
-def ce_weight(spec: Mapping[str, Any]) -> float:
+def ce_weight(loss: LossConfig) -> float:
     """Return the weight of the cross-entropy."""
-    loss = spec.get("loss") or {}
-    return 1.0 if loss.get("dynamic_loss_scaling") else float(loss.get("ce_loss_scale", 1.0))
+    return 1.0 if loss.dynamic_loss_scaling else loss.ce_loss_scale
 
 
 def weighted(name: str, weight: float, last: float | None = None) -> str:
@@ -88,5 +81,5 @@ def weighted(name: str, weight: float, last: float | None = None) -> str:
     constant = last is None or last == weight
     if constant and weight == 1:
         return name
-    times = number(weight) if constant else f"({number(weight)} to {number(last)})"
+    times = f"{weight:g}" if constant else f"({weight:g} to {last:g})"
     return f"({name}) × {times}" if " + " in name else f"{times} × {name}"

@@ -1,0 +1,3 @@
+from xtoken_core.transports import SignalError as SignalError
+from xtoken_core.transports import StaleSignalError as StaleSignalError
+from xtoken_core.transports.compat import rebuild_teacher_full_logits_from_ipc as rebuild_teacher_full_logits_from_ipc
