@@ -68,7 +68,10 @@ class Completer:
             seeds = [seed_from(f"task/{self._seed}/{n}/{prompts[index]}") for index, n in batch]
             for (index, n), made in zip(batch, sampler.complete(rows, seeds, progress), strict=True):
                 ids = made.ids[:-1] if made.ends else made.ids
-                texts[index][n] = self.encoder.tokenizer.decode(ids, skip_special_tokens=True)
+                if vocabulary.pieces:  # some tokenizers would drop the first space, which an indented line needs
+                    texts[index][n] = b"".join(vocabulary.pieces[token] for token in ids).decode(errors="replace")
+                else:
+                    texts[index][n] = self.encoder.tokenizer.decode(ids, skip_special_tokens=True)
             done += len(batch)
             on_fraction(done / (len(prompts) * self._samples))
         return texts

@@ -15,11 +15,12 @@ import torch
 from transformers import MambaConfig, MambaForCausalLM
 
 from tests.support.ranks import start_ranks
-from tests.support.vocabularies import wordpiece
+from tests.support.vocabularies import sentencepiece_bpe, wordpiece
 from tests.unit.core.test_evaluation import byte_tokenizer, llama
 from tests.unit.trainer.students import settings
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import ConfigError, InputError
+from xtoken_services.common.generation.sampling import Sampled, Sampling
 from xtoken_services.common.models.packed_attention import NAME
 from xtoken_services.common.processes import run_code
 from xtoken_services.common.processes.worker import StopRequested
@@ -182,6 +183,18 @@ def test_a_student_without_keys_and_values_completes(tmp_path: Path) -> None:
     answers = {prompt: greedy(student, prompt, 6) for prompt in PROMPTS}
     assert len(set(answers.values())) > 1 and all(map(str.strip, answers.values()))
     assert tasks_of(tmp_path, answers).measure(student)["task_accuracy_sums"] == 1.0
+
+
+def test_a_completion_keeps_its_first_space(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokenizers of SentencePiece decode without it, and the first line of a function's body would be indented less."""
+    tokenizer, code = sentencepiece_bpe(), "    return 1"
+    before, whole = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("x\n", f"x\n{code}"))
+    ids = whole[len(before) :]
+    assert tokenizer.decode(ids) != code
+    monkeypatch.setattr(generate.Sampler, "complete", lambda *_: [Sampled(ids)])
+    student = Student(llama(len(tokenizer)), settings({"dtype": "float32"})).eval()
+    completer = generate.Completer(tokenizer, Sampling(8))
+    assert completer.complete(student, [before], lambda: None) == [[code]]
 
 
 def code_task(tmp_path: Path, **changes: Any) -> EvalTasks:

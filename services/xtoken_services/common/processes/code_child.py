@@ -28,18 +28,11 @@ REFUSED = {
 """Audit events of what a program may not do; without those of the second line it could reach sockets that are files."""
 
 
-class _Attributes(ctypes.Structure):
-    """Linux's `struct mount_attr`."""
-
-    _fields_ = [(name, ctypes.c_uint64) for name in ("set", "clear", "propagation", "userns")]
-
-
 def main() -> None:
     """Shut out the rest of the machine, and run the program."""
     libc = ctypes.CDLL(None, use_errno=True)
-    attributes = _Attributes(READ_ONLY | NO_DEVICES, 0, 0, 0)
-    size = ctypes.sizeof(attributes)
-    _check(libc.syscall(MOUNT_SETATTR, AT_FDCWD, b"/", AT_RECURSIVE, ctypes.byref(attributes), size), "read-only files")
+    set_ = (ctypes.c_uint64 * 4)(READ_ONLY | NO_DEVICES)  # Linux's `struct mount_attr`
+    _check(libc.syscall(MOUNT_SETATTR, AT_FDCWD, b"/", AT_RECURSIVE, set_, ctypes.sizeof(set_)), "read-only files")
     for directory in filter(os.path.isdir, DIRECTORIES):
         _check(libc.mount(b"tmpfs", directory.encode(), b"tmpfs", NO_DEVICES, f"size={sys.argv[1]}".encode()), "tmpfs")
     _check(libc.unshare(NEW_PIDS), "a PID namespace")

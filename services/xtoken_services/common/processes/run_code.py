@@ -22,17 +22,7 @@ MEMORY = 1 << 30
 PRINTED, SHOWN = 1 << 20, 4096
 """Most bytes of what a program reports as errors or writes to a file; and those of the end that are read."""
 _TIED = ("setpriv", "--no-new-privs", "--pdeathsig", "KILL", "--")
-_ISOLATED = (
-    "unshare",
-    "--user",
-    "--map-root-user",
-    "--net",
-    "--ipc",
-    "--pid",
-    "--mount-proc",
-    "--fork",
-    "--kill-child",
-)
+_ISOLATED = ("unshare", "--map-root-user", "--net", "--ipc", "--pid", "--mount-proc", "--fork", "--kill-child", "--")
 _LIMITED = ("prlimit", f"--as={MEMORY}", f"--cpu={LIMIT_S}", "--nofile=64", f"--fsize={PRINTED}", "--core=0", "--")
 
 
@@ -67,7 +57,7 @@ def _run(program: str) -> tuple[int, str]:
     """Return the exit status of a program, and the last line of its errors."""
     with tempfile.TemporaryFile() as errors:
         done = subprocess.run(
-            [*_TIED, *_ISOLATED, "--", *_LIMITED, *PYTHON, code_child.__name__, str(MEMORY // 4)],
+            [*_TIED, *_ISOLATED, *_LIMITED, *PYTHON, code_child.__name__, str(MEMORY // 4)],
             input=program.encode(errors="replace"),
             stdout=subprocess.DEVNULL,
             stderr=errors,
