@@ -78,7 +78,7 @@ class TrainSpec(ConfigModel):
     """Steps between two checkpoints; the last step always has one."""
     keep_checkpoints: Count = 2
     """Number of newest checkpoints that are kept."""
-    lora: LoraSpec | None = None
+    lora: OrNone[LoraSpec] = None
 
     @model_validator(mode="after")
     def _whole_weights(self) -> TrainSpec:

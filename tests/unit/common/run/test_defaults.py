@@ -66,6 +66,23 @@ def test_three_lines_are_a_run(workspace: Path) -> None:
     assert any(note.startswith("teacher.context_length") for note in notes)
 
 
+@pytest.mark.parametrize("table", ["eval.tasks", "eval.samples", "train.lora"])
+def test_a_table_of_the_file_is_set_to_none(workspace: Path, table: str) -> None:
+    tasks = '[eval.tasks]\npath = "sums.jsonl"\n[eval.samples]\nprompts = ["once"]\n'
+    (workspace / "run.toml").write_text(f"{SHORT}{tasks}[train.lora]\nrank = 4\n")
+    settings = {}
+    for given in ((), (f"{table}=none",)):
+        spec, _ = load_run(workspace / "run.toml", given, machine=CPU)
+        assert spec.eval is not None
+        settings[given] = {
+            "eval.tasks": spec.eval.tasks,
+            "eval.samples": spec.eval.samples,
+            "train.lora": spec.train.lora,
+        }
+    whole, without = settings.values()
+    assert None not in whole.values() and without == {**whole, table: None}
+
+
 def test_answers_alone_are_scored_where_they_alone_are_learnt(workspace: Path) -> None:
     talk = [{"role": "user", "content": "two?"}, {"role": "assistant", "content": "2"}]
     rows = [{"text": "plain"}, {"prompt": "one? ", "completion": "1"}, {"messages": talk}]
