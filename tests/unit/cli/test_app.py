@@ -130,6 +130,11 @@ def test_json_option() -> None:
     assert without == serving | nothing_else | showing
 
 
+def test_the_package_is_the_command_too() -> None:
+    done = subprocess.run([sys.executable, "-m", "xtoken", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == xtoken("--version").stdout
+
+
 def test_version_as_json() -> None:
     assert set(json.loads(CliRunner().invoke(cli.app, ["version", "--json"]).stdout)) == {"version"}
 
