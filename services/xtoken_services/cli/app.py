@@ -64,6 +64,10 @@ GROUPS = {
     "chain": chain_app,
     "store": store_app,
 }
+WORKERS = {
+    "queue": "Processes of a run, which `xtoken run` starts by itself",
+    **dict.fromkeys(("collator", "rollout", "teacher", "trainer"), "Processes of a run, which `xtoken run` starts by itself"),
+}
 
 
 def _print_version(requested: bool) -> None:
