@@ -110,6 +110,13 @@ def test_help_loads_nothing_heavy() -> None:
         assert f"\n  {command} " in done.stdout
 
 
+def test_help_lists_the_processes_of_a_run_apart() -> None:
+    listed = xtoken("--help").stdout.partition("\nCommands:\n")[2]
+    first, title, second = listed.partition("Processes of a run, which `xtoken run` starts by itself:\n")
+    names = [{line.split()[0] for line in part.splitlines() if line.strip()} for part in (first, second)]
+    assert title and names == [{*cli.COMMANDS, *cli.GROUPS} - {*cli.PROCESSES}, {*cli.PROCESSES}]
+
+
 def commands_below(group: Any, *words: str) -> Iterator[tuple[str, Any]]:
     for name, command in getattr(group, "commands", {}).items():
         if getattr(command, "commands", None):
