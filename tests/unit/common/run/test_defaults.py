@@ -231,3 +231,16 @@ def test_init_finds_models_and_text(workspace: Path) -> None:
     assert load_run(workspace / "run.toml", machine=CPU)[0].teacher[0].model == workspace / "large"
     with pytest.raises(InputError, match="name them with --student and --teacher"):
         find_inputs(workspace / "small", student=None, teacher=None, data=None)
+
+
+def test_models_and_text_are_found_through_links_once(
+    workspace: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    project = tmp_path_factory.mktemp("project")
+    (project / "a").symlink_to(workspace)
+    (project / "b").symlink_to(workspace)
+    (workspace / "upwards").symlink_to(project)
+    inputs = find_inputs(project, student=None, teacher=None, data=None)
+    assert {Path(inputs.student).name, Path(inputs.teacher).name} == {"small", "large"}
+    assert Path(inputs.data).name == "text.jsonl" and (project / inputs.student / "config.json").is_file()
+    assert find_inputs(project, student=workspace / "small", teacher=None, data=None).teacher.endswith("large")
