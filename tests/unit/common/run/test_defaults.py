@@ -66,6 +66,26 @@ def test_three_lines_are_a_run(workspace: Path) -> None:
     assert any(note.startswith("teacher.context_length") for note in notes)
 
 
+@pytest.mark.parametrize(
+    ("settings", "teachers"),
+    [
+        (("loss.kl_loss_weight=0",), 0),
+        (("loss.kl_loss_weight=0", "loss.kl_loss_weight_end=none", "loss.mode=gold", "loss.ce_loss_scale=0.5"), 0),
+        (("loss.kl_loss_weight=0", "loss.kl_loss_weight_end=1.0"), 1),
+        (("loss.kl_loss_weight=0", "eval.teacher_kl=true"), 1),
+        (("loss.kl_loss_weight=0", "loss.mode=custom"), 1),
+        ((), 1),
+    ],
+    ids=str,
+)
+def test_a_weight_of_0_to_the_end_starts_no_teacher(workspace: Path, settings: tuple[str, ...], teachers: int) -> None:
+    spec, notes = load_run(workspace / "short.toml", settings, machine=CPU)
+    assert len(spec.teacher) == teachers
+    assert any(note.startswith("teacher: none, since loss.kl_loss_weight") for note in notes) == (not teachers)
+    if not teachers:
+        assert spec.loss.ce_loss_scale == (0.5 if "loss.ce_loss_scale=0.5" in settings else 1.0)
+
+
 @pytest.mark.parametrize("table", ["eval.tasks", "eval.samples", "train.lora"])
 def test_a_table_of_the_file_is_set_to_none(workspace: Path, table: str) -> None:
     tasks = '[eval.tasks]\npath = "sums.jsonl"\n[eval.samples]\nprompts = ["once"]\n'
