@@ -62,6 +62,8 @@ def test_a_checkpoint_is_written_once_so_many_minutes_have_passed(
     spec = tiny_spec(assets, tmp_path, records=32, train=train)
     start(spec).complete()
     assert len(list((spec.output / "checkpoints").glob("step-*"))) == checkpoints
+    logs = "".join(file.read_text("utf-8") for file in (spec.output / "logs").glob("*.log"))
+    assert "INFO xtoken.trainer" in logs and "WARNING xtoken.trainer the teacher has ended" not in logs
 
 
 @pytest.mark.slow
