@@ -99,8 +99,8 @@ class EvalSpec(ConfigModel):
     teacher_kl: bool = False
     """Measure the run's loss on 64 documents of the held-out text too, with the divergence from the teachers. They are
     loaded beside the student for every evaluation and need their memory."""
-    tasks: TasksSpec | None = None
-    samples: SamplesSpec | None = None
+    tasks: OrNone[TasksSpec] = None
+    samples: OrNone[SamplesSpec] = None
 
     @property
     def paths(self) -> tuple[Path, ...]:

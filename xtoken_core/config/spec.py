@@ -61,6 +61,8 @@ class ModelSpec(ConfigModel):
 class StudentSpec(ModelSpec):
     """The model that is trained."""
 
+    export_dtype: Dtype | None = None
+    """Dtype of the exported weights. Left out: `dtype`, or that of the model's own `config.json` if it is narrower."""
     compile: bool = False
     """Compile its layers with `torch.compile`: worth it for more than a few hundred steps."""
     checkpoint_activations: bool = False

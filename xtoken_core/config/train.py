@@ -77,9 +77,11 @@ class TrainSpec(ConfigModel):
     for two ranks that train in bfloat16; with more ranks every addition rounds."""
     checkpoint_every: Count = 100
     """Steps between two checkpoints; the last step always has one."""
+    checkpoint_minutes: OrNone[Positive] = 30.0
+    """Minutes after a checkpoint in which the next one is written, whatever `checkpoint_every` says; "none": never."""
     keep_checkpoints: Count = 2
     """Number of newest checkpoints that are kept."""
-    lora: LoraSpec | None = None
+    lora: OrNone[LoraSpec] = None
 
     @model_validator(mode="after")
     def _whole_weights(self) -> TrainSpec:

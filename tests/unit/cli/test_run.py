@@ -88,7 +88,8 @@ def test_missing_model_loads_nothing_heavy(tmp_path: Path) -> None:
 def test_missing_projection_loads_nothing_heavy(tmp_path: Path) -> None:
     model = tmp_path / "model"
     model.mkdir()
-    (model / "config.json").write_text("{}")
+    for name in ("config.json", "tokenizer.json"):
+        (model / name).write_text("{}")
     file = run_file(tmp_path)
     file.write_text(file.read_text().replace("/no/model", str(model)))
     status, modules, _ = run_and_list_modules(file, tmp_path, scripted=False)
