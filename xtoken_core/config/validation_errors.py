@@ -56,8 +56,10 @@ def _unknown_field(path: FieldPath, model: type[BaseModel]) -> str:
     """Return an unknown-field error that suggests the closest name or lists the valid ones."""
     own = next((sorted(part.model_fields) for part in _parts_at(path[:-1], model)), [])
     name = str(path[-1])
-    meant = NAMED_ELSEWHERE.get(name) or next(iter(get_close_matches(name, own, n=1)), None)
-    if meant := meant or next(_fields_named(name, model), None):
+    named = NAMED_ELSEWHERE.get(name, "")
+    key = named.rpartition(".")[2]
+    meant = key if key in own else named or next(iter(get_close_matches(name, own, n=1)), "")
+    if meant := meant or next(_fields_named(name, model), ""):
         return f"there is no such field; did you mean {meant}?"
     return f"there is no such field; there are {', '.join(own)}"
 

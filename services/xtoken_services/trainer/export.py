@@ -8,6 +8,7 @@ import re
 import shutil
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,9 @@ def export_student(
 
 def _cast(model: PreTrainedModel, student: StudentSpec) -> None:
     """Cast weights in place to the dtype of the export; those that must stay in float32 do."""
-    config = read_json_object(student.model / "config.json")
+    config: dict[str, Any] = {}
+    with suppress(OSError, ValueError):  # it may be gone by the end of a run
+        config = read_json_object(student.model / "config.json")
     own = config.get("dtype", config.get("torch_dtype"))
     halved = own if own in ("bfloat16", "float16") and student.dtype == "float32" else student.dtype
     dtype: torch.dtype = getattr(torch, student.export_dtype or halved)
