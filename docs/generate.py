@@ -10,6 +10,7 @@ python docs/generate.py --check  only say whether they are in step
 from __future__ import annotations
 
 import inspect
+import json
 import re
 import sys
 import types
@@ -289,9 +290,28 @@ def _request(method: str, path: str, operation: dict[str, Any]) -> str:
         rows.insert(0, f"| the body | JSON | {_schema_in_words(content['schema'])} | required |  |")
     if rows:
         lines += ["| parameter | in | takes | default | meaning |", "|---|---|---|---|---|", *rows, ""]
+    lines += ["```sh", _curl(method, path, operation), "```", ""]
     answers = [f"{status} {_answer(answer)}".strip() for status, answer in sorted(operation["responses"].items())]
     lines += [f"Answers: {', '.join(answers)}."]
     return "\n".join([*lines, ""])
+
+
+def _curl(method: str, path: str, operation: dict[str, Any]) -> str:
+    """Return a request as a command, with the first example of its body."""
+    words = ["curl"]
+    if "Needs no token" not in operation.get("description", ""):
+        words.append('-H "Authorization: Bearer $(cat ~/.config/xtoken/control.token)"')
+    if method != "GET":
+        words.append(f"-X {method}")
+    if body := operation.get("requestBody"):
+        (kind,), (content,) = body["content"], body["content"].values()
+        example = next(iter(content["examples"].values()))["value"]
+        words.append(f"-H 'Content-Type: {kind}' -d '{json.dumps(example)}'")
+    return " ".join([*words, "http://127.0.0.1:8400" + path.format_map(EXAMPLES)])
+
+
+EXAMPLES = {"run_id": "first-5f0e9c1a", "path": "model/config.json"}
+"""Values of the parameters in a request's path."""
 
 
 def _answer(answer: dict[str, Any]) -> str:

@@ -6,10 +6,11 @@ import json
 import math
 import re
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
+from textwrap import dedent
 from typing import Any, get_args
 
 from xtoken_core.config.eval import Match
@@ -17,12 +18,14 @@ from xtoken_core.errors import InputError
 from xtoken_core.regular_files import MIB, read_regular
 
 MAX_BYTES = 64 * MIB
-KEYS = {"prompt", "messages", "answer", "choices", "match"}
+KEYS = {"prompt", "messages", "answer", "choices", "tests", "match"}
 _GROUPS = r"(?!0)\d{1,3}(?:,\d{3})+(?!,?\d)"
 NUMBER = re.compile(rf"[-+\N{{MINUS SIGN}}]?(?:(?:{_GROUPS}|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{{1,3}}(?!\d))?")
 LONGEST_NUMBER = 1000
 BOXED = "\\boxed{"
 NUMBERS = ("number", "last_number")
+FENCED = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.MULTILINE | re.DOTALL)
+PYTHON = ("", "python", "python3", "py")
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,7 @@ class Prompt:
         answers: Accepted answers.
         choices: Choices that the answer is one of; empty for other matches than `choice`.
         match: How a completion is judged.
+        tests: With the match `code`, what a program of the completion is followed by; else empty.
     """
 
     text: str
@@ -42,9 +46,33 @@ class Prompt:
     answers: tuple[str, ...]
     choices: tuple[str, ...]
     match: Match
+    tests: str = ""
 
-    def is_right(self, completion: str) -> bool:
-        """Return True if a completion gives an accepted answer."""
+    def program(self, completion: str) -> str:
+        """Return the program of a completion, followed by the tests.
+
+        It is the first fenced block of Python, or else the prompt, where that is a text, and the completion. Where the
+        prompt ends in an indented line, as inside a function, the completion counts up to its first line that does not
+        begin so.
+        """
+        blocks = (block[2] for block in FENCED.finditer(completion) if block[1].lower() in PYTHON)
+        if (code := next(blocks, None)) is not None:
+            code = dedent(code)
+        else:
+            inside = self.text.rstrip().rpartition("\n")[2][:1].isspace()
+            code = self.text + (re.split(r"\n(?=\S)", completion, maxsplit=1)[0] if inside else completion)
+        return f"{code}\n\n{self.tests}\n"
+
+    def is_right(self, completion: str, passes: Callable[[str], bool] | None = None) -> bool:
+        """Return True if a completion gives an accepted answer, or its program passes.
+
+        Args:
+            completion: The completion.
+            passes: Returns whether a program ends without an error; the match `code` needs it.
+        """
+        if self.match == "code":
+            assert passes is not None
+            return passes(self.program(completion))
         if self.match == "contains":
             return any(_plain(answer) in _plain(completion) for answer in self.answers)
         if self.match in NUMBERS:
@@ -65,7 +93,8 @@ def read_prompts(path: Path, match: Match, limit: int, *, within: Sequence[Path]
 
     Args:
         path: A JSON lines file: `prompt` (a text) or `messages`, `answer` (a text, a number or a list of them),
-            `choices` where the match is `choice`, and `match` where it differs from the run's.
+            `choices` where the match is `choice`, `tests` instead of `answer` where it is `code`, and `match` where it
+            differs from the run's.
         match: How completions are judged where a record does not state it.
         limit: Largest number of prompts; the first ones are read.
         within: Directories below one of which the file must lie; None for any.
@@ -97,7 +126,7 @@ def answered_prompt(
     """Return a prompt with the answers of a record.
 
     Args:
-        record: `answer`, and `choices` and `match` where it has them.
+        record: `answer` or `tests`, and `choices` and `match` where it has them.
         match: How completions are judged if the record does not state it.
         text: The prompt, if it is a text.
         messages: The prompt, if it is a conversation.
@@ -109,25 +138,33 @@ def answered_prompt(
     if chosen not in get_args(Match):
         raise ValueError(f"match {chosen!r} is none of {', '.join(get_args(Match))}")
     answers, choices = tuple(_texts(record, "answer")), tuple(_texts(record, "choices"))
-    if not answers:
-        raise ValueError("it needs an `answer`")
+    tests = record.get("tests", "")
+    if not isinstance(tests, str) or (chosen == "code") != bool(tests.strip()):
+        raise ValueError("`tests`, a text, and match = code need each other")
+    if bool(answers) == bool(tests):
+        raise ValueError("it needs an `answer`, or `tests` where match = code")
     if (chosen == "choice") != bool(choices):
         raise ValueError("`choices` and match = choice need each other")
     if choices and not {*map(_plain, answers)} <= {*map(_plain, choices)}:
         raise ValueError("its answer is none of its choices")
     if chosen in NUMBERS and any(_number(answer) is None for answer in answers):
         raise ValueError("its answer is no number")
-    return Prompt(text, tuple(messages), answers, choices, chosen)
+    return Prompt(text, tuple(messages), answers, choices, chosen, tests)
 
 
-def accuracy_of(prompts: Iterable[Prompt], completions: Iterable[Sequence[str]]) -> tuple[float, float]:
+def accuracy_of(
+    prompts: Iterable[Prompt], completions: Iterable[Sequence[str]], passes: Callable[[str], bool] | None = None
+) -> tuple[float, float]:
     """Return the fraction of completions that are right, and of prompts with a right completion.
 
     Args:
         prompts: Prompts of a task, at least one.
         completions: As many completions for each.
+        passes: As of `Prompt.is_right`.
     """
-    right = [[prompt.is_right(text) for text in texts] for prompt, texts in zip(prompts, completions, strict=True)]
+    right = [
+        [prompt.is_right(text, passes) for text in texts] for prompt, texts in zip(prompts, completions, strict=True)
+    ]
     return sum(sum(each) / len(each) for each in right) / len(right), sum(map(any, right)) / len(right)
 
 

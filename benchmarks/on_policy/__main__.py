@@ -26,7 +26,7 @@ from xtoken_core.atomic import atomic_write
 PROMPT_CHARACTERS = 250
 RECORD_CHARACTERS = 400
 MODULE = "benchmarks.on_policy.trl_gold"
-PARTS = {"ours": 30.0, "trl": 30.0, "weights": 15.0, "generation": 20.0, "other_graphs": 30.0}
+PARTS = {"ours": 30.0, "trl": 30.0, "weights": 15.0, "generation": 20.0}
 """What is measured, with the seconds that must be left for it to begin."""
 
 
@@ -51,7 +51,6 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--seconds", type=float, default=600.0, help="nothing begins after so long")
     parser.add_argument("--weights", default="cuda_ipc", help="of this package's runs, as rollout.weights")
-    parser.add_argument("--cuda-graphs", action=argparse.BooleanOptionalAction, default=True, help="of its rollouts")
     parser.add_argument("--part-seconds", type=float, default=240.0, help="each run is ended after so long")
     parser.add_argument("--work", type=Path, default=Path("/tmp/xtoken-on-policy"))
     parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "results" / "on_policy.json")
@@ -136,16 +135,15 @@ def planned(options: argparse.Namespace) -> list[tuple[str, int]]:
     second, *further = options.trl or [options.equal]
     plan = [("ours", first), ("trl", options.equal), ("ours", options.equal), ("trl", second)]
     plan += [*(("trl", size) for size in further), *(("ours", size) for size in others)]
-    plan += [("weights", 0), ("generation", 0), ("other_graphs", first)]
+    plan += [("weights", 0), ("generation", 0)]
     return [each for each in plan if each[0] in options.parts]
 
 
 def _stage(part: str, size: int, options: argparse.Namespace, seconds: float) -> list[dict[str, Any]]:
-    if part in ("ours", "other_graphs"):
+    if part == "ours":
         from benchmarks.on_policy.ours import measure as run
 
-        graphs = options.cuda_graphs == (part == "ours")
-        return [run(options, size, steps=options.steps, timeout_s=seconds, mode=options.mode, graphs=graphs)]
+        return [run(options, size, steps=options.steps, timeout_s=seconds, mode=options.mode)]
     if part == "trl":
         return [_trl(options, size, seconds)]
     import torch
@@ -155,8 +153,7 @@ def _stage(part: str, size: int, options: argparse.Namespace, seconds: float) ->
     device = torch.device(options.device)
     if part == "weights":
         return parts.weights(options, device)
-    settings = (False, True) if options.cuda_graphs else (False,)
-    return parts.generation(options, sorted({options.equal, *options.ours}), device, settings)
+    return parts.generation(options, sorted({options.equal, *options.ours}), device)
 
 
 def _trl(options: argparse.Namespace, batch: int, seconds: float) -> dict[str, Any]:

@@ -19,7 +19,7 @@ TEACHER_ROOM = 1.5
 """Tokens of the teacher's context per token of the student's."""
 
 
-def run_file(options: Any, batch: int, output: Path, *, steps: int, mode: str, graphs: bool) -> str:
+def run_file(options: Any, batch: int, output: Path, *, steps: int, mode: str) -> str:
     """Return the text of a run file.
 
     Args:
@@ -28,7 +28,6 @@ def run_file(options: Any, batch: int, output: Path, *, steps: int, mode: str, g
         output: Directory of the run.
         steps: Optimiser steps.
         mode: The loss.
-        graphs: Generate by CUDA graphs.
     """
     context = options.context
     return _toml(
@@ -40,7 +39,7 @@ def run_file(options: Any, batch: int, output: Path, *, steps: int, mode: str, g
                 "model": str(options.teacher), "context_length": int(TEACHER_ROOM * context), "dtype": options.dtype,
             },
             "data": {"path": str(options.prompts), "epochs": 1 + steps * batch // options.records},
-            "rollout": {"max_new_tokens": options.new_tokens, "weights": options.weights, "cuda_graphs": graphs},
+            "rollout": {"max_new_tokens": options.new_tokens, "weights": options.weights},
             "loss": {"mode": mode},
             "queue": {"block_size": batch},
             "train": {
@@ -52,9 +51,7 @@ def run_file(options: Any, batch: int, output: Path, *, steps: int, mode: str, g
     )  # fmt: skip
 
 
-def measure(
-    options: Any, batch: int, *, steps: int, timeout_s: float, mode: str = "chain", graphs: bool = True
-) -> dict[str, Any]:
+def measure(options: Any, batch: int, *, steps: int, timeout_s: float, mode: str = "chain") -> dict[str, Any]:
     """Run, and return the figures of all steps behind the warm-up; of a run that is out of time those that it took.
 
     Args:
@@ -63,15 +60,14 @@ def measure(
         steps: Likewise.
         timeout_s: The run is ended after so long.
         mode: The loss.
-        graphs: Generate by CUDA graphs.
 
     Raises:
         RuntimeError: It took too few steps; the last lines of its logs are in the text.
     """
-    directory = Path(options.work) / f"ours-{mode}-{batch}{'' if graphs else '-plain'}"
+    directory = Path(options.work) / f"ours-{mode}-{batch}"
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
-    text = run_file(options, batch, directory / "out", steps=steps, mode=mode, graphs=graphs)
+    text = run_file(options, batch, directory / "out", steps=steps, mode=mode)
     (directory / "run.toml").write_text(text)
     with (directory / "xtoken-run.log").open("w", encoding="utf-8") as log:
         command = [sys.executable, "-m", "xtoken_services.cli", "run", str(directory / "run.toml")]
@@ -87,7 +83,7 @@ def measure(
         shutil.rmtree(directory / "out" / weights, ignore_errors=True)
     if len(rows) < WARM_UP + 2:
         raise RuntimeError(f"xtoken run ended with {process.returncode} after {len(rows)} steps:\n{_tail(directory)}")
-    return {"batch": batch, "mode": mode, "graphs": graphs, "weights": options.weights, **result(rows)}
+    return {"batch": batch, "mode": mode, "weights": options.weights, **result(rows)}
 
 
 def result(rows: list[dict[str, Any]]) -> dict[str, Any]:

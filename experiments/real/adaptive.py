@@ -21,6 +21,10 @@ OTHERS = (CHAIN, FADING, "p_kl_scaled", "alm1", "bpm", "x_token_v6")
 TEXTS = (plan.PYTHON, plan.GERMAN, plan.FRENCH, plan.WEAK, plan.WEAK_LONG)
 TEACHER_NAMES = {methods.QWEN15: "Qwen2.5-Coder-1.5B", methods.GEMMA3: "Gemma 3 270M"}
 ENGLISH = "handbook-en.test"
+NAMES = {
+    methods.COLD_START: "cold start: cross-entropy on the teacher's answers",
+    plan.COLD_NO_END: "the same, the end of an answer not learnt",
+}
 NOT_RUN = "not run"
 PATIENCES = (2, 3, 5, 8, None)
 """Values of `eval.patience`; None: the default."""
@@ -31,7 +35,7 @@ def section() -> dict[str, Any]:
     result = json.loads(RESULT.read_text(encoding="utf-8"))
     verdicts = Counter(row.rsplit("|", 2)[1].strip() for row in predictions.compare(result))
     missed = verdicts["**not**"]
-    tables = {f.__name__: f(result) for f in (table, losses, forms, students, problems, p_kl, early_ends)}
+    tables = {f.__name__: f(result) for f in (table, losses, forms, students, problems, on_policy, p_kl, early_ends)}
     return {
         **result,
         **tables,
@@ -163,9 +167,41 @@ def problems(result: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def on_policy(result: Mapping[str, Any]) -> str:
+    """Return right answers of the runs that continue a cold start on word problems, by data seed, in Markdown."""
+    right = f"{TASK}{word_problems.TASK}"
+    runs: dict[tuple[str, str, float], dict[int, Mapping[str, Any]]] = defaultdict(dict)
+    for run in result["runs"]:
+        if run["condition"] in (plan.COLD_NO_END, methods.COLD_START, plan.ON_POLICY):
+            runs[run["condition"], run["method"], run["rate"]][run["seed"]] = run
+    lines = [
+        "| | rate | right answers, each data seed | change from the cold start, mean | entropy of completions, nats: "
+        "begin, most | completions that end: begin, fewest |",
+        "|---|---|---|---|---|---|",
+    ]
+    cold = {
+        seed: run["curve"][-1][right] for seed, run in runs[methods.COLD_START, BASELINE, methods.START_RATE].items()
+    }
+    for (condition, method, rate), by_seed in sorted(runs.items()):
+        ends = {seed: run["curve"][-1][right] for seed, run in sorted(by_seed.items())}
+        title = NAMES.get(condition) or methods.TITLES[method].replace(" only", " continued")
+        change = fmean(end - cold[seed] for seed, end in ends.items())
+        figures = next(iter(by_seed.values()))["metrics"]
+        begin, _, most, _ = figures.get("entropy", [None] * 4)
+        ended, fewest, _, _ = figures.get("finished", [None] * 4)
+        cells = (
+            " ".join(f"{end:.1%}" for end in ends.values()),
+            "" if condition == methods.COLD_START else f"{100 * change:+.1f} points",
+            "" if begin is None else f"{begin:.2f}, {most:.2f}",
+            "" if ended is None else f"{ended:.0%}, {fewest:.0%}",
+        )
+        lines.append(f"| {title} | {rate:g} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def early_ends(result: Mapping[str, Any]) -> str:
     """Return the steps that `eval.patience` leaves out of the runs, and their bits per byte, in Markdown."""
-    runs = [run for run in result["runs"] if run["condition"] != plan.PROBLEMS]
+    runs = [run for run in result["runs"] if not run["condition"].startswith(plan.PROBLEMS)]
     curves = [[(row["step"], row[VALIDATION]) for row in run["curve"][1:]] for run in runs]
     best = [min(curve, key=lambda at: at[1]) for curve in curves]
     steps = sum(curve[-1][0] for curve in curves)

@@ -130,7 +130,7 @@ METHODS = {
         _chain("chain, adaptive (default), the teacher reads solved problems", kl_loss_weight_end="adaptive"),
         shots=True,
     ),
-    "on_forward": _on_policy("chain on completions, forward KL"),
+    "on_forward": _on_policy("chain on completions, forward KL", beta="none"),
     "on_reverse": _on_policy("chain on completions, reverse KL", reverse_kl=True),
     "on_jsd": _on_policy("chain on completions, JSD", beta=0.5),
     "on_reverse_bare": replace(
@@ -212,6 +212,7 @@ class Condition:
         documents: Documents a step.
         task_tokens: Tokens of a task's completion.
         task_prompts: Prompts of a task.
+        ends: What ends an answer is learnt (`data.append_eos`).
         start: Condition whose run with cross-entropy on the same data seed gives the student; empty: as fetched.
     """
 
@@ -229,6 +230,7 @@ class Condition:
     documents: int = 24
     task_tokens: int = TASK_TOKENS
     task_prompts: int = PROMPTS
+    ends: bool = True
     start: str = ""
 
 
@@ -278,18 +280,19 @@ CONDITIONS |= {
     "qwen-problems": Condition(
         SMOLLM2, QWEN15, word_problems.SOURCE, 10_000_000, ("handbook-en",), 240, rates=(1e-4, 2e-4, 4e-4),
         tasks=(word_problems.TASK,), note="the teacher's answers", evaluations=4, contexts=(512, 512), documents=32,
-        task_tokens=word_problems.ANSWER_TOKENS, task_prompts=word_problems.HELD_OUT,
+        task_tokens=word_problems.ANSWER_TOKENS, task_prompts=word_problems.HELD_OUT, ends=False,
     ),
 }  # fmt: skip
 _PROBLEMS = CONDITIONS["qwen-problems"]
+_COLD = replace(_PROBLEMS, steps=480, rates=(START_RATE,), note="the teacher's answers, three times")
 CONDITIONS |= {
-    COLD_START: replace(
-        _PROBLEMS, steps=480, evaluations=3, rates=(START_RATE,), note="the teacher's answers, three times"
-    ),
+    COLD_START: replace(_COLD, ends=True, evaluations=3),
+    f"{COLD_START}-no-end": replace(_COLD, evaluations=6, note=f"{_COLD.note}, their end not learnt"),
     "qwen-problems-on": replace(
-        _PROBLEMS, steps=150, evaluations=2, rates=(1e-5, 3e-5, 1e-4), start=COLD_START, note="after a cold start"
+        _PROBLEMS, ends=True, steps=150, evaluations=2, rates=(1e-5, 3e-5, 1e-4), start=COLD_START,
+        note="after a cold start",
     ),
-}
+}  # fmt: skip
 
 PATIENCE = 2
 """A run ends after so many evaluations in a row that were no better on validation than its best one."""
@@ -367,7 +370,7 @@ def job(cell: Cell, *, device: str = "auto", steps: int | None = None, patience:
     tables: list[tuple[str, dict[str, Any]]] = [
         ("student", {"model": student_of(cell), "context_length": condition.contexts[0], **computing}),
         *(("[teacher]", teacher) for _ in range(method.teachers)),
-        ("data", {"path": f"texts/{cell.text}", "epochs": 1000}),
+        ("data", {"path": f"texts/{cell.text}", "epochs": 1000} | ({} if condition.ends else {"append_eos": False})),
         (
             "eval",
             {
@@ -380,7 +383,7 @@ def job(cell: Cell, *, device: str = "auto", steps: int | None = None, patience:
             },
         ),
         *(("eval.tasks", _tasks(condition)) for _ in condition.tasks[:1]),
-        *(("rollout", {"max_new_tokens": condition.task_tokens, "cuda_graphs": True}) for _ in range(method.on_policy)),
+        *(("rollout", {"max_new_tokens": condition.task_tokens}) for _ in range(method.on_policy)),
         *(("queue", {"block_size": condition.documents}) for _ in range(method.on_policy)),
         ("loss", method.loss if method.loss.get("dynamic_loss_scaling") else {**method.loss, **weights}),
         ("train", _train(cell, steps)),

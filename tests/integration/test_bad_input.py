@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from tests.integration.conftest import Crew, Tiny
 from tests.support.tiny_run import TinyAssets, documents, tiny_spec, write_jsonl, write_run
 from xtoken_core.config.spec import RunSpec
+from xtoken_core.errors import ConfigError
 from xtoken_services.common.run.status import RunState
 
 Change = Callable[[Path, TinyAssets], dict[str, Any]]
@@ -227,6 +228,27 @@ def test_a_run_with_a_model_that_cannot_be_packed_is_padded_and_says_so(assets: 
     assert not run.packed
     (remark,) = (text for text in file_warnings(run) if "padded" in text)
     assert "the student" in remark and "longrope" in remark
+
+
+def test_code_is_run_only_if_that_is_asked_for(
+    assets: TinyAssets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from xtoken_services.common.processes import run_code
+    from xtoken_services.common.run.resolve import resolve_run
+
+    task = tmp_path / "code.jsonl"
+    task.write_text('{"prompt": "x =", "tests": "assert x", "match": "code"}\n')
+    tasks = {"path": task, "max_new_tokens": 4}
+    text = {"path": tmp_path / "text.jsonl"}
+    write_jsonl(text["path"], documents(4, seed=1))
+    with pytest.raises(ConfigError, match=r"code\.jsonl has programs to run .*set eval\.tasks\.run_code = true"):
+        resolve_run(tiny_spec(assets, tmp_path, records=16, eval=text | {"tasks": tasks}))
+    spec = tiny_spec(assets, tmp_path, records=16, eval=text | {"tasks": tasks | {"run_code": True}})
+    monkeypatch.setattr(run_code, "_ISOLATED", ("unshare", "--no-such-namespace"))
+    with pytest.raises(ConfigError, match="code cannot be isolated here"):
+        resolve_run(spec)
+    monkeypatch.setattr(run_code, "_run", lambda program: (run_code.code_child.DONE, ""))
+    resolve_run(spec)
 
 
 def test_a_checkpoint_of_another_run_is_refused(assets: TinyAssets, tmp_path: Path) -> None:

@@ -45,6 +45,18 @@ def test_steps_without_a_finite_loss_are_left_out_and_end_the_run(tiny: Tiny) ->
     assert all("learning_rate" not in line for line in lines[-5:])
 
 
+@pytest.mark.parametrize(("minutes", "checkpoints"), [(1e-9, 4), ("none", 1)], ids=str)
+def test_a_checkpoint_is_written_once_so_many_minutes_have_passed(
+    tiny: Tiny, minutes: float | str, checkpoints: int
+) -> None:
+    train = {"checkpoint_every": 1000, "checkpoint_minutes": minutes, "keep_checkpoints": 9}
+    spec = tiny.spec(records=32, train=train)
+    tiny.start(spec).complete()
+    assert len(list((spec.output / "checkpoints").glob("step-*"))) == checkpoints
+    logs = "".join(file.read_text("utf-8") for file in (spec.output / "logs").glob("*.log"))
+    assert "INFO xtoken.trainer" in logs and "WARNING xtoken.trainer the teacher has ended" not in logs
+
+
 @pytest.mark.slow
 def test_a_bfloat16_student_learns_from_masters_and_is_measured_against_its_teacher(tiny: Tiny) -> None:
     held_out = write_jsonl(tiny.path / "heldout.jsonl", documents(12, seed=5))

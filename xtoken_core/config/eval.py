@@ -10,8 +10,8 @@ from pydantic import Field, model_validator
 
 from xtoken_core.config.base import ConfigModel, Count, OrNone
 
-Match = Literal["exact", "number", "last_number", "boxed", "choice", "contains"]
-"""How a completion is compared with the answer."""
+Match = Literal["exact", "number", "last_number", "boxed", "choice", "contains", "code"]
+"""How a completion is judged."""
 HELD_OUT_PERCENT = 2
 """Percent of the records of `data.path` that are held out where no text is named."""
 NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9_.-]")
@@ -28,12 +28,16 @@ class TasksSpec(ConfigModel):
     path: Path | tuple[Path, ...]
     """A `.jsonl` file or files, each a task under the name of its file without the last suffix. A record has `prompt`
     (or `messages`) and `answer`, a text, a number or a list of accepted ones; it may have `choices` and a `match` of
-    its own."""
+    its own. With `match = "code"` it has `tests`, a text of Python, instead of `answer`."""
     match: Match = "exact"
     """`exact`: the first line of the completion is the answer. `number`: the first number in it is; a comma belongs to
     a number only as in `12,345.6`, not in `5,2024` or `1,2,3`. `last_number`: the last number in it is. `boxed`: what
     its last `\\boxed{}` holds is. `choice`: of the record's `choices`, the first that occurs in it is. `contains`: the
-    answer occurs anywhere in it."""
+    answer occurs anywhere in it. `code`: it and the record's `tests` are a program that ends without an error."""
+    run_code: bool = False
+    """Run the programs of `match = "code"`, each for at most 10 s in a child process that reaches no network, writes no
+    file and starts no process, but reads what this user can. Linux only, with user namespaces. A control plane takes it
+    only where its operator sets `XTOKEN_RUN_CODE=1`."""
     max_prompts: Count = 200
     """Prompts of each task, the first ones of its file."""
     max_new_tokens: Count = 32
@@ -95,8 +99,8 @@ class EvalSpec(ConfigModel):
     teacher_kl: bool = False
     """Measure the run's loss on 64 documents of the held-out text too, with the divergence from the teachers. They are
     loaded beside the student for every evaluation and need their memory."""
-    tasks: TasksSpec | None = None
-    samples: SamplesSpec | None = None
+    tasks: OrNone[TasksSpec] = None
+    samples: OrNone[SamplesSpec] = None
 
     @property
     def paths(self) -> tuple[Path, ...]:

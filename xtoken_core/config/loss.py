@@ -113,8 +113,9 @@ class LossConfig(ConfigModel):
     reverse_kl: bool = False
     """KL of the student from the teacher instead of the other way round. Chain: of completions only (`[rollout]`);
     given text is compared by the forward KL."""
-    beta: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Chain, completions only (`[rollout]`): generalised JSD, with this weight of the teacher in the mixture."""
+    beta: OrNone[Annotated[float, Field(gt=0, lt=1)]] = None
+    """Chain, completions only (`[rollout]`): generalised JSD, with this weight of the teacher in the mixture. There 0.5
+    if left out; "none": the forward KL."""
     exact_token_match_only: bool = False
     """P-KL: leave out chunks that are not correct. A chunk is correct if both sides' tokens cover the same span of the
     source text and each side's tokens spell its own normaliser's output for that span; the two spellings may differ.

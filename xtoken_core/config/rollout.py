@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -14,8 +15,8 @@ if TYPE_CHECKING:
     from xtoken_core.config.spec import RunSpec
 
 Part = Annotated[float, Field(gt=0, le=1)]
-BESIDE_COMPLETIONS = {"kl_loss_weight_end": None}
-"""Defaults of the loss in a run with completions, for which a weight that changes was not measured."""
+LEARNING_RATE, BETA = 3e-5, 0.5
+"""Defaults of a run with completions: measured beside others in docs/evidence.md."""
 
 
 class RolloutSpec(ServedSpec):
@@ -60,8 +61,6 @@ class RolloutSpec(ServedSpec):
     """Where the trainer publishes weights: in shared memory, for rollout workers on its machine; with `cuda_ipc` in
     device memory, for those that see its GPU (without a GPU as `shared_memory`); or as a file in the run's output
     directory, for workers on other machines that see it."""
-    cuda_graphs: bool = False
-    """Sample by CUDA graphs, with keys and values in memory of a fixed size; on a CPU it changes nothing."""
     stop_when_worse: Count | None = None
     """End the run after so many evaluations in a row whose accuracy on `[eval.tasks]`, a mean over tasks, was below the
     best one's. The best evaluation, which `eval.keep_best` keeps and exports, is then that with the highest accuracy,
@@ -101,6 +100,16 @@ class RolloutSpec(ServedSpec):
         """Return the number of prompts of the first step that has some, and of the last step."""
         first, last = self.fractions
         return round(first * samples_per_step), round(last * samples_per_step)
+
+
+def loss_defaults(loss: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the defaults of the loss in a run with completions: one weight, with chain a JSD.
+
+    Args:
+        loss: The settings that are given.
+    """
+    chain = loss.get("mode", "chain") == "chain" and not loss.get("teacher_modes")
+    return {"kl_loss_weight_end": None} | ({"beta": BETA} if chain and not loss.get("reverse_kl") else {})
 
 
 def check_rollout(rollout: RolloutSpec, run: RunSpec) -> None:

@@ -13,7 +13,7 @@ from xtoken_core.config.base import ConfigModel, OrNone, absolute_path, teacher_
 from xtoken_core.config.data import DataSpec
 from xtoken_core.config.eval import EvalSpec
 from xtoken_core.config.loss import LossConfig, Positive
-from xtoken_core.config.rollout import BESIDE_COMPLETIONS, RolloutSpec, check_rollout
+from xtoken_core.config.rollout import LEARNING_RATE, RolloutSpec, check_rollout, loss_defaults
 from xtoken_core.config.served import ServedSpec, check_served, check_waiting
 from xtoken_core.config.train import ReportSpec, TrainSpec
 from xtoken_core.config.validation_errors import describe
@@ -61,6 +61,8 @@ class ModelSpec(ConfigModel):
 class StudentSpec(ModelSpec):
     """The model that is trained."""
 
+    export_dtype: Dtype | None = None
+    """Dtype of the exported weights. Left out: `dtype`, or that of the model's own `config.json` if it is narrower."""
     compile: bool = False
     """Compile its layers with `torch.compile`: worth it for more than a few hundred steps."""
     checkpoint_activations: bool = False
@@ -217,8 +219,17 @@ class RunSpec(ConfigModel):
             given = {name: getattr(given, name) for name in given.model_fields_set}
         if not isinstance(given, dict):
             return value
-        with_teachers = {} if value.get("rollout") is None else BESIDE_COMPLETIONS
+        with_teachers = {} if value.get("rollout") is None else loss_defaults(given)
         return {**value, "loss": {**(with_teachers if value.get("teacher") else CROSS_ENTROPY_ONLY), **given}}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _rate_of_completions(cls, value: Any) -> Any:
+        rollout, given = (value.get("rollout"), value.get("train", {})) if isinstance(value, dict) else (None, None)
+        after = rollout.get("after") if isinstance(rollout, dict) else getattr(rollout, "after", None)
+        if rollout is None or after or not isinstance(given, dict):
+            return value
+        return {**value, "train": {"learning_rate": LEARNING_RATE} | given}
 
     @model_validator(mode="after")
     def _consistent(self) -> RunSpec:

@@ -46,7 +46,8 @@ class TrainSpec(ConfigModel):
     takes AdamW's learning rates. `adamw8bit` (torchao, an extra) keeps AdamW's moments in 8 bits. All three need whole
     weights, not `parallel = "fsdp"`."""
     learning_rate: Positive = 1e-4
-    """The highest rate, reached after the warm-up."""
+    """The highest rate, reached after the warm-up. With completions from the first step on (`[rollout]`) 3e-5 if
+    left out."""
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """Course of the rate from the warm-up to the end. `wsd` (warm-up, stable, decay) keeps the highest rate until the
     last `decay_fraction` of the run, and then falls as `linear` does."""
@@ -76,9 +77,11 @@ class TrainSpec(ConfigModel):
     for two ranks that train in bfloat16; with more ranks every addition rounds."""
     checkpoint_every: Count = 100
     """Steps between two checkpoints; the last step always has one."""
+    checkpoint_minutes: OrNone[Positive] = 30.0
+    """Minutes after a checkpoint in which the next one is written, whatever `checkpoint_every` says; "none": never."""
     keep_checkpoints: Count = 2
     """Number of newest checkpoints that are kept."""
-    lora: LoraSpec | None = None
+    lora: OrNone[LoraSpec] = None
 
     @model_validator(mode="after")
     def _whole_weights(self) -> TrainSpec:

@@ -9,6 +9,19 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 
 FieldPath = tuple[int | str, ...]
+NAMED_ELSEWHERE = {
+    "lr": "train.learning_rate",
+    "lr_scheduler_type": "train.schedule",
+    "batch_size": "train.samples_per_step",
+    "per_device_train_batch_size": "train.samples_per_step",
+    "gradient_accumulation_steps": "train.micro_batch_tokens",
+    "num_train_epochs": "data.epochs",
+    "max_length": "student.context_length",
+    "max_grad_norm": "train.grad_clip",
+    "save_steps": "train.checkpoint_every",
+    "bf16": "student.dtype",
+}
+"""Settings by the names that transformers and TRL give them."""
 
 
 def describe(error: ValidationError, model: type[BaseModel]) -> str:
@@ -42,10 +55,22 @@ def message_of(item: Any, model: type[BaseModel]) -> str:
 def _unknown_field(path: FieldPath, model: type[BaseModel]) -> str:
     """Return an unknown-field error that suggests the closest name or lists the valid ones."""
     own = next((sorted(part.model_fields) for part in _parts_at(path[:-1], model)), [])
-    like = get_close_matches(str(path[-1]), own, n=1)
-    if like:
-        return f"there is no such field; did you mean {like[0]}?"
+    name = str(path[-1])
+    named = NAMED_ELSEWHERE.get(name, "")
+    key = named.rpartition(".")[2]
+    meant = key if key in own else named or next(iter(get_close_matches(name, own, n=1)), "")
+    if meant := meant or next(_fields_named(name, model), ""):
+        return f"there is no such field; did you mean {meant}?"
     return f"there is no such field; there are {', '.join(own)}"
+
+
+def _fields_named(name: str, model: type[BaseModel], path: str = "") -> Iterator[str]:
+    """Yield the fields of a name in a model and the tables below it, the outer ones first."""
+    if name in model.model_fields:
+        yield path + name
+    for table, field in model.model_fields.items():
+        for part in _models_in(field.annotation):
+            yield from _fields_named(name, part, f"{path}{table}.")
 
 
 def _parts_at(path: FieldPath, model: type[BaseModel]) -> Iterator[type[BaseModel]]:

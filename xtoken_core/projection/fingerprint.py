@@ -164,12 +164,23 @@ def is_sparse(path: str | Path) -> bool:
         raise InputError(f"cannot read the projection {path}: {error}") from error
 
 
-def _of_directory(path: Path) -> str:
+def tokenizer_files(path: Path) -> list[Path]:
+    """Return the files of a tokenizer, none of which is read.
+
+    Raises:
+        InputError: There are none.
+    """
     if not path.exists():
         raise InputError(f"no tokenizer at {path}: it takes a Hugging Face directory")
-    files = [path] if path.is_file() else _files(path)
-    if not files:
-        raise InputError(f"{path} holds no tokenizer (tokenizer.json, tokenizer.model, vocab.json, …)")
+    if files := [path] if path.is_file() else _files(path):
+        return files
+    raise InputError(
+        f"{path} holds no tokenizer (tokenizer.json, tokenizer.model, vocab.json, …): name a directory that does"
+    )
+
+
+def _of_directory(path: Path) -> str:
+    files = tokenizer_files(path)
     try:
         return _digest([(file.name, _content(file)) for file in files])
     except OSError as error:

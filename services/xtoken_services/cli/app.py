@@ -10,9 +10,10 @@ import sys
 import traceback
 from collections.abc import Collection
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from xtoken_core.errors import XtokenError
 from xtoken_services.cli.align import align_app
@@ -64,6 +65,19 @@ GROUPS = {
     "chain": chain_app,
     "store": store_app,
 }
+PROCESSES = ("queue", "collator", "rollout", "teacher", "trainer")
+
+
+class CommandsInTwoParts(TyperGroup):
+    """The commands' list, those that a run starts by itself apart."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the two parts of the list."""
+        parts = {"Commands": False, "Processes of a run, which `xtoken run` starts by itself": True}
+        rows = [(name, self.commands[name].get_short_help_str(formatter.width - 15)) for name in self.commands]
+        for title, processes in parts.items():
+            with formatter.section(title):
+                formatter.write_dl([row for row in rows if (row[0] in PROCESSES) == processes])
 
 
 def _print_version(requested: bool) -> None:
@@ -89,6 +103,7 @@ def app_of(names: Collection[str]) -> typer.Typer:
     """Return the application with some of its commands and groups."""
     made = typer.Typer(
         name="xtoken",
+        cls=CommandsInTwoParts,
         help="Distil a language model into a student that does not share its tokenizer.",
         no_args_is_help=True,
         pretty_exceptions_enable=False,

@@ -82,7 +82,12 @@ def _search(base: Path) -> tuple[list[Path], list[Path]]:
 
 
 def _directories(base: Path) -> Iterator[tuple[Path, list[str]]]:
-    for root, directories, files in os.walk(base):
+    seen: set[Path] = set()
+    for root, directories, files in os.walk(base, followlinks=True):
+        if (real := Path(root).resolve()) in seen:  # by another link, which may lead upwards
+            directories.clear()
+            continue
+        seen.add(real)
         depth = len(Path(root).relative_to(base).parts)
         hidden = (name for name in directories if name.startswith(".") or name in SKIPPED)
         kept = set(directories) - set(hidden) if depth < DEPTH else set()

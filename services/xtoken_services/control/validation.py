@@ -1,6 +1,6 @@
 """Validation of submitted specifications: paths under the allowed roots, bounded sizes, no addresses.
 
-A specification has no field for a command, an environment or code; the values it does have are bounded here.
+A specification has no field for a command or an environment; the values it does have are bounded here.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ BOUNDS = {
     "queue.memory_limit": 1 << 44,
 }
 MAX_TEACHERS = 16
+RUN_CODE = "XTOKEN_RUN_CODE"
+"""Variable by which the operator lets runs execute the programs of tasks: 1."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,12 @@ class SpecValidator:
                 raise RefusedError(
                     f"teacher.{number}.store_missing", "a control plane builds no store: build it by xtoken store build"
                 )
+        tasks = spec.eval.tasks if spec.eval is not None else None
+        if tasks is not None and tasks.run_code and os.environ.get(RUN_CODE) != "1":
+            raise RefusedError(
+                "eval.tasks.run_code",
+                f"this control plane runs no code: its operator may set {RUN_CODE}=1, or run it by xtoken run",
+            )
         if self.roots is not None and spec.push_to is not None:
             raise RefusedError("push_to", "a control plane pushes nothing, since its token would be used: unset it")
         if self.roots is not None:

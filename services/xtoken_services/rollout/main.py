@@ -265,8 +265,8 @@ def make_sampler(run: ResolvedRun, tokenizer: TextTokenizer, device: torch.devic
         torch.cuda.set_device(device)
     model = load_model(spec.student, "student", device).eval()  # type: ignore[no-untyped-call]
     vocabulary = vocabulary_of(tokenizer, end_tokens(model), width=head_width(model))
-    fixed_memory = spec.rollout.cuda_graphs and device.type == "cuda"
-    return Sampler(model, vocabulary.to(device), Sampling.of(spec.rollout), fixed_memory=fixed_memory)
+    on_gpu = device.type == "cuda"  # by CUDA graphs: without, a small model waits for the launches of its kernels
+    return Sampler(model, vocabulary.to(device), Sampling.of(spec.rollout), fixed_memory=on_gpu)
 
 
 def prompt_of(value: Mapping[str, Any], characters: int | None) -> dict[str, Any] | None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import time
+from collections.abc import Callable, Collection
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -12,10 +15,13 @@ from xtoken_core.errors import InputError
 from xtoken_core.tasks import Prompt, accuracy_of, read_prompts
 from xtoken_services.common.files.allowed_paths import readable_roots
 from xtoken_services.common.generation.sampling import Sampling
+from xtoken_services.common.processes import run_code
 from xtoken_services.trainer.generate import Completer
 from xtoken_services.trainer.student import Student
 
 ACCURACY, ANY, PROMPTS = "task_accuracy_", "task_any_", "task_prompts_"
+BETWEEN_S = 0.1
+"""Time between two looks at the programs that run."""
 
 
 class EvalTasks:
@@ -26,12 +32,15 @@ class EvalTasks:
         tokenizer: The student's.
 
     Raises:
+        ConfigError: Code is to be run, and cannot be isolated on this machine.
         InputError: A task cannot be read, or a prompt leaves no room for its completion.
     """
 
     def __init__(self, spec: RunSpec, tokenizer: Any) -> None:
         assert spec.eval is not None and spec.eval.tasks is not None
         self.spec: TasksSpec = spec.eval.tasks
+        if self.spec.run_code:
+            run_code.check_isolation()
         self._tokenizer = tokenizer
         self._completer = _completer_of(spec, self.spec, tokenizer)
         self._room = spec.student.context_length - self.spec.max_new_tokens
@@ -48,6 +57,7 @@ class EvalTasks:
         *,
         progress: Callable[[], None] = lambda: None,
         on_fraction: Callable[[float], None] = lambda _: None,
+        judges: bool = True,
     ) -> dict[str, float]:
         """Return every task's accuracy and number of prompts; with several samples also how often one was right.
 
@@ -55,12 +65,18 @@ class EvalTasks:
             student: The student; all ranks of a sharded one call.
             progress: Called after every token; it may raise to stop.
             on_fraction: Called after every batch with the fraction of the completions that is done.
+            judges: This rank runs programs; on another, completions with `match = "code"` count as wrong.
         """
         ids = [ids for of_task in self._ids.values() for ids in of_task]
-        texts = iter(self._completer.complete(student, ids, progress, on_fraction))
+        texts = self._completer.complete(student, ids, progress, on_fraction)
+        every = [prompt for prompts in self.prompts.values() for prompt in prompts]
+        pairs = zip(every, texts, strict=True)
+        programs = {prompt.program(text) for prompt, own in pairs if prompt.match == "code" for text in own}
+        passed = _passed(programs if judges else (), student, progress) if programs else set()
         row: dict[str, float] = {}
+        rest = iter(texts)
         for name, prompts in self.prompts.items():
-            accuracy, some = accuracy_of(prompts, [next(texts) for _ in prompts])
+            accuracy, some = accuracy_of(prompts, [next(rest) for _ in prompts], passed.__contains__)
             row |= {f"{ACCURACY}{name}": accuracy, f"{PROMPTS}{name}": len(prompts)}
             if self.spec.samples > 1:
                 row[f"{ANY}{name}"] = some
@@ -85,6 +101,19 @@ class EvalTasks:
                 f"{self.spec.max_new_tokens}, student.context_length has room for 1 to {max(0, self._room)}"
             )
         return [int(token) for token in ids]
+
+
+def _passed(programs: Collection[str], student: Student, progress: Callable[[], None]) -> set[str]:
+    """Return the programs that pass; they run on half of the cores, while all ranks of a sharded student wait."""
+    with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)) // 2)) as pool:
+        running: dict[str, Future[bool]] = {text: pool.submit(run_code.passes, text) for text in programs}
+        try:
+            while student.any_rank(not all(one.done() for one in running.values())):
+                progress()
+                time.sleep(BETWEEN_S)
+        finally:
+            pool.shutdown(cancel_futures=True)
+    return {text for text, one in running.items() if one.result()}
 
 
 def _completer_of(run: RunSpec, tasks: TasksSpec, tokenizer: Any) -> Completer:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -96,11 +97,8 @@ class Evaluator:
                     other = self._measure(student, text, f"evaluating on {name}")
                     row |= {f"{metric}_{name}": getattr(other, metric) for metric in OF_EVERY_TEXT}
                 if self.tasks is not None:
-                    row |= self.tasks.measure(
-                        student,
-                        progress=self._heartbeat,
-                        on_fraction=lambda fraction: self.worker.activity("evaluating on tasks", fraction),
-                    )
+                    on_fraction = partial(self.worker.activity, "evaluating on tasks")
+                    row |= self.tasks.measure(student, progress=self._heartbeat, on_fraction=on_fraction, judges=writes)
                 if self.samples is not None:
                     self.worker.activity("evaluating: sample completions")
                     row |= self.samples.measure(student, progress=self._heartbeat)

@@ -8,6 +8,7 @@ import re
 import shutil
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from transformers import PreTrainedModel
 from xtoken_core.atomic import atomic_rename, sync_tree
 from xtoken_core.config.loss import ADAPTIVE, PAIR_KINDS, PAIR_NAMES
 from xtoken_core.config.resolved import ResolvedRun
+from xtoken_core.config.spec import StudentSpec
 from xtoken_core.errors import OutputError
 from xtoken_core.regular_files import MIB, read_json_object, read_regular
 from xtoken_services.common.run.loss_words import loss_in_words
@@ -67,10 +69,26 @@ def export_student(
     (model, adapted), lora = student, run.spec.train.lora
     if adapted is not None and lora is not None and lora.export == "merged":
         model, adapted = adapted.merge_and_unload(), None
+    if adapted is None:
+        _cast(model, run.spec.student)
     steps = deque(lines_before_step(output / "steps.jsonl", cursor.step), maxlen=1)
     evaluations = list(lines_before_step(output / "eval.jsonl", cursor.step + 1)) if run.spec.eval is not None else []
     card = model_card(run, position_counts(run, cursor), evaluations, steps[-1] if steps else None)
     export_model(directory, model, adapted, tokenizer, card, replaces=replaces)
+
+
+def _cast(model: PreTrainedModel, student: StudentSpec) -> None:
+    """Cast weights in place to the dtype of the export; those that must stay in float32 do."""
+    config: dict[str, Any] = {}
+    with suppress(OSError, ValueError):  # it may be gone by the end of a run
+        config = read_json_object(student.model / "config.json")
+    own = config.get("dtype", config.get("torch_dtype"))
+    halved = own if own in ("bfloat16", "float16") and student.dtype == "float32" else student.dtype
+    dtype: torch.dtype = getattr(torch, student.export_dtype or halved)
+    kept = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
+    for name, parameter in model.named_parameters():
+        if not kept & set(name.split(".")):
+            parameter.data = parameter.data.to(dtype)
 
 
 def position_counts(run: ResolvedRun, cursor: Cursor) -> dict[str, Any]:

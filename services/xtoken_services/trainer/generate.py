@@ -68,7 +68,10 @@ class Completer:
             seeds = [seed_from(f"task/{self._seed}/{n}/{prompts[index]}") for index, n in batch]
             for (index, n), made in zip(batch, sampler.complete(rows, seeds, progress), strict=True):
                 ids = made.ids[:-1] if made.ends else made.ids
-                texts[index][n] = self.encoder.tokenizer.decode(ids, skip_special_tokens=True)
+                if vocabulary.pieces:  # some tokenizers would drop the first space, which an indented line needs
+                    texts[index][n] = b"".join(vocabulary.pieces[token] for token in ids).decode(errors="replace")
+                else:
+                    texts[index][n] = self.encoder.tokenizer.decode(ids, skip_special_tokens=True)
             done += len(batch)
             on_fraction(done / (len(prompts) * self._samples))
         return texts
@@ -103,8 +106,9 @@ def row_bytes(model: Any, length: int) -> int:
         length: Tokens of the prompt and of the completion.
     """
     config = model.config.get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    queries = getattr(config, "num_attention_heads", 1)  # Mamba has none
+    heads = getattr(config, "num_key_value_heads", None) or queries
+    width = getattr(config, "head_dim", None) or config.hidden_size // queries
     inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     values = 2 * config.num_hidden_layers * heads * width + ACTIVATIONS * (config.hidden_size + inner)
     return int(length * values * model.dtype.itemsize + BYTES_PER_LOGIT * head_width(model))

@@ -65,7 +65,7 @@ class TrainerLoop:
         self.loggers: list[MetricLogger] = []
         self.cursor = Cursor()
         self.rewinds = 0
-        self._saved = -1
+        self._saved, self._saved_at = -1, time.monotonic()
         self._warned: set[str] = set()
         self._flops_per_token = flops_per_token(student)
         self._peak_flops = peak_flops(student.device, spec.report.peak_tflops)
@@ -125,7 +125,7 @@ class TrainerLoop:
         if latest is not None:
             self.cursor = self.checkpoints.load(latest, state)
             self.optimizer.after_restore(state)
-            self._saved = self.cursor.step
+            self._saved, self._saved_at = self.cursor.step, time.monotonic()
             log.info("resuming from %s", latest)
         self.checkpoints.stage.prepare(state)
         if self.group.is_leader:
@@ -246,12 +246,13 @@ class TrainerLoop:
                 "gradient and were skipped: lower train.learning_rate and start the run "
                 "again, or begin another one, of another student.dtype"
             )
-        stops = self.group.any(self._stop_requested.is_set())
+        late = time.monotonic() - self._saved_at >= 60 * (spec.train.checkpoint_minutes or math.inf)
+        stops, late = self.group.any_of(self._stop_requested.is_set(), late)
         self.worker.alive(1)
         if stops and self.group.size > 1:
             raise StopRequested
         self.checkpoints.check()
-        if self.cursor.step % spec.train.checkpoint_every == 0:
+        if late or self.cursor.step % spec.train.checkpoint_every == 0:
             self._save()
         self._evaluate_if_due()
 
@@ -321,4 +322,4 @@ class TrainerLoop:
 
     def _save(self) -> None:
         self.checkpoints.save(self.cursor, self.optimizer.state())
-        self._saved = self.cursor.step
+        self._saved, self._saved_at = self.cursor.step, time.monotonic()

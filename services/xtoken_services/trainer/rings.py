@@ -50,7 +50,7 @@ class TeacherRings:
             known = RINGS.of_teacher(teacher)
             if known is not None and (announced is None or announced.ring != known):
                 name = self._name(teacher)
-                log.warning("%s has ended: ring %d is closed, the next start of it opens a new one", name, known)
+                log.info("%s has ended: ring %d is closed, the next start of it opens a new one", name, known)
                 self._close(teacher)
             if announced is None or announced.ring == known:
                 continue

@@ -116,6 +116,13 @@ def test_help_loads_nothing_heavy() -> None:
         assert f"\n  {command} " in done.stdout
 
 
+def test_help_lists_the_processes_of_a_run_apart() -> None:
+    listed = xtoken("--help").stdout.partition("\nCommands:\n")[2]
+    first, title, second = listed.partition("Processes of a run, which `xtoken run` starts by itself:\n")
+    names = [{line.split()[0] for line in part.splitlines() if line.strip()} for part in (first, second)]
+    assert title and names == [{*cli.COMMANDS, *cli.GROUPS} - {*cli.PROCESSES}, {*cli.PROCESSES}]
+
+
 def commands_below(group: Any, *words: str) -> Iterator[tuple[str, Any]]:
     for name, command in getattr(group, "commands", {}).items():
         if getattr(command, "commands", None):
@@ -134,6 +141,11 @@ def test_json_option() -> None:
         {"demo", "queue top"},
     )  # fmt: skip
     assert without == serving | nothing_else | showing
+
+
+def test_the_package_is_the_command_too() -> None:
+    done = subprocess.run([sys.executable, "-m", "xtoken", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == xtoken("--version").stdout
 
 
 def test_version_as_json() -> None:
@@ -302,7 +314,8 @@ def test_missing_model_loads_nothing_heavy(tmp_path: Path) -> None:
 def test_missing_projection_loads_nothing_heavy(tmp_path: Path) -> None:
     model = tmp_path / "model"
     model.mkdir()
-    (model / "config.json").write_text("{}")
+    for name in ("config.json", "tokenizer.json"):
+        (model / name).write_text("{}")
     file = run_file(tmp_path)
     file.write_text(file.read_text().replace("/no/model", str(model)))
     status, modules, _ = run_and_list_modules(file, tmp_path, scripted=False)

@@ -14,7 +14,7 @@ from tests.support.runs import resolved_run
 from xtoken_core.config.loss import LossConfig
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.config.spec import RunSpec, parse_run_spec
-from xtoken_core.config.validation_errors import describe
+from xtoken_core.config.validation_errors import NAMED_ELSEWHERE, describe
 from xtoken_core.errors import ConfigError
 from xtoken_services.common.batches.step_plan import ring_shape, selects_columns
 from xtoken_services.trainer.loggers import wandb_id
@@ -99,12 +99,27 @@ def test_what_cannot_be_is_refused_before_a_file_is_read(tmp_path: Path, place: 
         ({"train": {"lora": {"rnk": 8}}}, "train.lora.rnk: there is no such field; did you mean rank?"),
         ({"teacher": [{"tokeniser": "t"}]}, "teacher.0.tokeniser: there is no such field; did you mean tokenizer?"),
         ({"ray": {"zzz": 1}}, "ray.zzz: there is no such field; there are "),
+        ({"train": {"lr": 1}}, "train.lr: there is no such field; did you mean learning_rate?"),
+        ({"train": {"num_train_epochs": 1}}, "there is no such field; did you mean data.epochs?"),
+        ({"train": {"max_length": 8}}, "there is no such field; did you mean student.context_length?"),
+        (
+            {"teacher": [{"max_length": 8}]},
+            "teacher.0.max_length: there is no such field; did you mean context_length?",
+        ),
+        ({"train": {"epochs": 1}}, "train.epochs: there is no such field; did you mean data.epochs?"),
+        ({"train": {"seed": 1}}, "train.seed: there is no such field; did you mean seed?"),
     ],
 )
 def test_a_field_that_is_none_is_told_with_the_one_that_was_meant(change: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError) as found:
         parse_run_spec(change, source="run.toml")
     assert said in str(found.value)
+
+
+def test_names_of_other_trainers_lead_to_settings_that_there_are() -> None:
+    for name in NAMED_ELSEWHERE.values():
+        table, _, key = name.partition(".")
+        assert key in RunSpec.model_fields[table].annotation.model_fields, name
 
 
 def settings(directory: Path, workers: dict[str, Any] | None = None, **teacher: Any) -> RunSpec:

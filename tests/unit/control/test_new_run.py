@@ -198,6 +198,7 @@ def short(tmp_path: Path, runs: Runs) -> dict[str, Any]:
     for name, longest in (("student", 48), ("teacher", 4096)):
         (data / name).mkdir()
         (data / name / "config.json").write_text(json.dumps({"max_position_embeddings": longest}))
+        (data / name / "tokenizer.json").write_text("{}")
     (data / "text.txt").write_text("".join(f"line {number}\n" for number in range(400)))
     (data / "few.txt").write_text("one\n")
     models = {name: {"model": str(data / name)} for name in ("student", "teacher")}

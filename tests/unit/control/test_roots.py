@@ -14,6 +14,7 @@ from xtoken_core.errors import ConfigError
 from xtoken_services.common.files.allowed_paths import URLS, VARIABLE, OutsideError, Roots, check_allowed
 from xtoken_services.common.text.training_text import open_index
 from xtoken_services.common.tokenizers.loading import load_tokenizer
+from xtoken_services.control.validation import RUN_CODE, RefusedError, SpecValidator
 
 
 @pytest.fixture
@@ -79,6 +80,20 @@ def test_servers_that_are_not_allowed(roots: Roots, tmp_path: Path, monkeypatch:
         roots.check_urls(run.teacher[0].url, "teacher.0.url")
     monkeypatch.setenv(URLS, "http://a:1, http://b:1")
     roots.check_urls(run.teacher[0].url, "teacher.0.url")
+
+
+def test_code_runs_only_where_the_operator_lets_it(
+    roots: Roots, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluation = {"tasks": {"path": str(tmp_path / "data" / "code.jsonl"), "run_code": True}}
+    run = RunSpec.model_validate(spec(tmp_path, output=str(tmp_path / "runs" / "out"), eval=evaluation))
+    for value in ("", "0"):
+        monkeypatch.setenv(RUN_CODE, value)
+        for validator in (SpecValidator(), SpecValidator(roots)):
+            with pytest.raises(RefusedError, match=r"eval\.tasks\.run_code: .*its operator may set XTOKEN_RUN_CODE=1"):
+                validator.validate(run)
+    monkeypatch.setenv(RUN_CODE, "1")
+    assert SpecValidator(roots).validate(run) == run
 
 
 def test_read_and_write_roots(roots: Roots, tmp_path: Path) -> None:

@@ -68,15 +68,22 @@ def test_completion_is_judged(tmp_path: Path, record: dict[str, Any], completion
     ({"answer": "a"}, "either a `prompt`"),
     ({"prompt": "?", "messages": [{"role": "user", "content": "?"}], "answer": "a"}, "either a `prompt`"),
     ({"prompt": 3, "answer": "a"}, "either a `prompt`"),
-    ({"prompt": "?"}, "needs an `answer`"),
+    ({"prompt": "?"}, "needs an `answer`, or `tests`"),
     ({"prompt": "?", "answer": [" "]}, "`answer` takes"),
     ({"prompt": "?", "answer": True}, "`answer` takes"),
-    ({"prompt": "?", "answer": "a", "match": "regex"}, "none of exact, number, last_number, boxed, choice, contains"),
+    (
+        {"prompt": "?", "answer": "a", "match": "regex"},
+        "none of exact, number, last_number, boxed, choice, contains, code",
+    ),
     ({"prompt": "?", "answer": "a", "match": "number"}, "no number"),
     ({"prompt": "?", "answer": "a", "match": "choice"}, "need each other"),
     ({"prompt": "?", "answer": "a", "choices": ["b"], "match": "choice"}, "none of its choices"),
     ({"prompt": "?", "answer": "a", "hint": "x"}, "unknown field 'hint'"),
     ({"messages": ["hello"], "answer": "a"}, "objects with `role`"),
+    ({"prompt": "?", "answer": "a", "match": "code"}, "`tests`, a text, and match = code"),
+    ({"prompt": "?", "tests": "assert f()"}, "`tests`, a text, and match = code"),
+    ({"prompt": "?", "tests": ["assert f()"], "match": "code"}, "`tests`, a text, and match = code"),
+    ({"prompt": "?", "answer": "a", "tests": "assert f()", "match": "code"}, "needs an `answer`, or `tests`"),
 )
 def test_bad_record_is_refused_with_its_line(tmp_path: Path, record: Any, message: str) -> None:
     with pytest.raises(InputError, match=r"task\.jsonl:2 is no prompt") as error:
@@ -95,6 +102,35 @@ def test_files_of_prompts(tmp_path: Path) -> None:
 def test_accuracy_is_the_mean_over_samples(tmp_path: Path) -> None:
     prompts = prompts_of(tmp_path, {"prompt": "?", "answer": "a"}, {"prompt": "!", "answer": "b"})
     assert accuracy_of(prompts, [["a", "b"], ["a", "c"]]) == (0.25, 0.5)
+
+
+INSIDE = 'def f(x):\n    """Double."""\n'
+ASKED = [{"role": "user", "content": "Double a number."}]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "completion", "code"),
+    [
+        (
+            {"prompt": INSIDE},
+            "    y = x\n\n    return 2 * y\n\nprint(f(input()))",
+            INSIDE + "    y = x\n\n    return 2 * y\n",
+        ),
+        ({"prompt": "# f doubles.\n"}, "def f(x):\n    return 2 * x\n", "# f doubles.\ndef f(x):\n    return 2 * x\n"),
+        ({"messages": ASKED}, "def f(x):\n    return 2 * x", "def f(x):\n    return 2 * x"),
+        ({"prompt": INSIDE}, "So:\n```python\ndef f(x): ...\n```\nor\n```\nno\n```", "def f(x): ...\n"),
+        ({"messages": ASKED}, "```json\n{}\n```\nand\n  ```\n  def f(x):\n    ...\n  ```", "def f(x):\n  ...\n"),
+        ({"messages": ASKED}, "```py\ndef f(x): ...", "def f(x): ..."),
+    ],
+    ids=["inside", "text", "messages", "first-block", "other-languages", "open-block"],
+)
+def test_the_program_of_a_completion(tmp_path: Path, prompt: dict[str, Any], completion: str, code: str) -> None:
+    tests = "assert f(2) == 4"
+    (read,) = prompts_of(tmp_path, prompt | {"tests": tests, "match": "code"})
+    asked: list[str] = []
+    for verdict in (True, False):
+        assert read.is_right(completion, lambda text, verdict=verdict: asked.append(text) or verdict) is verdict
+    assert asked == [f"{code}\n\n{tests}\n"] * 2
 
 
 def test_settings_of_tasks() -> None:

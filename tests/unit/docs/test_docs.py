@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import json
 import re
 import tomllib
 import typing
@@ -13,7 +14,7 @@ import pytest
 import typer
 
 import xtoken_core.errors
-from tests.doc_blocks import PAGES, ROOT, fenced
+from tests.doc_blocks import PAGES, ROOT, commands_of, fenced
 from xtoken_core.config.base import ConfigModel
 from xtoken_core.config.spec import parse_run_spec
 from xtoken_services.cli.app import app
@@ -51,6 +52,30 @@ def is_part(annotation: object) -> bool:
     """Whether a field is a section of its own, which its model explains."""
     inner = typing.get_args(annotation)[:1] or (annotation,)
     return any(isinstance(part, type) and issubclass(part, ConfigModel) for part in inner)
+
+
+def test_every_request_has_a_curl_line_of_its_own() -> None:
+    sections = re.findall(
+        r"^## (GET|POST|DELETE) (\S+)\n(.*?)(?=^## )", (ROOT / "docs/rest.md").read_text("utf-8"), re.M | re.S
+    )
+    described = create_app(Runs(None)).openapi()["paths"]
+    assert len(sections) == sum(map(len, described.values()))
+    for method, path, text in sections:
+        ((words,),) = [commands_of(block) for block in re.findall(r"^```sh\n(.*?)^```", text, re.M | re.S)]
+        *options, url = words
+        assert options[0] == "curl" and (options[options.index("-X") + 1] if "-X" in options else "GET") == method
+        assert re.fullmatch(r"http://127\.0\.0\.1:8400" + re.sub(r"{\w+}", r"[\\w./-]+", path), url)
+        assert ("-d" in options) == ("requestBody" in described[path][method.lower()])
+        if "-d" in options:
+            body = json.loads(options[options.index("-d") + 1])
+            model = {"context_length": 8}
+            filled = {
+                **body,
+                "output": "/out",
+                "student": {**body["student"], **model},
+                "teacher": [{**t, **model} for t in body["teacher"]],
+            }
+            parse_run_spec(filled, source="docs/rest.md")
 
 
 def test_decisions_are_numbered_and_indexed() -> None:

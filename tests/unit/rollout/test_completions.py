@@ -217,6 +217,8 @@ def test_a_completion_has_its_part_of_the_time_of_its_block_and_of_the_wait_befo
         ({"prompt": "a", "completion": "b", "answer": "A", "match": "contains"}, "exact", 1),
         ({"text": "a", "answer": 0}, "number", 0), ({"text": "a"}, "exact", -1),
         ({"text": "a", "answer": {"no": "answer"}}, "exact", -1), ({"text": "a", "answer": "a"}, "number", -1),
+        ({"text": "a", "tests": "assert True", "match": "code"}, "exact", -1),
+        ({"text": "a", "answer": "a"}, "code", -1), ({"text": "a", "answer": "a", "tests": "assert True"}, "code", -1),
     ],
 )  # fmt: skip
 def test_a_completion_is_judged_by_its_records_answer(

@@ -142,3 +142,21 @@ def test_stopping_when_worse_on_tasks_is_taken_and_may_change_in_a_resume(tmp_pa
         for each in (run.rollout, spec({}).rollout)
     )
     assert one == other
+
+
+@pytest.mark.parametrize(
+    ("rollout", "loss", "beta", "rate"),
+    [
+        ({}, {}, 0.5, 3e-5),
+        ({}, {"beta": "none"}, None, 3e-5),
+        ({}, {"beta": 0.2}, 0.2, 3e-5),
+        ({}, {"reverse_kl": True}, None, 3e-5),
+        ({"after": 2}, {}, 0.5, 1e-4),
+    ],
+)
+def test_completions_have_defaults_of_their_own(
+    rollout: dict[str, Any], loss: dict[str, Any], beta: float | None, rate: float
+) -> None:
+    raw = spec({}).model_dump() | {"loss": {"mode": "chain", **loss}, "rollout": {"max_new_tokens": 8, **rollout}}
+    made = RunSpec.model_validate(raw | {"train": {"samples_per_step": 8, "micro_batch_tokens": 4096}})
+    assert (made.loss.beta, made.loss.kl_loss_weight_end, made.train.learning_rate) == (beta, None, rate)

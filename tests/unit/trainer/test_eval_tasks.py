@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import MambaConfig, MambaForCausalLM
 
 from tests.support.ranks import start_ranks
-from tests.support.vocabularies import wordpiece
+from tests.support.vocabularies import sentencepiece_bpe, wordpiece
 from tests.unit.core.test_evaluation import byte_tokenizer, llama
 from tests.unit.trainer.students import settings
 from xtoken_core.config.spec import RunSpec
-from xtoken_core.errors import InputError
+from xtoken_core.errors import ConfigError, InputError
+from xtoken_services.common.generation.sampling import Sampled, Sampling
 from xtoken_services.common.models.packed_attention import NAME
+from xtoken_services.common.processes import run_code
 from xtoken_services.common.processes.worker import StopRequested
 from xtoken_services.trainer import generate
 from xtoken_services.trainer.eval_tasks import EvalSamples, EvalTasks
@@ -169,6 +175,75 @@ def test_a_student_whose_tokens_spell_no_spaces_has_its_text_from_the_tokenizer(
     assert EvalTasks(spec, tokenizer).measure(student)["task_prompts_words"] == 1
 
 
+def test_a_student_without_keys_and_values_completes(tmp_path: Path) -> None:
+    """Prompts of other lengths are padded on the left."""
+    torch.manual_seed(0)
+    config = MambaConfig(vocab_size=320, hidden_size=32, num_hidden_layers=2, state_size=8)
+    student = Student(MambaForCausalLM(config), settings({"dtype": "float32"})).eval()
+    answers = {prompt: greedy(student, prompt, 6) for prompt in PROMPTS}
+    assert len(set(answers.values())) > 1 and all(map(str.strip, answers.values()))
+    assert tasks_of(tmp_path, answers).measure(student)["task_accuracy_sums"] == 1.0
+
+
+def test_a_completion_keeps_its_first_space(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokenizers of SentencePiece decode without it, and the first line of a function's body would be indented less."""
+    tokenizer, code = sentencepiece_bpe(), "    return 1"
+    before, whole = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("x\n", f"x\n{code}"))
+    ids = whole[len(before) :]
+    assert tokenizer.decode(ids) != code
+    monkeypatch.setattr(generate.Sampler, "complete", lambda *_: [Sampled(ids)])
+    student = Student(llama(len(tokenizer)), settings({"dtype": "float32"})).eval()
+    completer = generate.Completer(tokenizer, Sampling(8))
+    assert completer.complete(student, [before], lambda: None) == [[code]]
+
+
+def code_task(tmp_path: Path, **changes: Any) -> EvalTasks:
+    """Return a task whose even prompts want another completion than the odd ones."""
+    path = tmp_path / "code.jsonl"
+    tests = ["assert made == 1", "assert made == 2", "assert made == 1"]
+    records = [{"prompt": f"{n} + 2 =", "tests": text, "match": "code"} for n, text in enumerate(tests)]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    raw = settings({"dtype": "float32"}).model_dump()
+    raw["eval"] = {"path": path, "tasks": {"path": path, "max_new_tokens": 6, "run_code": True, **changes}}
+    return EvalTasks(RunSpec.model_validate(raw), TOKENIZER)
+
+
+def test_programs_of_completions_are_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for the child: it judges by the tests, and never while the trainer does not report."""
+    monkeypatch.setattr(run_code, "check_isolation", lambda: None)
+    reported, ran = threading.Event(), []
+
+    def passes(program: str) -> bool:
+        ran.append(program)
+        reported.clear()
+        return reported.wait(60) and program.endswith("assert made == 1\n")
+
+    monkeypatch.setattr(run_code, "passes", passes)
+    student, tasks = student_of().eval(), code_task(tmp_path)
+    row = tasks.measure(student, progress=reported.set)
+    assert row == {"task_accuracy_code": pytest.approx(2 / 3), "task_prompts_code": 3}
+    assert sorted(program[:7] for program in ran) == ["0 + 2 =", "1 + 2 =", "2 + 2 ="]
+    ran.clear()
+    tasks.measure(student, judges=False)
+    assert not ran
+
+    def stop() -> None:
+        if ran:
+            raise StopRequested
+
+    monkeypatch.setattr(run_code, "passes", lambda program: ran.append(program) or time.sleep(0.2))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    with pytest.raises(StopRequested):
+        tasks.measure(student, progress=stop)
+    assert len(ran) < 3, "programs that have not begun are left out"
+
+
+def test_a_task_of_code_needs_isolation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_code, "_ISOLATED", ("unshare", "--no-such-namespace"))
+    with pytest.raises(ConfigError, match=r"eval\.tasks\.run_code: code cannot be isolated here"):
+        code_task(tmp_path)
+
+
 @pytest.mark.gpu
 def test_completions_of_rollouts_are_those_of_a_cpu(tmp_path: Path) -> None:
     raw, found = with_rollouts(tmp_path), []
@@ -192,7 +267,9 @@ def test_prompt_without_room_for_a_completion_is_refused(tmp_path: Path) -> None
 @pytest.mark.slow
 def test_ranks_of_a_sharded_student_complete_together(tmp_path: Path) -> None:
     path = tmp_path / "sums.jsonl"
-    path.write_text("".join(json.dumps({"prompt": prompt, "answer": "e"}) + "\n" for prompt in PROMPTS))
+    lines = [{"prompt": prompt, "answer": "e"} for prompt in PROMPTS]
+    code = {"prompt": "a", "tests": "assert False", "match": "code"}  # one rank runs it, all wait
+    path.write_text("".join(json.dumps(record) + "\n" for record in [*lines, code]))
     rows = []
     for size in (1, 2):
         processes = start_ranks([sys.executable, "-m", "tests.unit.trainer.task_process", str(path)], size)

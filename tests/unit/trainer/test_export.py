@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from typer.testing import CliRunner
 
@@ -63,6 +64,31 @@ def test_the_model_is_the_student_of_that_step(
         assert AutoTokenizer.from_pretrained(place)("def x")["input_ids"]
     assert not torch.equal(logits_of(saved[4].model), logits_of(saved[8].model))
     assert not [path.name for path in tmp_path.rglob(".*.tmp")]
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+@pytest.mark.parametrize(
+    ("own", "told", "expected"),
+    [
+        (torch.bfloat16, {}, torch.bfloat16),
+        (torch.float16, {}, torch.float16),
+        (torch.float32, {}, torch.float32),
+        (torch.bfloat16, {"export_dtype": "float32"}, torch.float32),
+        (torch.float32, {"export_dtype": "bfloat16"}, torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_an_export_keeps_the_models_dtype_unless_it_is_told(
+    tmp_path: Path, family: str, own: torch.dtype, told: dict[str, Any], expected: torch.dtype
+) -> None:
+    run = run_directory(tmp_path, make_model(family).to(own), student={"dtype": "float32", **told})
+    trained = train(run, [4])[4].model.state_dict()
+    place = export_checkpoint(tmp_path).target
+    assert json.loads((place / "config.json").read_text())["dtype"] == str(expected).removeprefix("torch.")
+    stored = load_file(place / "model.safetensors")
+    for name, value in stored.items():
+        assert torch.equal(value, trained[name].to(expected)) if name in trained else value.dtype == expected, name
+    assert {value.dtype for value in stored.values()} == {expected}
 
 
 @pytest.mark.parametrize("kept", ["merged", "adapter"])

@@ -8,7 +8,7 @@ from typing import Any
 
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import InputError
-from xtoken_core.projection.fingerprint import projection_header
+from xtoken_core.projection.fingerprint import projection_header, tokenizer_files
 from xtoken_core.regular_files import read_json_object
 
 LARGEST = {
@@ -22,15 +22,20 @@ LARGEST = {
 
 
 def check_input_files(spec: RunSpec) -> None:
-    """Refuse a run whose models or projections are missing.
+    """Refuse a run whose models, tokenizers or projections are missing.
 
     Raises:
-        InputError: A model's configuration or a projection file cannot be read, or there is no token to push with.
+        InputError: A model's configuration, tokenizer or projection file cannot be read, or there is no token to push
+            with.
     """
     if spec.push_to is not None and not os.environ.get("HF_TOKEN"):
         raise InputError(f"push_to = {spec.push_to!r} needs a token of the Hub: set HF_TOKEN in the environment")
     for what, model in (("student", spec.student), *((spec.teacher_name(i), t) for i, t in enumerate(spec.teacher))):
         read_model_config(what, model.model)
+        try:
+            tokenizer_files(model.tokenizer_dir)
+        except InputError as error:
+            raise InputError(f"the {what}'s tokenizer: {error}") from error
     for teacher in spec.teacher:
         if teacher.projection is not None:
             projection_header(teacher.projection)

@@ -175,8 +175,9 @@ class Sampler:
             ids[at, width - len(prompt) :] = torch.tensor(prompt)
             mask[at, width - len(prompt) :] = 1
         ids, mask = ids.to(self.model.device), mask.to(self.model.device)
-        output = self._output(ids, mask, (mask.cumsum(dim=1) - 1).clamp(min=0), None)
-        return output.logits[:, -1].float(), mask, output.past_key_values
+        output = self._output(ids, mask, _positions(mask), None)
+        # A model without keys and values, such as Mamba, computes the whole row for every token.
+        return output.logits[:, -1].float(), mask, getattr(output, "past_key_values", ids)
 
     def _decode(self, rows: list[Sampled], batch: Batch | GrowingBatch, progress: Callable[[], None]) -> None:
         """Decode spans of tokens; rows that are finished leave the batch when half of it is."""
@@ -213,7 +214,9 @@ class Sampler:
             row.log_probs += own[:count]
 
     def _logits(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Any) -> Float[Tensor, "B V"]:
-        """Return the logits of one token per row in float32."""
+        """Return the logits of one token per row in float32; a cache that is a tensor has the ids of the whole rows."""
+        if isinstance(cache, Tensor):
+            ids, positions, cache = cache, _positions(mask), None
         logits: Tensor = self._output(ids, mask, positions, cache).logits[:, -1].float()
         return logits
 
@@ -267,6 +270,8 @@ class GrowingBatch:
     def step(self) -> None:
         """Decode one token of every row."""
         self._mask = pad(self._mask, (0, 1), value=1)
+        if isinstance(self._cache, Tensor):
+            self._cache = torch.cat([self._cache, self._ids], 1)
         logits = self._forward(self._ids, self._mask, self._positions, self._cache)
         self._made.append(self._sample(logits, self._uniforms[:, len(self._made) + 1]))
         self._ids = self._made[-1][0].unsqueeze(1)
@@ -284,6 +289,10 @@ class GrowingBatch:
         self._cache.batch_select_indices(rows)
         left = self._uniforms[rows, len(self._made) :]
         return GrowingBatch(self._forward, self._sample, self._cache, self._mask[rows], self._ids[rows, 0], left)
+
+
+def _positions(mask: Int[Tensor, "B T"]) -> Int[Tensor, "B T"]:
+    return (mask.cumsum(dim=1) - 1).clamp(min=0)
 
 
 def choose(logits: Float[Tensor, "B V"], uniforms: Float[Tensor, " B"], settings: Sampling) -> Int[Tensor, " B"]:

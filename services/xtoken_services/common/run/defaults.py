@@ -157,7 +157,18 @@ def fill_run_defaults(
     if not named:
         defaults.notes.append(f'output = "{output}"')
     _fill_defaults(defaults, base)
-    return parse_run_spec(defaults.document, source=source).with_base(base), defaults.notes
+    spec = parse_run_spec(defaults.document, source=source).with_base(base)
+    if spec.teacher and not _needs_teacher(spec):
+        defaults.notes.append("teacher: none, since loss.kl_loss_weight is 0 to the end")
+        loss = {"kl_loss_weight": 0.0, "ce_loss_scale": spec.loss.ce_loss_scale}
+        spec = parse_run_spec({**spec.model_dump(exclude={"teacher"}), "loss": loss}, source=source)
+    return spec, defaults.notes
+
+
+def _needs_teacher(spec: RunSpec) -> bool:
+    """Return whether a run reads what its teachers say: for its loss, completions or evaluation."""
+    measured = spec.eval is not None and spec.eval.teacher_kl
+    return spec.loss.weighs_kd or "custom" in spec.loss.modes or spec.rollout is not None or measured
 
 
 def _override(document: dict[str, Any], setting: str) -> None:

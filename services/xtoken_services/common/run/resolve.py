@@ -22,6 +22,7 @@ from xtoken_services.common.files.input_files import check_input_files, read_mod
 from xtoken_services.common.models.packable import why_not_packed
 from xtoken_services.common.models.tensor_parallel import check_divided
 from xtoken_services.common.models.weight_checks import check_weights, served_fingerprint, weights_fingerprint
+from xtoken_services.common.processes.run_code import check_isolation
 from xtoken_services.common.run.metric_lines import finite
 from xtoken_services.common.stores.store_records import check_stores
 from xtoken_services.common.tables.pair_files import cache_of, check_projection_pair, check_special_tokens, pair_file
@@ -134,15 +135,23 @@ def _training_text(spec: RunSpec, same_tokenizer: Sequence[bool], progress: Prog
 
 
 def _check_tasks(evaluation: EvalSpec) -> None:
-    """Refuse tasks that cannot be read.
+    """Refuse tasks that cannot be read or judged.
 
     Raises:
+        ConfigError: Code is not to be run, or cannot be isolated.
         InputError: A file is missing, or a record in it is no prompt.
     """
-    if (tasks := evaluation.tasks) is not None:
-        for path in tasks.by_name.values():
-            read_prompts(
-                check_allowed(path, "eval.tasks.path"), tasks.match, tasks.max_prompts, within=readable_roots()
+    if (tasks := evaluation.tasks) is None:
+        return
+    if tasks.run_code:
+        check_isolation()
+    for path in tasks.by_name.values():
+        allowed = check_allowed(path, "eval.tasks.path")
+        prompts = read_prompts(allowed, tasks.match, tasks.max_prompts, within=readable_roots())
+        if not tasks.run_code and any(prompt.match == "code" for prompt in prompts):
+            raise ConfigError(
+                f"{path} has programs to run (match = code): set eval.tasks.run_code = true if you trust this student "
+                "and these tests with a process that can read your files"
             )
 
 

@@ -67,6 +67,43 @@ def test_three_lines_are_a_run(workspace: Path) -> None:
     assert any(note.startswith("teacher.context_length") for note in notes)
 
 
+@pytest.mark.parametrize(
+    ("settings", "teachers"),
+    [
+        (("loss.kl_loss_weight=0",), 0),
+        (("loss.kl_loss_weight=0", "loss.kl_loss_weight_end=none", "loss.mode=gold", "loss.ce_loss_scale=0.5"), 0),
+        (("loss.kl_loss_weight=0", "loss.kl_loss_weight_end=1.0"), 1),
+        (("loss.kl_loss_weight=0", "eval.teacher_kl=true"), 1),
+        (("loss.kl_loss_weight=0", "loss.mode=custom"), 1),
+        ((), 1),
+    ],
+    ids=str,
+)
+def test_a_weight_of_0_to_the_end_starts_no_teacher(workspace: Path, settings: tuple[str, ...], teachers: int) -> None:
+    spec, notes = load_run(workspace / "short.toml", settings, machine=CPU)
+    assert len(spec.teacher) == teachers
+    assert any(note.startswith("teacher: none, since loss.kl_loss_weight") for note in notes) == (not teachers)
+    if not teachers:
+        assert spec.loss.ce_loss_scale == (0.5 if "loss.ce_loss_scale=0.5" in settings else 1.0)
+
+
+@pytest.mark.parametrize("table", ["eval.tasks", "eval.samples", "train.lora"])
+def test_a_table_of_the_file_is_set_to_none(workspace: Path, table: str) -> None:
+    tasks = '[eval.tasks]\npath = "sums.jsonl"\n[eval.samples]\nprompts = ["once"]\n'
+    (workspace / "run.toml").write_text(f"{SHORT}{tasks}[train.lora]\nrank = 4\n")
+    settings = {}
+    for given in ((), (f"{table}=none",)):
+        spec, _ = load_run(workspace / "run.toml", given, machine=CPU)
+        assert spec.eval is not None
+        settings[given] = {
+            "eval.tasks": spec.eval.tasks,
+            "eval.samples": spec.eval.samples,
+            "train.lora": spec.train.lora,
+        }
+    whole, without = settings.values()
+    assert None not in whole.values() and without == {**whole, table: None}
+
+
 def test_answers_alone_are_scored_where_they_alone_are_learnt(workspace: Path) -> None:
     talk = [{"role": "user", "content": "two?"}, {"role": "assistant", "content": "2"}]
     rows = [{"text": "plain"}, {"prompt": "one? ", "completion": "1"}, {"messages": talk}]
@@ -215,6 +252,19 @@ def test_init_finds_models_and_text(workspace: Path) -> None:
     assert load_run(workspace / "run.toml", machine=CPU)[0].teacher[0].model == workspace / "large"
     with pytest.raises(InputError, match="name them with --student and --teacher"):
         find_inputs(workspace / "small", student=None, teacher=None, data=None)
+
+
+def test_models_and_text_are_found_through_links_once(
+    workspace: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    project = tmp_path_factory.mktemp("project")
+    (project / "a").symlink_to(workspace)
+    (project / "b").symlink_to(workspace)
+    (workspace / "upwards").symlink_to(project)
+    inputs = find_inputs(project, student=None, teacher=None, data=None)
+    assert {Path(inputs.student).name, Path(inputs.teacher).name} == {"small", "large"}
+    assert Path(inputs.data).name == "text.jsonl" and (project / inputs.student / "config.json").is_file()
+    assert find_inputs(project, student=workspace / "small", teacher=None, data=None).teacher.endswith("large")
 
 
 ODD: list[Any] = [None, True, -1, 10**30, 1e999, "x" * 1000, [], [[]], {}, {"vocab_size": []}]

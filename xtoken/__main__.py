@@ -1,0 +1,5 @@
+"""`python -m xtoken`: the command `xtoken`."""
+
+from xtoken_services.cli import main
+
+main()
