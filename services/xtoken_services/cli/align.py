@@ -212,7 +212,7 @@ def _indexed(index: DataIndex, sides: Sequence[TextTokenizer]) -> Iterator[Recor
             yield Record(record.location, None, record.reason)
         elif "messages" in record.value:
             messages = record.value["messages"]
-            tokenize = partial(tokenize_conversation, sides, messages)
+            tokenize = partial(tokenize_conversation, sides, messages, ends=False)  # which spell no text
             yield Record(index.location(number), only_answer(messages), tokenize=tokenize)
         else:
             yield Record(index.location(number), record.document)
