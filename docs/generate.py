@@ -1,7 +1,6 @@
 """Write the reference pages that follow from the code.
 
-`configuration.md` from the models of a run, `cli.md` from the commands, `rest.md` from the control plane's OpenAPI, the
-index of `decisions.md` from its records.
+`configuration.md` from the models of a run, `cli.md` from the commands, `rest.md` from the control plane's OpenAPI.
 
 python docs/generate.py          write them
 python docs/generate.py --check  only say whether they are in step
@@ -11,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import re
 import sys
 import types
 import typing
@@ -33,7 +31,6 @@ from xtoken_services.control.app import create_app  # noqa: E402
 from xtoken_services.control.runs import Runs  # noqa: E402
 
 MAKE = "python docs/generate.py"
-INDEX_MARKS = "<!-- index: written by docs/generate.py -->", "<!-- end of index -->"
 
 COMMON = 4
 """Commands that share an option from which on it is explained once."""
@@ -358,26 +355,7 @@ def _json_default(schema: dict[str, Any]) -> str:
     return "-" if default is None or default in ("", []) else f"`{str(default).lower()}`"
 
 
-def decisions() -> str:
-    """Return the decisions with their index, made from each record's heading."""
-    page = (DOCS / "decisions.md").read_text(encoding="utf-8")
-    start, end = INDEX_MARKS
-    before, _, rest = page.partition(start)
-    _, _, after = rest.partition(end)
-    rows = [
-        f"| {number} | [{title}](#{anchor(f'{number}. {title}')}) |"
-        for number, title in re.findall(r"^## (\d+)\. (.+)\n\n\*\*[^*]+?\*\*", after, re.MULTILINE)
-    ]
-    index = "\n".join(["| | decision |", "|---|---|", *rows])
-    return f"{before}{start}\n{index}\n{end}{after}"
-
-
-def anchor(heading: str) -> str:
-    """Return the anchor of a heading."""
-    return re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
-
-
-PAGES = {"configuration.md": configuration, "cli.md": cli, "rest.md": rest, "decisions.md": decisions}
+PAGES = {"configuration.md": configuration, "cli.md": cli, "rest.md": rest}
 
 
 def out_of_step() -> list[str]:

@@ -36,7 +36,6 @@ def values(result: dict[str, Any]) -> dict[str, Any]:
     Args:
         result: Content of the result file.
     """
-    titles = methods.TITLES
     conditions = [_entry(result, name) for name in result["conditions"] if summary.table(result, name)]
     compared = [entry for entry in conditions if {"chain", "ce"} <= set(entry["chosen"])]
     text = [entry for entry in compared if not entry.get("tasks")]
@@ -56,7 +55,6 @@ def values(result: dict[str, Any]) -> dict[str, Any]:
             for name in methods.CONDITIONS
             if name not in {entry["name"] for entry in conditions} and not name.startswith(("qwen-", "gemma-"))
         ],
-        "untried": [titles[name] for name in methods.METHODS if name not in {run["method"] for run in result["runs"]}],
         "runs": len(result["runs"]),
         "speed": _speed(),
         "adaptive": adaptive.section(),
