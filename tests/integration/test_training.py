@@ -45,6 +45,7 @@ def test_steps_without_a_finite_loss_are_left_out_and_end_the_run(tiny: Tiny) ->
     assert all("learning_rate" not in line for line in lines[-5:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("minutes", "checkpoints"), [(1e-9, 4), ("none", 1)], ids=str)
 def test_a_checkpoint_is_written_once_so_many_minutes_have_passed(
     tiny: Tiny, minutes: float | str, checkpoints: int

@@ -99,6 +99,7 @@ def test_two_ranks_in_bfloat16_add_up_alike_in_bfloat16_and_float32(tmp_path: Pa
     same(found[1], found[0], rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_rollout_workers_get_whole_weights_with_adapters_merged(tmp_path: Path) -> None:
     pytest.importorskip("peft")
     lora = {"lora": {"rank": 4, "targets": ["q_proj", "v_proj"]}, "learning_rate": 0.05}

@@ -207,6 +207,7 @@ def test_errors_of_a_run_come_from_the_child(tmp_path: Path) -> None:
         inspect_run(checked, lambda done, total: None, roots.environment)
     config.write_text(json.dumps({"vocab_size": 300}))
     (tmp_path / "data" / "projection.pt").touch()
+    (config.parent / "tokenizer.json").write_text("{}")
     os.mkfifo(tmp_path / "data" / "model" / "model.safetensors")
     with pytest.raises(InputError, match=r"cannot read the student's weights .*: not a regular file"):
         inspect_run(checked, lambda done, total: None, roots.environment)

@@ -56,7 +56,7 @@ def running(wanted: bool) -> bool:
         "if __name__ == '__main__': raise SystemExit(1)",
         "import tempfile; open(tempfile.mkdtemp() + '/a', 'w').write('1')",
         "from dataclasses import dataclass\n@dataclass\nclass A:\n    x: int = 1\nassert A() == A(1)",
-        "import asyncio, numpy\nasync def f(): return numpy.ones((9, 9)).sum()\nassert asyncio.run(f()) == 81",
+        "import asyncio, json\nasync def f(): return json.loads('81')\nassert asyncio.run(f()) == 81",
         "import os; assert not os.listdir('/run') and [p for p in os.listdir('/proc') if p.isdigit()] == ['1']",
         "import os; assert not {'HOME', 'USER'} & os.environ.keys()",
         "assert 'CapEff:\\t0000000000000000' in open('/proc/self/status').read()",
