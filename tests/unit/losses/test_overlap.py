@@ -3,13 +3,11 @@
 import pytest
 import torch
 
-from tests.support import vocabularies
+from tests.support.chain_batch import chain_on
 from tests.support.columns import columns_of
 from tests.unit.losses.loss_cases import V_S, make_case
-from xtoken_core.chain.build import as_tensors, build_tables
-from xtoken_core.collate import CrossTokenizerCollator
 from xtoken_core.config import LossConfig
-from xtoken_core.losses import CrossTokenizerDistillationLoss, HeadProjection, LossTeacher, combine_metrics, overlap
+from xtoken_core.losses import CrossTokenizerDistillationLoss, HeadProjection, combine_metrics, overlap
 from xtoken_core.losses.lazy_logits import row_logits
 from xtoken_core.losses.overlap import LIKELIEST, overlap_ratio
 from xtoken_core.topk_logits import largest_logits
@@ -29,22 +27,8 @@ GENERATED = [0, 3, -1, 5]
 @pytest.fixture(scope="module")
 def chain():
     """The run's losses, the collator, a padded batch of real text, and logits of both sides."""
-    student, teacher = vocabularies.byte_level(), vocabularies.unigram()
-    tables = as_tensors(build_tables(student, teacher))
-    sizes = len(tables.student.root), len(tables.teacher.root)
-    collator = CrossTokenizerCollator(
-        student_tokenizer=student, teacher_tokenizer=teacher, aligner=None, ctx_length_student=64, ctx_length_teacher=64
-    )
-    batch = dict(collator.padded([{"text": text} for text in TEXTS])) | {"weights_version": torch.tensor(GENERATED)}
-    loss = CrossTokenizerDistillationLoss(
-        LossConfig(), student_vocab_size=sizes[0], teachers=[LossTeacher(sizes[1], tables=tables)]
-    )
-    generator = torch.Generator().manual_seed(3)
-    logits = [
-        3 * torch.randn(*batch[field].shape, width + 1, generator=generator, dtype=torch.float64)
-        for field, width in (("input_ids", sizes[0]), ("teacher_0_input_ids", sizes[1]))
-    ]
-    return loss, tables, batch, logits
+    loss, tables, batch, logits = chain_on([{"text": text} for text in TEXTS])
+    return loss, tables, batch | {"weights_version": torch.tensor(GENERATED)}, logits
 
 
 def likeliest(row, root, classes):

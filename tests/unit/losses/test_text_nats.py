@@ -4,13 +4,12 @@ import pytest
 import torch
 
 from tests.support import vocabularies
-from tests.support.alignments import collator_of
+from tests.support.chain_batch import chain_on
 from tests.support.columns import columns_of
 from tests.unit.losses.loss_cases import V_S, make_case
 from xtoken_core.alignment.tables import token_table
-from xtoken_core.chain.build import as_tensors, build_tables
 from xtoken_core.config import LossConfig
-from xtoken_core.losses import CrossTokenizerDistillationLoss, HeadProjection, LossTeacher
+from xtoken_core.losses import CrossTokenizerDistillationLoss, HeadProjection
 from xtoken_core.losses.masks import predicted_ids
 from xtoken_core.losses.teacher_scores import TextNats
 from xtoken_core.topk_logits import largest_logits
@@ -28,21 +27,9 @@ RECORDS = [
 @pytest.fixture(scope="module")
 def chain():
     """The run's loss, both tokenizers' pieces, a padded batch of real text and logits of both sides."""
-    student, teacher = vocabularies.byte_level(), vocabularies.unigram()
-    tables = as_tensors(build_tables(student, teacher))
-    sizes = len(tables.student.root), len(tables.teacher.root)
-    collator = collator_of(student, teacher, 64, 64, aligner=None)
-    batch = dict(collator.padded(RECORDS))
-    loss = CrossTokenizerDistillationLoss(
-        LossConfig(), student_vocab_size=sizes[0], teachers=[LossTeacher(sizes[1], tables=tables)]
-    )
-    generator = torch.Generator().manual_seed(3)
-    logits = [
-        3 * torch.randn(*batch[field].shape, width + 1, generator=generator, dtype=torch.float64)
-        for field, width in (("input_ids", sizes[0]), ("teacher_0_input_ids", sizes[1]))
-    ]
-    pieces = [[len(piece) for piece in token_table(tokenizer).pieces] for tokenizer in (student, teacher)]
-    return loss, pieces, batch, logits
+    loss, _, batch, logits = chain_on(RECORDS)
+    tokenizers = vocabularies.byte_level(), vocabularies.unigram()
+    return loss, [[len(piece) for piece in token_table(tokenizer).pieces] for tokenizer in tokenizers], batch, logits
 
 
 def measured(loss, batch, student, teachers, lengths):
