@@ -154,7 +154,7 @@ def problems(result: Mapping[str, Any]) -> str:
 
 
 def problems_no_end(result: Mapping[str, Any]) -> str:
-    """Return the same of the runs that did not learn the end of an answer."""
+    """Return the table of `problems` for runs in which the end of an answer was not learnt."""
     return _problems(result, plan.PROBLEMS_NO_END)
 
 

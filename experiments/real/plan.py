@@ -87,6 +87,7 @@ OTHER_SEEDS = (
     (FRENCH, "ce", 4e-4), (FRENCH, "chain_adaptive", 8e-4),
     (GERMAN, "p_kl_scaled", 8e-4), (PYTHON, "p_kl_scaled", 1e-4),
     (COLD_START, "ce", START_RATE), (COLD_NO_END, "ce", START_RATE), (ON_POLICY, "on_jsd", 3e-5),
+    (PROBLEMS, "ce", 4e-4), (PROBLEMS, "chain_shots", 2e-4),
 )  # fmt: skip
 """What runs on the other data seeds, at the rates that were best on the first one: before what is new on it."""
 FIRST_RUNS = 33
