@@ -60,7 +60,7 @@ class Measured:
 
     def evaluate(self, text: HeldOutText) -> EvalResult:
         self.text = text
-        return EvalResult(1.0, 1.0, 1, 1, 1.0, 1)
+        return EvalResult(1.0, None, 1.0, 1, 1, 1.0, 1, [1], [1.0])
 
 
 def test_a_teacher_is_measured_in_the_chat_template_that_it_reads(assets: TinyAssets, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -79,7 +79,7 @@ def run(
     raise typer.Exit(0)
 
 
-def _print_comparison(distilled: dict[str, float], baseline: dict[str, float], *, as_json: bool) -> None:
+def _print_comparison(distilled: dict[str, Any], baseline: dict[str, Any], *, as_json: bool) -> None:
     """Print how a run compares with its baseline, if both have an evaluation."""
     from xtoken_services.supervisor.comparison import compare
 
@@ -92,7 +92,7 @@ def _print_comparison(distilled: dict[str, float], baseline: dict[str, float], *
 
 def _run_to_end(
     spec: RunSpec, loss: str | None, control: str | None, token_file: Path | None, as_json: bool
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """Run one specification to its end, on a control plane or in this process.
 
     Returns:
@@ -102,13 +102,12 @@ def _run_to_end(
         typer.Exit: It did not complete.
     """
     if control:
-        from xtoken_services.common.run.metric_lines import finite
         from xtoken_services.control.client import run_at
 
         # Its files may be on another machine.
         result, status = run_at(control, spec, token=read_control_token(token_file, control), as_json=as_json)
         exit_as(result)
-        return finite(status.exported)
+        return status.exported
     from xtoken_services.supervisor.launchers.forks import early_fork_server
 
     with early_fork_server(spec) as forks:
