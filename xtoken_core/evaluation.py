@@ -372,10 +372,10 @@ def _padded(
 
     def computed() -> ScoredBatch:
         inputs, there = _pad([window.inputs for window in batch], device)
-        asked = _pad_targets([[window] for window in batch], device)
+        scored = _pad_targets([[window] for window in batch], device)
         if outputs is not None:
-            return ScoredBatch(outputs(inputs), *asked)
-        return ScoredBatch(model(input_ids=inputs, attention_mask=there.long(), use_cache=False).logits, *asked)
+            return ScoredBatch(outputs(inputs), *scored)
+        return ScoredBatch(model(input_ids=inputs, attention_mask=there.long(), use_cache=False).logits, *scored)
 
     return computed
 

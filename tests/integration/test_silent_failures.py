@@ -23,7 +23,7 @@ from xtoken_services.common.run import machine, resolve
 from xtoken_services.common.run.defaults import load_run
 from xtoken_services.common.run.resolve import file_warnings, resolve_run
 from xtoken_services.common.run.run_warnings import warnings_of
-from xtoken_services.common.run.start_checks import check_start
+from xtoken_services.common.run.start_checks import check_start, is_size
 from xtoken_services.common.run.status import RunState
 from xtoken_services.common.text.collation import look_at_sample, make_collator, open_data, row_counts
 from xtoken_services.supervisor.local_run import run_locally
@@ -108,16 +108,23 @@ def test_a_run_that_the_memory_cannot_hold_is_refused_and_defaults_are_made_to_f
     assert reason.startswith("host memory (available) has 0.02 GiB, the run keeps 0.03 there before any activation (")
     assert "signal in 2 slots 0.02" in reason and "lower train.micro_batch_tokens = 8192 or" in reason
     (tiny.path / "run.toml").write_text(
-        f'student = "{tiny.assets.student}"\nteacher = "{tiny.assets.teacher}"\ndata = "train.jsonl"\n',
+        f'student = "{tiny.assets.student}"\nteacher = "{tiny.assets.teacher}"\ndata = "train.jsonl"\n'
+        "[workers]\ncollators = 1\n",
         encoding="utf-8",
     )
+    has_memory(tiny.path / "proc", 1536 << 20, monkeypatch)
+    between, notes = load_run(tiny.path / "run.toml")
+    assert 256 < between.train.micro_batch_tokens < 8192
+    assert any("for 1.5 GiB of memory)" in note for note in notes)
     has_memory(tiny.path / "proc", 24 << 20, monkeypatch)
     fitted, notes = load_run(tiny.path / "run.toml")
-    assert 320 <= fitted.train.micro_batch_tokens < 2048
-    assert any("of memory)" in note for note in notes)
-    _, [memory, *_] = check_start(fitted)
-    assert memory.startswith("memory: before any activation the run keeps 0.00 of 0.02 GiB in host memory (available)")
-    has_memory(tiny.path / "proc", 1 << 30, monkeypatch)
+    assert fitted.train.micro_batch_tokens == 256, "a single sample, where not even the processes fit"
+    _, lines = check_start(fitted)
+    sizes, warnings = [line for line in lines if is_size(line)], [line for line in lines if not is_size(line)]
+    assert sizes[0].startswith("text: 94 records, 1 epoch: 94 samples in 3 steps of 32") and sizes[1].startswith("models: student 0.0 million parameters")
+    assert "of 0.02 GiB host memory (available)" in sizes[-2] and sizes[-1].startswith("disk: at most 3 checkpoints of")
+    assert any(line.startswith("the run may need more memory than there is in host memory") for line in warnings)
+    has_memory(tiny.path / "proc", 4 << 30, monkeypatch)
     roomy, notes = load_run(tiny.path / "run.toml")
     assert roomy.train.micro_batch_tokens == 8192 and not any("micro_batch" in note for note in notes)
 

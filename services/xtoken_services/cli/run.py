@@ -36,6 +36,10 @@ def run(
             "--dry-run", help="Check everything, print the resolved run file with its defaults, and start nothing."
         ),
     ] = False,
+    measure: Annotated[
+        bool,
+        typer.Option("--measure", help="With --dry-run: take three steps with the real models, and estimate the time."),
+    ] = False,
     baseline: Annotated[
         bool,
         typer.Option(
@@ -59,12 +63,15 @@ def run(
         from xtoken_services.common.run.baseline import baseline_of
 
         second = baseline_of(spec)
+    if measure and (control or not dry_run):
+        raise ConfigError("--measure goes with --dry-run, on this machine: it starts a trial, not the run")
     if dry_run:
         from xtoken_services.cli.dry_run import check_run
         from xtoken_services.common.run.run_text import resolved_text
+        from xtoken_services.common.run.start_checks import is_size
 
-        for line in check_run(spec, None if control else loss):
-            typer.echo(line if line.startswith("memory: ") else f"warning: {line}", err=True)
+        for line in check_run(spec, None if control else loss, measure=measure):
+            typer.echo(line if is_size(line) else f"warning: {line}", err=True)
         typer.echo(resolved_text(spec, notes, as_json=as_json))
         return
     if control and loss is not None:

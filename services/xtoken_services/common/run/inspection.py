@@ -81,7 +81,7 @@ def check_as_workers(run: ResolvedRun, environment: Mapping[str, str] | None = N
         environment: As of `complete_document`.
 
     Returns:
-        Warnings about what is skipped or cut.
+        A line about the share that is cut and the tokens of a sample of the text; warnings about what is left out.
 
     Raises:
         XtokenError: The run is refused; the text is that of the worker that would refuse it.
@@ -138,7 +138,9 @@ def _check_as_workers(request: dict[str, Any], _: Progress) -> list[str]:
     if not run.spec.has_text:
         return []
     found = look_at_sample(run, make_collator(run), open_data(run), row_counts(run))
-    return list(left_out_warnings(found, found["positions"]).values())
+    share, each = found["truncated"] / max(found["positions"], 1), found["tokens"] / max(found["positions"], 1)
+    text = f"text: {share:.0%} of {found['positions']} samples are cut; {each:.0f} tokens each on average, about "
+    return [f"{text}{each * run.positions:,.0f} in all", *left_out_warnings(found, found["positions"]).values()]
 
 
 ACTIONS = {"complete": _complete, "check_start": _check_start, "check_as_workers": _check_as_workers}
