@@ -28,6 +28,7 @@ import torch
 import transformers
 
 from benchmarks.other_tree import ROOT, environment
+from benchmarks.sizing_page import sums
 from xtoken_core.atomic import atomic_write
 from xtoken_core.config.resolved import parse_resolved_run
 from xtoken_services.common.run.machine import Machine
@@ -41,8 +42,6 @@ CONTEXT = 256
 FIELDS = ("RssAnon", "RssFile", "RssShmem")
 WITHIN, BELOW = 0.2, 0.05
 """Parts of a peak by which an estimate may differ from it at most, and be below it."""
-LEAST = 1 << 22
-"""Bytes of a peak below which it is not compared."""
 MODELS = {"student": (192, 4, 4096), "teacher": (256, 6, 6144)}
 """Hidden units, layers and tokens of the made models."""
 HIDDEN = {"student": {"blockwise_head": True}, "teacher": {"content": "hidden"}}
@@ -62,6 +61,7 @@ CASES: dict[str, dict[str, Any]] = {
         "student": {"context_length": 320},
         "loss": {"mode": "chain"},
         "rollout": {"max_new_tokens": 48, "fraction": 0.5},
+        "train": {"samples_per_step": 32},  # several micro-batches, so that every slot is used
     },
 }
 
@@ -186,13 +186,8 @@ def estimate(output: Path) -> dict[str, Any]:
 
 
 def ratios(row: dict[str, Any]) -> dict[str, float]:
-    """Return estimate over peak: of the host without shared memory, of shared memory, and of the GPU, if used."""
-    estimated, peak = row["estimate"], row["peak"]
-    # Builders of a store have ended by then, and other processes only at the run's end.
-    known = [name for name in estimated["host"] if name in peak["host"]]
-    sums = {"host": [sum(part["host"][name] for name in known) for part in (estimated, peak)]}
-    sums |= {name: [estimated[name], peak[name]] for name in ("shared", "gpu")}
-    return {name: round(ours / theirs, 3) for name, (ours, theirs) in sums.items() if theirs > LEAST}
+    """Return estimate over peak, of each kind of memory that is used."""
+    return {name: round(ours / theirs, 3) for name, (ours, theirs) in sums(row).items()}
 
 
 def is_right(row: dict[str, Any]) -> bool:

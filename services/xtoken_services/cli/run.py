@@ -68,7 +68,7 @@ def run(
     if dry_run:
         from xtoken_services.cli.dry_run import check_run
         from xtoken_services.common.run.run_text import resolved_text
-        from xtoken_services.common.run.start_checks import is_size
+        from xtoken_services.common.run.run_warnings import is_size
 
         for line in check_run(spec, None if control else loss, measure=measure):
             typer.echo(line if is_size(line) else f"warning: {line}", err=True)

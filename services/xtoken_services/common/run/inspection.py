@@ -26,12 +26,13 @@ REPORT_S = 0.5
 
 
 def complete_document(
-    document: Mapping[str, Any], paths: Iterable[tuple[str, Path]], environment: Mapping[str, str]
+    document: Mapping[str, Any], base: Path, paths: Iterable[tuple[str, Path]], environment: Mapping[str, str]
 ) -> tuple[RunSpec, list[str]]:
     """Fill in a run's settings in a child process; see `xtoken_services.common.run.defaults.fill_run_defaults`.
 
     Args:
-        document: The settings, with absolute paths.
+        document: The settings.
+        base: Directory of their relative paths.
         paths: Paths that are read, by setting.
         environment: Variables of the child: the roots that it may read.
 
@@ -41,7 +42,7 @@ def complete_document(
     Raises:
         XtokenError: A setting is wrong, or the files cannot be read within the limits.
     """
-    request = {"do": "complete", "document": document, "paths": list(paths)}
+    request = {"do": "complete", "document": document, "base": base, "paths": list(paths)}
     answer = _ask(request, COMPLETION_S, environment)
     return RunSpec.model_validate(answer["spec"]), answer["notes"]
 
@@ -107,7 +108,7 @@ def _complete(request: dict[str, Any], _: Progress) -> dict[str, Any]:
 
     for name, path in request["paths"]:
         check_allowed(Path(path), name)
-    spec, notes = fill_run_defaults(request["document"], Path("/"), source="the run")
+    spec, notes = fill_run_defaults(request["document"], Path(request["base"]), source="the run")
     return {"spec": spec.model_dump(mode="json"), "notes": notes}
 
 

@@ -47,9 +47,13 @@ HIDDEN_VALUES, INNER_VALUES, KEY_VALUES = 9, 4, 2
 key: of a Llama the inputs of norms and projections, queries, keys and values, and both sides of the gate."""
 COMPILED = 0.7
 """Part of them that a compiled student keeps: norms and gates are computed again."""
-LOGITS_COPIES = {(True, False): (3, 0), (True, True): (3, 1), (False, False): (7, 7), (False, True): (4, 4)}
-"""Values in a trainer for each of the student's logits and of a teacher's, at their gradient and what the loss makes of
-them, by whether they are on a GPU, with its kernels, and whether the head is multiplied block by block."""
+GPU_COPIES, CPU_COPIES = 3, 4
+"""Values in a trainer for each of the student's logits: with their gradient, and what the loss makes of them."""
+TEACHER_COPIES, TEACHER_COPIES_BLOCKWISE = 9, 4
+"""The same for each of a teacher's on a CPU, whose operators have no kernels. Both are as `benchmarks/sizing.py` has
+measured on a CPU, and as the peaks of `benchmarks/results/end_to_end.json` are."""
+SORTED_COPIES = 4
+"""Of its logits in a teacher that finds the largest ones."""
 MIB = 1 << 20
 PROCESS_BYTES = {"supervisor": 86 * MIB, "queue": 50 * MIB, "collator": 356 * MIB, "model": 380 * MIB}
 """Resident memory of a process before it has read a model, measured by `benchmarks/sizing.py`."""
@@ -195,25 +199,32 @@ def step_bytes(run: ResolvedRun, *, on_gpu: bool) -> int:
         layers = student.layers * student.hidden + layer
     blockwise = spec.student.blockwise_head
     rows = min(tokens, BLOCK_ROWS) if blockwise else tokens
-    own, others = LOGITS_COPIES[on_gpu, blockwise]
-    widest = max(
-        (
-            run.teachers[number].head_width * ITEM_SIZES[teacher.dtype]
-            for number, teacher in enumerate(spec.teacher)
-            if spec.content_of(number) != "topk"
-        ),
-        default=0,
-    )
-    return tokens * layers * item + rows * (own * student.vocabulary * item + others * widest)
+    logits = rows * student.vocabulary * item * (GPU_COPIES if on_gpu else CPU_COPIES)
+    others = max((_teacher_logits(run, number, on_gpu=on_gpu) for number in range(len(spec.teacher))), default=0)
+    return tokens * layers * item + logits + others
+
+
+def _teacher_logits(run: ResolvedRun, number: int, *, on_gpu: bool) -> int:
+    """Return the bytes that a trainer takes beside a slot for a teacher's logits; teachers are compared in turn."""
+    spec, teacher, content = run.spec, run.spec.teacher[number], run.spec.content_of(number)
+    tokens, width = spec.train.micro_batch_tokens, run.teachers[number].head_width * ITEM_SIZES[teacher.dtype]
+    block = min(tokens, BLOCK_ROWS)
+    if on_gpu:  # kernels read the slot; from hidden states logits are made block by block
+        copied = run.same_tokenizer[number] and content == "logits"
+        return width * (block if content == "hidden" else tokens if copied else 0)
+    if content == "topk":  # they are spread over the student's
+        width = ModelSizes.of(spec.student.model).vocabulary * ITEM_SIZES[spec.student.dtype]
+    return width * (TEACHER_COPIES_BLOCKWISE * block if spec.student.blockwise_head else TEACHER_COPIES * tokens)
 
 
 def forward_bytes(run: ResolvedRun, number: int) -> int:
-    """Return the bytes of a micro-batch in a teacher: one layer's values, and the head's where they are not sent."""
+    """Return the bytes of a micro-batch in a teacher: one layer's values, and logits, of which it may sort copies."""
     teacher, tokens = run.spec.teacher[number], run.spec.train.micro_batch_tokens
     if not teacher.loads_model:
         return 0
     model = ModelSizes.of(teacher.model)
-    return tokens * (4 * model.hidden + 3 * model.inner + model.vocabulary) * ITEM_SIZES[teacher.dtype]
+    logits = model.vocabulary * (SORTED_COPIES if run.spec.content_of(number) == "topk" else 1)
+    return tokens * (4 * model.hidden + 3 * model.inner + logits) * ITEM_SIZES[teacher.dtype]
 
 
 def loads_teachers(run: ResolvedRun, rank: int) -> bool:

@@ -89,7 +89,7 @@ def tokens_that_fit(spec: RunSpec, machine: Machine) -> int:
     """
     from xtoken_services.common.run.memory_estimate import BLOCK_ROWS, places_of
 
-    few, many = (places_of(_unresolved(spec, tokens), machine) for tokens in (BLOCK_ROWS, 2 * BLOCK_ROWS))
+    few, many = (places_of(unresolved(spec, tokens), machine) for tokens in (BLOCK_ROWS, 2 * BLOCK_ROWS))
     fits = [LARGEST * 1.0]
     for less, more in zip(few, many, strict=True):
         if less.total and (each := (more.needed - less.needed) / BLOCK_ROWS):
@@ -97,7 +97,7 @@ def tokens_that_fit(spec: RunSpec, machine: Machine) -> int:
     return max(0, int(min(fits)))
 
 
-def _unresolved(spec: RunSpec, tokens: int) -> ResolvedRun:
+def unresolved(spec: RunSpec, tokens: int) -> ResolvedRun:
     """Return what is known of a run before its text is read, with a micro-batch of so many tokens."""
     from xtoken_services.common.run.memory_estimate import ModelSizes
 

@@ -27,6 +27,13 @@ LEAST_FINISHED = 0.1
 """Fraction of completions by which those that end by themselves may become fewer."""
 LEAST_SAMPLES = 20
 """Samples of a run under way of which such a part is said."""
+SIZES = ("text: ", "models: ", "memory of ", "disk: ", "time: ")
+"""Beginnings of lines before a run's start that state sizes."""
+
+
+def is_size(line: str) -> bool:
+    """Return whether a line before a run's start states a size, and is no warning."""
+    return line.startswith(SIZES)
 
 
 def warnings_of(status: RunStatus) -> dict[str, str]:

@@ -24,9 +24,6 @@ from xtoken_services.common.run.memory_estimate import (
 )
 from xtoken_services.common.run.resolve import Progress, file_warnings, resolve_run
 
-SIZES = ("text: ", "models: ", "memory of ", "disk: ", "time: ")
-"""Beginnings of lines that state sizes."""
-
 
 def check_start(
     spec: RunSpec, progress: Progress | None = None, *, output: Path | None = None
@@ -39,7 +36,7 @@ def check_start(
         output: Where its checkpoints will be, if not in the specification's output.
 
     Returns:
-        The run with what its files say; and lines to show before its start: its sizes (`is_size`), and warnings.
+        The run with what its files say; and lines to show before its start: sizes, see `is_size`, and warnings.
 
     Raises:
         XtokenError: It is refused.
@@ -48,11 +45,6 @@ def check_start(
     memory = check_host(resolved, Machine.of_this()) if spec.workers.launcher == "local" else []
     disk = _check_disk(resolved, output or spec.output)
     return resolved, [*_size_lines(resolved), *memory, disk, *file_warnings(resolved)]
-
-
-def is_size(line: str) -> bool:
-    """Return whether a line before a run's start states a size, and is no warning."""
-    return line.startswith(SIZES)
 
 
 def _size_lines(run: ResolvedRun) -> list[str]:
