@@ -85,7 +85,13 @@ def render(template: Path, **variables: Any) -> str:
         keep_trailing_newline=True,
         autoescape=False,  # Markdown
     )
-    environment.filters |= {"f": format, "median": statistics.median, "span": span, "gpus": gpus}
+    environment.filters |= {
+        "off": lambda sums: sums[0] / sums[1] - 1,
+        "f": format,
+        "median": statistics.median,
+        "span": span,
+        "gpus": gpus,
+    }
     return environment.get_template(template.name).render(**variables)
 
 
@@ -169,7 +175,7 @@ def _sizing_pairs() -> dict[str, Any]:
 
 SIZING: dict[str, Callable[[], dict[str, Any]]] = {
     "pairs": _sizing_pairs,
-    "estimates": lambda: {"rows": sizing_page.compared(result("sizing")), "GIB": 1 << 30},
+    "estimates": lambda: {"machines": sizing_page.by_machine(result("sizing")), "GIB": 1 << 30},
     "paper": lambda: {"p": sizing_page.paper(), "GIB": 1 << 30},
 }
 PARTS = [

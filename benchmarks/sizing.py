@@ -61,7 +61,7 @@ CASES: dict[str, dict[str, Any]] = {
         "student": {"context_length": 320},
         "loss": {"mode": "chain"},
         "rollout": {"max_new_tokens": 48, "fraction": 0.5},
-        "train": {"samples_per_step": 32},  # several micro-batches, so that every slot is used
+        "train": {"samples_per_step": 32, "micro_batch_tokens": 1024},  # several, so that slots are used
     },
 }
 

@@ -14,7 +14,7 @@ from xtoken_services.common.run.memory_estimate import CONTEXT_BYTES, checkpoint
 from xtoken_services.common.run.memory_fit import unresolved
 
 PAIRS = [
-    ("qwen-de-500k", "ce"), ("qwen-de-500k", "chain"), ("gemma-de-2m", "chain"), ("qwen-de-500k-to-gemma", "chain"),
+    ("qwen-de-500k", "ce"), ("qwen-de-500k", "chain"), ("qwen-de-500k-to-gemma", "chain"),
     ("qwen-de-500k-to-qwen", "kd_same"),
 ]  # fmt: skip
 """Conditions and methods of `experiments/real/results/strong.json`."""
@@ -113,3 +113,12 @@ def sums(row: dict[str, Any]) -> dict[str, tuple[int, int]]:
 def compared(result: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the rows of `results/sizing.json` with the sums of their parts."""
     return [{"shared": None, "gpu": None, **row, **sums(row)} for row in result["rows"]]
+
+
+def by_machine(result: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """Return the rows of `compared` by the hardware that they ran on, in words."""
+    machines: dict[str, list[dict[str, Any]]] = {}
+    for row in compared(result):
+        machine = row["machine"]
+        machines.setdefault(" and ".join(machine["gpus"]) or f"{machine['cores']} cores", []).append(row)
+    return machines

@@ -55,7 +55,13 @@ measured on a CPU, and as the peaks of `benchmarks/results/end_to_end.json` are.
 SORTED_COPIES = 4
 """Of its logits in a teacher that finds the largest ones."""
 MIB = 1 << 20
-PROCESS_BYTES = {"supervisor": 86 * MIB, "queue": 50 * MIB, "collator": 356 * MIB, "model": 380 * MIB}
+PROCESS_BYTES = {
+    "supervisor": 86 * MIB,
+    "queue": 50 * MIB,
+    "collator": 356 * MIB,
+    "model": 380 * MIB,
+    "trainer": 450 * MIB,
+}
 """Resident memory of a process before it has read a model, measured by `benchmarks/sizing.py`."""
 CONTEXT_BYTES, CUDA_HOST_BYTES = 512 * MIB, 1536 * MIB
 """What CUDA takes for each process on its GPU, and on the host."""
@@ -297,9 +303,9 @@ def _process_uses(run: ResolvedRun, *, on_gpu: bool) -> Iterator[MemoryUse]:
         models += [(f"rollout-{number}", number) for number in range(spec.rollout.workers)]
     kinds = {"supervisor": "supervisor", "queue": "queue"}
     kinds |= {f"collator-{number}": "collator" for number in range(spec.workers.collators if spec.has_text else 0)}
-    kinds |= {name: "model" for name, _ in models}
+    kinds |= {name: "trainer" if name.startswith("trainer") else "model" for name, _ in models}
     for name, kind in kinds.items():
-        cuda = CUDA_HOST_BYTES if on_gpu and kind == "model" else 0
+        cuda = CUDA_HOST_BYTES if on_gpu and kind in ("model", "trainer") else 0
         yield MemoryUse("Python and libraries", PROCESS_BYTES[kind] + cuda, name, Where.HOST, stays=False)
     for name, gpu in models if on_gpu else ():
         yield MemoryUse("CUDA's context", CONTEXT_BYTES, name, gpu=gpu, stays=False)
