@@ -28,7 +28,7 @@ import torch
 import transformers
 
 from benchmarks.other_tree import ROOT, environment
-from benchmarks.sizing_page import sums
+from benchmarks.sizing_page import BELOW, WITHIN, is_right, sums
 from xtoken_core.atomic import atomic_write
 from xtoken_core.config.resolved import parse_resolved_run
 from xtoken_services.common.run.machine import Machine
@@ -40,8 +40,6 @@ POLL_S = 0.02
 STEPS = 2
 CONTEXT = 256
 FIELDS = ("RssAnon", "RssFile", "RssShmem")
-WITHIN, BELOW = 0.2, 0.05
-"""Parts of a peak by which an estimate may differ from it at most, and be below it."""
 MODELS = {"student": (192, 4, 4096), "teacher": (256, 6, 6144)}
 """Hidden units, layers and tokens of the made models."""
 HIDDEN = {"student": {"blockwise_head": True}, "teacher": {"content": "hidden"}}
@@ -188,11 +186,6 @@ def estimate(output: Path) -> dict[str, Any]:
 def ratios(row: dict[str, Any]) -> dict[str, float]:
     """Return estimate over peak, of each kind of memory that is used."""
     return {name: round(ours / theirs, 3) for name, (ours, theirs) in sums(row).items()}
-
-
-def is_right(row: dict[str, Any]) -> bool:
-    """Return whether a row's estimates are within the bounds."""
-    return all(1 - BELOW <= ratio <= 1 + WITHIN for ratio in ratios(row).values())
 
 
 def kept(out: Path, row: dict[str, Any]) -> dict[str, Any]:

@@ -26,6 +26,8 @@ LLAMA_70B = {
     "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
     "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": False,
 }  # fmt: skip
+WITHIN, BELOW = 0.2, 0.05
+"""Parts of a peak by which an estimate may differ from it at most, and be below it."""
 LEAST = 1 << 22
 """Bytes of a peak below which it is not compared."""
 TOKENS, CONTEXT = 8192, 4096
@@ -99,15 +101,21 @@ def measured(result: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def sums(row: dict[str, Any]) -> dict[str, tuple[int, int]]:
-    """Return estimate and peak in bytes: of processes without shared memory, of `/dev/shm`, of GPUs, where used.
+    """Return estimate and peak in bytes: of all processes and `/dev/shm`, of `/dev/shm` alone, of GPUs, where used.
 
     Processes that have ended before the steps, such as builders of a store, are not compared.
     """
     estimated, peak = row["estimate"], row["peak"]
     known = [name for name in estimated["host"] if name in peak["host"]]
-    host = {"host": tuple(sum(part["host"][name] for name in known) for part in (estimated, peak))}
-    both = host | {name: (estimated[name], peak[name]) for name in ("shared", "gpu")}
-    return {name: (int(ours), int(theirs)) for name, (ours, theirs) in both.items() if theirs > LEAST}
+    ours, theirs = (sum(part["host"][name] for name in known) + part["shared"] for part in (estimated, peak))
+    both = {"host": (ours, theirs)} | {name: (estimated[name], peak[name]) for name in ("shared", "gpu")}
+    return {name: pair for name, pair in both.items() if pair[1] > LEAST}
+
+
+def is_right(row: dict[str, Any]) -> bool:
+    """Return whether a row's estimates are within the bounds; slots that a run never uses take nothing."""
+    ratios = {name: ours / theirs for name, (ours, theirs) in sums(row).items()}
+    return min(ratios.values()) >= 1 - BELOW and all(ratios.get(name, 1) <= 1 + WITHIN for name in ("host", "gpu"))
 
 
 def compared(result: dict[str, Any]) -> list[dict[str, Any]]:

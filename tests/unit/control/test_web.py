@@ -329,11 +329,14 @@ def test_a_run_on_completions_alone_has_no_baseline(client: TestClient, runs: Ru
 def test_comparison_of_a_run_with_its_baseline(client: TestClient, runs: Runs) -> None:
     for name, bits, changes in (("a", 1.25, {}), ("a-baseline", 1.5, {"teacher": [], "loss": CROSS_ENTROPY_ONLY})):
         output = put(runs, name)
-        (output / "eval.jsonl").write_text(json.dumps(measured(bits, 4)) + "\n")
+        sample = {"prompt": "Once <b>", "completion": f" upon {name}"}
+        (output / "eval.jsonl").write_text(json.dumps(measured(bits, 4, samples=[sample])) + "\n")
         complete = RunSpec.model_validate({**spec(output.parents[1], output=str(output)), **changes})
         runs.store.change(name, name=name, spec=complete.model_dump(mode="json"))
     page = client.get("/compare", params={"run": ["a", "a-baseline"]}).text
     assert "better by 0.2500" in page
+    samples = page[page.index('id="compared-samples"') :]
+    assert all(f"<b>Once &lt;b&gt;</b> upon {name}</p>" in samples for name in ("a", "a-baseline"))
     differing = page[page.index('id="differing"') :]
     assert "teacher.model" in differing and "loss.kl_loss_weight" in differing and "loss.mode" not in differing
     assert "student.model" not in differing and "output" not in differing
