@@ -19,7 +19,7 @@ from typing import Any
 
 import jinja2
 
-from benchmarks import bounds, operators
+from benchmarks import bounds, operators, sizing_page
 from benchmarks.end_to_end import labels
 from benchmarks.end_to_end.labels import bounds_of
 from benchmarks.on_policy import report as on_policy
@@ -85,7 +85,13 @@ def render(template: Path, **variables: Any) -> str:
         keep_trailing_newline=True,
         autoescape=False,  # Markdown
     )
-    environment.filters |= {"f": format, "median": statistics.median, "span": span, "gpus": gpus}
+    environment.filters |= {
+        "off": lambda sums: sums[0] / sums[1] - 1,
+        "f": format,
+        "median": statistics.median,
+        "span": span,
+        "gpus": gpus,
+    }
     return environment.get_template(template.name).render(**variables)
 
 
@@ -162,6 +168,16 @@ def _operator(page: str) -> Callable[[], dict[str, Any]]:
     return lambda: operators.variables(page, result("gpu_tests"), result("ops"))
 
 
+def _sizing_pairs() -> dict[str, Any]:
+    strong = json.loads((ROOT / "experiments" / "real" / "results" / "strong.json").read_text(encoding="utf-8"))
+    return {"r": strong, "rows": sizing_page.measured(strong), "GIB": 1 << 30}
+
+
+SIZING: dict[str, Callable[[], dict[str, Any]]] = {
+    "pairs": _sizing_pairs,
+    "estimates": lambda: {"machines": sizing_page.by_machine(result("sizing")), "GIB": 1 << 30},
+    "paper": lambda: {"p": sizing_page.paper(), "GIB": 1 << 30},
+}
 PARTS = [
     Part("comparison", ROOT / "README.md", _comparison),
     Part("queue", PERFORMANCE, _queue),
@@ -171,6 +187,7 @@ PARTS = [
     Part("kills", PERFORMANCE, _kills),
     Part("control", PERFORMANCE, lambda: {"r": result("control")}),
     Part("startup", PERFORMANCE, lambda: {"r": result("startup")}),
+    *(Part(f"sizing_{name}", ROOT / "docs" / "sizing.md", of) for name, of in SIZING.items()),
     Part("store", ROOT / "docs" / "operations.md", lambda: {"r": result("store")}),
     Part("images", ROOT / "docs" / "operations.md", lambda: {"r": result("images")}),
     Part("fuzz_parsers", ROOT / "docs" / "operations.md", _fuzz_parsers),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from xtoken_core.errors import InputError
 from xtoken_core.losses.lazy_logits import HeadProjection, WholeLogits, row_logits
 from xtoken_core.packing import PackedRow
 from xtoken_core.tokenizing import ConversationError, TextTokenizer
+from xtoken_core.uncertainty import grouped, standard_error
 
 _ROWS_IN_FLOAT32 = 1024
 
@@ -28,19 +29,25 @@ class EvalResult:
 
     Attributes:
         bits_per_byte: `nll_nats / ln 2 / bytes`: bits to encode one byte of the text with the model.
+        standard_error: That of `bits_per_byte` over documents; None with a single one.
         nll_nats: Negative log-likelihood of every scored token, summed, in nats.
         bytes: UTF-8 bytes of the scored text.
         tokens: Its tokens, each predicted once.
         next_token_accuracy: Fraction of the tokens to which the model gave the highest probability.
         documents: Number of documents.
+        group_bytes: Bytes of each document, or of each of `uncertainty.GROUPS` groups of them.
+        group_nats: Negative log-likelihood of each likewise, by which two models are compared on the same documents.
     """
 
     bits_per_byte: float
+    standard_error: float | None
     nll_nats: float
     bytes: int
     tokens: int
     next_token_accuracy: float
     documents: int
+    group_bytes: list[int]
+    group_nats: list[float]
 
 
 @dataclass(frozen=True)
@@ -49,6 +56,8 @@ class Window:
 
     inputs: list[int]
     targets: list[int]
+    document: int = 0
+    """Its number among those that are scored."""
 
     @property
     def skipped(self) -> list[int]:
@@ -108,26 +117,31 @@ def evaluate(
         batches = (_packed(batch, target, packed_outputs) for batch in cut)
     else:
         batches = (_padded(batch, target, model, outputs) for batch in cut)
-    nll, hits = _score(model, batches, len(tokenizer), target, _after_batch(cut, tokens, progress, on_fraction))
-    return result_of(nll, hits, tokens, sizes)
+    nats = torch.zeros(len(sizes), dtype=torch.float64, device=target)
+    hits = _score(model, batches, len(tokenizer), nats, _after_batch(cut, tokens, progress, on_fraction))
+    return result_of(nats.tolist(), hits, tokens, sizes)
 
 
-def result_of(nll: float, hits: int, tokens: int, sizes: Sequence[int]) -> EvalResult:
+def result_of(nats: Sequence[float], hits: int, tokens: int, sizes: Sequence[int]) -> EvalResult:
     """Return the result of scored documents.
 
     Args:
-        nll: Negative log-likelihood of their tokens, in nats.
+        nats: Negative log-likelihood of each one's tokens.
         hits: Tokens that had the highest probability.
         tokens: Their tokens.
         sizes: Bytes of each.
     """
+    nll = math.fsum(nats)
     return EvalResult(
         bits_per_byte=nll / math.log(2) / sum(sizes),
+        standard_error=standard_error(nats, sizes),
         nll_nats=nll,
         bytes=sum(sizes),
         tokens=tokens,
         next_token_accuracy=hits / max(tokens, 1),
         documents=len(sizes),
+        group_bytes=[int(size) for size in grouped(sizes)],
+        group_nats=[round(value, 4) for value in grouped(nats)],
     )
 
 
@@ -180,7 +194,7 @@ def read_windows(
         if sizes and sum(sizes) + size > max_bytes:
             break
         if size:
-            windows += cut
+            windows += [replace(window, document=len(sizes)) for window in cut]
             sizes.append(size)
         progress()
     if not sizes:
@@ -313,41 +327,42 @@ class ScoredBatch(NamedTuple):
         logits: `[B, T, V_m]`, as a tensor or a head that gives them.
         targets: int64 ids.
         mask: True for positions that predict one.
+        documents: Number of each position's document.
     """
 
     logits: WholeLogits
     targets: Int[Tensor, "B T"]
     mask: Bool[Tensor, "B T"]
+    documents: Int[Tensor, "B T"]
 
 
 def _score(
     model: nn.Module,
     batches: Iterable[Callable[[], ScoredBatch]],
     vocabulary: int,
-    device: torch.device,
+    nats: Tensor,
     progress: Callable[[], None],
-) -> tuple[float, int]:
-    """Return the summed negative log-likelihood in nats, and the number of targets with the highest logit."""
+) -> int:
+    """Add each document's negative log-likelihood to `nats`; return the number of targets with the highest logit."""
     was_training = model.training
     model.eval()
-    nll = torch.zeros((), dtype=torch.float64, device=device)
-    hits = torch.zeros((), dtype=torch.int64, device=device)
+    hits = torch.zeros((), dtype=torch.int64, device=nats.device)
     try:
         with torch.no_grad():  # a sharded model keeps what it gathers for training, so no inference tensors
             for batch in batches:
-                logits, targets, mask = batch()
+                logits, targets, mask, documents = batch()
                 if logits.shape[-1] < vocabulary:
                     raise InputError(
                         f"the model's head has {logits.shape[-1]} rows, its tokenizer {vocabulary} tokens: "
                         "they do not belong together"
                     )
-                batch_nll, batch_hits = sum_nll_and_hits(logits, targets, mask, width=vocabulary)
-                nll += batch_nll
+                losses, batch_hits = nll_and_hits(logits, targets, mask, width=vocabulary)
+                nats.index_add_(0, documents.flatten(), losses)
                 hits += batch_hits
                 progress()
     finally:
         model.train(was_training)
-    return float(nll), int(hits)
+    return int(hits)
 
 
 def _padded(
@@ -357,10 +372,10 @@ def _padded(
 
     def computed() -> ScoredBatch:
         inputs, there = _pad([window.inputs for window in batch], device)
-        targets, mask = _pad_targets([[window] for window in batch], device)
+        scored = _pad_targets([[window] for window in batch], device)
         if outputs is not None:
-            return ScoredBatch(outputs(inputs), targets, mask)
-        return ScoredBatch(model(input_ids=inputs, attention_mask=there.long(), use_cache=False).logits, targets, mask)
+            return ScoredBatch(outputs(inputs), *scored)
+        return ScoredBatch(model(input_ids=inputs, attention_mask=there.long(), use_cache=False).logits, *scored)
 
     return computed
 
@@ -373,8 +388,7 @@ def _packed(
     def computed() -> ScoredBatch:
         row = PackedRow(tuple(len(window.inputs) for window in batch), sum(len(window.inputs) for window in batch))
         inputs, _ = _pad([[token for window in batch for token in window.inputs]], device)
-        targets, mask = _pad_targets([batch], device)
-        return ScoredBatch(outputs(inputs, row), targets, mask)
+        return ScoredBatch(outputs(inputs, row), *_pad_targets([batch], device))
 
     return computed
 
@@ -389,21 +403,24 @@ def _pad(rows: list[list[int]], device: torch.device) -> tuple[Int[Tensor, "B T"
     return padded.to(device), mask.to(device)
 
 
-def _pad_targets(rows: list[list[Window]], device: torch.device) -> tuple[Int[Tensor, "B T"], Bool[Tensor, "B T"]]:
-    """Return the targets of rows of windows, each where its input is, and the mask of the positions that have one."""
+def _pad_targets(
+    rows: list[list[Window]], device: torch.device
+) -> tuple[Int[Tensor, "B T"], Bool[Tensor, "B T"], Int[Tensor, "B T"]]:
+    """Return the targets of windows where their inputs are, the mask of positions with one, and their documents."""
     targets, _ = _pad([[token for window in row for token in window.skipped + window.targets] for row in rows], device)
     mask, _ = _pad([[flag for w in row for flag in w.skipped + [1] * len(w.targets)] for row in rows], device)
-    return targets, mask.bool()
+    documents, _ = _pad([[w.document for w in row for _ in w.inputs] for row in rows], device)
+    return targets, mask.bool(), documents
 
 
-def sum_nll_and_hits(
+def nll_and_hits(
     logits: Float[Tensor, "B T V"] | HeadProjection,
     targets: Int[Tensor, "B T"],
     mask: Bool[Tensor, "B T"],
     *,
     width: int | None = None,
-) -> tuple[Float[Tensor, ""], Int[Tensor, ""]]:
-    """Return the summed cross-entropy and the number of correct predictions at masked positions.
+) -> tuple[Float[Tensor, " N"], Int[Tensor, ""]]:
+    """Return the cross-entropy of each position, and the number of correct predictions at masked ones.
 
     Args:
         logits: `[B, T, V]`, any floating dtype, or the head that gives them; 1024 rows at a time are held in float32.
@@ -412,17 +429,16 @@ def sum_nll_and_hits(
         width: Number of the head's leading columns that are used; None: all.
 
     Returns:
-        Nats, computed in float32 and summed in float64, a scalar; number of targets with the largest logit, an int64
-        scalar.
+        Nats `[B * T]`, computed in float32 and returned in float64, 0 under an unset mask; number of targets with the
+        largest logit, an int64 scalar.
     """
-    nll = torch.zeros((), dtype=torch.float64, device=logits.device)
+    nats = []
     hits = torch.zeros((), dtype=torch.int64, device=logits.device)
     flat_targets, flat_mask, logits_of = targets.flatten(), mask.flatten(), row_logits(logits, width)
     positions = torch.arange(len(flat_targets), device=targets.device)
     for rows in torch.split(positions, _ROWS_IN_FLOAT32):
         some = logits_of(rows).squeeze(0).float()  # [R, V]
         of_targets = some.gather(1, flat_targets[rows, None]).squeeze(1)
-        losses = torch.where(flat_mask[rows], some.logsumexp(dim=-1) - of_targets, 0.0)
-        nll += losses.double().sum()
+        nats.append(torch.where(flat_mask[rows], some.logsumexp(dim=-1) - of_targets, 0.0).double())
         hits += ((some.argmax(dim=-1) == flat_targets[rows]) & flat_mask[rows]).sum()
-    return nll, hits
+    return torch.cat(nats), hits

@@ -1,6 +1,7 @@
 """Runs that cannot end well: each is refused or fails with its reason, and none leaves a model behind."""
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +23,7 @@ from xtoken_services.cli.dry_run import check_run
 from xtoken_services.common.run import machine, resolve
 from xtoken_services.common.run.defaults import load_run
 from xtoken_services.common.run.resolve import file_warnings, resolve_run
-from xtoken_services.common.run.run_warnings import warnings_of
+from xtoken_services.common.run.run_warnings import is_size, warnings_of
 from xtoken_services.common.run.start_checks import check_start
 from xtoken_services.common.run.status import RunState
 from xtoken_services.common.text.collation import look_at_sample, make_collator, open_data, row_counts
@@ -60,7 +61,7 @@ class Measured:
 
     def evaluate(self, text: HeldOutText) -> EvalResult:
         self.text = text
-        return EvalResult(1.0, 1.0, 1, 1, 1.0, 1)
+        return EvalResult(1.0, None, 1.0, 1, 1, 1.0, 1, [1], [1.0])
 
 
 def test_a_teacher_is_measured_in_the_chat_template_that_it_reads(assets: TinyAssets, tmp_path: Path) -> None:
@@ -108,16 +109,25 @@ def test_a_run_that_the_memory_cannot_hold_is_refused_and_defaults_are_made_to_f
     assert reason.startswith("host memory (available) has 0.02 GiB, the run keeps 0.03 there before any activation (")
     assert "signal in 2 slots 0.02" in reason and "lower train.micro_batch_tokens = 8192 or" in reason
     (tiny.path / "run.toml").write_text(
-        f'student = "{tiny.assets.student}"\nteacher = "{tiny.assets.teacher}"\ndata = "train.jsonl"\n',
+        f'student = "{tiny.assets.student}"\nteacher = "{tiny.assets.teacher}"\ndata = "train.jsonl"\n'
+        "[workers]\ncollators = 1\n",
         encoding="utf-8",
     )
+    has_memory(tiny.path / "proc", 1536 << 20, monkeypatch)
+    between, notes = load_run(tiny.path / "run.toml")
+    assert 256 < between.train.micro_batch_tokens < 8192
+    assert any("for 1.5 GiB of memory)" in note for note in notes)
     has_memory(tiny.path / "proc", 24 << 20, monkeypatch)
     fitted, notes = load_run(tiny.path / "run.toml")
-    assert 320 <= fitted.train.micro_batch_tokens < 2048
-    assert any("of memory)" in note for note in notes)
-    _, [memory, *_] = check_start(fitted)
-    assert memory.startswith("memory: before any activation the run keeps 0.00 of 0.02 GiB in host memory (available)")
-    has_memory(tiny.path / "proc", 1 << 30, monkeypatch)
+    assert fitted.train.micro_batch_tokens == 256, "a single sample, where not even the processes fit"
+    _, lines = check_start(fitted)
+    sizes, warnings = [line for line in lines if is_size(line)], [line for line in lines if not is_size(line)]
+    assert sizes[0].startswith("text: 94 records, 1 epoch: 94 samples in 3 steps of 32") and sizes[1].startswith(
+        "models: student 0.0 million parameters"
+    )
+    assert "of 0.02 GiB host memory (available)" in sizes[-2] and sizes[-1].startswith("disk: at most 3 checkpoints of")
+    assert any(line.startswith("the run may need more memory than there is in host memory") for line in warnings)
+    has_memory(tiny.path / "proc", 4 << 30, monkeypatch)
     roomy, notes = load_run(tiny.path / "run.toml")
     assert roomy.train.micro_batch_tokens == 8192 and not any("micro_batch" in note for note in notes)
 
@@ -193,6 +203,9 @@ def test_a_dry_run_warns_of_cut_documents_and_of_evaluation_text_that_is_trained
     other = write_jsonl(tiny.path / "other.jsonl", documents(9, seed=77))
     spec = tiny.spec(data={"path": long}, eval={"path": copied})
     lines = check_run(spec, None)
+    assert any(
+        line.startswith("text: 100% of 24 samples are cut; 64 tokens each on average, about 1,536") for line in lines
+    )
     assert "eval.path is also training text: bits per byte of it say nothing about other text" in lines
     assert any(line.startswith("24 of 24 samples are cut at a context") for line in lines), lines
     both = {"path": [long, other]}
@@ -200,6 +213,23 @@ def test_a_dry_run_warns_of_cut_documents_and_of_evaluation_text_that_is_trained
     assert any(line.startswith("eval.path is also training text") for line in among)
     fresh = resolve_run(tiny.spec(data={"path": other}, eval={"path": copied}))
     assert list(file_warnings(fresh)) == []
+
+
+@pytest.mark.slow
+def test_three_steps_with_the_real_models_give_the_time_of_the_whole_run(tiny: Tiny) -> None:
+    held_out = write_jsonl(tiny.path / "held-out.jsonl", documents(6, seed=3))
+    spec = tiny.spec(eval={"path": held_out, "every": 2}, report={"tensorboard": True}, train={"checkpoint_every": 1})
+    before = sorted(tiny.path.iterdir())
+    *_, time = check_run(spec, None, measure=True)
+    found = re.fullmatch(
+        r"time: (\S+) s a step, the median after the first of 3, (\S+) s an evaluation, of which there are 7: about "
+        r"(?:(\d+) min )?(\d+) s for 12 steps; the trainer's peak was 0\.\d+ GiB",
+        time,
+    )
+    assert found, time
+    step, evaluation, minutes, seconds = (float(group or 0) for group in found.groups())
+    assert 60 * minutes + seconds == pytest.approx(12 * step + 7 * evaluation, abs=1.1)
+    assert sorted(tiny.path.iterdir()) == before, "the trial leaves nothing"
 
 
 def test_a_run_without_a_usable_record_ends_before_its_first_step(tiny: Tiny, forking: ForkLauncher) -> None:

@@ -133,7 +133,12 @@ def control(
     ] = Path("runs"),
     root: Annotated[
         list[Path] | None,
-        typer.Option("--root", metavar="DIR", help="Directory that runs may read; repeatable.", show_default="."),
+        typer.Option(
+            "--root",
+            metavar="DIR",
+            help="Directory that runs may read; repeatable. Relative paths are below the first.",
+            show_default=".",
+        ),
     ] = None,
     token_file: Annotated[
         Path | None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -36,6 +36,10 @@ def run(
             "--dry-run", help="Check everything, print the resolved run file with its defaults, and start nothing."
         ),
     ] = False,
+    measure: Annotated[
+        bool,
+        typer.Option("--measure", help="With --dry-run: take three steps with the real models, and estimate the time."),
+    ] = False,
     baseline: Annotated[
         bool,
         typer.Option(
@@ -59,12 +63,15 @@ def run(
         from xtoken_services.common.run.baseline import baseline_of
 
         second = baseline_of(spec)
+    if measure and (control or not dry_run):
+        raise ConfigError("--measure goes with --dry-run, on this machine: it starts a trial, not the run")
     if dry_run:
         from xtoken_services.cli.dry_run import check_run
         from xtoken_services.common.run.run_text import resolved_text
+        from xtoken_services.common.run.run_warnings import is_size
 
-        for line in check_run(spec, None if control else loss):
-            typer.echo(line if line.startswith("memory: ") else f"warning: {line}", err=True)
+        for line in check_run(spec, None if control else loss, measure=measure):
+            typer.echo(line if is_size(line) else f"warning: {line}", err=True)
         typer.echo(resolved_text(spec, notes, as_json=as_json))
         return
     if control and loss is not None:
@@ -79,7 +86,7 @@ def run(
     raise typer.Exit(0)
 
 
-def _print_comparison(distilled: dict[str, float], baseline: dict[str, float], *, as_json: bool) -> None:
+def _print_comparison(distilled: dict[str, Any], baseline: dict[str, Any], *, as_json: bool) -> None:
     """Print how a run compares with its baseline, if both have an evaluation."""
     from xtoken_services.supervisor.comparison import compare
 
@@ -92,7 +99,7 @@ def _print_comparison(distilled: dict[str, float], baseline: dict[str, float], *
 
 def _run_to_end(
     spec: RunSpec, loss: str | None, control: str | None, token_file: Path | None, as_json: bool
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """Run one specification to its end, on a control plane or in this process.
 
     Returns:
@@ -102,13 +109,12 @@ def _run_to_end(
         typer.Exit: It did not complete.
     """
     if control:
-        from xtoken_services.common.run.metric_lines import finite
         from xtoken_services.control.client import run_at
 
         # Its files may be on another machine.
         result, status = run_at(control, spec, token=read_control_token(token_file, control), as_json=as_json)
         exit_as(result)
-        return finite(status.exported)
+        return status.exported
     from xtoken_services.supervisor.launchers.forks import early_fork_server
 
     with early_fork_server(spec) as forks:

@@ -53,11 +53,16 @@ class SpecValidator:
     roots: Roots | None = None
     base: Path | None = None
 
+    @property
+    def inputs(self) -> Path:
+        """Directory of relative paths that are read: the first root, if there is one."""
+        return self.roots.read[0] if self.roots is not None and self.roots.read else Path()
+
     def validate(self, spec: RunSpec) -> RunSpec:
-        """Return the specification with an absolute `output`.
+        """Return the specification with absolute paths.
 
         Raises:
-            RefusedError: A path is relative or unusable, or a value is out of bounds.
+            RefusedError: A path is relative to nothing or unusable, or a value is out of bounds.
             OutsideError: A path is outside the roots.
         """
         if "custom" in spec.loss.modes:
@@ -82,9 +87,11 @@ class SpecValidator:
             if spec.ray.address != "auto":
                 raise RefusedError("ray.address", "the control plane uses the cluster of its own machine: unset it")
         output = self._resolved(spec.output)
+        if self.inputs.is_absolute():
+            spec = spec.with_base(self.inputs)
         for name, path in paths_of(spec.model_dump(exclude={"output"})):
             if not path.is_absolute():
-                raise RefusedError(name, f"{path} is relative: a control plane needs absolute paths")
+                raise RefusedError(name, f"{path} is relative: a control plane without --root needs absolute paths")
         spec = spec.model_copy(update={"output": output})
         if self.roots is not None:
             self.roots.check_run(spec)

@@ -13,6 +13,7 @@ from typing import Any
 from rich.table import Table
 
 from xtoken_services.common.files.jsonl import replace_file
+from xtoken_services.common.run.metric_lines import with_error
 
 Line = dict[str, Any]
 _COLOURS = ("#8a8f98", "#d98324", "#2a6fdb")
@@ -46,12 +47,13 @@ def read_run(name: str, directory: Path) -> Run:
 
 
 COLUMNS: tuple[tuple[str, Callable[[Run], str]], ...] = (
-    ("bits per byte", lambda run: f"{run.final['bits_per_byte']:.3f}"),
+    ("bits per byte", lambda run: with_error(run.final, amount=False)),
     ("accuracy", lambda run: f"{run.final['next_token_accuracy']:.1%}"),
     ("steps", lambda run: f"{run.final['step']:,}"),
     ("tokens trained", lambda run: f"{sum(line.get('tokens', 0) for line in run.steps):,}"),
     ("tokens/s", lambda run: _rate(run)),
     ("held-out tokens", lambda run: f"{run.final['tokens']:,}"),
+    ("held-out documents", lambda run: f"{run.final['documents']:,}"),
     ("held-out bytes", lambda run: f"{run.final['bytes']:,}"),
 )
 _IN_TERMINAL = 4

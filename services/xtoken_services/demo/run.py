@@ -20,6 +20,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from xtoken_core.config import load_run_spec
 from xtoken_core.errors import InputError, XtokenError
+from xtoken_services.common.run.verdict import difference
 from xtoken_services.demo.report import Run, read_run, table, write_report
 
 TEACHER, STUDENT = "teacher", "student"
@@ -153,10 +154,7 @@ def _show(console: Console, out: Path, runs: list[Run]) -> None:
     with (out / "table.txt").open("w", encoding="utf-8") as file:
         Console(file=file, width=120).print(table(runs))
     write_report(out / "report.html", teacher, students)
-    gain = students[0].final["bits_per_byte"] - students[1].final["bits_per_byte"]
-    console.print(
-        f"Distillation {'saves' if gain >= 0 else 'costs'} {abs(gain):.3f} bits per byte, same data and same steps."
-    )
+    console.print(f"Distilled beside cross-entropy only: {difference(students[1].final, students[0].final)}.")
     console.print(f"Report: {out / 'report.html'}\nModel:  {out / 'runs' / DISTILLED / 'model'}")
 
 

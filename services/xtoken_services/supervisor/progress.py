@@ -18,10 +18,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from xtoken_services.common.run.metric_lines import BITS, TEACHER_BITS, covered, finite
+from xtoken_services.common.run.metric_lines import BITS, TEACHER_BITS, covered, finite, with_error
 from xtoken_services.common.run.run_warnings import warnings_of
 from xtoken_services.common.run.status import RunState, RunStatus, WorkerStatus
-from xtoken_services.common.run.verdict import describe
 
 log = logging.getLogger("xtoken.supervisor")
 
@@ -276,12 +275,12 @@ def _held_out(status: RunStatus) -> str:
     which, step = "", exported.get("step")
     if status.keeps_best:  # the step of the reported evaluation need not be the last one
         which = f" after step {step}" + (", the best" if step == finite(status.best_evaluation).get("step") else "")
-    change = "" if status.change is None else f" (since step 0: {describe(status.change)})"
+    change = "" if status.change is None else f" (since step 0: {status.change})"
     if TEACHER_BITS in exported:
         change += f"; the teacher has {exported[TEACHER_BITS]:.4f}"
         share = covered(status.first_evaluation, exported)
         change += "" if share is None else f", {share:.0%} of the distance to it is covered"
-    return f"; {exported[BITS]:.4f} bits per byte on held-out text{which}{change}"
+    return f"; {with_error(exported)} bits per byte on held-out text{which}{change}"
 
 
 def _resume_hint(status: RunStatus) -> str:
@@ -306,11 +305,11 @@ def metrics_of(status: RunStatus) -> list[tuple[str, str]]:
     if "tokens_per_second" in last:
         metrics.append(("tokens/s", f"{last['tokens_per_second']:,.0f}"))
     if BITS in evaluation:
-        metrics.append(("bits per byte", f"{evaluation[BITS]:.4f}"))
+        metrics.append(("bits per byte", with_error(evaluation)))
     if TEACHER_BITS in evaluation:
         metrics.append(("teacher", f"{evaluation[TEACHER_BITS]:.4f}"))
     if status.keeps_best and BITS in best:
-        metrics.append(("best", f"{best[BITS]:.4f} of step {best['step']}"))
+        metrics.append(("best", f"{with_error(best, amount=False)} of step {best['step']}"))
     return metrics
 
 

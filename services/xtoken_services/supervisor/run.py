@@ -29,6 +29,7 @@ from xtoken_services.common.run.resume import (
     read_run_document,
     unreadable,
 )
+from xtoken_services.common.run.run_warnings import is_size
 from xtoken_services.common.run.status import RunState, RunStatus
 from xtoken_services.supervisor.events import SupervisorEvents
 from xtoken_services.supervisor.launchers.base import Launcher
@@ -373,9 +374,9 @@ def prepare_run(
         warnings.append(
             f"the output directory {output} {access}: others may change what the run reads again: chmod 700 it"
         )
-    for warning in warnings:
-        run.events.message(warning)
-        log.warning("%s", warning)
+    for line in warnings:
+        run.events.message(line)
+        log.log(logging.INFO if is_size(line) else logging.WARNING, "%s", line)
     queues = QueueDirectory.create(run.spec)
     run.events.queues_assigned(queues.to_document())
     run.events.progressed(step, resolved.steps)

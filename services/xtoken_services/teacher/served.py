@@ -94,7 +94,7 @@ class ServedTeacher(Teacher):
         # A request is a window with its last target, which must fit the server too.
         length = text.context_length - 1
         windows, sizes = read_windows(text.tokenizer, text.documents, context_length=length, max_bytes=text.max_bytes)
-        nll, hits = 0.0, 0
+        nats, hits = [0.0] * len(sizes), 0
 
         def waiting(answered: int) -> None:
             self.report(f"measuring the held-out text: {answered} of {len(windows)} windows answered")
@@ -104,11 +104,11 @@ class ServedTeacher(Teacher):
             if isinstance(scores, SampleRefusedError):
                 raise InputError(str(scores))
             part = slice(len(window.skipped), len(window.inputs))
-            nll -= float(scores.own[part].sum())
+            nats[window.document] -= float(scores.own[part].sum())
             hits += int((scores.ids[part, 0] == window.targets).sum())
-        if math.isnan(nll):
+        if any(map(math.isnan, nats)):
             raise InputError("its servers do not give the log-probability of every token of the text")
-        return result_of(nll, hits, sum(len(window.targets) for window in windows), sizes)
+        return result_of(nats, hits, sum(len(window.targets) for window in windows), sizes)
 
     def score(
         self, samples: Sequence[Sequence[int]], alive: Callable[[int], None], k: int | None = None

@@ -20,8 +20,9 @@ from xtoken_core.losses import CrossTokenizerDistillationLoss
 from xtoken_core.transports.signal import RINGS
 from xtoken_services.common.files.jsonl import JsonLines
 from xtoken_services.common.processes.worker import Worker
-from xtoken_services.common.run.metric_lines import TEACHER_BITS
+from xtoken_services.common.run.metric_lines import BEYOND_TEACHER, BITS, ERROR, TEACHER_BITS
 from xtoken_services.common.run.teacher_result import read_result
+from xtoken_services.common.run.verdict import difference
 from xtoken_services.common.text.training_text import open_held_out, open_index, scored_documents
 from xtoken_services.trainer.eval_loss import EvalLoss
 from xtoken_services.trainer.eval_tasks import EvalSamples, EvalTasks
@@ -30,7 +31,7 @@ from xtoken_services.trainer.student import Student
 
 log = logging.getLogger("xtoken.trainer")
 
-OF_EVERY_TEXT = ("bits_per_byte", "next_token_accuracy", "nll_nats", "bytes", "tokens", "documents")
+OF_EVERY_TEXT = (BITS, ERROR, "next_token_accuracy", "nll_nats", "bytes", "tokens", "documents")
 """Metrics that every text of `eval.also` gets, with `_NAME` appended."""
 BETWEEN_S = 0.25
 """Time between two calls of what an evaluation does beside its own work."""
@@ -121,14 +122,19 @@ class Evaluator:
         self._heartbeat()
         if not writes:
             return None
-        row |= self._of_teachers(index.fingerprint)
+        row |= self._of_teachers(index.fingerprint, row)
         self.lines.append(row)
         log.info("after %d steps: %s", step, eval_line(row))
         return row
 
-    def _of_teachers(self, text: str) -> dict[str, float]:
-        """Return the teachers' own bits per byte on the text, which their workers measure before they serve."""
-        results = {}
+    def _of_teachers(self, text: str, own: dict[str, Any]) -> dict[str, float | None]:
+        """Return the teachers' own bits per byte on the text, which their workers measure before they serve.
+
+        Args:
+            text: Fingerprint of the text.
+            own: The student's result, from which the best teacher's differs.
+        """
+        results: dict[str, dict[str, Any]] = {}
         for number in range(len(self.spec.teacher)):
             while (result := read_result(self.spec, number, text)) is None:
                 self.worker.activity("waiting for the teacher's own result on the held-out text")
@@ -140,8 +146,13 @@ class Evaluator:
             if result is not None:
                 results[f"{TEACHER_BITS}_t{number}"] = result
         self.worker.activity("")
-        best = {TEACHER_BITS: min(results.values())} if results else {}
-        return best | (results if len(self.spec.teacher) > 1 else {})
+        if not results:
+            return {}
+        best = min(results.values(), key=lambda result: result[BITS])
+        row = {TEACHER_BITS: best[BITS]}
+        if (beside := difference(own, best)) is not None:
+            row[BEYOND_TEACHER] = beside.error
+        return row | ({name: result[BITS] for name, result in results.items()} if len(self.spec.teacher) > 1 else {})
 
     def _heartbeat(self) -> None:
         self._beat()

@@ -29,6 +29,7 @@ from xtoken_services.trainer.checkpoint import Cursor
 
 EVAL_METRICS = (
     ("bits_per_byte", "bits per byte"),
+    ("standard_error", "its standard error over documents"),
     ("teacher_bits_per_byte", "bits per byte of the teacher"),
     ("loss", "cross-entropy, nats per token"),
     ("next_token_accuracy", "next-token accuracy"),

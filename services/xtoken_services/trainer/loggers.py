@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.errors import ConfigError
 from xtoken_services.common.files.jsonl import replace_file
-from xtoken_services.common.run.metric_lines import TASK, TEACHER_BITS
+from xtoken_services.common.run.metric_lines import BITS, ERROR, TASK, TEACHER_BITS, with_error
 
 log = logging.getLogger("xtoken.trainer")
 
@@ -204,11 +204,13 @@ def eval_line(row: Row) -> str:
     >>> eval_line({"bits_per_byte": 1.25, "task_accuracy_sums": 0.5})
     '1.2500 bits per byte on held-out text, sums 50.0% right'
     """
-    parts = [f"{row['bits_per_byte']:.4f} bits per byte on held-out text"]
+    parts = [f"{with_error(row)} bits per byte on held-out text"]
     if _has(row, TEACHER_BITS):
         parts[0] += f" (teacher {row[TEACHER_BITS]:.4f})"
     others = [name.removeprefix(OTHER_TEXT) for name in row if name.startswith(OTHER_TEXT) and _has(row, name)]
-    parts += [f"{row[OTHER_TEXT + name]:.4f} on {name}" for name in others]
+    parts += [
+        f"{with_error({BITS: row[OTHER_TEXT + name], ERROR: row.get(f'{ERROR}_{name}')})} on {name}" for name in others
+    ]
     if _has(row, "loss"):
         parts.append(f"loss {row['loss']:.4f}")
     if _has(row, "held_out_kl_loss"):

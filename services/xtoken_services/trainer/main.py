@@ -28,8 +28,8 @@ from xtoken_services.common.models.loading import head_width, pick_device
 from xtoken_services.common.processes.worker import QueueLink, Worker, worker_session
 from xtoken_services.common.run.custom_loss import check_custom_loss
 from xtoken_services.common.run.memory_estimate import check_room, custom_loss_memory
-from xtoken_services.common.run.metric_lines import BITS, TEACHER_BITS, covered, finite
-from xtoken_services.common.run.verdict import judge
+from xtoken_services.common.run.metric_lines import BITS, ERROR, TEACHER_BITS, covered, finite
+from xtoken_services.common.run.verdict import difference
 from xtoken_services.common.tokenizers.loading import pad_id, tokenizer_of
 from xtoken_services.trainer.checkpoint import Cursor
 from xtoken_services.trainer.completion_samples import CompletionSamples
@@ -267,16 +267,16 @@ def held_out_summary(evaluations: Sequence[Mapping[str, Any]]) -> dict[str, Any]
     """
     if len(evaluations) < 2:
         return {}
-    first, last = (finite(row).get(BITS) for row in (evaluations[0], evaluations[-1]))
-    change = None if first is None or last is None else last - first
-    teacher = finite(evaluations[-1]).get(TEACHER_BITS)
-    beside = {TEACHER_BITS: teacher, "distance_covered": covered(evaluations[0], evaluations[-1])}
+    first, last = evaluations[0], evaluations[-1]
+    change = difference(last, first)
+    teacher = finite(last).get(TEACHER_BITS)
+    beside = {TEACHER_BITS: teacher, "distance_covered": covered(first, last)}
     return {
         "held_out": {
-            "bits_per_byte_at_start": first,
-            "bits_per_byte": last,
-            "step": evaluations[-1]["step"],
-            "since_start": None if change is None else judge(change),
+            "bits_per_byte_at_start": finite(first).get(BITS),
+            **{name: finite(last).get(name) for name in (BITS, ERROR, "documents", "bytes", "step")},
+            "since_start": None if change is None else change.verdict,
+            "difference_error": None if change is None else change.error,
             **(beside if teacher is not None else {}),
         }
     }

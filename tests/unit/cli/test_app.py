@@ -19,6 +19,7 @@ import typer
 from typer.testing import CliRunner
 
 import xtoken_services.cli.app as cli
+from tests.support.evaluations import measured
 from tests.unit.supervisor.scripted_run import resolved_run
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import ConfigError, InputError, StaleSessionError, XtokenError
@@ -359,13 +360,13 @@ def test_a_baseline_on_a_control_plane_is_compared_by_its_statuses(
     bits = {"run": 1.25, "baseline": 1.5}
 
     def run_at(url: str, spec: RunSpec, **_: Any) -> tuple[RunResult, RunStatus]:
-        evaluation = {"step": 3, "bits_per_byte": bits["run" if spec.teacher else "baseline"]}
+        evaluation = measured(bits["run" if spec.teacher else "baseline"], 3)
         status = RunStatus.starting(spec, spec.name).model_copy(update={"evaluation": evaluation})
         return RunResult(RunState.COMPLETED), status
 
     monkeypatch.setattr("xtoken_services.control.client.run_at", run_at)
     words = ["run", str(run_file(tmp_path)), "--baseline", "--control", "http://127.0.0.1:1"]
     printed = CliRunner().invoke(app, words).stdout
-    assert "held-out text: 1.2500 bits per byte distilled, 1.5000 by cross-entropy only" in printed
+    assert "held-out text: 1.2500 bits per byte distilled, 1.5000 by cross-entropy only: better by 0.2500 ±" in printed
     document = CliRunner().invoke(app, [*words, "--json"]).stdout
     assert json.loads(document)["comparison"]["baseline"] == 1.5

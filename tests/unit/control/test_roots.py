@@ -153,3 +153,18 @@ def test_a_store_lies_within_the_roots(tmp_path: Path) -> None:
     for store in (str(tmp_path / "store"), "memory://store", f"file://{root}/store"):
         with pytest.raises(OutsideError, match=r"teacher\.0\.store: .* lies under none of this control plane's roots"):
             roots.check_store(store, "teacher.0.store")
+
+
+def test_relative_paths_are_below_the_first_root_and_the_output_below_the_runs(roots: Roots, tmp_path: Path) -> None:
+    model = {"model": "model", "context_length": 8}
+    changes = {"student": model, "teacher": [model | {"store": "store"}], "data": {"path": ["a.txt", "/other.txt"]}}
+    run = RunSpec.model_validate(spec(tmp_path, **changes, loss={"vocab_topk": None}))
+    validator = SpecValidator(roots, tmp_path / "runs")
+    with pytest.raises(OutsideError, match=r"data\.path\.1: /other\.txt lies under none of"):
+        validator.validate(run)
+    run = run.model_copy(update={"data": run.data.model_copy(update={"path": Path("a.txt")})})
+    checked, data = validator.validate(run), tmp_path / "data"
+    assert (checked.student.model, checked.data.path) == (data / "model", data / "a.txt")
+    assert checked.teacher[0].store == str(data / "store") and checked.output == tmp_path / "runs" / "out"
+    with pytest.raises(RefusedError, match=r"student\.model: model is relative"):
+        SpecValidator(None, tmp_path / "runs").validate(run)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
+from tests.support.evaluations import measured
 from tests.unit.control.stored_runs import HERE, put, spec
 from xtoken_core.config.spec import CROSS_ENTROPY_ONLY, RunSpec
 from xtoken_core.losses.chunk_classes import CLASSES, GENERATED
@@ -200,12 +201,14 @@ def test_tiles_show_available_metrics(client: TestClient, runs: Runs) -> None:
 
 def test_result_stands_first_with_its_change(client: TestClient, runs: Runs) -> None:
     output = put(runs, "better-1")
-    rows = [{"step": 0, "bits_per_byte": 2.0, "task_accuracy_sums": 0.25}, BITS | {"task_accuracy_sums": 0.5}]
+    last = measured(1.5, 4, apart=0.125, standard_error=0.0625, task_accuracy_sums=0.5)
+    rows = [measured(2.0, task_accuracy_sums=0.25), last]
     (output / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     page = client.get("/runs/better-1").text
     headline = page[page.index('id="held-out"') : page.index('id="tiles"')]
     assert page.index('id="held-out"') < page.index('id="curves"')
-    assert "1.5000" in headline and "−0.5000" in headline and "better" in headline
+    assert "1.5000 ± 0.0625" in headline and "4 documents, 3.9 KiB" in headline
+    assert "−0.5000" in headline and "better by 0.5000 ± 0.07" in headline
     assert "50.0" in headline and "+25.0" in headline
     assert "train its baseline" in headline
     listed = client.get("/").text
@@ -326,11 +329,14 @@ def test_a_run_on_completions_alone_has_no_baseline(client: TestClient, runs: Ru
 def test_comparison_of_a_run_with_its_baseline(client: TestClient, runs: Runs) -> None:
     for name, bits, changes in (("a", 1.25, {}), ("a-baseline", 1.5, {"teacher": [], "loss": CROSS_ENTROPY_ONLY})):
         output = put(runs, name)
-        (output / "eval.jsonl").write_text(json.dumps({"step": 4, "bits_per_byte": bits}) + "\n")
+        sample = {"prompt": "Once <b>", "completion": f" upon {name}"}
+        (output / "eval.jsonl").write_text(json.dumps(measured(bits, 4, samples=[sample])) + "\n")
         complete = RunSpec.model_validate({**spec(output.parents[1], output=str(output)), **changes})
         runs.store.change(name, name=name, spec=complete.model_dump(mode="json"))
     page = client.get("/compare", params={"run": ["a", "a-baseline"]}).text
     assert "better by 0.2500" in page
+    samples = page[page.index('id="compared-samples"') :]
+    assert all(f"<b>Once &lt;b&gt;</b> upon {name}</p>" in samples for name in ("a", "a-baseline"))
     differing = page[page.index('id="differing"') :]
     assert "teacher.model" in differing and "loss.kl_loss_weight" in differing and "loss.mode" not in differing
     assert "student.model" not in differing and "output" not in differing
@@ -381,7 +387,7 @@ def test_a_stopped_run_names_the_way_to_a_model(client: TestClient, runs: Runs) 
 
 
 def test_pages_show_the_evaluation_of_the_student_that_is_kept(client: TestClient, runs: Runs, tmp_path: Path) -> None:
-    rows = "".join(f'{{"step": {n}, "bits_per_byte": {bits}}}\n' for n, bits in enumerate((3.0, 2.0, 2.75)))
+    rows = "".join(json.dumps(measured(bits, step)) + "\n" for step, bits in enumerate((3.0, 2.0, 2.75)))
     for name, keeps in (("kept-1", True), ("last-1", False)):
         output = put(runs, name)
         (output / "eval.jsonl").write_text(rows)
@@ -389,10 +395,13 @@ def test_pages_show_the_evaluation_of_the_student_that_is_kept(client: TestClien
         runs.store.change(name, spec=spec(tmp_path, output=str(output), eval=evaluation))
     kept, last = (client.get(f"/runs/{name}").text for name in ("kept-1", "last-1"))
     assert "2.0000" in kept and "best step 1" in kept and "2.7500" not in kept
-    assert "2.7500" in last and "best step" not in last
+    assert "2.7500" in last and "best step 1" not in last
     compared = client.get("/compare?run=kept-1&run=last-1").text
-    assert "with 2.0000 bits per byte after 1 steps; beside last-1: better by 0.7500" in compared
-    assert client.get("/v1/runs/kept-1").json()["best_evaluation"] == {"step": 1, "bits_per_byte": 2.0}
+    assert (
+        "with 2.0000 (4 documents, 4,000 bytes) bits per byte after 1 steps; beside last-1: better by 0.7500 ± 0.0"
+        in compared
+    )
+    assert client.get("/v1/runs/kept-1").json()["best_evaluation"] == measured(2.0, 1)
 
 
 def test_tokens_have_the_colour_of_their_chunks_divergence(runs: Runs, client: TestClient) -> None:

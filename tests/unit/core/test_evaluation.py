@@ -15,7 +15,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from tests.support.examples import examples
 from tests.support.vocabularies import unigram
 from xtoken_core.errors import InputError
-from xtoken_core.evaluation import answer_windows, cut_windows, evaluate, sum_nll_and_hits
+from xtoken_core.evaluation import answer_windows, cut_windows, evaluate, nll_and_hits
+from xtoken_core.uncertainty import GROUPS, grouped
 
 TEXTS = ["def f(x):\n    return x + 1\n", "é", "", "日本語のテキスト and more of it 🙂" * 3, "a"]
 
@@ -101,6 +102,24 @@ def test_every_token_counts_once(tokenizer: PreTrainedTokenizerFast, head: int, 
     assert result.nll_nats == pytest.approx(expected, rel=1e-5)
     assert result.bits_per_byte == pytest.approx(expected / math.log(2) / size, rel=1e-5)
     assert (result.bytes, result.tokens, result.documents) == (size, size, 4)
+    each = [text for text in TEXTS if text]
+    assert result.group_bytes == [len(text.encode()) for text in each]
+    assert result.group_nats == pytest.approx([brute_force(model, tokenizer, text, context) for text in each], abs=1e-3)
+
+
+def test_the_standard_error_is_that_of_a_mean_over_documents_of_one_size(tokenizer: PreTrainedTokenizerFast) -> None:
+    texts = ["abcd", "bcde", "zzzz", "0123", "a  b"]
+    result = evaluated(llama(259), tokenizer, texts, 7)
+    bits = torch.tensor(result.group_nats, dtype=torch.float64) / math.log(2) / 4
+    assert result.standard_error == pytest.approx(bits.std().item() / math.sqrt(5), rel=1e-3) and bits.std() > 0.01
+    assert evaluated(llama(259), tokenizer, texts[:1], 7).standard_error is None
+
+
+def test_documents_beyond_the_groups_are_added_to_them() -> None:
+    values = [float(value) for value in range(2 * GROUPS + 1)]
+    found = grouped(values)
+    assert len(found) == GROUPS and sum(found) == sum(values)
+    assert found[:2] == [0 + GROUPS + 2 * GROUPS, 1 + GROUPS + 1]
 
 
 @pytest.mark.parametrize("added", [1, 2])
@@ -211,14 +230,14 @@ def test_windows_repeat_what_begins_a_text(ids: list[int], added: int, room: int
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_long_rows_are_summed_in_pieces_without_loss(dtype: torch.dtype) -> None:
+def test_long_rows_are_scored_in_pieces_without_loss(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     logits, targets = torch.randn(3, 1000, 11).to(dtype), torch.randint(0, 11, (3, 1000))
     mask = torch.rand(3, 1000) < 0.7
     before = logits.clone()
-    nll, hits = sum_nll_and_hits(logits, targets, mask)
+    nll, hits = nll_and_hits(logits, targets, mask)
     each = nn.functional.cross_entropy(logits.double().flatten(0, 1), targets.flatten(), reduction="none")
-    assert nll.item() == pytest.approx(each[mask.flatten()].sum().item(), rel=1e-6)
+    torch.testing.assert_close(nll, torch.where(mask.flatten(), each, 0.0), rtol=1e-5, atol=1e-5)
     assert hits.item() == ((logits.argmax(-1) == targets) & mask).sum().item()
     assert torch.equal(logits, before)
 

@@ -19,7 +19,7 @@ def write_run(directory: Path, *, final: float, kl: float | None, steps: int = 3
             file.write(json.dumps(line) + "\n")
     with (directory / "eval.jsonl").open("w") as file:
         for step, bits in ((0, 8.0), (steps, final)):
-            line = {"step": step, "bits_per_byte": bits, "nll_nats": 1.0, "bytes": 5000, "tokens": 1700}
+            line = {"step": step, "bits_per_byte": bits, "nll_nats": 1.0, "bytes": 5000, "tokens": 1700, "documents": 7}
             file.write(json.dumps(line | {"next_token_accuracy": 0.4321}) + "\n")
     return directory
 
@@ -36,8 +36,8 @@ def test_table_shows_the_last_evaluation(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / "plain", final=2.34567, kl=0.0), write_run(tmp_path / "distilled", final=2.1, kl=3)]
     text = printed(*runs)
     rows = {line.split()[1]: line for line in text.splitlines() if re.search("plain|distilled", line)}
-    assert re.findall(r"[\d.,%]+", rows["plain"]) == ["2.346", "43.2%", "30", "3,000"]
-    assert "2.100" in rows["distilled"]
+    assert re.findall(r"[\d.,%]+", rows["plain"]) == ["2.3457", "43.2%", "30", "3,000"]
+    assert "2.1000" in rows["distilled"]
 
 
 def test_report_is_self_contained(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ def test_the_demo_leaves_a_table_a_report_and_a_model_that_generates(tmp_path: P
     for name in ("cross-entropy", "distilled"):
         run = read_run(name, out / "runs" / name)
         assert [line["step"] for line in run.evals] == [0, 3, 6]
-        assert f"{run.final['bits_per_byte']:.3f}" in printed
+        assert f"{run.final['bits_per_byte']:.4f}" in printed
         assert sorted(i for line in run.steps for i in line["ids"]) == list(range(24))
         assert run.final["bits_per_byte"] < run.evals[0]["bits_per_byte"]
     assert any(line["kl_loss"] > 0 for line in read_run("distilled", out / "runs" / "distilled").steps)

@@ -2,10 +2,12 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from tests.support.evaluations import measured
 from tests.support.runs import resolved_run
 from xtoken_core.config.eval import EvalSpec
 from xtoken_core.config.resolved import ResolvedRun
@@ -20,8 +22,8 @@ from xtoken_services.trainer.export_checkpoint import step_of_best
 from xtoken_services.trainer.main import held_out_summary
 
 
-def rows(*bits: float | None) -> list[dict[str, float | int | None]]:
-    return [{"step": step, "bits_per_byte": value} for step, value in enumerate(bits)]
+def rows(*bits: float | None) -> list[dict[str, Any]]:
+    return [measured(value, step) for step, value in enumerate(bits)]
 
 
 def test_the_best_evaluation_is_the_first_of_the_lowest_without_step_0() -> None:
@@ -69,7 +71,10 @@ def test_evaluations_below_the_best_accuracy_end_a_run(tmp_path: Path, right: li
 def test_a_summary_takes_the_evaluation_of_the_exported_weights_if_it_is_finite() -> None:
     assert held_out_summary(rows(2.0)) == {}
     found = held_out_summary(rows(2.0, 1.5))["held_out"]
-    assert found == {"bits_per_byte_at_start": 2.0, "bits_per_byte": 1.5, "step": 1, "since_start": "better"}
+    error = pytest.approx(0, abs=1e-9)
+    sizes = {"standard_error": None, "documents": 4, "bytes": 4000, "difference_error": error}
+    change = {"bits_per_byte_at_start": 2.0, "bits_per_byte": 1.5, "step": 1, "since_start": "better"}
+    assert found == change | sizes
     beside = [{**row, "teacher_bits_per_byte": 1.0} for row in rows(2.0, 1.5)]
     assert held_out_summary(beside)["held_out"] == found | {"teacher_bits_per_byte": 1.0, "distance_covered": 0.5}
     for bits in (2.0, None), (None, 2.0), (2.0, float("nan")):

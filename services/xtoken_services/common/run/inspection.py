@@ -26,12 +26,13 @@ REPORT_S = 0.5
 
 
 def complete_document(
-    document: Mapping[str, Any], paths: Iterable[tuple[str, Path]], environment: Mapping[str, str]
+    document: Mapping[str, Any], base: Path, paths: Iterable[tuple[str, Path]], environment: Mapping[str, str]
 ) -> tuple[RunSpec, list[str]]:
     """Fill in a run's settings in a child process; see `xtoken_services.common.run.defaults.fill_run_defaults`.
 
     Args:
-        document: The settings, with absolute paths.
+        document: The settings.
+        base: Directory of their relative paths.
         paths: Paths that are read, by setting.
         environment: Variables of the child: the roots that it may read.
 
@@ -41,7 +42,7 @@ def complete_document(
     Raises:
         XtokenError: A setting is wrong, or the files cannot be read within the limits.
     """
-    request = {"do": "complete", "document": document, "paths": list(paths)}
+    request = {"do": "complete", "document": document, "base": base, "paths": list(paths)}
     answer = _ask(request, COMPLETION_S, environment)
     return RunSpec.model_validate(answer["spec"]), answer["notes"]
 
@@ -81,7 +82,7 @@ def check_as_workers(run: ResolvedRun, environment: Mapping[str, str] | None = N
         environment: As of `complete_document`.
 
     Returns:
-        Warnings about what is skipped or cut.
+        A line about the share that is cut and the tokens of a sample of the text; warnings about what is left out.
 
     Raises:
         XtokenError: The run is refused; the text is that of the worker that would refuse it.
@@ -107,7 +108,7 @@ def _complete(request: dict[str, Any], _: Progress) -> dict[str, Any]:
 
     for name, path in request["paths"]:
         check_allowed(Path(path), name)
-    spec, notes = fill_run_defaults(request["document"], Path("/"), source="the run")
+    spec, notes = fill_run_defaults(request["document"], Path(request["base"]), source="the run")
     return {"spec": spec.model_dump(mode="json"), "notes": notes}
 
 
@@ -138,7 +139,9 @@ def _check_as_workers(request: dict[str, Any], _: Progress) -> list[str]:
     if not run.spec.has_text:
         return []
     found = look_at_sample(run, make_collator(run), open_data(run), row_counts(run))
-    return list(left_out_warnings(found, found["positions"]).values())
+    share, each = found["truncated"] / max(found["positions"], 1), found["tokens"] / max(found["positions"], 1)
+    text = f"text: {share:.0%} of {found['positions']} samples are cut; {each:.0f} tokens each on average, about "
+    return [f"{text}{each * run.positions:,.0f} in all", *left_out_warnings(found, found["positions"]).values()]
 
 
 ACTIONS = {"complete": _complete, "check_start": _check_start, "check_as_workers": _check_as_workers}

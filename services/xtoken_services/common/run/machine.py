@@ -23,17 +23,21 @@ class Machine:
         gpu_bytes: Memory of the smallest GPU; 0 without a GPU.
         memory_bytes: Memory of the host that can be used now; 0 if unknown.
         shared_bytes: Bytes that are free in `/dev/shm`; 0 if unknown.
+        gpus: Number of GPUs; 0 if unknown.
     """
 
     cores: int
     gpu_bytes: int = 0
     memory_bytes: int = 0
     shared_bytes: int = 0
+    gpus: int = 0
 
     @classmethod
     def of_this(cls) -> Machine:
         """Return the machine that this process runs on."""
-        return cls(len(os.sched_getaffinity(0)), _smallest_gpu(), available_memory(), _free_bytes(DIRECTORY))
+        gpus = _gpu_bytes()
+        cores, smallest = len(os.sched_getaffinity(0)), min(gpus, default=0)
+        return cls(cores, smallest, available_memory(), _free_bytes(DIRECTORY), len(gpus))
 
 
 def oom_kills() -> int:
@@ -82,10 +86,6 @@ def _number(path: Path, name: str = "") -> int:
 def count_gpus() -> int:
     """Return the number of GPUs that this process may use; 0 without one, or if it cannot be determined."""
     return len(_gpu_bytes())
-
-
-def _smallest_gpu() -> int:
-    return min(_gpu_bytes(), default=0)
 
 
 def _gpu_bytes() -> list[int]:

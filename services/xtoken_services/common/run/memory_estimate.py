@@ -1,22 +1,26 @@
-"""Estimate of the memory of GPUs that a run needs before any activation. No torch."""
+"""The estimate of a run's memory: of each process on the host, in shared memory and on GPUs. No torch."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
+from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.config.spec import RunSpec, TeacherSpec
 from xtoken_core.errors import ConfigError
+from xtoken_core.regular_files import read_json_object
 from xtoken_core.transports.ring import RingShape
 from xtoken_core.wire.columns import ITEM_SIZES
 from xtoken_services.common.batches.step_plan import ring_shape
 from xtoken_services.common.models.weights import weight_count
 from xtoken_services.common.processes.supervised import supervised
-from xtoken_services.common.run.memory_values import BLOCK_ROWS, COPIES, FLOAT32, GIB, state_bytes
+from xtoken_services.common.run.machine import Machine
 
 if TYPE_CHECKING:  # workers have imported it, a start has no need of it
     import torch
@@ -25,10 +29,43 @@ if TYPE_CHECKING:  # workers have imported it, a start has no need of it
 
 log = logging.getLogger("xtoken.memory")
 
+FLOAT32 = ITEM_SIZES["float32"]
+GIB = 1 << 30
+COPIES = 4
+"""Values that a student keeps per weight: the weight, its gradient, AdamW's two moments."""
 COPIES_BETWEEN_STEPS = COPIES - 1
 """Without the gradient, which is freed at a step's end."""
+FEWER = {"adamw": 0, "adamw8bit": 1, "muon": 1, "adafactor": 2}
+"""Values per weight that an optimiser keeps less than AdamW. Muon keeps one moment of most weights, Adafactor next to
+none; that Muon leaves embedding and head to AdamW is not counted."""
 NF4_BITS = 9
 """Half bits of a weight in NormalFloat 4: one of 4 bits, and a float32 scale for 64 of them."""
+BLOCK_ROWS = 2048
+"""Positions of a block of a head that is multiplied block by block."""
+HIDDEN_VALUES, INNER_VALUES, KEY_VALUES = 9, 4, 2
+"""Values that a layer keeps of a token for its backward, per hidden unit, per unit of its feed-forward part, and per
+key: of a Llama the inputs of norms and projections, queries, keys and values, and both sides of the gate."""
+COMPILED = 0.7
+"""Part of them that a compiled student keeps: norms and gates are computed again."""
+GPU_COPIES, CPU_COPIES = 3, 4
+"""Values in a trainer for each of the student's logits: with their gradient, and what the loss makes of them."""
+TEACHER_COPIES, TEACHER_COPIES_BLOCKWISE = 9, 4
+"""The same for each of a teacher's on a CPU, whose operators have no kernels. Both are as `benchmarks/sizing.py` has
+measured on a CPU, and as the peaks of `benchmarks/results/end_to_end.json` are."""
+SORTED_COPIES = 4
+"""Of its logits in a teacher that finds the largest ones."""
+MIB = 1 << 20
+PROCESS_BYTES = {
+    "supervisor": 86 * MIB,
+    "queue": 50 * MIB,
+    "collator": 356 * MIB,
+    "model": 380 * MIB,
+    "trainer": 450 * MIB,
+}
+"""Resident memory of a process before it has read a model, measured by `benchmarks/sizing.py`."""
+CONTEXT_BYTES, CUDA_HOST_BYTES = 512 * MIB, 1536 * MIB
+"""What CUDA takes for each process on its GPU, and on the host."""
+SHARED = "/dev/shm"
 REMEDIES = (
     "give teachers a GPU of their own (teacher.gpu), lower workers.slots or train.micro_batch_tokens, share the "
     'student among ranks (train.parallel = "fsdp"), or train without float32 masters (train.master_weights = false)'
@@ -38,12 +75,76 @@ REMEDIES_FOR_EVALUATION = f"set eval.teacher_kl = false, or {REMEDIES}"
 """If the teachers beside the student are too much."""
 
 
+class Where(StrEnum):
+    """Kind of memory; that of a device is the host's where models are on CPUs."""
+
+    DEVICE = "device"
+    HOST = "host"
+    SHARED = "shared"
+
+
 @dataclass(frozen=True)
 class MemoryUse:
-    """Memory that one part of a run takes on a GPU."""
+    """Memory that one part of a run takes.
+
+    Attributes:
+        what: The part, in words.
+        nbytes: Its size.
+        process: Name of the process that takes it.
+        where: Kind of memory.
+        gpu: Number of the device, from 0, before it is taken modulo the number of GPUs.
+        stays: It stays between micro-batches, and its size is exact.
+    """
 
     what: str
     nbytes: int
+    process: str = ""
+    where: Where = Where.DEVICE
+    gpu: int = 0
+    stays: bool = True
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """Sizes of a model, from its `config.json`.
+
+    Attributes:
+        hidden: Units of the residual stream.
+        inner: Units of a feed-forward part, of a mixture those of the experts that a token is sent to.
+        keys: Units of keys, and of values.
+        layers: Number of layers.
+        vocabulary: Rows of the head.
+    """
+
+    hidden: int
+    inner: int
+    keys: int
+    layers: int
+    vocabulary: int
+
+    @classmethod
+    def of(cls, directory: Path) -> ModelSizes:
+        """Return a model's sizes; what its configuration does not name is taken to be as in GPT-2."""
+        config = read_json_object(directory / "config.json")
+        text: dict[str, Any] = config.get("text_config", config)
+
+        def first(*names: str, default: int = 0) -> int:
+            return next((int(text[name]) for name in names if isinstance(text.get(name), int)), default)
+
+        hidden, heads = first("hidden_size", "n_embd"), first("num_attention_heads", "n_head", default=1)
+        inner = first("moe_intermediate_size", "intermediate_size", "n_inner", default=4 * hidden)
+        return cls(
+            hidden=hidden,
+            inner=inner * first("num_experts_per_tok", default=1),
+            keys=first("head_dim", default=hidden // heads) * first("num_key_value_heads", default=heads),
+            layers=first("num_hidden_layers", "n_layer", default=1),
+            vocabulary=first("vocab_size"),
+        )
+
+    @property
+    def per_layer(self) -> int:
+        """Values that a layer keeps of a token for its backward."""
+        return HIDDEN_VALUES * self.hidden + INNER_VALUES * self.inner + KEY_VALUES * self.keys
 
 
 def weight_bytes(directory: Path, dtype: str) -> int:
@@ -69,16 +170,67 @@ def student_bytes(spec: RunSpec, *, copies: int = COPIES) -> int:
     count, item, train = weight_count(spec.student.model), ITEM_SIZES[spec.student.dtype], spec.train
     if train.lora is not None:
         return count * item
-    whole = state_bytes(count, item, train.optimizer, masters=train.master_weights, copies=copies)
-    if shards(spec) == 1:
-        return whole
+    copies -= FEWER.get(train.optimizer, 0)
+    masters = train.master_weights and item < FLOAT32
     # With float32 masters a sharded student has no other weights.
-    return (whole - count * item if train.master_weights and item < FLOAT32 else whole) // shards(spec)
+    own = count * item if masters and shards(spec) == 1 else 0
+    return own + count * copies * (FLOAT32 if masters else item) // shards(spec)
+
+
+def checkpoint_bytes(spec: RunSpec) -> int:
+    """Return the bytes of a rank's part of a checkpoint, and of its copy in memory; adapters are not counted."""
+    if spec.train.lora is not None:
+        return 0
+    whole = student_bytes(spec, copies=COPIES_BETWEEN_STEPS)
+    masters = spec.train.master_weights and spec.student.dtype != "float32"
+    return whole - weight_bytes(spec.student.model, spec.student.dtype) if masters and shards(spec) == 1 else whole
 
 
 def shards(spec: RunSpec) -> int:
     """Return the number of ranks that one student is sharded over; 1 without sharding."""
     return spec.workers.nodes * spec.workers.ranks if spec.train.parallel == "fsdp" else 1
+
+
+def step_bytes(run: ResolvedRun, *, on_gpu: bool) -> int:
+    """Return the bytes of a micro-batch in a trainer: activations, both sides' logits, and what the loss makes of them.
+
+    Activations are those of `ModelSizes.per_layer` for each layer, or with checkpointing its input and one layer's. A
+    head that is multiplied block by block has logits of one block.
+    """
+    spec, tokens = run.spec, run.spec.train.micro_batch_tokens
+    student, item = ModelSizes.of(spec.student.model), ITEM_SIZES[spec.student.dtype]
+    layer = round(student.per_layer * (COMPILED if spec.student.compile else 1))
+    layers = student.layers * layer
+    if spec.student.checkpoint_activations:
+        layers = student.layers * student.hidden + layer
+    blockwise = spec.student.blockwise_head
+    rows = min(tokens, BLOCK_ROWS) if blockwise else tokens
+    logits = rows * student.vocabulary * item * (GPU_COPIES if on_gpu else CPU_COPIES)
+    others = max((_teacher_logits(run, number, on_gpu=on_gpu) for number in range(len(spec.teacher))), default=0)
+    return tokens * layers * item + logits + others
+
+
+def _teacher_logits(run: ResolvedRun, number: int, *, on_gpu: bool) -> int:
+    """Return the bytes that a trainer takes beside a slot for a teacher's logits; teachers are compared in turn."""
+    spec, teacher, content = run.spec, run.spec.teacher[number], run.spec.content_of(number)
+    tokens, width = spec.train.micro_batch_tokens, run.teachers[number].head_width * ITEM_SIZES[teacher.dtype]
+    block = min(tokens, BLOCK_ROWS)
+    if on_gpu:  # kernels read the slot; from hidden states logits are made block by block
+        copied = run.same_tokenizer[number] and content == "logits"
+        return width * (block if content == "hidden" else tokens if copied else 0)
+    if content == "topk":  # they are spread over the student's
+        width = ModelSizes.of(spec.student.model).vocabulary * ITEM_SIZES[spec.student.dtype]
+    return width * (TEACHER_COPIES_BLOCKWISE * block if spec.student.blockwise_head else TEACHER_COPIES * tokens)
+
+
+def forward_bytes(run: ResolvedRun, number: int) -> int:
+    """Return the bytes of a micro-batch in a teacher: one layer's values, and logits, of which it may sort copies."""
+    teacher, tokens = run.spec.teacher[number], run.spec.train.micro_batch_tokens
+    if not teacher.loads_model:
+        return 0
+    model = ModelSizes.of(teacher.model)
+    logits = model.vocabulary * (SORTED_COPIES if run.spec.content_of(number) == "topk" else 1)
+    return tokens * (4 * model.hidden + 3 * model.inner + logits) * ITEM_SIZES[teacher.dtype]
 
 
 def loads_teachers(run: ResolvedRun, rank: int) -> bool:
@@ -88,51 +240,134 @@ def loads_teachers(run: ResolvedRun, rank: int) -> bool:
     return shards(run.spec) > 1 or run.group == rank == 0
 
 
-def memory_uses(run: ResolvedRun, gpu: int, gpus: int, *, rings: bool, evaluates: bool = False) -> Iterator[MemoryUse]:
-    """Yield the memory that a node group's processes take on one of its GPUs, part by part.
+def all_uses(run: ResolvedRun, *, rings: bool, on_gpu: bool = True, evaluates: bool = False) -> Iterator[MemoryUse]:
+    """Yield the memory that a node group's processes take, part by part.
 
     Args:
         run: The run.
-        gpu: Number of the GPU, from 0.
-        gpus: Number of GPUs; rank r is on GPU r modulo this.
         rings: The teachers' rings are on their GPUs.
+        on_gpu: Models are on GPUs.
         evaluates: During an evaluation instead of a training step.
     """
     spec = run.spec
     for rank in range(spec.workers.ranks):
         of_rank = f" of rank {rank}" if spec.workers.ranks > 1 else ""
-        if rank % gpus == gpu:
-            beside = evaluates and loads_teachers(run, rank)
-            yield MemoryUse(
-                f"the student's state{of_rank}", student_bytes(spec, copies=COPIES_BETWEEN_STEPS if beside else COPIES)
-            )
-            for number, teacher in enumerate(spec.teacher if beside else ()):
-                what = (
-                    f"{spec.teacher_name(number)}'s weights beside the student{of_rank} while the held-out text is read"
-                )
-                yield MemoryUse(what, weight_bytes(teacher.model, teacher.dtype))
-        for number, teacher in enumerate(spec.teacher):
-            parts = [part for part in range(teacher.gpus) if teacher.gpu_index(rank, part) % gpus == gpu]
-            if not parts:
-                continue
-            if teacher.loads_model:
-                weights = teacher_bytes(teacher) * len(parts) // teacher.gpus
-                yield MemoryUse(f"{spec.teacher_name(number)}'s weights{of_rank}", weights)
-            if rings and 0 in parts and not spec.fills_on_host(number):
-                shape = ring_shape(run, number)
-                yield MemoryUse(f"its signal's {shape.slots} slots", shape.memory_bytes)
-    yield from _rollout_uses(spec, gpu, gpus)
+        name, beside = f"trainer-{rank}", evaluates and loads_teachers(run, rank)
+        copies = COPIES_BETWEEN_STEPS if beside else COPIES
+        yield MemoryUse(f"the student's state{of_rank}", student_bytes(spec, copies=copies), name, gpu=rank)
+        for number, teacher in enumerate(spec.teacher if beside else ()):
+            what = f"{spec.teacher_name(number)}'s weights beside the student{of_rank} while the held-out text is read"
+            yield MemoryUse(what, weight_bytes(teacher.model, teacher.dtype), name, gpu=rank)
+        yield MemoryUse(f"a micro-batch{of_rank}", step_bytes(run, on_gpu=on_gpu), name, gpu=rank, stays=False)
+        yield MemoryUse("the copy for checkpoints", checkpoint_bytes(spec), name, Where.HOST)
+        for number in range(len(spec.teacher)):
+            yield from _of_teacher(run, number, rank, of_rank, rings=rings)
+    yield from _rollout_uses(spec, on_gpu=on_gpu)
+    yield from _process_uses(run, on_gpu=on_gpu)
 
 
-def _rollout_uses(spec: RunSpec, gpu: int, gpus: int) -> Iterator[MemoryUse]:
+def _of_teacher(run: ResolvedRun, number: int, rank: int, of_rank: str, *, rings: bool) -> Iterator[MemoryUse]:
+    spec, teacher, name = run.spec, run.spec.teacher[number], run.spec.teacher_name(number)
+    process, first = f"teacher-{number}-{rank}", teacher.gpu_index(rank, 0)
+    for part in range(teacher.gpus if teacher.loads_model else 0):
+        gpu, weights = teacher.gpu_index(rank, part), teacher_bytes(teacher) // teacher.gpus
+        yield MemoryUse(f"{name}'s weights{of_rank}", weights, process, gpu=gpu)
+        forward = forward_bytes(run, number) // teacher.gpus
+        yield MemoryUse(f"{name}'s micro-batch{of_rank}", forward, process, gpu=gpu, stays=False)
+    shape = ring_shape(run, number)
+    if rings and not spec.fills_on_host(number):
+        yield MemoryUse(f"its signal's {shape.slots} slots", shape.memory_bytes, process, gpu=first)
+    else:
+        what = f"{name}'s signal in {shape.slots} slots"
+        yield MemoryUse(what, shape.memory_bytes, process, Where.SHARED)
+
+
+def _rollout_uses(spec: RunSpec, *, on_gpu: bool) -> Iterator[MemoryUse]:
     """Yield the weights that rank 0 publishes and those that rollout workers generate with; caches come on top."""
     if spec.rollout is None or spec.rollout.url:
         return
-    if gpu == 0 and spec.rollout.weights == "auto":
-        yield MemoryUse("the published weights", weight_bytes(spec.student.model, spec.student.dtype))
+    weights = weight_bytes(spec.student.model, spec.student.dtype)
+    if spec.rollout.weights != "directory":
+        where = Where.DEVICE if on_gpu and spec.rollout.weights == "auto" else Where.SHARED
+        yield MemoryUse("the published weights", weights, "trainer-0", where)
     for number in range(spec.rollout.workers):
-        if number % gpus == gpu:
-            yield MemoryUse(f"rollout worker {number}'s weights", weight_bytes(spec.student.model, spec.student.dtype))
+        yield MemoryUse(f"rollout worker {number}'s weights", weights, f"rollout-{number}", gpu=number)
+
+
+def _process_uses(run: ResolvedRun, *, on_gpu: bool) -> Iterator[MemoryUse]:
+    """Yield what every process takes before it has read a model."""
+    spec = run.spec
+    models = [(f"trainer-{rank}", rank) for rank in range(spec.workers.ranks)]
+    for number, rank in product(range(len(spec.teacher)), range(spec.workers.ranks)):
+        models.append((f"teacher-{number}-{rank}", spec.teacher[number].gpu_index(rank, 0)))
+    if spec.rollout is not None:
+        models += [(f"rollout-{number}", number) for number in range(spec.rollout.workers)]
+    kinds = {"supervisor": "supervisor", "queue": "queue"}
+    kinds |= {f"collator-{number}": "collator" for number in range(spec.workers.collators if spec.has_text else 0)}
+    kinds |= {name: "trainer" if name.startswith("trainer") else "model" for name, _ in models}
+    for name, kind in kinds.items():
+        cuda = CUDA_HOST_BYTES if on_gpu and kind in ("model", "trainer") else 0
+        yield MemoryUse("Python and libraries", PROCESS_BYTES[kind] + cuda, name, Where.HOST, stays=False)
+    for name, gpu in models if on_gpu else ():
+        yield MemoryUse("CUDA's context", CONTEXT_BYTES, name, gpu=gpu, stays=False)
+
+
+def memory_uses(run: ResolvedRun, gpu: int, gpus: int, *, rings: bool, evaluates: bool = False) -> list[MemoryUse]:
+    """Return the memory that a node group's processes take on one of its GPUs, part by part.
+
+    Args:
+        run: The run.
+        gpu: Number of the GPU, from 0.
+        gpus: Number of GPUs; rank r is on GPU r modulo this.
+        rings: As of `all_uses`, and so is `evaluates`.
+        evaluates: See there.
+    """
+    uses = all_uses(run, rings=rings, evaluates=evaluates)
+    return [use for use in uses if use.where == Where.DEVICE and use.gpu % gpus == gpu]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Memory of one kind, and all that a run takes of it.
+
+    Attributes:
+        name: Its name.
+        uses: The parts.
+        total: What there is; 0 if that is not known.
+    """
+
+    name: str
+    uses: list[MemoryUse]
+    total: int
+
+    @property
+    def needed(self) -> int:
+        """Bytes of all parts."""
+        return sum(use.nbytes for use in self.uses)
+
+
+def places_of(run: ResolvedRun, machine: Machine) -> list[Place]:
+    """Return the memory that a run on one machine takes: of every GPU, the host, and shared memory."""
+    spec, transport = run.spec, run.spec.workers.transport
+    on_gpu = spec.workers.device == "cuda" or (bool(machine.gpu_bytes) and spec.workers.device != "cpu")
+    # Without the bindings "auto" falls back to shared memory (`xtoken_core.transports.factory`).
+    rings = on_gpu and transport not in ("shared_memory", "queue") and (transport != "auto" or has_bindings())
+    uses = [*all_uses(run, rings=rings, on_gpu=on_gpu)] * spec.workers.nodes
+    gpus = max(1, machine.gpus)
+    host = [use for use in uses if use.where != Where.DEVICE or not on_gpu]
+    shared = [use for use in uses if use.where == Where.SHARED]
+    places = [Place("host memory (available)", host, machine.memory_bytes)]
+    if transport != "queue":
+        places.append(Place(SHARED, shared, machine.shared_bytes))
+    devices = [use for use in uses if use.where == Where.DEVICE] if on_gpu else []
+    used = sorted({use.gpu % gpus for use in devices})
+    on_each = [[use for use in devices if use.gpu % gpus == gpu] for gpu in used]
+    return [Place(f"cuda:{gpu}", own, machine.gpu_bytes) for gpu, own in zip(used, on_each, strict=True)] + places
+
+
+def has_bindings() -> bool:
+    """Return whether the bindings of CUDA's runtime are installed, with which a ring can be on a GPU."""
+    return find_spec("cuda") is not None and find_spec("cuda.bindings") is not None
 
 
 def custom_loss_memory(run: ResolvedRun, losses: Sequence[Loss], student_vocab_size: int) -> list[MemoryUse]:
@@ -206,7 +441,7 @@ def memory_shortage(
         further: As for `check_room`.
     """
     where = f"cuda:{gpu}"
-    step, evaluation = (list(memory_uses(run, gpu, gpus, rings=rings, evaluates=part)) for part in (False, True))
+    step, evaluation = (memory_uses(run, gpu, gpus, rings=rings, evaluates=part) for part in (False, True))
     holds_a_step = rings and run.spec.ring_slots > run.spec.workers.slots
     fewer = f"{FEWER_SLOTS}, " if holds_a_step else ""
     return exceeds_memory([*step, *further], total, where, fewer + REMEDIES) or exceeds_memory(
@@ -215,11 +450,12 @@ def memory_shortage(
 
 
 def exceeds_memory(uses: list[MemoryUse], total: int, where: str, remedies: str = REMEDIES) -> str:
-    """Return a message if the parts exceed `total` bytes together; empty if they do not."""
-    needed = sum(use.nbytes for use in uses)
+    """Return a message if the parts that stay exceed `total` bytes together; empty if they do not."""
+    kept = [use for use in uses if use.stays and use.nbytes]
+    needed = sum(use.nbytes for use in kept)
     if needed <= total:
         return ""
-    parts = ", ".join(f"{use.what} {use.nbytes / GIB:.2f}" for use in uses)
+    parts = ", ".join(f"{use.what} {use.nbytes / GIB:.2f}" for use in kept)
     return (
         f"{where} has {total / GIB:.2f} GiB, the run keeps {needed / GIB:.2f} there before any activation ({parts}): "
         f"{remedies}"

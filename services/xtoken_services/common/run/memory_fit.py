@@ -5,13 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from xtoken_core.config.spec import DEFAULT_TOPK, padded_length
+from xtoken_core.config.resolved import ResolvedModel, ResolvedRun
+from xtoken_core.config.spec import ModelSpec, RunSpec, padded_length
 from xtoken_core.config.train import TrainSpec
-from xtoken_core.config.workers import WorkersSpec
-from xtoken_core.regular_files import read_json_object
-from xtoken_core.transports.ring import TOPK_SCALARS
 from xtoken_core.wire.columns import ITEM_SIZES
-from xtoken_services.common.run.memory_values import BLOCK_ROWS, COPIES, FLOAT32, GIB, state_bytes
 
 if TYPE_CHECKING:
     from xtoken_services.common.run.defaults import RunDefaults
@@ -23,10 +20,6 @@ LARGEST = 16384
 """Tokens of a micro-batch at most: larger ones are hardly faster."""
 CPU_TOKENS: int = TrainSpec.model_fields["micro_batch_tokens"].default
 """The same on a CPU."""
-ACTIVATIONS = 34
-"""Values that a layer keeps per token and hidden unit for its backward (Korthikanti et al. 2022, arXiv 2205.05198)."""
-LOGITS_COPIES = 3
-"""Logits, their gradient, and a float32 intermediate of half-precision logits."""
 HIDDEN: dict[str, Any] = {
     "teacher.content": "hidden",
     "student.blockwise_head": True,
@@ -37,27 +30,6 @@ NO_MASTERS: dict[str, Any] = {"train.master_weights": False}
 """What saves more, with changes lost that are smaller than a weight's last bit."""
 
 
-class _Side:
-    """Sizes of one model, from its files."""
-
-    def __init__(self, settings: dict[str, Any], base: Path) -> None:
-        from xtoken_services.common.models.weights import weight_count
-
-        directory = base / Path(str(settings["model"])).expanduser()
-        config = read_json_object(directory / "config.json")
-        text = config.get("text_config", config)
-        stored = settings.get("store") is not None  # then only its head is loaded, if that
-        served = bool(settings.get("url"))
-        self.weights = 0 if stored or served else weight_count(directory)
-        self.item = ITEM_SIZES[settings["dtype"]]
-        self.vocabulary = int(text["vocab_size"])
-        self.hidden = int(text.get("hidden_size", text.get("n_embd", 0)))
-        self.layers = int(text.get("num_hidden_layers", text.get("n_layer", 1)))
-        self.context = padded_length(int(settings["context_length"]))
-        self.content = settings.get("content") or ("topk" if served else "hidden" if stored else None)
-        self.topk = int(settings.get("topk", DEFAULT_TOPK))
-
-
 def fit_memory(defaults: RunDefaults, base: Path, *, on_gpu: bool) -> None:
     """Fill in the micro-batch, and what saves memory as far as it is needed for one sample.
 
@@ -66,60 +38,85 @@ def fit_memory(defaults: RunDefaults, base: Path, *, on_gpu: bool) -> None:
         base: Directory of relative paths.
         on_gpu: The models are on GPUs; on CPUs nothing is filled in if the settings' own defaults fit.
     """
-    document = defaults.document
+    document, machine = defaults.document, defaults.machine
     if defaults.given("train.micro_batch_tokens"):
         return  # a user who names it has chosen the settings beside it too
     try:
-        student = _Side(document["student"], base)
-        teachers = [_Side(teacher, base) for teacher in document.get("teacher", ())]
-        workers = WorkersSpec.model_validate(document.get("workers", {}))
+        spec = _with_paths(document, base)
+        longest = max(padded_length(side.context_length) for side in (spec.student, *spec.teacher))
+        savers: dict[str, Any] = {}
+        tokens = 0
+        halves = [HIDDEN | NO_MASTERS] if ITEM_SIZES[spec.student.dtype] < ITEM_SIZES["float32"] else []
+        for savers in [_stored_savers(defaults)] if defaults.stored else [{}, HIDDEN, *halves]:
+            tokens = tokens_that_fit(_with(spec, document, savers), machine)
+            if tokens >= longest:
+                break
     except Exception:  # the checks of the settings and the models' files report what is wrong with them
         return
-    longest = max(side.context for side in (student, *teachers))
-    savers: dict[str, Any] = {}
-    tokens = 0
-    halves = [HIDDEN | NO_MASTERS] if student.item < FLOAT32 else []
-    for savers in [_stored_savers(defaults)] if defaults.stored else [{}, HIDDEN, *halves]:
-        settings = _with(document, savers)
-        tokens = _tokens_that_fit(defaults.machine, workers, student, teachers, settings, on_gpu=on_gpu)
-        if tokens >= longest:
-            break
     if not on_gpu and not defaults.stored and tokens >= CPU_TOKENS:
         return
     for name, value in savers.items():
-        for setting in _settings_named(name, teachers):
+        for setting in _settings_named(name, document):
             defaults.fill(setting, value, "to fit the GPU" if on_gpu else "to fit the memory")
     fits = max(longest, min(tokens, LARGEST if on_gpu else CPU_TOKENS) // longest * longest)
-    why = f"for a GPU of {defaults.machine.gpu_bytes / GIB:.0f} GiB"
+    gib = 1 << 30
+    why = f"for a GPU of {machine.gpu_bytes / gib:.0f} GiB"
     if not on_gpu:
-        why = f"for {defaults.machine.memory_bytes / GIB:.1f} GiB of memory"
+        why = f"for {machine.memory_bytes / gib:.1f} GiB of memory"
     if "custom" in _modes(document):
         why += ", without the custom loss's own memory"
     defaults.fill("train.micro_batch_tokens", fits, why)
 
 
-def _tokens_that_fit(
-    machine: Machine,
-    workers: WorkersSpec,
-    student: _Side,
-    teachers: list[_Side],
-    settings: dict[str, Any],
-    *,
-    on_gpu: bool,
-) -> int:
-    """Return the tokens of the largest micro-batch that fits; 0 if not even the models do."""
-    kept = _kept(student, teachers, settings)
-    signal = workers.slots * sum(_sent(teacher, settings) for teacher in teachers)
-    each = signal + _per_token(student, teachers, settings)
-    if on_gpu:
-        return max(0, int((machine.gpu_bytes * USABLE - kept) / each))
-    # Every rank has its models here, and a copy of the student's state, which checkpoints are written from.
-    ranks = workers.ranks * workers.nodes
-    kept += _state(student, settings, fewer=1)
-    fits = (machine.memory_bytes * USABLE / ranks - kept) / each
-    if signal and workers.transport != "queue":
-        fits = min(fits, machine.shared_bytes * USABLE / ranks / signal)
-    return max(0, int(fits))
+def _with_paths(document: dict[str, Any], base: Path) -> RunSpec:
+    """Return a document as settings, its models' directories relative to a base."""
+
+    def placed(model: dict[str, Any]) -> dict[str, Any]:
+        return model | {"model": base / Path(str(model["model"])).expanduser()}
+
+    teachers = [placed(teacher) for teacher in document.get("teacher", ())]
+    return RunSpec.model_validate(document | {"student": placed(document["student"]), "teacher": teachers})
+
+
+def tokens_that_fit(spec: RunSpec, machine: Machine) -> int:
+    """Return the tokens of the largest micro-batch that fits; 0 if not even the models do.
+
+    The estimate is affine in them, once they are more than a block of the head.
+
+    Args:
+        spec: The run, with any micro-batch.
+        machine: The machine.
+    """
+    from xtoken_services.common.run.memory_estimate import BLOCK_ROWS, places_of
+
+    few, many = (places_of(unresolved(spec, tokens), machine) for tokens in (BLOCK_ROWS, 2 * BLOCK_ROWS))
+    fits = [LARGEST * 1.0]
+    for less, more in zip(few, many, strict=True):
+        if less.total and (each := (more.needed - less.needed) / BLOCK_ROWS):
+            fits.append(BLOCK_ROWS + (less.total * USABLE - less.needed) / each)
+    return max(0, int(min(fits)))
+
+
+def unresolved(spec: RunSpec, tokens: int) -> ResolvedRun:
+    """Return what is known of a run before its text is read, with a micro-batch of so many tokens."""
+    from xtoken_services.common.run.memory_estimate import ModelSizes
+
+    def model(side: ModelSpec, name: str) -> ResolvedModel:
+        sizes = ModelSizes.of(side.model)
+        width = sizes.vocabulary
+        return ResolvedModel(vocab_size=width, head_width=width, tokenizer_fingerprint=name, hidden_size=sizes.hidden)
+
+    train = spec.train.model_copy(update={"micro_batch_tokens": tokens})
+    return ResolvedRun(
+        spec=spec.model_copy(update={"train": train}),
+        student=model(spec.student, "student"),
+        teachers=tuple(model(teacher, f"teacher {number}") for number, teacher in enumerate(spec.teacher)),
+        projection_fingerprints=("",) * len(spec.teacher),
+        data_fingerprint="",
+        records=0,
+        positions=0,
+        packed=spec.train.packing != "off",
+    )
 
 
 def _modes(document: dict[str, Any]) -> list[Any]:
@@ -129,11 +126,12 @@ def _modes(document: dict[str, Any]) -> list[Any]:
     return [loss.get("mode"), *(own if isinstance(own, list) else ())] if isinstance(loss, dict) else []
 
 
-def _settings_named(name: str, teachers: list[_Side]) -> list[str]:
+def _settings_named(name: str, document: dict[str, Any]) -> list[str]:
     """Return the settings that a saver means: `teacher.content` is that of every teacher whose output is its own."""
     if name != "teacher.content":
         return [name]
-    return [f"teacher.{number}.content" for number, teacher in enumerate(teachers) if teacher.content is None]
+    teachers = enumerate(document.get("teacher", ()))
+    return [f"teacher.{number}.content" for number, teacher in teachers if _has_no_content(teacher)]
 
 
 def _stored_savers(defaults: RunDefaults) -> dict[str, Any]:
@@ -145,45 +143,25 @@ def _stored_savers(defaults: RunDefaults) -> dict[str, Any]:
     return {name: value for name, value in (HIDDEN | NO_MASTERS).items() if stored[name] == value}
 
 
-def _with(document: dict[str, Any], savers: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings that matter here, a saver's value where the document has none of its own."""
-    unset = {"teacher.content": "logits", "train.master_weights": True, "train.optimizer": "adamw"}
-
-    def value_of(name: str) -> Any:
+def _with(spec: RunSpec, document: dict[str, Any], savers: dict[str, Any]) -> RunSpec:
+    """Return a run with the values of savers where its document has none of its own."""
+    tables: dict[str, dict[str, Any]] = {"student": {}, "train": {}, "teacher": {}}
+    for name, value in savers.items():
         table, _, key = name.partition(".")
-        own = document.get(table, {}) if table != "teacher" else {}  # a teacher's own content is in its `_Side`
-        return own.get(key, savers.get(name, unset.get(name, False)))
-
-    return {name: value_of(name) for name in (*HIDDEN, *NO_MASTERS, "train.optimizer")}
-
-
-def _kept(student: _Side, teachers: list[_Side], settings: dict[str, Any]) -> float:
-    """Return the bytes that stay between micro-batches, and the block of logits of a head that is multiplied so."""
-    block = 0
-    if settings["student.blockwise_head"]:
-        widths = student.vocabulary * LOGITS_COPIES + sum(2 * teacher.vocabulary for teacher in teachers)
-        block = BLOCK_ROWS * widths * student.item
-    return _state(student, settings) + block + sum(teacher.weights * teacher.item for teacher in teachers)
-
-
-def _state(student: _Side, settings: dict[str, Any], *, fewer: int = 0) -> int:
-    """Return the bytes of weights, gradients and moments; of `fewer` of them for each weight."""
-    optimizer, masters = settings["train.optimizer"], settings["train.master_weights"]
-    return state_bytes(student.weights, student.item, optimizer, masters=masters, copies=COPIES - fewer)
+        if table == "teacher" or key not in document.get(table, {}):
+            tables[table][key] = value
+    return spec.model_copy(
+        update={
+            "student": spec.student.model_copy(update=tables["student"]),
+            "train": spec.train.model_copy(update=tables["train"]),
+            "teacher": tuple(
+                teacher.model_copy(update=tables["teacher"] if _has_no_content(own) else {})
+                for teacher, own in zip(spec.teacher, document.get("teacher", ()), strict=True)
+            ),
+        }
+    )
 
 
-def _sent(teacher: _Side, settings: dict[str, Any]) -> int:
-    """Return the bytes of one token in a slot."""
-    content = teacher.content or settings["teacher.content"]
-    if content == "topk":
-        return (2 * teacher.topk + TOPK_SCALARS) * FLOAT32
-    return (teacher.hidden if content == "hidden" else teacher.vocabulary) * teacher.item
-
-
-def _per_token(student: _Side, teachers: list[_Side], settings: dict[str, Any]) -> float:
-    """Return the bytes that one more token of a micro-batch takes on both sides, without the slots."""
-    per_teacher = sum(t.hidden * t.item * 8 for t in teachers)
-    logits = 0 if settings["student.blockwise_head"] else student.vocabulary * student.item * LOGITS_COPIES
-    layers = 1 if settings["student.checkpoint_activations"] else ACTIVATIONS
-    activations = student.hidden * student.item * (student.layers * layers + ACTIVATIONS)
-    return per_teacher + logits + activations
+def _has_no_content(teacher: dict[str, Any]) -> bool:
+    """Return whether it is open what a teacher sends: that of a server or a store is not."""
+    return not (teacher.get("content") or teacher.get("url") or teacher.get("store"))

@@ -9,12 +9,35 @@ from typing import Any
 SAMPLE = "sample.json"
 """File of a run's directory with what a look at a sample of its text has found."""
 BITS = "bits_per_byte"
+ERROR = "standard_error"
+"""That of the bits per byte over documents, in a line of `eval.jsonl`."""
 TEACHER_BITS = "teacher_bits_per_byte"
 """Bits per byte of the best teacher, in a line of `eval.jsonl`; with several, `_t{i}` is appended for each."""
+BEYOND_TEACHER = "teacher_difference_error"
+"""Standard error of how far the student is from the best teacher, over the documents, in a line of `eval.jsonl`."""
 TASK = "task_accuracy_"
 """Prefix of the accuracy on a task, by its name, in a line of `eval.jsonl`."""
 MOST_UNREACHABLE = 0.1
 UNREACHABLE = "unreachable_mass"
+
+
+def with_error(line: Mapping[str, Any], *, amount: bool = True) -> str:
+    """Return a line's bits per byte with their standard error over documents, and of how much text they are.
+
+    >>> with_error({"bits_per_byte": 1.25, "standard_error": 0.02, "documents": 12, "bytes": 34000})
+    '1.2500 ± 0.0200 (12 documents, 34,000 bytes)'
+    >>> with_error({"bits_per_byte": 1.25, "standard_error": None, "documents": 1, "bytes": 1800})
+    '1.2500 (1 document, 1,800 bytes)'
+
+    Args:
+        line: A line of `eval.jsonl` with a result.
+        amount: State documents and bytes.
+    """
+    known = finite(line)
+    text = f"{known[BITS]:.4f}" + (f" ± {known[ERROR]:.4f}" if ERROR in known else "")
+    if not amount or not {"documents", "bytes"} <= known.keys():
+        return text
+    return f"{text} ({known['documents']:.0f} document{'s' * (known['documents'] != 1)}, {known['bytes']:,.0f} bytes)"
 
 
 def table(document: Mapping[str, Any] | None, name: str) -> dict[str, Any]:

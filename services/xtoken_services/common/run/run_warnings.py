@@ -5,9 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from xtoken_services.common.run.metric_lines import BITS, TEACHER_BITS, finite, table, unreachable_warnings
+from xtoken_services.common.run.metric_lines import (
+    BEYOND_TEACHER,
+    BITS,
+    TEACHER_BITS,
+    finite,
+    table,
+    unreachable_warnings,
+    with_error,
+)
 from xtoken_services.common.run.status import RunStatus
-from xtoken_services.common.run.verdict import Verdict, judge
+from xtoken_services.common.run.verdict import Difference, Verdict, difference
 
 LEAST_FRACTION = 0.05
 PAST_BEST = "best"
@@ -19,6 +27,13 @@ LEAST_FINISHED = 0.1
 """Fraction of completions by which those that end by themselves may become fewer."""
 LEAST_SAMPLES = 20
 """Samples of a run under way of which such a part is said."""
+SIZES = ("text: ", "models: ", "memory of ", "disk: ", "time: ")
+"""Beginnings of lines before a run's start that state sizes."""
+
+
+def is_size(line: str) -> bool:
+    """Return whether a line before a run's start states a size, and is no warning."""
+    return line.startswith(SIZES)
 
 
 def warnings_of(status: RunStatus) -> dict[str, str]:
@@ -114,35 +129,38 @@ def _runaway(status: RunStatus) -> dict[str, str]:
 def _weak_teacher(status: RunStatus) -> dict[str, str]:
     """Return a warning if the teacher was worse than the student before any step."""
     first = finite(status.first_evaluation)
-    if first.get("step") != 0 or not {BITS, TEACHER_BITS} <= first.keys() or first[TEACHER_BITS] <= first[BITS]:
+    if first.get("step") != 0 or not {BITS, TEACHER_BITS} <= first.keys():
+        return {}
+    worse = Difference(first[TEACHER_BITS] - first[BITS], first.get(BEYOND_TEACHER))
+    if worse.bits <= 0 or not worse.beyond_error:
         return {}
     text = (
         f"the teacher is worse than the student on held-out text, before any training: {first[TEACHER_BITS]:.4f} and "
-        f"{first[BITS]:.4f} bits per byte: choose another teacher, or train without one (--baseline shows what it adds)"
+        f"{with_error(first)} bits per byte: choose another teacher, or train without one (--baseline shows what it "
+        "adds)"
     )
     return {TEACHER_BITS: text}
 
 
 def _worse(status: RunStatus) -> dict[str, str]:
-    if status.change is None or judge(status.change) is not Verdict.WORSE:
+    if status.change is None or status.change.verdict is not Verdict.WORSE:
         return {}
     last, first = finite(status.exported), finite(status.first_evaluation)
     text = (
-        f"held-out text is worse than at step 0: {last[BITS]:.4f} bits per byte after {last['step']} steps, "
-        f"{first[BITS]:.4f} before"
+        f"held-out text is worse than at step 0: {with_error(last)} bits per byte after {last['step']} "
+        f"steps, {first[BITS]:.4f} before"
     )
     return {BITS: text}
 
 
 def _past_best(status: RunStatus) -> dict[str, str]:
     """Return a warning if a completed run exports weights that are worse than earlier ones were."""
-    best, last = finite(table(status.summary, "best")), finite(status.evaluation)
-    if status.keeps_best or not {BITS, "step"} <= best.keys() & last.keys():
-        return {}
-    if judge(last[BITS] - best[BITS]) is not Verdict.WORSE:
+    best, last = status.best_evaluation or {}, status.evaluation or {}
+    change = difference(last, best)
+    if status.keeps_best or status.summary is None or change is None or change.verdict is not Verdict.WORSE:
         return {}
     text = (
-        f"the exported student is past its best step: {last[BITS]:.4f} bits per byte on held-out text after "
+        f"the exported student is past its best step: {with_error(last)} bits per byte on held-out text after "
         f"{last['step']} steps, {best[BITS]:.4f} after {best['step']}; eval.keep_best = true exports that one, "
         "eval.patience ends a run"
     )

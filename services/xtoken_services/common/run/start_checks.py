@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
-from importlib.util import find_spec
+from collections.abc import Sequence
 from pathlib import Path
 
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import ConfigError, OutputError
-from xtoken_services.common.batches.step_plan import ring_shape
-from xtoken_services.common.run.machine import Machine, count_gpus
+from xtoken_services.common.models.weights import weight_count
+from xtoken_services.common.run.machine import Machine
 from xtoken_services.common.run.memory_estimate import (
-    COPIES_BETWEEN_STEPS,
-    MemoryUse,
+    GIB,
+    SHARED,
+    Place,
+    Where,
+    checkpoint_bytes,
     exceeds_memory,
-    memory_uses,
+    places_of,
     shards,
-    student_bytes,
-    teacher_bytes,
     weight_bytes,
 )
-from xtoken_services.common.run.memory_values import GIB
 from xtoken_services.common.run.resolve import Progress, file_warnings, resolve_run
 
 
@@ -37,107 +36,107 @@ def check_start(
         output: Where its checkpoints will be, if not in the specification's output.
 
     Returns:
-        The run with what its files say; and lines to show before its start: an estimate of memory, and warnings.
+        The run with what its files say; and lines to show before its start: sizes, see `is_size`, and warnings.
 
     Raises:
         XtokenError: It is refused.
     """
     resolved = resolve_run(spec, progress)
-    memory = [check_host(resolved, Machine.of_this())] if spec.workers.launcher == "local" else []
-    _check_disk(resolved, output or spec.output)
-    return resolved, [*memory, *file_warnings(resolved)]
+    memory = check_host(resolved, Machine.of_this()) if spec.workers.launcher == "local" else []
+    disk = _check_disk(resolved, output or spec.output)
+    return resolved, [*_size_lines(resolved), *memory, disk, *file_warnings(resolved)]
 
 
-def host_uses(run: ResolvedRun, *, on_gpu: bool) -> Iterator[MemoryUse]:
-    """Yield the memory of the host that the processes of a run on one machine take, without that of `ring_uses`.
-
-    Args:
-        run: The run.
-        on_gpu: The models are on GPUs.
-    """
-    spec, count = run.spec, run.world
-    if not on_gpu:
-        yield MemoryUse("the student's state", count * student_bytes(spec))
-        for number, teacher in enumerate(spec.teacher):
-            if teacher.loads_model:
-                yield MemoryUse(f"{spec.teacher_name(number)}'s weights", count * teacher_bytes(teacher))
-        if spec.rollout is not None and not spec.rollout.url:
-            generating = spec.workers.nodes * spec.rollout.workers + 1  # and the weights that are published
-            weights = weight_bytes(spec.student.model, spec.student.dtype)
-            yield MemoryUse("the weights of rollout workers", generating * weights)
-    yield MemoryUse("the copy for checkpoints", count * checkpoint_bytes(spec))
+def _size_lines(run: ResolvedRun) -> list[str]:
+    """Return what the run reads and trains, in two lines."""
+    spec, epochs = run.spec, run.spec.data.epochs
+    texts = f"{run.records:,} {'pieces' if run.piece_bytes else 'records'}, {epochs} epoch{'s' * (epochs > 1)}"
+    steps = f"{run.positions:,} samples in {run.steps:,} steps of {spec.train.samples_per_step}"
+    tokens = f"at most {run.positions * spec.student.context_length:,} tokens"
+    loaded = [
+        (spec.teacher_name(number), teacher) for number, teacher in enumerate(spec.teacher) if teacher.loads_model
+    ]
+    models = [("student", spec.student), *loaded]
+    counts = [f"{what} {weight_count(model.model) / 1e6:,.1f} million parameters" for what, model in models]
+    return [f"text: {texts}: {steps}, {tokens}", f"models: {', '.join(counts)}"]
 
 
-def ring_uses(run: ResolvedRun, *, on_gpu: bool) -> Iterator[MemoryUse]:
-    """Yield the memory of the host that the teachers' signals take; arguments as of `host_uses`."""
-    spec, transport = run.spec, run.spec.workers.transport
-    # Without the bindings "auto" falls back to shared memory (`xtoken_core.transports.factory`).
-    on_host = not on_gpu or transport in ("shared_memory", "queue") or (transport == "auto" and not has_bindings())
-    for number in range(len(spec.teacher)):
-        if on_host or spec.fills_on_host(number):
-            shape = ring_shape(run, number)
-            what = f"{spec.teacher_name(number)}'s signal in {shape.slots} slots"
-            yield MemoryUse(what, run.world * shape.memory_bytes)
-
-
-def has_bindings() -> bool:
-    """Return whether the bindings of CUDA's runtime are installed, with which a ring can be on a GPU."""
-    return find_spec("cuda") is not None and find_spec("cuda.bindings") is not None
-
-
-def check_host(run: ResolvedRun, machine: Machine) -> str:
+def check_host(run: ResolvedRun, machine: Machine) -> list[str]:
     """Refuse a run on one machine that keeps more there than can be used.
+
+    GPUs are checked by the processes that use them.
 
     Args:
         run: The run.
         machine: The machine; what is not known of it is not checked.
 
     Returns:
-        The estimate in one line.
+        The estimate of its memory, a line for each process and one for all, and a warning if it is above what there is.
 
     Raises:
         ConfigError: It keeps more; the text lists the parts, and names the settings.
     """
-    spec = run.spec
-    on_gpu = spec.workers.device == "cuda" or (bool(machine.gpu_bytes) and spec.workers.device != "cpu")
-    rings = list(ring_uses(run, on_gpu=on_gpu))
-    places = [("host memory (available)", [*host_uses(run, on_gpu=on_gpu), *rings], machine.memory_bytes)]
-    if spec.workers.transport != "queue":
-        places.append(("/dev/shm", rings, machine.shared_bytes))
+    spec, places = run.spec, places_of(run, machine)
     remedies = (
         f"lower train.micro_batch_tokens = {spec.train.micro_batch_tokens} or workers.slots = {spec.workers.slots}, "
         'send less (teacher.content = "hidden" or "topk"), or take smaller models or dtypes'
     )
-    for where, uses, total in places:
-        if total and (why := exceeds_memory(uses, total, where, remedies)):
+    for place in places:
+        on_host = not place.name.startswith("cuda")
+        if on_host and place.total and (why := exceeds_memory(place.uses, place.total, place.name, remedies)):
             raise ConfigError(why)
-    if on_gpu and machine.gpu_bytes:
-        gpu = list(memory_uses(run, 0, max(1, count_gpus()), rings=not rings))
-        places.insert(0, ("cuda:0", gpu, machine.gpu_bytes))
-    kept = [f"{sum(use.nbytes for use in uses) / GIB:.2f} of {total / GIB:.2f} GiB in {w}" for w, uses, total in places]
-    return f"memory: before any activation the run keeps {', '.join(kept)}"
+    short = [place.name for place in places if 0 < place.total < place.needed]
+    above = f"the run may need more memory than there is in {' and '.join(short)}: {remedies}"
+    return [*memory_lines(places), *([above] if short else [])]
 
 
-def checkpoint_bytes(spec: RunSpec) -> int:
-    """Return the bytes of a rank's part of a checkpoint, and of its copy in memory; adapters are not counted."""
-    if spec.train.lora is not None:
-        return 0
-    whole = student_bytes(spec, copies=COPIES_BETWEEN_STEPS)
-    masters = spec.train.master_weights and spec.student.dtype != "float32"
-    return whole - weight_bytes(spec.student.model, spec.student.dtype) if masters and shards(spec) == 1 else whole
+def memory_lines(places: Sequence[Place]) -> list[str]:
+    """Return an estimate of memory in lines: processes that take the same in one, and what all of them take."""
+    taken: dict[str, dict[str, int]] = {}
+    for place in places:
+        for use in place.uses:
+            if place.name == SHARED or use.where != Where.SHARED:
+                of = taken.setdefault(use.process, {})
+                of[place.name] = of.get(place.name, 0) + use.nbytes
+    alike: dict[str, list[str]] = {}
+    for process, sizes in taken.items():
+        text = ", ".join(f"{gib(size)} {name.partition(' (')[0]}" for name, size in sizes.items() if size)
+        alike.setdefault(text, []).append(process)
+    lines = [f"memory of {', '.join(names)}: {text}{' each' * (len(names) > 1)}" for text, names in alike.items()]
+    whole = ", ".join(f"{gib(place.needed)} of {gib(place.total)} {place.name}" for place in places if place.needed)
+    return [*lines, f"memory of the run: about {whole}"]
 
 
-def _check_disk(run: ResolvedRun, output: Path) -> None:
+def gib(nbytes: float) -> str:
+    """Format a size in GiB.
+
+    >>> gib(3 << 29)
+    '1.50 GiB'
+    """
+    return f"{nbytes / GIB:.2f} GiB"
+
+
+def _check_disk(run: ResolvedRun, output: Path) -> str:
     """Refuse a disk that has no room for a checkpoint.
+
+    Returns:
+        What checkpoints and the exported model take, in a line.
 
     Raises:
         OutputError: It has none.
     """
+    spec = run.spec
     place = next(path for path in (output, *output.parents) if path.exists())
-    needed = checkpoint_bytes(run.spec) * shards(run.spec)
+    needed = checkpoint_bytes(spec) * shards(spec)
     free = shutil.disk_usage(place).free
     if needed > free:
         raise OutputError(
             f"the disk of {output} has {free} bytes free, a checkpoint takes {needed}: free some, name an output on "
             'another disk, or keep less (train.optimizer = "adafactor", train.lora)'
         )
+    kept = spec.train.keep_checkpoints + (1 if spec.eval is not None and spec.eval.keep_best else 0)
+    model = weight_bytes(spec.student.model, spec.student.dtype)
+    return (
+        f"disk: at most {kept} checkpoints of {gib(needed)}, and the model of {gib(model)}: "
+        f"{gib(kept * needed + model)} of {gib(free)} free"
+    )

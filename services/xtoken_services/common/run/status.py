@@ -11,7 +11,8 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from xtoken_core.config.spec import RunSpec
-from xtoken_services.common.run.metric_lines import BITS, finite, table
+from xtoken_services.common.run.metric_lines import finite, table
+from xtoken_services.common.run.verdict import Difference, difference
 
 RECENT_STEPS = 20
 """Steps whose mean duration is extrapolated."""
@@ -169,12 +170,10 @@ class RunStatus(RunSummary):
         return exported_evaluation(self.spec, self.summary, self.evaluation, self.best_evaluation)
 
     @property
-    def change(self) -> float | None:
+    def change(self) -> Difference | None:
         """Change of the exported weights' bits per byte since step 0; None before a second evaluation."""
-        first, last = finite(self.first_evaluation), finite(self.exported)
-        if first.get("step") != 0 or not last.get("step") or BITS not in first or BITS not in last:
-            return None
-        return last[BITS] - first[BITS]
+        first, last = self.first_evaluation or {}, self.exported
+        return difference(last, first) if first.get("step") == 0 and last.get("step") else None
 
     def remaining_s(self, steps: Sequence[Mapping[str, Any]] = ()) -> float | None:
         """Return the seconds until the last step and evaluation; None if unknown.

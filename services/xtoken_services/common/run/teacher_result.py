@@ -12,8 +12,8 @@ from xtoken_services.common.files.jsonl import replace_file
 from xtoken_services.common.run.metric_lines import BITS, finite
 
 
-def read_result(spec: RunSpec, teacher: int, text: str) -> float | None:
-    """Return a teacher's bits per byte on the held-out text; None if it has not been measured.
+def read_result(spec: RunSpec, teacher: int, text: str) -> dict[str, Any] | None:
+    """Return a teacher's result on the held-out text, as a line of `eval.jsonl`; None if it has not been measured.
 
     Args:
         spec: The run.
@@ -24,7 +24,7 @@ def read_result(spec: RunSpec, teacher: int, text: str) -> float | None:
         document = read_json_object(_file(spec, teacher))
     except (OSError, ValueError):
         return None
-    return finite(document).get(BITS) if document.get("of") == _of(spec, teacher, text) else None
+    return document if document.get("of") == _of(spec, teacher, text) and BITS in finite(document) else None
 
 
 def write_result(spec: RunSpec, teacher: int, text: str, result: dict[str, Any]) -> None:

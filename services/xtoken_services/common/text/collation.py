@@ -137,7 +137,7 @@ def look_at_sample(
     A tokenizer may take seconds for each mebibyte: of long texts fewer are looked at.
 
     Returns:
-        The numbers of `positions`, `skipped` and `truncated` ones, and why the first one is skipped.
+        The numbers of `positions`, `skipped` and `truncated` ones and of `tokens`, and why the first is skipped.
 
     Raises:
         BadRecordError: None can be used, or one cannot and `on_bad_record` is "fail".
@@ -166,7 +166,8 @@ def look_at_sample(
     if number and not ids:
         raise BadRecordError(f"none of {number} samples, evenly spread over the run, can be used; the first: {reason}")
     cut = sum(columns[schema.TRUNCATED.name].values.cast("?")) if ids else 0
-    return {"positions": number, "skipped": number - len(ids), "truncated": cut, "reason": reason}
+    tokens = sum(columns[schema.INPUT_LENGTHS.name].values.cast("q")) if ids else 0
+    return {"positions": number, "skipped": number - len(ids), "truncated": cut, "tokens": tokens, "reason": reason}
 
 
 def row_counts(run: ResolvedRun) -> Counts:

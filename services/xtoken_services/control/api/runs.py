@@ -59,10 +59,11 @@ def start_run(
 ) -> RunStatus | DryRun:
     """Start a run.
 
-    The body has the fields of a run file as JSON, with absolute paths; a relative `output` is below the runs'
-    directory. A body without `output` or a model's `context_length` is completed as `xtoken run` completes a run file:
-    with all of its defaults, with held-out text unless `eval` is `"none"`, and in the first free directory of the run's
-    name; `output` and `spec` of the response have what was chosen. Any other body is taken as it is.
+    The body has the fields of a run file as JSON; relative paths are below the first `--root`, a relative `output` is
+    below the runs' directory. A body without `output` or a model's `context_length` is completed as `xtoken run`
+    completes a run file: with all of its defaults, with held-out text unless `eval` is `"none"`, and in the first free
+    directory of the run's name; `output` and `spec` of the response have what was chosen. Any other body is taken as
+    it is.
 
     The run's files are validated first; if that takes long, the response is sent before, and an error shows in the
     run's state. With `dry_run` they are only validated. The status is 200 for a dry run and for a key that was used

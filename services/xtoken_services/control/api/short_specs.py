@@ -105,7 +105,7 @@ def complete(runs: Runs, document: Mapping[str, Any]) -> tuple[RunSpec, list[str
     try:
         roots = runs.validator.roots
         environment = roots.environment if roots is not None else {}
-        return complete_document(document, paths, environment)
+        return complete_document(document, runs.validator.inputs, paths, environment)
     finally:
         _slots.release()
 
@@ -124,12 +124,14 @@ def checked(runs: Runs, document: Mapping[str, Any]) -> RunSpec:
     filled: dict[str, Any] = json.loads(json.dumps(expanded(document), default=str))
     models = {f"teacher.{number}": teacher for number, teacher in enumerate(filled.get("teacher", ()))}
     for name, model in {"student": filled["student"], **models}.items():
-        path = Path(model["model"])
+        path = runs.validator.inputs / str(model["model"])
         if not path.is_absolute():
-            raise RefusedError(f"{name}.model", f"{path} is relative: a control plane needs absolute paths")
+            raise RefusedError(
+                f"{name}.model", f"{path} is relative: a control plane without --root needs absolute paths"
+            )
         if runs.validator.roots is not None:
             runs.validator.roots.check(path, f"{name}.model")
-    fill_model_defaults(RunDefaults(filled, {}, Machine(1)), Path("/"))
+    fill_model_defaults(RunDefaults(filled, {}, Machine(1)), runs.validator.inputs)
     return runs.validate(RunSpec.model_validate(filled))
 
 

@@ -10,7 +10,8 @@ from fastapi import APIRouter, HTTPException, Query, Request, Response
 
 from xtoken_core.config.spec import RunSpec
 from xtoken_services.common.run.baseline import baseline_output
-from xtoken_services.common.run.verdict import Verdict, describe, judge
+from xtoken_services.common.run.metric_lines import with_error
+from xtoken_services.common.run.verdict import Verdict, difference
 from xtoken_services.control.api.dependencies import Context
 from xtoken_services.control.web.charts import COMPARED
 from xtoken_services.control.web.render import PageRoute, page
@@ -72,12 +73,11 @@ def _finding(runs: list[RunView]) -> tuple[Verdict, str]:
     if len(measured) < 2:
         return Verdict.SAME, ""
     best, second, *_ = sorted(measured, key=lambda view: view.bits or 0.0)
-    assert best.bits is not None and second.bits is not None
-    labels = _labels(runs)
-    return judge(best.bits - second.bits), (
-        f"lowest on held-out text: {labels[best.id]} with {best.bits:.4f} bits per byte after "
-        f"{best.evaluation_step} steps; beside {labels[second.id]}: "
-        f"{describe(best.bits - second.bits)}"
+    labels, change = _labels(runs), difference(best.evaluation, second.evaluation)
+    assert change is not None
+    return change.verdict, (
+        f"lowest on held-out text: {labels[best.id]} with {with_error(best.evaluation)} bits per byte after "
+        f"{best.evaluation_step} steps; beside {labels[second.id]}: {change}"
     )
 
 

@@ -49,7 +49,7 @@ FIELDS = {
 }
 """Settings of the form, in its order, with their labels."""
 START = """\
-# A run file, as for `xtoken run`, with absolute paths. What is left out has a default: Check shows all of them.
+# A run file, as for `xtoken run`; paths are below the first --root. Check shows what is left out.
 
 name = "run"
 # eval = "none"   # without it a part of the text is held back, and the student is evaluated on that

@@ -8,10 +8,10 @@ from typing import Any
 
 from xtoken_services.common.run.baseline import why_no_baseline
 from xtoken_services.common.run.loss_words import divergence_name, loss_in_words
-from xtoken_services.common.run.metric_lines import BITS, TASK, finite
+from xtoken_services.common.run.metric_lines import BITS, TASK, finite, with_error
 from xtoken_services.common.run.run_warnings import warnings_of
 from xtoken_services.common.run.status import RunState, RunStatus
-from xtoken_services.common.run.verdict import Verdict, judge
+from xtoken_services.common.run.verdict import Difference
 from xtoken_services.control.api.dependencies import AppContext
 from xtoken_services.control.web.formatting import number, percent, seconds_since
 from xtoken_services.supervisor.comparison import Comparison, compare_with_baseline
@@ -128,14 +128,14 @@ class RunView:
         return finite(self.evaluation).get(BITS)
 
     @property
-    def change(self) -> float | None:
-        """Change of the bits per byte since step 0; negative is better."""
-        return self._status.change
+    def bits_text(self) -> str:
+        """The bits per byte with their standard error over documents."""
+        return with_error(self.evaluation, amount=False)
 
     @property
-    def verdict(self) -> Verdict | None:
-        """Verdict on the change since step 0."""
-        return None if self.change is None else judge(self.change)
+    def change(self) -> Difference | None:
+        """Change of the bits per byte since step 0; negative is better."""
+        return self._status.change
 
     @property
     def tokens_per_second(self) -> float | None:

@@ -9,6 +9,7 @@ import torch
 from pydantic import ValidationError
 from torch.nn.functional import cross_entropy
 
+from tests.support.evaluations import measured
 from xtoken_core.config import LossConfig
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import ConfigError
@@ -97,26 +98,27 @@ def test_a_run_is_compared_with_its_baseline(tmp_path: Path) -> None:
     for name, bits in (("out", 2.25), ("out-baseline", 2.5)):
         assert comparison_line(tmp_path / "out") == ""
         (tmp_path / name).mkdir()
-        (tmp_path / name / "eval.jsonl").write_text(f'{{"step": 8, "bits_per_byte": {bits}}}\n')
+        (tmp_path / name / "eval.jsonl").write_text(json.dumps(measured(bits, 8)) + "\n")
     assert "2.2500 bits per byte distilled" in comparison_line(tmp_path / "out")
-    assert "better by 0.2500 after 8 steps" in comparison_line(tmp_path / "out")
-    (tmp_path / "out" / "eval.jsonl").write_text('{"step": 8, "bits_per_byte": 2.4999}\n')
+    assert "better by 0.2500 ± 0.0000 after 8 steps" in comparison_line(tmp_path / "out")
+    (tmp_path / "out" / "eval.jsonl").write_text(json.dumps(measured(2.4999, 8)) + "\n")
     comparison = compare_with_baseline(tmp_path / "out")
     assert comparison is not None and comparison.verdict is Verdict.SAME
     assert "no difference that counts (-0.0001;" in comparison.line()
     document = comparison.document()
     assert (document["baseline"], document["verdict"]) == (2.5, "no difference that counts")
+    assert document["difference_error"] == pytest.approx(0, abs=1e-9)
 
 
 def test_runs_that_keep_their_best_student_are_compared_by_that(tmp_path: Path) -> None:
-    for name, worst in (("out", 9.0), ("out-baseline", "null")):
+    for name, worst in (("out", 9.0), ("out-baseline", None)):
         (tmp_path / name).mkdir()
         rows = ((0, 3.0), (8, 2.0 if name == "out" else 2.5), (16, worst), (24, worst))
-        lines = "".join(f'{{"step": {step}, "bits_per_byte": {bits}}}\n' for step, bits in rows)
+        lines = "".join(json.dumps(measured(bits, step)) + "\n" for step, bits in rows)
         (tmp_path / name / "eval.jsonl").write_text(lines)
         (tmp_path / name / "spec.json").write_text('{"eval": {"keep_best": true}}')
     assert "2.0000 bits per byte distilled, 2.5000 by" in comparison_line(tmp_path / "out")
-    assert "better by 0.5000 after 8 steps" in comparison_line(tmp_path / "out")
+    assert "better by 0.5000 ± 0.0000 after 8 steps" in comparison_line(tmp_path / "out")
 
 
 @pytest.mark.parametrize("blockwise", [False, True])

@@ -236,7 +236,9 @@ def test_llama_1b_from_qwen3_4b_fits_24_gib(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "text.jsonl").write_text('{"text": "x"}\n' * 9)
     (tmp_path / "run.toml").write_text(SHORT)
     counts = {"small": 1_235_814_400, "large": 4_022_468_096}
-    monkeypatch.setattr("xtoken_services.common.models.weights.weight_count", lambda directory: counts[directory.name])
+    monkeypatch.setattr(
+        "xtoken_services.common.run.memory_estimate.weight_count", lambda directory: counts[directory.name]
+    )
     spec, _ = load_run(tmp_path / "run.toml", machine=GPU_24)
     assert not spec.train.master_weights and spec.student.blockwise_head
     assert spec.content_of(0) == "hidden"

@@ -17,21 +17,26 @@ from xtoken_core.losses.common import LossTeacher
 from xtoken_core.transports.ring import RingShape
 from xtoken_services.common.batches.step_plan import ring_shape
 from xtoken_services.common.processes.supervised import MARK
-from xtoken_services.common.run import start_checks
+from xtoken_services.common.run import memory_estimate
 from xtoken_services.common.run.machine import Machine
 from xtoken_services.common.run.memory_estimate import (
+    FLOAT32,
+    GIB,
     MemoryUse,
+    Where,
+    all_uses,
     check_room,
     check_teacher,
+    checkpoint_bytes,
     custom_loss_memory,
     exceeds_memory,
     memory_shortage,
     memory_uses,
+    places_of,
     student_bytes,
     weight_bytes,
 )
-from xtoken_services.common.run.memory_values import FLOAT32, GIB
-from xtoken_services.common.run.start_checks import check_host, checkpoint_bytes
+from xtoken_services.common.run.start_checks import check_host
 from xtoken_services.trainer.optimizer import StudentOptimizer
 from xtoken_services.trainer.student import Student
 
@@ -78,19 +83,24 @@ def test_ranks_share_a_student_and_adapters_need_none_of_it(tmp_path: Path) -> N
     assert student_bytes(lora.spec) == weights
 
 
+def staying(run: ResolvedRun, gpu: int, gpus: int, **settings: Any) -> list[MemoryUse]:
+    """What stays on a GPU between micro-batches."""
+    return [use for use in memory_uses(run, gpu, gpus, **settings) if use.stays]
+
+
 def test_each_gpu_holds_its_ranks_and_the_teachers_that_are_put_there(tmp_path: Path) -> None:
     run = with_models(tmp_path, teachers=2, workers={"ranks": 2})
     teachers = [teacher.model_dump(mode="json") for teacher in run.spec.teacher]
     teachers[1] |= {"gpu": 1}
     run = with_models(tmp_path, teachers=2, workers={"ranks": 2}, teacher=teachers)
-    found = [[need.what for need in memory_uses(run, gpu, 2, rings=False)] for gpu in (0, 1)]
+    found = [[need.what for need in staying(run, gpu, 2, rings=False)] for gpu in (0, 1)]
     assert found == [
         ["the student's state of rank 0", "teacher 0's weights of rank 0", "teacher 1's weights of rank 1"],
         ["teacher 1's weights of rank 0", "the student's state of rank 1", "teacher 0's weights of rank 1"],
     ]
-    alone = list(memory_uses(run, 0, 1, rings=True))
+    alone = staying(run, 0, 1, rings=True)
     assert len(alone) == 2 * (1 + 2 * 2), "one GPU holds all of both ranks"
-    assert alone[2] == MemoryUse("its signal's 2 slots", ring_shape(run, 0).memory_bytes)
+    assert alone[2] == MemoryUse("its signal's 2 slots", ring_shape(run, 0).memory_bytes, "teacher-0-0")
 
 
 def test_a_stored_teacher_takes_a_gpu_only_for_a_ring_that_must_be_there(tmp_path: Path) -> None:
@@ -98,17 +108,19 @@ def test_a_stored_teacher_takes_a_gpu_only_for_a_ring_that_must_be_there(tmp_pat
     stored = [teacher.model_dump(mode="json") | {"content": "topk", "store": "s"}]
     for transport, kept in (("auto", []), ("cuda_ipc", ["its signal's 2 slots"])):
         run = with_models(tmp_path, teacher=stored, workers={"transport": transport})
-        assert [need.what for need in memory_uses(run, 0, 1, rings=True)] == ["the student's state", *kept]
+        assert [need.what for need in staying(run, 0, 1, rings=True)] == ["the student's state", *kept]
 
 
 def test_a_rollout_worker_has_the_students_weights(tmp_path: Path) -> None:
     settings = {"workers": 3, "max_new_tokens": 2}
     run = with_models(tmp_path, rollout=settings, loss={"kl_loss_weight_end": None})
     alone = {need.what for need in memory_uses(with_models(tmp_path), 0, 2, rings=False)}
-    added = [need for need in memory_uses(run, 0, 2, rings=False) if need.what not in alone]
+    added = [need for need in staying(run, 0, 2, rings=False) if need.what not in alone]
     weights = weight_bytes(run.spec.student.model, run.spec.student.dtype)
-    workers = [MemoryUse(f"rollout worker {number}'s weights", weights) for number in (0, 2)]
-    assert added == [MemoryUse("the published weights", weights), *workers]
+    workers = [
+        MemoryUse(f"rollout worker {number}'s weights", weights, f"rollout-{number}", gpu=number) for number in (0, 2)
+    ]
+    assert added == [MemoryUse("the published weights", weights, "trainer-0"), *workers]
 
 
 def test_what_is_too_much_is_told_in_one_line() -> None:
@@ -125,7 +137,7 @@ READ = {"eval": {"path": "held-out.jsonl", "teacher_kl": True}}
 
 def beside(run: ResolvedRun, *, gpus: int = 1) -> list[str]:
     """What is loaded beside the students on the first GPU while the held-out text is read."""
-    trained, read = (list(memory_uses(run, 0, gpus, rings=True, evaluates=evaluates)) for evaluates in (False, True))
+    trained, read = (memory_uses(run, 0, gpus, rings=True, evaluates=evaluates) for evaluates in (False, True))
     assert {need.what for need in trained} <= {need.what for need in read}
     return [need.what for need in read if "beside the student" in need.what]
 
@@ -166,7 +178,7 @@ def test_a_quantized_teacher_is_beside_the_student_in_its_own_dtype(tmp_path: Pa
     plain = with_models(tmp_path)
     run = with_models(tmp_path, teacher=in_bfloat16(plain, **{name: True}), **READ)
     weights = weight_bytes(run.spec.student.model, "bfloat16")
-    assert [need.nbytes for need in memory_uses(run, 0, 1, rings=False, evaluates=True)][1:] == [
+    assert [need.nbytes for need in staying(run, 0, 1, rings=False, evaluates=True)][1:] == [
         weights,
         int(weights * bits / 16),
     ]
@@ -198,7 +210,7 @@ def test_a_custom_loss_declares_its_memory(tmp_path: Path, caplog: pytest.LogCap
     assert needs(run, Large) == [MemoryUse("Large on 1048576 positions", 50 << 20)]
     in_blocks = with_models(tmp_path, **own, student={"blockwise_head": True})
     assert needs(in_blocks, Large) == [MemoryUse("Large on 2048 positions", 50 << 11)]
-    kept = sum(need.nbytes for need in memory_uses(run, 0, 1, rings=False))
+    kept = sum(need.nbytes for need in staying(run, 0, 1, rings=False))
     assert memory_shortage(run, 0, 1, kept, rings=False) == ""
     assert "Large on 1048576 positions 0.05" in memory_shortage(run, 0, 1, kept, rings=False, further=needs(run, Large))
     assert caplog.messages == [] and needs(run, Unknown) == []
@@ -250,8 +262,41 @@ def test_without_bindings_the_slots_of_auto_are_in_shared_memory(
 ) -> None:
     run = with_models(tmp_path, workers={"transport": "auto", "device": "cuda"})
     machine = Machine(1, gpu_bytes=80 * GIB, memory_bytes=80 * GIB, shared_bytes=1)
-    monkeypatch.setattr(start_checks, "has_bindings", lambda: True)
-    assert "cuda:0" in check_host(run, machine)
-    monkeypatch.setattr(start_checks, "has_bindings", lambda: False)
+    monkeypatch.setattr(memory_estimate, "has_bindings", lambda: True)
+    assert "cuda:0" in check_host(run, machine)[-1]
+    monkeypatch.setattr(memory_estimate, "has_bindings", lambda: False)
     with pytest.raises(ConfigError, match=r"^/dev/shm has 0\.00 GiB"):
         check_host(run, machine)
+
+
+def test_all_of_a_run_is_in_one_place_and_each_process_is_named(tmp_path: Path) -> None:
+    run = with_models(tmp_path, teachers=2, workers={"device": "cpu", "collators": 2})
+    machine = Machine(1, memory_bytes=GIB * 64, shared_bytes=GIB)
+    host, shared = places_of(run, machine)
+    assert sum(use.nbytes for use in all_uses(run, rings=False, on_gpu=False)) == host.needed, "a CPU run has no other"
+    assert shared.needed == sum(ring_shape(run, number).memory_bytes for number in (0, 1))
+    *processes, whole = check_host(run, machine)
+    named = {name for line in processes for name in line.split(": ")[0].removeprefix("memory of ").split(", ")}
+    workers = ["queue", "collator-0", "collator-1", "teacher-0-0", "teacher-1-0", "trainer-0"]
+    assert named == {"supervisor", *workers}
+    assert "of 64.00 GiB host memory (available)" in whole and "of 1.00 GiB /dev/shm" in whole
+
+
+def test_what_may_be_too_much_is_a_warning_and_what_stays_is_refused(tmp_path: Path) -> None:
+    run = with_models(tmp_path, workers={"device": "cpu"})
+    (host, _) = places_of(run, Machine(1))
+    stays = sum(use.nbytes for use in host.uses if use.stays)
+    *_, warning = check_host(run, Machine(1, memory_bytes=host.needed - 1))
+    assert warning.startswith("the run may need more memory than there is in host memory (available): lower")
+    assert not check_host(run, Machine(1, memory_bytes=host.needed))[-1].startswith("the run may")
+    check_host(run, Machine(1, memory_bytes=stays))
+    with pytest.raises(
+        ConfigError, match=r"^host memory \(available\) has .* before any activation \(the student's state"
+    ):
+        check_host(run, Machine(1, memory_bytes=stays - 1))
+
+
+def test_the_ring_is_on_the_device_or_in_shared_memory_never_in_both(tmp_path: Path) -> None:
+    run = with_models(tmp_path)
+    for rings, where in ((True, Where.DEVICE), (False, Where.SHARED)):
+        assert [use.where for use in all_uses(run, rings=rings) if "signal" in use.what] == [where]

@@ -6,15 +6,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from tests.support.evaluations import measured
 from tests.unit.supervisor.test_progress import status as status_of
 from xtoken_services.common.run.run_warnings import warnings_of
 from xtoken_services.common.run.status import RunStatus
 from xtoken_services.supervisor.progress import LineView, final_line, metrics_of
 
-EVALUATIONS = {
-    "first_evaluation": {"step": 0, "bits_per_byte": 2.329},
-    "evaluation": {"step": 100, "bits_per_byte": 2.38},
-}
+EVALUATIONS = {"first_evaluation": measured(2.329), "evaluation": measured(2.38, 100)}
 
 
 LAST = {"step": 99, "unreachable_mass_t0": 0.44, "kl_fraction": 0.02, "kl_loss_scale": 1.0}
@@ -37,11 +35,11 @@ def test_each_kind_of_harm_is_named() -> None:
 
 
 def test_harmless_metrics_are_not() -> None:
-    better = {"step": 100, "bits_per_byte": 2.1}
+    better = measured(2.1, 100)
     harmless = {"unreachable_mass_t0": 0.05, "kl_fraction": 0.6, "kl_loss_scale": 1.0}
     assert warnings_of(status(last=harmless, evaluation=better)) == {}
     assert warnings_of(status(last=None, evaluation=EVALUATIONS["first_evaluation"])) == {}
-    unchanged = {"step": 100, "bits_per_byte": 2.3291}
+    unchanged = measured(2.3291, 100)
     assert warnings_of(status(last=harmless, evaluation=unchanged)) == {}
     assert "(since step 0: no difference that counts (+0.0001;" in final_line(status(evaluation=unchanged))
     assert warnings_of(status(last={"kl_fraction": 0.0, "kl_loss_scale": 0.0}, evaluation=better)) == {}
@@ -54,12 +52,16 @@ def test_harmless_metrics_are_not() -> None:
 
 
 def test_a_teacher_is_compared_with_the_student() -> None:
-    def told(teacher: float) -> RunStatus:
-        first, last = ({**each, "teacher_bits_per_byte": teacher} for each in EVALUATIONS.values())
+    def told(teacher: float, error: float | None = 0.01) -> RunStatus:
+        first, last = (
+            {**each, "teacher_bits_per_byte": teacher, "teacher_difference_error": error}
+            for each in EVALUATIONS.values()
+        )
         return status(last=None, first_evaluation=first, evaluation={**last, "bits_per_byte": 2.08})
 
     worse = warnings_of(told(2.4))["teacher_bits_per_byte"]
-    assert "before any training: 2.4000 and 2.3290 bits per byte" in worse
+    assert "before any training: 2.4000 and 2.3290 (4 documents, 4,000 bytes) bits per byte" in worse
+    assert warnings_of(told(2.4, 0.04)) == {} == warnings_of(told(2.4, None)), "within two standard errors"
     assert warnings_of(told(1.831)) == {}
     assert "the teacher has 1.8310, 50% of the distance to it is covered" in final_line(told(1.831))
     assert "covered" not in final_line(told(2.4)) and "the teacher has 2.4000" in final_line(told(2.4))
@@ -67,16 +69,21 @@ def test_a_teacher_is_compared_with_the_student() -> None:
 
 
 def test_a_run_that_keeps_its_best_student_is_judged_by_that() -> None:
-    best = {"best_evaluation": {"step": 40, "bits_per_byte": 2.1}}
+    best = {"best_evaluation": measured(2.1, 40)}
     kept = status(**best, spec={"eval": {"keep_best": True}})
     assert "bits_per_byte" not in warnings_of(kept) and "bits_per_byte" in warnings_of(status(**best))
     line = final_line(kept)
-    assert "2.1000 bits per byte on held-out text after step 40, the best (since step 0: better by 0.2290)" in line
+    assert "2.1000 (4 documents, 4,000 bytes) bits per byte on held-out text after step 40, the best (since" in line
+    assert "step 0: better by 0.2290 ±" in line
     assert ("best", "2.1000 of step 40") in metrics_of(kept)
     none_yet = changed(kept, best_evaluation=None, evaluation=EVALUATIONS["first_evaluation"])
-    assert "2.3290 bits per byte on held-out text after step 0; model in" in final_line(none_yet)
+    assert "2.3290 (4 documents, 4,000 bytes) bits per byte on held-out text after step 0; model in" in final_line(
+        none_yet
+    )
     last = {"trained": 8, "positions": 8} | {"held_out": {"step": 100}}  # the checkpoint of step 40 was missing
-    assert "2.3800 bits per byte on held-out text after step 100" in final_line(changed(kept, summary=last))
+    assert "2.3800 (4 documents, 4,000 bytes) bits per byte on held-out text after step 100" in final_line(
+        changed(kept, summary=last)
+    )
 
 
 def test_the_console_prints_a_warning_once_and_the_end_the_change() -> None:
@@ -90,23 +97,22 @@ def test_the_console_prints_a_warning_once_and_the_end_the_change() -> None:
         view.show(status(state="running", last=later))
     assert file.getvalue().count("30% of the probability of teacher 1") == 1, "a warning that comes after others"
     assert file.getvalue().count("worse than at step 0") == 1
-    assert "2.3800 bits per byte on held-out text (since step 0: worse by 0.0510)" in final_line(status())
+    assert "bits per byte on held-out text (since step 0: worse by 0.0510 ± 0.0000)" in final_line(status())
 
 
 def test_an_exported_student_past_its_best_step_is_told_at_the_end() -> None:
-    last = {"step": 100, "bits_per_byte": 2.3}
-    best = {"step": 40, "bits_per_byte": 2.1, "evaluations_since": 3}
-    over = status(evaluation=last, last=None, summary={"trained": 8, "best": best})
+    over = status(evaluation=measured(2.3, 100), last=None, best_evaluation=measured(2.1, 40))
     line = warnings_of(over)["best"]
-    assert "2.3000 bits per byte on held-out text after 100 steps, 2.1000 after 40" in line
+    assert "2.3000 (4 documents, 4,000 bytes) bits per byte on held-out text after 100 steps, 2.1000 after 40" in line
     assert "eval.keep_best = true" in line
     file = io.StringIO()
     view = LineView(Console(file=file, width=400))
     view.end(over)
     assert line in file.getvalue().splitlines()[0]
     kept = changed(over, spec={"eval": {"keep_best": True}})
-    as_good = changed(over, summary={"best": best | {"bits_per_byte": 2.295}})
-    for harmless in (kept, as_good, changed(over, summary={"trained": 8}), changed(over, summary=None)):
+    as_good = changed(over, best_evaluation=measured(2.295, 40))
+    unsure = changed(over, best_evaluation=measured(2.1, 40, apart=0.4))
+    for harmless in (kept, as_good, unsure, changed(over, best_evaluation=None), changed(over, summary=None)):
         assert "best" not in warnings_of(harmless)
 
 

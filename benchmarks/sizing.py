@@ -1,0 +1,263 @@
+"""The estimate of a run's memory beside the peaks of its processes, on a CPU or on GPUs.
+
+    python -m benchmarks.sizing WORK [--only NAME ...] [--device cuda] [--student DIR --teacher DIR] [--out FILE]
+
+makes two tokenizers and models with random weights in WORK, unless real ones are named, and runs every case of `CASES`
+for a few steps by `xtoken run --json`, whose statuses name the processes. Of each process `/proc` is read every 20 ms:
+its peak is the largest sum of anonymous and file pages, `/dev/shm` the trainer's mapped pages. A GPU's peak is what its
+driver counts as used beyond the start. Rows are added to what FILE has of other devices and models.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
+import tomli_w
+import torch
+import transformers
+
+from benchmarks.other_tree import ROOT, environment
+from benchmarks.sizing_page import BELOW, WITHIN, is_right, sums
+from xtoken_core.atomic import atomic_write
+from xtoken_core.config.resolved import parse_resolved_run
+from xtoken_services.common.run.machine import Machine
+from xtoken_services.common.run.memory_estimate import SHARED, Where, places_of
+from xtoken_services.common.run.resume import RESOLVED
+
+OUT = Path(__file__).parent / "results" / "sizing.json"
+POLL_S = 0.02
+STEPS = 2
+CONTEXT = 256
+FIELDS = ("RssAnon", "RssFile", "RssShmem")
+MODELS = {"student": (192, 4, 4096), "teacher": (256, 6, 6144)}
+"""Hidden units, layers and tokens of the made models."""
+HIDDEN = {"student": {"blockwise_head": True}, "teacher": {"content": "hidden"}}
+CASES: dict[str, dict[str, Any]] = {
+    "logits": {},
+    "p_kl": {"loss": {"mode": "p_kl"}},
+    "hidden": HIDDEN,
+    "hidden_checkpointed": {
+        "student": {"blockwise_head": True, "checkpoint_activations": True},
+        "teacher": {"content": "hidden"},
+    },
+    "topk": {"teacher": {"content": "topk", "topk": 64}},
+    "small_batch": {"train": {"micro_batch_tokens": 512}},
+    "cross_entropy": {"teacher": None},
+    "stored": {"teacher": {"content": "topk", "topk": 64, "store": "store", "store_missing": "compute"}},
+    "rollouts": {
+        "student": {"context_length": 320},
+        "loss": {"mode": "chain"},
+        "rollout": {"max_new_tokens": 48, "fraction": 0.5},
+        "train": {"samples_per_step": 32, "micro_batch_tokens": 1024},  # several, so that slots are used
+    },
+}
+
+
+def make_inputs(work: Path) -> None:
+    """Write tokenizers, models and text, unless they are there."""
+    from xtoken_services.demo.vocabularies import train_student_tokenizer, train_teacher_tokenizer
+
+    if (work / "text.jsonl").exists():
+        return
+    work.mkdir(parents=True, exist_ok=True)
+    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    texts = [file.read_text(encoding="utf-8", errors="replace")[:1500] for file in files]
+    train = {"student": train_student_tokenizer, "teacher": train_teacher_tokenizer}
+    for name, (hidden, layers, vocabulary) in MODELS.items():
+        train[name](texts, work / name, vocabulary=vocabulary)
+        torch.manual_seed(0)
+        config = transformers.LlamaConfig(
+            vocab_size=len(transformers.AutoTokenizer.from_pretrained(work / name)),
+            hidden_size=hidden, intermediate_size=hidden * 8 // 3, num_hidden_layers=layers,
+            num_attention_heads=hidden // 64, max_position_embeddings=2048,
+        )  # fmt: skip
+        transformers.LlamaForCausalLM(config).save_pretrained(work / name)
+    lines = [json.dumps({"text": text}) for text in texts]
+    (work / "text.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def document(case: str, work: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the run file of a case."""
+    tables: dict[str, Any] = {
+        "name": f"sizing-{case}",
+        "output": str(work / "runs" / case),
+        "student": {"model": str(arguments.student or work / "student"), "context_length": CONTEXT},
+        "teacher": {"model": str(arguments.teacher or work / "teacher"), "context_length": CONTEXT},
+        "data": {"path": str(work / "text.jsonl")},
+        "train": {"max_steps": STEPS, "samples_per_step": 16, "micro_batch_tokens": arguments.tokens},
+        "eval": {"every": STEPS, "max_bytes": 1 << 14},
+        "workers": {"device": arguments.device, "collators": 1},
+    }
+    for name, change in CASES[case].items():
+        tables[name] = None if change is None else {**tables.get(name, {}), **change}
+    return {name: table for name, table in tables.items() if table is not None}
+
+
+class Peaks:
+    """The largest memory of each process of a run so far."""
+
+    def __init__(self) -> None:
+        self.names: dict[int, str] = {}
+        self.host: dict[str, int] = {}
+        self.shared = self.gpu = 0
+        self._gpu_before = self._gpu_used()
+
+    def read(self, supervisor: psutil.Process) -> None:
+        """Read the memory of the processes that are known by name."""
+        for pid, name in list(self.names.items()):
+            try:
+                lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+            except OSError:
+                continue
+            of = {line.split(":")[0]: int(line.split()[1]) << 10 for line in lines if line.startswith(FIELDS)}
+            if len(of) == len(FIELDS):
+                self.host[name] = max(self.host.get(name, 0), of["RssAnon"] + of["RssFile"])
+                if name.startswith("trainer"):
+                    self.shared = max(self.shared, of["RssShmem"])
+        self.gpu = max(self.gpu, self._gpu_used() - self._gpu_before)
+
+    def _gpu_used(self) -> int:
+        if not torch.cuda.is_available():
+            return 0
+        free, total = torch.cuda.mem_get_info()
+        return total - free
+
+
+def measure(run_file: Path, output: Path, log: Path) -> dict[str, Any]:
+    """Run to the end, and return the peaks of its processes in bytes, and its speed.
+
+    Raises:
+        RuntimeError: It did not complete.
+    """
+    peaks = Peaks()
+    command = [sys.executable, "-P", "-m", "xtoken_services.cli", "run", str(run_file), "--json"]
+    with log.open("wb") as out:
+        process = psutil.Popen(command, env=environment(ROOT), cwd=ROOT, stdout=out, stderr=subprocess.STDOUT)
+        peaks.names[process.pid] = "supervisor"
+        with log.open("rb") as lines:
+            while process.poll() is None:
+                for line in lines:
+                    if line.startswith(b"{") and line.endswith(b"\n"):
+                        workers = json.loads(line).get("workers", ())
+                        peaks.names |= {each["pid"]: each["name"] for each in workers if each["pid"]}
+                peaks.read(process)
+                time.sleep(POLL_S)
+    if process.returncode:
+        raise RuntimeError(f"{run_file} failed: see {log}")
+    steps = [json.loads(line) for line in (output / "steps.jsonl").read_text().splitlines()]
+    return {
+        "host": peaks.host,
+        "shared": peaks.shared,
+        "gpu": peaks.gpu,
+        "memory_peak_bytes": max(step["memory_peak_bytes"] for step in steps),
+        "tokens_per_second": sorted(step["tokens_per_second"] for step in steps)[len(steps) // 2],
+    }
+
+
+def estimate(output: Path) -> dict[str, Any]:
+    """Return the estimate of a run that was made, in the terms of `measure`."""
+    run = parse_resolved_run((output / RESOLVED).read_bytes(), source=str(output))
+    machine = Machine.of_this()
+    host: dict[str, int] = {}
+    shared = gpu = 0
+    for place in places_of(run, machine):
+        if place.name == SHARED:
+            shared = place.needed
+        elif place.name.startswith("cuda"):
+            gpu = max(gpu, place.needed)
+        else:
+            for use in place.uses:
+                if use.where != Where.SHARED:
+                    host[use.process] = host.get(use.process, 0) + use.nbytes
+    return {"host": host, "shared": shared, "gpu": gpu}
+
+
+def ratios(row: dict[str, Any]) -> dict[str, float]:
+    """Return estimate over peak, of each kind of memory that is used."""
+    return {name: round(ours / theirs, 3) for name, (ours, theirs) in sums(row).items()}
+
+
+def kept(out: Path, row: dict[str, Any]) -> dict[str, Any]:
+    """Return the content of a result file with a row in place of an older one of the same case."""
+    others = [each for each in rows_of(out) if not is_same(each, row)]
+    return {"within": WITHIN, "below": BELOW, "rows": [*others, row]}
+
+
+def rows_of(out: Path) -> list[dict[str, Any]]:
+    """Return the rows of a result file; none if there is none."""
+    return json.loads(out.read_text(encoding="utf-8"))["rows"] if out.exists() else []
+
+
+def is_same(row: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Return whether two rows are of the same case, device and models."""
+    return all(row[name] == other[name] for name in ("case", "device", "student", "teacher", "tokens"))
+
+
+def known_peak(out: Path, row: dict[str, Any]) -> dict[str, Any]:
+    """Return the peak that a result file has for a row's case."""
+    return next(each["peak"] for each in rows_of(out) if is_same(each, row))
+
+
+def machine_of(device: str) -> dict[str, Any]:
+    """Return the hardware and the versions."""
+    gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda}
+    cores = len(os.sched_getaffinity(0))
+    return {
+        "gpus": gpus if device == "cuda" else [],
+        "cores": cores,
+        **versions,
+        "transformers": transformers.__version__,
+    }
+
+
+def main() -> int:
+    """Measure, write the result, and return 1 if an estimate is out of bounds."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("work", type=Path)
+    parser.add_argument("--only", nargs="*", default=list(CASES), choices=CASES)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--tokens", type=int, default=2048, help="train.micro_batch_tokens")
+    parser.add_argument("--student", type=Path)
+    parser.add_argument("--teacher", type=Path)
+    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--estimate", action="store_true", help="renew the estimates of runs that are in WORK")
+    arguments = parser.parse_args()
+    work, wrong = arguments.work.resolve(), 0
+    make_inputs(work)
+    for case in arguments.only:
+        made = document(case, work, arguments)
+        run_file, output = work / f"{case}.toml", Path(made["output"])
+        run_file.write_text(tomli_w.dumps(made), encoding="utf-8")
+        for old in () if arguments.estimate else (output, work / "store"):
+            shutil.rmtree(old, ignore_errors=True)
+        row = {
+            "case": case,
+            "device": arguments.device,
+            **{side: Path(made[side]["model"]).name if side in made else None for side in ("student", "teacher")},
+            "tokens": made["train"]["micro_batch_tokens"],
+            "machine": machine_of(arguments.device),
+        }
+        row["peak"] = (
+            known_peak(arguments.out, row) if arguments.estimate else measure(run_file, output, work / f"{case}.log")
+        )
+        row["estimate"] = estimate(output)
+        atomic_write(arguments.out, (json.dumps(kept(arguments.out, row), indent=1) + "\n").encode())
+        wrong += not is_right(row)
+        print(case, ratios(row), "" if is_right(row) else "out of bounds", flush=True)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
