@@ -64,7 +64,7 @@ def run(
         from xtoken_services.common.run.run_text import resolved_text
 
         for line in check_run(spec, None if control else loss):
-            typer.echo(line if line.startswith("memory: ") else f"warning: {line}", err=True)
+            typer.echo(line if line.startswith(("memory: ", "text: ")) else f"warning: {line}", err=True)
         typer.echo(resolved_text(spec, notes, as_json=as_json))
         return
     if control and loss is not None:

@@ -24,6 +24,7 @@ from xtoken_services.common.run.memory_estimate import (
 )
 from xtoken_services.common.run.memory_values import GIB
 from xtoken_services.common.run.resolve import Progress, file_warnings, resolve_run
+from xtoken_services.common.text.training_text import documents_of
 
 
 def check_start(
@@ -45,7 +46,14 @@ def check_start(
     resolved = resolve_run(spec, progress)
     memory = [check_host(resolved, Machine.of_this())] if spec.workers.launcher == "local" else []
     _check_disk(resolved, output or spec.output)
-    return resolved, [*memory, *file_warnings(resolved)]
+    return resolved, [*memory, *_forms(resolved.spec), *file_warnings(resolved)]
+
+
+def _forms(spec: RunSpec) -> Iterator[str]:
+    """Yield a line for each file of the text whose records were recognised as a form of conversations."""
+    for location, form in (found for text in documents_of(spec) for found in text.conversations()):
+        if form:
+            yield f"text: {location} is a record of {form}, and is read as messages, as is every other such record"
 
 
 def host_uses(run: ResolvedRun, *, on_gpu: bool) -> Iterator[MemoryUse]:

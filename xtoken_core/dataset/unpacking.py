@@ -1,0 +1,188 @@
+"""Text in other forms, written once to the user's cache with a record on every line: `.gz`, `.zst`, `.csv`, `.json`."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from xtoken_core.atomic import atomic_path
+from xtoken_core.config.data import COMPRESSIONS, MOST_TEXT_BYTES
+from xtoken_core.dataset.records import MAX_RECORD_BYTES
+from xtoken_core.errors import InputError
+from xtoken_core.regular_files import open_regular
+from xtoken_core.user_cache import user_cache
+
+Progress = Callable[[int, int], None]
+CHUNK = 1 << 20
+_SMALL_BYTES = 256 << 20
+_LARGEST_BYTES = 4 << 30
+_LARGEST_RATIO = 100
+"""Bounds of what a row group, an arrow file or a packed text decodes to: 256 MiB, or a hundred times its bytes; of the
+first two up to 4 GiB."""
+_SPACE = re.compile(r"[ \t\r\n]*")
+
+
+def unpacked_suffix(path: Path) -> str:
+    """Return the ending of a file's name without that of its compression, in lower case."""
+    return Path(path.stem if path.suffix.lower() in COMPRESSIONS else path.name).suffix.lower()
+
+
+def unpacked(path: Path, progress: Progress | None = None) -> Path:
+    """Return the file of lines that has a file's records, written first if need be.
+
+    Args:
+        path: A compressed file, a `.csv` file or a `.json` list; one of another size or time of change is written
+            again. A row of `.csv` becomes an object with the names of the first row; a null stands for a cell that is
+            missing.
+        progress: Called with the bytes read so far and in all; it may raise to stop.
+
+    Raises:
+        InputError: It cannot be read, is damaged, unpacks to too much, or the cache cannot be written.
+    """
+    try:
+        status = path.stat()
+        version = hashlib.sha256(f"{path.resolve()}\0{status.st_size}\0{status.st_mtime_ns}".encode()).hexdigest()
+        suffix = unpacked_suffix(path)
+        target = user_cache() / "text" / f"{version[:32]}{suffix if suffix == '.txt' else '.jsonl'}"
+        if not target.exists():
+            target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with atomic_path(target) as scratch:
+                _write(path, scratch, status.st_size, progress)
+                # An index of it stays valid where the cache is made anew.
+                os.utime(scratch, ns=(status.st_mtime_ns, status.st_mtime_ns))
+    except OSError as error:
+        raise InputError(f"cannot unpack {path} into {user_cache()}: {error.strerror or one_line(error)}") from error
+    return target
+
+
+def _write(path: Path, target: Path, size: int, progress: Progress | None) -> None:
+    """Write the lines of a file of `size` bytes.
+
+    Raises:
+        InputError: It is damaged, or unpacks to too much.
+        OSError: It cannot be read, or the target not be written.
+    """
+    import pyarrow as pa  # type: ignore[import-untyped]  # ships no stubs
+
+    codec, written = COMPRESSIONS.get(path.suffix.lower()), 0
+    with open_binary(path) as file, target.open("wb") as out:
+        try:
+            raw: Any = pa.CompressedInputStream(file, codec) if codec else file
+            for part in _parts(raw, unpacked_suffix(path)):
+                written += len(part)
+                check_decoded(written, size, str(path), largest=MOST_TEXT_BYTES)
+                out.write(part)
+                if progress is not None:
+                    progress(file.tell(), size)
+        except (pa.ArrowException, OSError, csv.Error, ValueError, RecursionError) as error:
+            if isinstance(error, OSError) and error.errno is not None:
+                raise  # of the disk; the decoders' own have no number
+            raise InputError(f"{path} cannot be read: {one_line(error)}") from error
+
+
+def _parts(raw: Any, suffix: str) -> Iterator[bytes]:
+    """Yield the bytes of the lines.
+
+    Raises:
+        ValueError: It is not what its ending says; the text is the reason.
+    """
+    if suffix not in (".csv", ".json"):
+        yield from iter(lambda: raw.read(CHUNK), b"")
+        return
+    # What is no UTF-8 stays as it is: it makes one record unusable, not the file.
+    text = io.TextIOWrapper(raw, "utf-8-sig", errors="surrogateescape", newline="")
+    for line in (_rows if suffix == ".csv" else _listed)(text):
+        yield line.encode("utf-8", "surrogateescape")
+
+
+def _rows(text: io.TextIOWrapper) -> Iterator[str]:
+    """Yield the rows of a table as lines of JSON."""
+    csv.field_size_limit(MAX_RECORD_BYTES)
+    rows = csv.reader(text, strict=True)
+    names = next(rows, [])
+    for row in rows:
+        if len(row) > len(names):
+            raise ValueError(
+                f"line {rows.line_num} has {len(row)} cells, the first line {len(names)}: quote its commas"
+            )
+        cells = chain(row, [None] * (len(names) - len(row)))
+        if row:
+            yield json.dumps(dict(zip(names, cells, strict=True)), ensure_ascii=False) + "\n"
+
+
+def _listed(text: io.TextIOWrapper) -> Iterator[str]:
+    """Yield the items of a JSON list, each on a line; of a file that is no list, its own lines."""
+    buffer, at, count = text.read(CHUNK), 0, 0
+    begin = _space_end(buffer, 0)
+    if not buffer.startswith("[", begin):
+        yield from chain([buffer], iter(lambda: text.read(CHUNK), ""))
+        return
+    at = begin + 1
+    decoder, closing = json.JSONDecoder(parse_int=str, parse_float=str), ","
+    while closing == ",":
+        try:
+            begin = _space_end(buffer, at)
+            end = begin if not count and buffer[begin] == "]" else decoder.raw_decode(buffer, begin)[1]
+            behind = _space_end(buffer, end)
+            closing = buffer[behind]
+        except (ValueError, IndexError) as error:  # it may be cut where the buffer ends
+            more = "" if len(buffer) - at > MAX_RECORD_BYTES else text.read(max(CHUNK, len(buffer) - at))
+            if not more:
+                raise ValueError(f"item {count + 1} of its list is no whole JSON value: {one_line(error)}") from error
+            buffer, at = buffer[at:] + more, 0
+            continue
+        if end > begin:
+            yield buffer[begin:end].replace("\n", " ").replace("\r", " ") + "\n"
+        at, count = behind + 1, count + 1
+    if closing != "]" or (buffer[at:] + text.read(CHUNK)).strip():
+        raise ValueError(f"its list does not end behind item {count}, or is not all of it")
+
+
+def _space_end(buffer: str, at: int) -> int:
+    match = _SPACE.match(buffer, at)
+    assert match is not None  # it matches nothing too
+    return match.end()
+
+
+def check_decoded(decoded: int, packed: int, what: str, *, largest: int = _LARGEST_BYTES) -> None:
+    """Refuse what decodes to much more than its bytes.
+
+    Args:
+        decoded: Bytes so far.
+        packed: Bytes that are decoded.
+        what: What it is, for the message.
+        largest: Bytes at most, whatever is packed.
+
+    Raises:
+        InputError: It does.
+    """
+    if decoded > _SMALL_BYTES and (decoded > largest or decoded > _LARGEST_RATIO * packed):
+        raise InputError(
+            f"{what} decodes to {decoded} bytes from {packed}: write the file again, with smaller row groups or less "
+            "compression"
+        )
+
+
+def open_binary(path: Path) -> Any:
+    """Open a file for reading bytes.
+
+    Raises:
+        InputError: It cannot be opened.
+    """
+    try:
+        return os.fdopen(open_regular(path), "rb")
+    except OSError as error:
+        raise InputError(f"cannot read the data file {path}: {error.strerror}") from error
+
+
+def one_line(error: Exception) -> str:
+    """Return the first line of an error's text."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
