@@ -51,7 +51,7 @@ class DataSpec(ConfigModel):
 
     path: Path | tuple[Path, ...] = ()
     """A file or files (`.jsonl`, `.json`, `.csv`, `.txt`, these also with `.gz` or `.zst`, or `.parquet`) here or at an
-    address (`https://`, or another of `fsspec`), a directory saved by `datasets`, or the id of a data set on the
+    address (`https://`), a directory saved by `datasets`, or the id of a data set on the
     Hugging Face Hub: `org/name`, `org/name@revision`, with `:PATTERN` for its files. Required without
     `data.sources`."""
     field: str = "text"

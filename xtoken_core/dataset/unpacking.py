@@ -9,7 +9,6 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +29,6 @@ first two up to 4 GiB."""
 _SPACE = re.compile(r"[ \t\r\n]*")
 
 
-def unpacked_suffix(path: Path) -> str:
-    """Return the ending of a file's name without that of its compression, in lower case."""
-    return Path(path.stem if path.suffix.lower() in COMPRESSIONS else path.name).suffix.lower()
-
-
 def unpacked(path: Path, progress: Progress | None = None) -> Path:
     """Return the file of lines that has a file's records, written first if need be.
 
@@ -48,57 +42,41 @@ def unpacked(path: Path, progress: Progress | None = None) -> Path:
         InputError: It cannot be read, is damaged, unpacks to too much, or the cache cannot be written.
     """
     try:
-        status = path.stat()
+        status, codec = path.stat(), COMPRESSIONS.get(path.suffix.lower())
         version = hashlib.sha256(f"{path.resolve()}\0{status.st_size}\0{status.st_mtime_ns}".encode()).hexdigest()
-        suffix = unpacked_suffix(path)
-        target = user_cache() / "text" / f"{version[:32]}{suffix if suffix == '.txt' else '.jsonl'}"
+        suffix = Path(path.stem if codec else path.name).suffix.lower()
+        target = user_cache() / "text" / f"{version[:32]}{'.txt' if suffix == '.txt' else '.jsonl'}"
         if not target.exists():
             target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with atomic_path(target) as scratch:
-                _write(path, scratch, status.st_size, progress)
+            with atomic_path(target) as scratch, open_binary(path) as file, scratch.open("wb") as out:
+                for part in _parts(file, codec, suffix):
+                    out.write(part)
+                    check_decoded(out.tell(), status.st_size, str(path), largest=MOST_TEXT_BYTES)
+                    if progress is not None:
+                        progress(file.tell(), status.st_size)
                 # An index of it stays valid where the cache is made anew.
+                out.flush()
                 os.utime(scratch, ns=(status.st_mtime_ns, status.st_mtime_ns))
-    except OSError as error:
-        raise InputError(f"cannot unpack {path} into {user_cache()}: {error.strerror or one_line(error)}") from error
+    except (OSError, csv.Error, ValueError, RecursionError) as error:  # OSError: of the decoders too
+        raise InputError(f"{path} cannot be read into {user_cache()}: {one_line(error)}") from error
     return target
 
 
-def _write(path: Path, target: Path, size: int, progress: Progress | None) -> None:
-    """Write the lines of a file of `size` bytes.
-
-    Raises:
-        InputError: It is damaged, or unpacks to too much.
-        OSError: It cannot be read, or the target not be written.
-    """
-    import pyarrow as pa  # type: ignore[import-untyped]  # ships no stubs
-
-    codec, written = COMPRESSIONS.get(path.suffix.lower()), 0
-    with open_binary(path) as file, target.open("wb") as out:
-        try:
-            raw: Any = pa.CompressedInputStream(file, codec) if codec else file
-            for part in _parts(raw, unpacked_suffix(path)):
-                written += len(part)
-                check_decoded(written, size, str(path), largest=MOST_TEXT_BYTES)
-                out.write(part)
-                if progress is not None:
-                    progress(file.tell(), size)
-        except (pa.ArrowException, OSError, csv.Error, ValueError, RecursionError) as error:
-            if isinstance(error, OSError) and error.errno is not None:
-                raise  # of the disk; the decoders' own have no number
-            raise InputError(f"{path} cannot be read: {one_line(error)}") from error
-
-
-def _parts(raw: Any, suffix: str) -> Iterator[bytes]:
+def _parts(file: Any, codec: str | None, suffix: str) -> Iterator[bytes]:
     """Yield the bytes of the lines.
 
     Raises:
         ValueError: It is not what its ending says; the text is the reason.
     """
+    if codec:
+        import pyarrow as pa  # type: ignore[import-untyped]  # ships no stubs
+
+        file = pa.CompressedInputStream(file, codec)
     if suffix not in (".csv", ".json"):
-        yield from iter(lambda: raw.read(CHUNK), b"")
+        yield from iter(lambda: file.read(CHUNK), b"")
         return
     # What is no UTF-8 stays as it is: it makes one record unusable, not the file.
-    text = io.TextIOWrapper(raw, "utf-8-sig", errors="surrogateescape", newline="")
+    text = io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="")
     for line in (_rows if suffix == ".csv" else _listed)(text):
         yield line.encode("utf-8", "surrogateescape")
 
@@ -106,50 +84,40 @@ def _parts(raw: Any, suffix: str) -> Iterator[bytes]:
 def _rows(text: io.TextIOWrapper) -> Iterator[str]:
     """Yield the rows of a table as lines of JSON."""
     csv.field_size_limit(MAX_RECORD_BYTES)
-    rows = csv.reader(text, strict=True)
-    names = next(rows, [])
+    rows = csv.DictReader(text, strict=True)
     for row in rows:
-        if len(row) > len(names):
-            raise ValueError(
-                f"line {rows.line_num} has {len(row)} cells, the first line {len(names)}: quote its commas"
-            )
-        cells = chain(row, [None] * (len(names) - len(row)))
-        if row:
-            yield json.dumps(dict(zip(names, cells, strict=True)), ensure_ascii=False) + "\n"
+        if None in row:
+            raise ValueError(f"line {rows.line_num} has more cells than the first line: quote its commas")
+        yield json.dumps(row, ensure_ascii=False) + "\n"
 
 
 def _listed(text: io.TextIOWrapper) -> Iterator[str]:
     """Yield the items of a JSON list, each on a line; of a file that is no list, its own lines."""
-    buffer, at, count = text.read(CHUNK), 0, 0
-    begin = _space_end(buffer, 0)
-    if not buffer.startswith("[", begin):
-        yield from chain([buffer], iter(lambda: text.read(CHUNK), ""))
+    decoder, count = json.JSONDecoder(parse_int=str, parse_float=str), 0
+    rest = text.read(CHUNK).lstrip()
+    if not rest.startswith("["):
+        while rest:
+            yield rest
+            rest = text.read(CHUNK)
         return
-    at = begin + 1
-    decoder, closing = json.JSONDecoder(parse_int=str, parse_float=str), ","
+    rest, at, closing = rest[1:], 0, ","
     while closing == ",":
         try:
-            begin = _space_end(buffer, at)
-            end = begin if not count and buffer[begin] == "]" else decoder.raw_decode(buffer, begin)[1]
-            behind = _space_end(buffer, end)
-            closing = buffer[behind]
-        except (ValueError, IndexError) as error:  # it may be cut where the buffer ends
-            more = "" if len(buffer) - at > MAX_RECORD_BYTES else text.read(max(CHUNK, len(buffer) - at))
+            begin = _SPACE.match(rest, at).end()  # type: ignore[union-attr]  # it matches nothing too
+            end = begin if not count and rest[begin] == "]" else decoder.raw_decode(rest, begin)[1]
+            behind = _SPACE.match(rest, end).end()  # type: ignore[union-attr]  # likewise
+            closing = rest[behind]
+        except (ValueError, IndexError) as error:  # it may be cut where the text so far ends
+            more = "" if len(rest) - at > MAX_RECORD_BYTES else text.read(max(CHUNK, len(rest) - at))
             if not more:
                 raise ValueError(f"item {count + 1} of its list is no whole JSON value: {one_line(error)}") from error
-            buffer, at = buffer[at:] + more, 0
+            rest, at = rest[at:] + more, 0
             continue
         if end > begin:
-            yield buffer[begin:end].replace("\n", " ").replace("\r", " ") + "\n"
+            yield rest[begin:end].replace("\n", " ").replace("\r", " ") + "\n"
         at, count = behind + 1, count + 1
-    if closing != "]" or (buffer[at:] + text.read(CHUNK)).strip():
+    if closing != "]" or (rest[at:] + text.read(CHUNK)).strip():
         raise ValueError(f"its list does not end behind item {count}, or is not all of it")
-
-
-def _space_end(buffer: str, at: int) -> int:
-    match = _SPACE.match(buffer, at)
-    assert match is not None  # it matches nothing too
-    return match.end()
 
 
 def check_decoded(decoded: int, packed: int, what: str, *, largest: int = _LARGEST_BYTES) -> None:

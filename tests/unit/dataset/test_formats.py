@@ -1,5 +1,6 @@
 """Text in every form that a run reads: packed, tables, lists, conversations of other shapes, at an address."""
 
+import copy
 import csv
 import gzip
 import json
@@ -21,10 +22,10 @@ from tests.unit.control.stored_runs import spec
 from xtoken_core.collate import CrossTokenizerCollator
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.dataset import BadRecord, DataIndex, Record, unpacking
-from xtoken_core.errors import ConfigError, InputError
+from xtoken_core.errors import InputError
 from xtoken_services.cli.data import data_app
 from xtoken_services.common.files.allowed_paths import Roots
-from xtoken_services.common.models.remote_text import fetch_texts
+from xtoken_services.common.models.hub import fetch_inputs
 from xtoken_services.common.run.defaults import fill_run_defaults
 from xtoken_services.common.run.start_checks import check_start
 from xtoken_services.control.validation import RefusedError, SpecValidator
@@ -105,7 +106,7 @@ def test_every_form_gives_the_same_records(
     assert values(path) and [file.stat().st_ino for file in unpacked] == before  # unpacked once
     for file in unpacked:  # and as if it had always been there, should the cache be lost
         file.unlink()
-    assert indexed(path).read([1]) == index.read([1])
+    assert indexed(path).read([1]) == index.read([1]) and len(list((tmp_path / "index").iterdir())) == 1
 
 
 def test_a_file_that_changes_is_unpacked_again(tmp_path: Path) -> None:
@@ -133,14 +134,14 @@ def test_what_is_no_text_makes_its_record_unusable_only(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "data", "message"),
     [
-        ("a.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 900)[:-9], "cannot be read: Truncated"),
-        ("a.jsonl.gz", b'{"text": "a"}\n', "a.jsonl.gz cannot be read: "),
-        ("a.jsonl.zst", zstd(b'{"text": "a"}\n')[:-3], "a.jsonl.zst cannot be read: "),
-        ("a.csv", b'text\n"open', "a.csv cannot be read: "),
-        ("a.csv", b"text,n\na,1\nb,c,2\n", "line 3 has 3 cells, the first line 2"),
+        ("a.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 900)[:-9], "cannot be read into .*: Truncated"),
+        ("a.jsonl.gz", b'{"text": "a"}\n', "a.jsonl.gz cannot be read into "),
+        ("a.jsonl.zst", zstd(b'{"text": "a"}\n')[:-3], "a.jsonl.zst cannot be read into "),
+        ("a.csv", b'text\n"open', "a.csv cannot be read into "),
+        ("a.csv", b"text,n\na,1\nb,c,2\n", "line 3 has more cells than the first line"),
         ("a.json", b'[{"text": "a"}, {"text": "b"', "item 2 of its list is no whole JSON value"),
         ("a.json", b'[{"text": "a"}] [{"text": "b"}]', "its list does not end behind item 1"),
-        ("a.json", b"[" * 100_000, "a.json cannot be read: "),
+        ("a.json", b"[" * 100_000, "a.json cannot be read into "),
         ("a.json", b"[]", "there is no record in it"),
         ("a.parquet.gz", b"", r"has the ending '.gz': data is read from .jsonl"),
     ],
@@ -261,11 +262,13 @@ def test_remote_text_is_fetched_once(server: tuple[str, Path, list[str]], tmp_pa
     url, directory, asked = server
     written(directory / "a.jsonl.gz", [{"text": text} for text in TEXTS])
     local = str(written(tmp_path / "b.jsonl", [{"text": "here"}]))
-    given = [f"{url}/a.jsonl.gz?key=secret", local]
-    (remote, same), (note,) = fetch_texts("data.path", given)
-    assert same == local and values(Path(remote)) == [{"text": text} for text in TEXTS]
+    given = {"data": {"path": [f"{url}/a.jsonl.gz?key=secret", local]}, "eval": {"path": local}}
+    document = copy.deepcopy(given)
+    (note,) = fetch_inputs(document, tmp_path, {})
+    remote, same = document["data"]["path"]
+    assert same == local == document["eval"]["path"] and values(Path(remote)) == [{"text": text} for text in TEXTS]
     assert note == f"data.path: {url.rpartition(':')[0]}/a.jsonl.gz as it was fetched into {remote}"
-    assert fetch_texts("data.path", given) == ([remote, local], [note]) and len(asked) == 1
+    assert fetch_inputs(given, tmp_path, {}) == [note] and given == document and len(asked) == 1
 
 
 @pytest.mark.parametrize(
@@ -280,7 +283,7 @@ def test_what_cannot_be_fetched_whole_is_refused(
     server: tuple[str, Path, list[str]], cache: Path, name: str, message: str
 ) -> None:
     with pytest.raises(InputError, match=message) as caught:
-        fetch_texts("data.path", f"{server[0]}/{name}")
+        fetch_inputs({"data": {"path": f"{server[0]}/{name}"}}, Path(), {})
     assert str(caught.value).startswith("data.path: ") and "secret" not in str(caught.value)
     assert not (cache.exists() and list(cache.iterdir()))
 
@@ -295,7 +298,9 @@ def test_a_control_plane_refuses_remote_text(tmp_path: Path) -> None:
 def checked(*arguments: str | Path) -> Any:
     result = CliRunner().invoke(data_app, ["check", *map(str, arguments), "--json"])
     assert result.exit_code == 0, result.exception
-    return json.loads(result.stdout)["files"]
+    found = json.loads(result.stdout)
+    kinds = {what.partition(",")[0]: (kind["records"], kind["first"]) for what, kind in found["kinds"].items()}
+    return found["records"], found["form"], kinds
 
 
 def test_a_check_counts_what_is_used_cut_and_skipped(assets: TinyAssets, tmp_path: Path) -> None:
@@ -308,20 +313,16 @@ def test_a_check_counts_what_is_used_cut_and_skipped(assets: TinyAssets, tmp_pat
         {"conversations": [{"from": "narrator 2", "value": "x"}]}, {"conversations": TURNS},
     ]  # fmt: skip
     path = written(tmp_path / "a.json", rows)
-    read = checked(path)[str(path)]
-    assert (read["records"], read["form"], read["used"], read["cut"]) == (8, "ShareGPT", 5, 0)
-    assert [(kind["records"], kind["first"]) for kind in read["skipped"]] == [(2, f"{path}:5"), (1, f"{path}:6")]
-    whole = checked(path, "--student", assets.student, "--teacher", assets.teacher, "--context", 64)[str(path)]
-    assert (whole["used"], whole["cut"], whole["first_cut"]) == (4, 2, f"{path}:2")
-    assert [(kind["records"], kind["first"]) for kind in whole["skipped"]] == [
-        (1, f"{path}:3"), (2, f"{path}:5"), (1, f"{path}:6"),
-    ]  # fmt: skip
-    assert "narrator 1" in whole["skipped"][1]["reason"] and "empty text" in whole["skipped"][2]["reason"]
-    shown = CliRunner().invoke(data_app, ["check", str(path), "--student", str(assets.student), "--context", "64"])
-    assert f"{path}: 8 records of ShareGPT, read as messages" in shown.stdout
-    assert f"first: {path}:2\n" in shown.stdout and f"first: {path}:6: empty text\n" in shown.stdout
-    refused = CliRunner().invoke(data_app, ["check", str(path), "--context", "64"])
-    assert isinstance(refused.exception, ConfigError) and "need --student" in str(refused.exception)
+    narrator = "skipped: turn 0 of the conversation is from 'narrator 1'"
+    skipped = {narrator: (2, f"{path}:5"), "skipped: empty text": (1, f"{path}:6")}
+    assert checked(path) == (8, "ShareGPT", {"used": (5, f"{path}:1"), "cut": (0, None), **skipped})
+    models = ("--student", assets.student, "--teacher", assets.teacher, "--context", 64)
+    none = {"skipped: no assistant message that every chat template shows as it is": (1, f"{path}:3")}
+    expected = {"used": (4, f"{path}:1"), "cut": (2, f"{path}:2"), **none, **skipped}
+    assert checked(path, *models) == (8, "ShareGPT", expected)
+    shown = CliRunner().invoke(data_app, ["check", str(path), *map(str, models)]).stdout
+    assert shown.startswith(f"{path}: 8 records of ShareGPT, read as messages\n")
+    assert f"cut, of those used; first: {path}:2\n" in shown and f"skipped: empty text; first: {path}:6\n" in shown
 
 
 def test_a_run_says_which_form_it_has_recognised(assets: TinyAssets, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from xtoken_core.config.base import absolute_path
 from xtoken_core.config.data import READ_SUFFIXES, TEXT_FORMS, TEXT_SUFFIXES
 from xtoken_core.errors import InputError
 from xtoken_services.common.models.gguf import gguf_model, is_gguf
-from xtoken_services.common.models.remote_text import fetch_texts
+from xtoken_services.common.models.remote_text import fetch_text
 from xtoken_services.common.processes.progress import spinner
 
 HUB_ID = re.compile(
@@ -272,8 +272,10 @@ def fetch_inputs(document: dict[str, Any], base: Path, pinned: Mapping[str, str]
             files = [str(file) for file in hub.text(f"{name}.path", repository)]
             table["path"] = files if len(files) > 1 else files[0]
         if isinstance(table, dict) and "path" in table:
-            table["path"], lines = fetch_texts(f"{name}.path", table["path"])
-            notes += lines
+            several = table["path"] if isinstance(table["path"], list) else [table["path"]]
+            fetched = [fetch_text(f"{name}.path", each) for each in several]
+            notes += [line for _, lines in fetched for line in lines]
+            table["path"] = [path for path, _ in fetched] if isinstance(table["path"], list) else fetched[0][0]
     if hub.commits:
         document["hub"] = hub.commits
     return notes + [f"hub: {requested} at commit {commit}" for requested, commit in hub.commits.items()]
