@@ -1,4 +1,5 @@
 from .distill import DistillResult as DistillResult
+from .distill import RunCallback as RunCallback
 from .distill import distill as distill
 from .pair import TokenizerPair as TokenizerPair
 from .parts import ConfigError as ConfigError

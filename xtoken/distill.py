@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+from xtoken.objects import as_files
 from xtoken_core.errors import ConfigError, XtokenError
 from xtoken_services.common.run.defaults import fill_run_defaults, load_run
 from xtoken_services.common.run.status import RunState, RunStatus
 from xtoken_services.supervisor.local_run import run_locally
+from xtoken_services.supervisor.run_files import Curve
 from xtoken_services.supervisor.run_record import MODEL, SUMMARY
 
-Callback = Callable[[dict[str, Any]], None]
+log = logging.getLogger("xtoken.run")
 
 
 @dataclass(frozen=True)
@@ -37,33 +40,99 @@ class DistillResult:
         return [json.loads(line) for line in file.read_text("utf-8").splitlines()] if file.exists() else []
 
 
-class CallbackView:
-    """A view of a run's progress that calls a function.
+class RunCallback(Protocol):
+    """Events of a run. Subclass it and override some; the others do nothing.
 
-    Args:
-        callback: Called with the run's status about twice a second, and with the last one.
+    A resumed run has those since its checkpoint. An error in one is logged, and does not end the run.
     """
 
-    def __init__(self, callback: Callback) -> None:
+    def on_start(self, status: dict[str, Any]) -> None:
+        """Take the first status, which has the fields of `GET /v1/runs/{id}`."""
+
+    def on_status(self, status: dict[str, Any]) -> None:
+        """Take the status, about twice a second."""
+
+    def on_step(self, metrics: dict[str, Any]) -> None:
+        """Take the line of `steps.jsonl` of an optimiser step, without the ids."""
+
+    def on_evaluation(self, metrics: dict[str, Any]) -> None:
+        """Take a line of `eval.jsonl`."""
+
+    def on_checkpoint(self, step: int) -> None:
+        """Take the step of a checkpoint that has been written."""
+
+    def on_end(self, status: dict[str, Any]) -> None:
+        """Take the last status, whose `state` says how the run ended."""
+
+
+class _Lines(Curve):
+    """Lines of a growing file that were not taken yet."""
+
+    def _reset(self) -> None:
+        super()._reset()
+        self._new: dict[int, dict[str, Any]] = {}
+
+    def _add(self, raw: bytes) -> dict[str, Any] | None:
+        line = super()._add(raw)
+        if line is not None:
+            self._new[line["step"]] = line
+        return line
+
+    def take(self, last: int) -> list[dict[str, Any]]:
+        """Return the new lines up to a step: later ones may be of an earlier start, until the trainer cuts the file."""
+        self.refresh()
+        return [self._new.pop(step) for step in sorted(self._new) if step <= last]
+
+
+class CallbackView:
+    """A view of a run's progress that calls the methods of a callback.
+
+    Args:
+        callback: Has them.
+        output: The run's directory.
+    """
+
+    def __init__(self, callback: RunCallback, output: Path) -> None:
         self._callback = callback
+        self._steps, self._evaluations = _Lines(output / "steps.jsonl"), _Lines(output / "eval.jsonl")
+        self._checkpoint: int | None = None
+        self._began: int | None = None  # step of the checkpoint that it resumes from, -1 without one
 
     def show(self, status: RunStatus) -> None:
-        """Call the function."""
-        self._callback(status.document())
+        """Call the methods of what is new."""
+        if self._began is None:
+            self._checkpoint, self._began = status.checkpoint, -1 if status.checkpoint is None else status.checkpoint
+            self._call("on_start", status.document())
+        self._call("on_status", status.document())
+        # The line of a step has the number of those before it, that of an evaluation includes the last one.
+        for name, lines, own in (("on_step", self._steps, 1), ("on_evaluation", self._evaluations, 0)):
+            for line in lines.take((status.step or 0) - own):
+                if line["step"] + own > self._began:
+                    self._call(name, line)
+        if status.checkpoint != self._checkpoint:
+            self._checkpoint = status.checkpoint
+            self._call("on_checkpoint", status.checkpoint)
 
     def stopping(self, *, now: bool) -> None:
         """Do nothing: the next status shows it."""
 
     def end(self, status: RunStatus) -> None:
-        """Call the function."""
-        self._callback(status.document())
+        """Call the methods of what is new, and that of the end."""
+        self.show(status)
+        self._call("on_end", status.document())
+
+    def _call(self, name: str, value: Any) -> None:
+        try:
+            getattr(self._callback, name)(value)
+        except Exception:
+            log.exception("%s of the callback has failed", name)
 
 
 def distill(
     run_file: Path | str | None = None,
     *,
     settings: Sequence[str] = (),
-    callback: Callback | None = None,
+    callback: RunCallback | None = None,
     show: bool = False,
     loss: str | None = None,
     **document: Any,
@@ -73,26 +142,28 @@ def distill(
     Args:
         run_file: A run file, whose relative paths are relative to it; None: the settings are given by name.
         settings: `table.key=value` pairs that replace settings, as `xtoken run --set` takes them.
-        callback: Called with the run's status, which has the fields of `GET /v1/runs/{id}`: `state`, `step`, `steps`,
-            `last` (the last line of `steps.jsonl`), `evaluation` and others. An error in it is logged and does not end
-            the run.
-        show: Print progress as `xtoken run` does.
+        callback: Its methods are called at the run's events.
+        show: Print progress as `xtoken run` does; otherwise it goes to the log `xtoken`, at the level INFO.
         loss: `module:Class` of a custom loss, for `loss.mode = "custom"`.
         **document: The tables of a run file by name: `student="DIR"`, `teacher="DIR"`, `data="train.jsonl"`,
-            `train={"max_steps": 100}`. Relative paths are relative to the current directory.
+            `train={"max_steps": 100}`. Relative paths are relative to the current directory. Models may be objects of
+            `transformers`, `student={"model": model, "tokenizer": tokenizer}`; a text may be a `datasets.Dataset` or
+            any iterable of records, which is read once. They are kept in the user's cache by their content.
 
     Raises:
         ConfigError: A setting is wrong, or settings are given both by a run file and by name.
-        InputError: A file cannot be read.
+        InputError: A file cannot be read, or an object not be written.
         XtokenError: The run failed, or was stopped.
     """
     if run_file is not None and document:
         raise ConfigError(f"settings are in {run_file} and by name ({', '.join(document)}): replace them by `settings`")
     if run_file is not None:
-        spec, _ = load_run(Path(run_file), settings)
+        spec, notes = load_run(Path(run_file), settings)
     else:
-        spec, _ = fill_run_defaults(document, Path.cwd(), source="distill()", settings=settings)
-    view = CallbackView(callback) if callback else None
+        spec, notes = fill_run_defaults(as_files(document), Path.cwd(), source="distill()", settings=settings)
+    for note in notes:
+        log.info("default: %s", note)
+    view = CallbackView(callback, spec.output) if callback else None
     result = run_locally(spec, show=show, loss=loss, view=view)
     if result.state != RunState.COMPLETED:
         raise XtokenError(result.error or f"the run was stopped; call distill again to resume it: {spec.output}")

@@ -281,6 +281,7 @@ class CrossTokenizerCollator:
                         value["messages"],
                         every_role=self.train_on == "all",
                         ends=self.append_eos,
+                        tools=value.get("tools"),
                     )
                 except ConversationError as error:
                     refused[index] = str(error)

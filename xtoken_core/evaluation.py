@@ -212,7 +212,7 @@ def _answers(encoder: TextTokenizer, record: Mapping[str, Any]) -> tuple[list[in
         prompt, rest = encoder.begin(record["prompt"]).tolist(), encoder.proceed(record["completion"]).tolist()
         return [*prompt, *rest], [*[0] * len(prompt), *[1] * len(rest)], _size(record["completion"])
     try:
-        text, found = encoder.render(record["messages"])
+        text, found = encoder.render(record["messages"], tools=record.get("tools"))
     except ConversationError:
         return [], [], 0
     spans = list(found.values())

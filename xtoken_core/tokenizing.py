@@ -20,6 +20,8 @@ _SENTINELS = ("\n", ":", "x", "。")
 MESSAGE_PARTS = ("tool_calls", "reasoning_content", "reasoning", "thinking")
 """What a message says beside its content. A template may leave it out of earlier answers, but has to know it."""
 
+Tools = Sequence[Mapping[str, Any]] | None
+
 
 class ConversationError(ValueError):
     """A conversation cannot be rendered for training; the text is the reason."""
@@ -121,7 +123,7 @@ class TextTokenizer:
         """Tokenize a prompt that is to be completed.
 
         Args:
-            value: `text`, or `messages`, whose next message is the completion.
+            value: `text`, or `messages`, whose next message is the completion, and their `tools`.
 
         Raises:
             ConversationError: As `render`.
@@ -130,16 +132,18 @@ class TextTokenizer:
             return self.begin(str(value["text"]))
         if not getattr(self.tokenizer, "chat_template", None):
             raise ConversationError(f"the {self.name}'s tokenizer has no chat template: it cannot take messages")
-        return self.encode([self._apply(value["messages"], add_generation_prompt=True)], specials=False)[0]
+        text = self._apply(value["messages"], add_generation_prompt=True, **self._tools(value.get("tools")))
+        return self.encode([text], specials=False)[0]
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], *, every_role: bool = False
+        self, messages: Sequence[Mapping[str, Any]], *, every_role: bool = False, tools: Tools = None
     ) -> tuple[str, dict[int, tuple[int, int]]]:
         """Render a conversation by its chat template, and locate each assistant message's content in it.
 
         Args:
             messages: The conversation.
             every_role: Locate the content of all messages.
+            tools: What the assistant may call, for a template that shows it.
 
         Returns:
             The text, and (begin, end) character positions by the number of the message, whitespace around the content
@@ -150,20 +154,29 @@ class TextTokenizer:
         """
         if not getattr(self.tokenizer, "chat_template", None):
             raise ConversationError(f"the {self.name}'s tokenizer has no chat template: it cannot take messages")
-        text = self._apply(messages)
+        shown = self._tools(tools)
+        text = self._apply(messages, **shown)
         spans: dict[int, tuple[int, int]] = {}
         at = 0
         for number, message in enumerate(messages):
             content = str(message["content"]).strip()
             if not content or not (message["role"] == "assistant" or every_role):
                 continue
-            begin = self._locate(content, messages, number, text, at)
+            begin = self._locate(content, messages, number, text, at, shown)
             if begin >= 0:
                 at = begin + len(content)
                 spans[number] = (begin, at)
         return text, spans
 
-    def _locate(self, content: str, messages: Sequence[Mapping[str, Any]], number: int, text: str, at: int) -> int:
+    def _locate(
+        self,
+        content: str,
+        messages: Sequence[Mapping[str, Any]],
+        number: int,
+        text: str,
+        at: int,
+        options: Mapping[str, Any],
+    ) -> int:
         """Return where a message's content begins in the whole text; -1 if it is not shown or is ambiguous.
 
         Args:
@@ -172,16 +185,17 @@ class TextTokenizer:
             number: The message.
             text: The conversation as rendered.
             at: Position behind the content that was located before.
+            options: Of the template.
         """
         before = messages[:number]
         start = (
-            self._length_of(before, text, add_generation_prompt=True)
+            self._length_of(before, text, add_generation_prompt=True, **options)
             if messages[number]["role"] == "assistant"
             else None
         )
         if start is None:  # some templates open the answer in another way than they show it later
-            start = self._length_of(before, text)
-        end = self._length_of(messages[: number + 1], text)
+            start = self._length_of(before, text, **options)
+        end = self._length_of(messages[: number + 1], text, **options)
         begin = text.find(content, max(at, start or 0), end)
         if start is None and begin >= 0 and text.find(content, begin + 1, end) >= 0:
             return -1  # the same words are in another message
@@ -224,6 +238,11 @@ class TextTokenizer:
             return None
         return len(before) if text.startswith(before) else None
 
+    def _tools(self, tools: Tools) -> dict[str, Any]:
+        """Return the options that pass tools to a chat template that takes them; none to another."""
+        takes = tools and re.search(r"\btools\b", str(self.tokenizer.chat_template))
+        return {"tools": [*tools]} if tools and takes else {}
+
     def _reads(self, part: str) -> bool:
         """Return True if the chat template asks for a part of a message."""
         return re.search(rf"[.'\"]{part}\b", str(self.tokenizer.chat_template)) is not None
@@ -247,6 +266,7 @@ def tokenize_conversation(
     *,
     every_role: bool = False,
     ends: bool = True,
+    tools: Tools = None,
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """Tokenize a conversation on every side, each by its own chat template.
 
@@ -255,6 +275,7 @@ def tokenize_conversation(
         messages: The conversation.
         every_role: Mark the messages of every role instead of the assistant's.
         ends: Mark also the special token that a template puts right behind an answer.
+        tools: As of `TextTokenizer.render`.
 
     Returns:
         Per side token ids `[n]` and a mask `[n]`, int64: 1 for an answer that every side's template shows as it is.
@@ -262,7 +283,7 @@ def tokenize_conversation(
     Raises:
         ConversationError: A template refuses the messages, or there is no such answer.
     """
-    rendered = [side.render(messages, every_role=every_role) for side in sides]
+    rendered = [side.render(messages, every_role=every_role, tools=tools) for side in sides]
     shared = sorted(set.intersection(*(set(spans) for _, spans in rendered)))
     if not shared:
         raise ConversationError("no assistant message that every chat template shows as it is")

@@ -10,8 +10,22 @@ from pydantic import Field, model_validator
 
 from xtoken_core.config.base import ConfigModel, Count
 
-TEXT_SUFFIXES = (".jsonl", ".parquet", ".txt")
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+"""Compressions of files of text by suffix, as pyarrow names them."""
+
+
+def _packed(*suffixes: str) -> tuple[str, ...]:
+    return tuple(suffix + packed for packed in ("", *COMPRESSIONS) for suffix in suffixes)
+
+
+TEXT_SUFFIXES = (".parquet", *_packed(".jsonl", ".txt", ".csv"))
+"""Suffixes of files that are taken for text where none is named."""
+READ_SUFFIXES = (*TEXT_SUFFIXES, *_packed(".json"))
 """Suffixes of files of text that a run reads."""
+TEXT_FORMS = ".jsonl, .json, .csv or .txt (also with .gz or .zst), or .parquet"
+"""They in words."""
+MOST_TEXT_BYTES = 64 << 30
+"""Bytes of one text in the user's cache at most."""
 
 
 class DataSource(ConfigModel):
@@ -36,7 +50,8 @@ class DataSpec(ConfigModel):
     """The text to train on."""
 
     path: Path | tuple[Path, ...] = ()
-    """A file or files (`.jsonl`, `.parquet`, `.txt`), a directory saved by `datasets`, or the id of a data set on the
+    """A file or files (`.jsonl`, `.json`, `.csv`, `.txt`, these also with `.gz` or `.zst`, or `.parquet`) here or at an
+    address (`https://`), a directory saved by `datasets`, or the id of a data set on the
     Hugging Face Hub: `org/name`, `org/name@revision`, with `:PATTERN` for its files. Required without
     `data.sources`."""
     field: str = "text"

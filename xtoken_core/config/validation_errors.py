@@ -23,6 +23,9 @@ NAMED_ELSEWHERE = {
 }
 """Settings by the names that transformers and TRL give them."""
 
+TAKES = {"model_type": "it takes a table of settings", "path_type": "it takes a path"}
+"""Messages in place of pydantic's that name classes, by the error's type."""
+
 
 def describe(error: ValidationError, model: type[BaseModel]) -> str:
     """Return all of pydantic's errors on one line, each with the name of its field.
@@ -48,6 +51,8 @@ def message_of(item: Any, model: type[BaseModel]) -> str:
     """
     if item["type"] == "extra_forbidden":
         return _unknown_field(item["loc"], model)
+    if item["type"] in TAKES:
+        return TAKES[item["type"]]
     text: str = item["msg"].removeprefix("Value error, ")
     return text if item["type"] == "value_error" else text[:1].lower() + text[1:]
 

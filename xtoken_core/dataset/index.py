@@ -16,20 +16,12 @@ import numpy as np
 
 from xtoken_core.atomic import sync, sync_tree
 from xtoken_core.dataset.held_out import PARTS, Choice, Part
-from xtoken_core.dataset.readers import (
-    ArrowBlocks,
-    Offsets,
-    ParquetBlocks,
-    Reader,
-    open_binary,
-    open_reader,
-    usable_columns,
-)
-from xtoken_core.dataset.records import BadRecord, MissingFieldError, Record, UnusableRecordError
+from xtoken_core.dataset.readers import ArrowBlocks, Offsets, ParquetBlocks, Reader, open_reader, usable_columns
+from xtoken_core.dataset.records import FORM, BadRecord, MissingFieldError, Record, UnusableRecordError
 from xtoken_core.dataset.sources import LINES, Source, find_sources
+from xtoken_core.dataset.unpacking import Progress, open_binary
 from xtoken_core.errors import InputError
 
-Progress = Callable[[int, int], None]
 _FORMAT = 1
 _CHUNK_BYTES = 1 << 20
 MAX_LINE_BYTES = 1 << 30
@@ -80,7 +72,7 @@ class DataIndex:
         """Return the index of these files: read from the cache if they are unchanged, else made in one pass over them.
 
         Args:
-            paths: Files (`.jsonl`, `.parquet`, `.txt`) or directories saved by `datasets`.
+            paths: Files of `READ_SUFFIXES`, or directories saved by `datasets`.
             field: The field or column that holds the text.
             cache_dir: Where indices are kept, each in a directory named by paths, sizes, times of change and field.
             progress: Called during the pass with the bytes read so far and in all.
@@ -90,7 +82,7 @@ class DataIndex:
             InputError: A file is missing, unreadable, of an unknown kind, or no record of it has the field; no
                 record at all, or of a part, is usable; a line is no text by its length; the cache cannot be written.
         """
-        sources = find_sources(paths)
+        sources = find_sources(paths, progress)
         choice = None if part is None else Choice()
         directory = cache_dir.absolute() / _cache_key(sources, field, choice)
         found = cls._load(directory, sources, field, part)
@@ -142,7 +134,7 @@ class DataIndex:
     def location(self, number: int) -> str:
         """Return the location of a record as `file:line`, counted from 1 (a row for parquet and arrow files)."""
         file, row = self._locate(number)
-        return f"{self._sources[file].path}:{row + 1}"
+        return f"{self._sources[file].name}:{row + 1}"
 
     def raw_bytes(self, number: int) -> int | None:
         """Return the bytes of a record's line, which its text cannot exceed; None where records are no lines."""
@@ -153,7 +145,11 @@ class DataIndex:
         return int(self._offsets[at + 1] - self._offsets[at])
 
     def first_conversation(self) -> str | None:
-        """Return the location of the first file whose first usable record has `messages`; None without one.
+        """Return the location of the first file whose first usable record has `messages`; None without one."""
+        return next((location for location, _ in self.conversations()), None)
+
+    def conversations(self) -> Iterator[tuple[str, str | None]]:
+        """Yield the location of every file whose first usable record has `messages`, and the form they were made of.
 
         A file that cannot hold messages is not read.
         """
@@ -164,8 +160,7 @@ class DataIndex:
             records = (self._read_row(row, file, row) for row in rows)
             first = next((record for record in records if isinstance(record, Record)), None)
             if first is not None and "messages" in first.value:
-                return f"{self._sources[file].path}:{first.number + 1}"
-        return None
+                yield f"{self._sources[file].name}:{first.number + 1}", first.value.get(FORM)
 
     def documents(self) -> Iterator[str]:
         """Yield every usable record in order, as plain text (see `Record.document`)."""
@@ -186,7 +181,7 @@ class DataIndex:
         try:
             return Record(number, self._reader(file).read(row))
         except UnusableRecordError as error:
-            return BadRecord(number, f"{self._sources[file].path}:{row + 1}", str(error))
+            return BadRecord(number, f"{self._sources[file].name}:{row + 1}", str(error))
 
     def _has_text(self) -> bool:
         return next(self.documents(), None) is not None
@@ -225,14 +220,14 @@ class DataIndex:
                 try:
                     self._reader(file).read(row)
                 except UnusableRecordError as error:
-                    first = first or BadRecord(row, f"{source.path}:{row + 1}", str(error))
+                    first = first or BadRecord(row, f"{source.name}:{row + 1}", str(error))
                     missing -= not isinstance(error, MissingFieldError)
                 else:
                     usable, missing = True, 0
                     break
             if missing and missing == rows:
                 raise InputError(
-                    f"no record of {source.path} has the field {self._field!r}: set `field` to the one with the text"
+                    f"no record of {source.name} has the field {self._field!r}: set `field` to the one with the text"
                 )
         if not usable and first is not None:
             raise InputError(
@@ -262,7 +257,7 @@ def _cache_key(sources: Sequence[Source], field: str, choice: Choice | None) -> 
 
 
 def _names(sources: Sequence[Source]) -> str:
-    return ", ".join(str(source.path) for source in sources[:3]) + (", ..." if len(sources) > 3 else "")
+    return ", ".join(str(source.name) for source in sources[:3]) + (", ..." if len(sources) > 3 else "")
 
 
 def _write_index(
@@ -339,7 +334,7 @@ def _chunks(source: Source) -> Iterator[tuple[bytes, int]]:
             try:
                 chunk = file.read(_CHUNK_BYTES)
             except OSError as error:
-                raise InputError(f"cannot read the data file {source.path}: {error.strerror}") from error
+                raise InputError(f"cannot read the data file {source.name}: {error.strerror}") from error
             if not chunk:
                 return
             # Only the last one matters: a line that is too long is refused at the chunk in which it becomes so.
@@ -348,7 +343,7 @@ def _chunks(source: Source) -> Iterator[tuple[bytes, int]]:
                 begin = position + newline + 1
             if source.kind in LINES and position - begin > MAX_LINE_BYTES:
                 raise InputError(
-                    f"{source.path}: the line that begins at byte {begin} is longer than {MAX_LINE_BYTES >> 20} MiB, "
+                    f"{source.name}: the line that begins at byte {begin} is longer than {MAX_LINE_BYTES >> 20} MiB, "
                     "so this is no text with one record per line"
                 )
             yield chunk, position

@@ -14,8 +14,9 @@ from pathlib import Path
 import numpy as np
 
 from xtoken_core.atomic import atomic_path
-from xtoken_core.dataset.index import DataIndex, Progress
+from xtoken_core.dataset.index import DataIndex
 from xtoken_core.dataset.records import PIECE, BadRecord, Piece, Record
+from xtoken_core.dataset.unpacking import Progress
 from xtoken_core.errors import InputError
 
 _FORMAT = 1

@@ -15,6 +15,8 @@ import numpy.typing as npt
 
 from xtoken_core.dataset.records import (
     ANSWER_FIELDS,
+    CHAT_COLUMNS,
+    CHAT_EXTRAS,
     MAX_RECORD_BYTES,
     UnusableRecordError,
     decode_utf8,
@@ -22,15 +24,11 @@ from xtoken_core.dataset.records import (
     usable_value,
 )
 from xtoken_core.dataset.sources import LINES, Source
+from xtoken_core.dataset.unpacking import check_decoded, one_line, open_binary
 from xtoken_core.errors import InputError
-from xtoken_core.regular_files import open_regular
 
 Offsets = npt.NDArray[np.int64]
 _BLOCK_CACHE_BYTES = 256 << 20
-_SMALL_BYTES = 256 << 20
-_LARGEST_BYTES = 4 << 30
-_LARGEST_RATIO = 100
-"""Bounds of what a row group or an arrow file decodes to: 256 MiB, or a hundred times its bytes up to 4 GiB."""
 _UTF8_BOM = "\ufeff"
 
 
@@ -90,7 +88,7 @@ class ColumnReader:
         self._firsts: list[int] = offsets.tolist()
         self._blocks = ParquetBlocks(source.path) if source.kind == "parquet" else ArrowBlocks(source.path)
         self._columns = usable_columns(self._blocks.schema, field, source.path)
-        self.may_hold_messages = "messages" in self._columns
+        self.may_hold_messages = any(set(self._columns).issuperset(group) for group in CHAT_COLUMNS)
         self._cache: OrderedDict[int, Any] = OrderedDict()
         self._cached_bytes = 0
 
@@ -140,7 +138,7 @@ class ParquetBlocks:
         leaves = (group.column(index) for index in range(group.num_columns))
         parts = [leaf for leaf in leaves if leaf.path_in_schema.partition(".")[0] in columns]
         packed = sum(part.total_compressed_size for part in parts)
-        _check_decoded(sum(part.total_uncompressed_size for part in parts), packed, f"{self._path}: row group {number}")
+        check_decoded(sum(part.total_uncompressed_size for part in parts), packed, f"{self._path}: row group {number}")
         try:
             return self._file.read_row_group(number, columns=list(columns))
         except (pa.ArrowException, OSError) as error:
@@ -165,7 +163,7 @@ class ArrowBlocks:
             self._batches, decoded = [], 0
             for batch in batches:  # of a compressed file, each is decoded here
                 decoded += batch.nbytes
-                _check_decoded(decoded, mapped.size(), str(path))
+                check_decoded(decoded, mapped.size(), str(path))
                 self._batches.append(batch)
         except (pa.ArrowException, OSError) as error:
             raise InputError(f"{path} cannot be read as an arrow file: {one_line(error)}") from error
@@ -185,19 +183,6 @@ def _text_leaves(path: Path) -> list[str]:
     return [column.path for column in columns if column.physical_type == "BYTE_ARRAY"]
 
 
-def _check_decoded(decoded: int, packed: int, what: str) -> None:
-    """Refuse what decodes to much more than its bytes.
-
-    Raises:
-        InputError: It does.
-    """
-    if decoded > _SMALL_BYTES and (decoded > _LARGEST_BYTES or decoded > _LARGEST_RATIO * packed):
-        raise InputError(
-            f"{what} decodes to {decoded} bytes from {packed}: write the file again, with smaller row groups or less "
-            "compression"
-        )
-
-
 def usable_columns(schema: Any, field: str, path: Path) -> tuple[str, ...]:
     """Return the columns of an arrow schema that a record's value is made of.
 
@@ -213,12 +198,13 @@ def usable_columns(schema: Any, field: str, path: Path) -> tuple[str, ...]:
         tests = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, pa.types.is_null)
         if not (any(test(kind) for test in tests) or pa.types.is_binary(kind) or pa.types.is_large_binary(kind)):
             raise InputError(f"the column {field!r} of {path} holds {kind}, not text: name another field")
-    chat = [("prompt", "completion"), ("messages",)]
-    columns = [name for group in ((field,), *chat) if names.issuperset(group) for name in group]
+    groups = ((field,), ("prompt", "completion"), *CHAT_COLUMNS)
+    columns = [name for group in groups if names.issuperset(group) for name in group]
     if not columns:
         raise InputError(f"{path} has no column {field!r}: it has {', '.join(schema.names) or 'none'}")
     judged = [name for name in ANSWER_FIELDS if names.issuperset((name, "answer"))]
-    return tuple(dict.fromkeys([*columns, *judged]))
+    extras = [name for name in CHAT_EXTRAS if name in names and any(names.issuperset(group) for group in CHAT_COLUMNS)]
+    return tuple(dict.fromkeys([*columns, *extras, *judged]))
 
 
 def open_reader(source: Source, offsets: Offsets, field: str) -> Reader:
@@ -226,20 +212,3 @@ def open_reader(source: Source, offsets: Offsets, field: str) -> Reader:
     source.check_unchanged()
     kind = LineReader if source.kind in LINES else ColumnReader
     return kind(source, offsets, field)
-
-
-def open_binary(path: Path) -> Any:
-    """Open a file for reading bytes.
-
-    Raises:
-        InputError: It cannot be opened.
-    """
-    try:
-        return os.fdopen(open_regular(path), "rb")
-    except OSError as error:
-        raise InputError(f"cannot read the data file {path}: {error.strerror}") from error
-
-
-def one_line(error: Exception) -> str:
-    """Return the first line of an error's text."""
-    return (str(error).splitlines() or [type(error).__name__])[0]

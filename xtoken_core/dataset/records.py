@@ -18,8 +18,9 @@ class Record:
     Attributes:
         number: Its number in the index, from 0.
         value: `{"text": str}`, with a `Piece` as `piece` if it is part of a document; or
-            `{"prompt": str, "completion": str}`, or `{"messages": [{"role": str, "content": str, ...}, ...]}`. With an
-            `answer` also the `ANSWER_FIELDS` that the record has, unchecked.
+            `{"prompt": str, "completion": str}`, or `{"messages": [{"role": str, "content": str, ...}, ...]}` with the
+            record's `tools`, if it has some, and as `form` the name of the form that the messages had. With an `answer`
+            also the `ANSWER_FIELDS` that the record has, unchecked.
     """
 
     number: int
@@ -37,6 +38,18 @@ class Record:
 
 ANSWER_FIELDS = ("answer", "choices", "match")
 """Fields of a record by which a completion of its prompt is judged, see `xtoken_core.tasks`."""
+CHAT_COLUMNS = (("messages",), ("conversations",), ("instruction", "output"))
+"""Columns that make a conversation, the first that a record has: ours, ShareGPT's, Alpaca's."""
+CHAT_EXTRAS = ("tools", "system", "input")
+"""Columns beside them that are read."""
+_SHAREGPT_ROLES = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "assistant", "model"), "assistant"),
+    **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
+    "system": "system",
+}
+FORM = "form"
+"""Key of a record's value beside `messages`: `ShareGPT` or `Alpaca`, if they were made of these."""
 Document = str | Mapping[str, Any]
 """What an evaluation reads: a text, or a record's value with an answer, of which only the answer is scored."""
 PIECE = "piece"
@@ -117,7 +130,7 @@ def usable_value(row: Mapping[str, Any], field: str) -> dict[str, Any]:
 
     Args:
         row: The record's columns.
-        field: Column of the text. Without it, `prompt` and `completion`, then `messages`, are tried.
+        field: Column of the text. Without it, `prompt` and `completion`, then `CHAT_COLUMNS` in order, are tried.
 
     Raises:
         MissingFieldError: The row has none of these.
@@ -130,9 +143,55 @@ def usable_value(row: Mapping[str, Any], field: str) -> dict[str, Any]:
     if row.get("prompt") is not None and row.get("completion") is not None:
         prompt = _text(row["prompt"], "prompt", may_be_empty=True)
         return {"prompt": prompt, "completion": _text(row["completion"], "completion")} | judged
-    if row.get("messages") is not None:
-        return {"messages": _messages(row["messages"])} | judged
+    for columns, form in zip(CHAT_COLUMNS, (None, "ShareGPT", "Alpaca"), strict=True):
+        if all(row.get(name) is not None for name in columns):
+            messages = _messages(_MADE_FROM[form](row) if form else row["messages"])
+            tools = {"tools": _tools(row["tools"])} if row.get("tools") else {}
+            return {"messages": messages} | tools | ({FORM: form} if form else {}) | judged
     raise MissingFieldError(f"no field {field!r}")
+
+
+def _from_sharegpt(row: Mapping[str, Any]) -> list[Any]:
+    """Return the messages of `conversations`, whose turns have `from` and `value`, after an own `system`."""
+    turns = row["conversations"] if isinstance(row["conversations"], list) else []
+    messages: list[Any] = [{"role": "system", "content": row["system"]}] if row.get("system") else []
+    for number, turn in enumerate(turns):
+        if isinstance(turn, dict) and turn.get("from") is not None:
+            if turn["from"] not in _SHAREGPT_ROLES:
+                known = ", ".join(_SHAREGPT_ROLES)
+                raise UnusableRecordError(f"turn {number} of the conversation is from {turn['from']!r}, not {known}")
+            turn = {"role": _SHAREGPT_ROLES[turn["from"]], "content": turn.get("value")}
+        messages.append(turn)
+    return messages
+
+
+def _from_alpaca(row: Mapping[str, Any]) -> list[Any]:
+    """Return the messages of an instruction with an optional input, and its output."""
+    request = [_text(row[name], name) for name in ("instruction", "input") if row.get(name)]
+    messages = [{"role": "system", "content": row["system"]}] if row.get("system") else []
+    turns = [{"role": "user", "content": "\n\n".join(request)}, {"role": "assistant", "content": row["output"]}]
+    return messages + turns
+
+
+_MADE_FROM = {"ShareGPT": _from_sharegpt, "Alpaca": _from_alpaca}
+
+
+def _tools(value: Any) -> list[dict[str, Any]]:
+    """Return the tools of a record: a list, or JSON of one."""
+    try:
+        tools = json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError) as error:
+        raise UnusableRecordError("the field 'tools' is no JSON") from error
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise UnusableRecordError("the field 'tools' is not a list of objects")
+    return [_without_none(tool) for tool in tools]
+
+
+def _without_none(value: Any) -> Any:
+    """Return a value without the nulls of objects: in a column, each object has the keys of all."""
+    if isinstance(value, dict):
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    return [_without_none(item) for item in value] if isinstance(value, list) else value
 
 
 def loss_multiplier(row: Mapping[str, Any]) -> float:

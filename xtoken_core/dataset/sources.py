@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from xtoken_core.config.data import READ_SUFFIXES, TEXT_FORMS
+from xtoken_core.dataset.unpacking import Progress, unpacked
 from xtoken_core.errors import InputError
 from xtoken_core.regular_files import read_json_object
 
@@ -14,6 +16,7 @@ Kind = Literal["jsonl", "txt", "parquet", "arrow"]
 LINES: tuple[Kind, ...] = ("jsonl", "txt")
 """Kinds of which a line is a record; of the others it is a row."""
 _SUFFIXES: dict[str, Kind] = {".jsonl": "jsonl", ".txt": "txt", ".parquet": "parquet"}
+"""Kinds by suffix; files with other suffixes that are read are unpacked to files of lines."""
 
 
 @dataclass(frozen=True)
@@ -25,22 +28,28 @@ class Source:
         kind: Format.
         size: Bytes.
         mtime_ns: Time of its last change, in nanoseconds.
+        name: Its path as the user knows it: that of the file that was unpacked.
     """
 
     path: Path
     kind: Kind
     size: int
     mtime_ns: int
+    name: Path
 
     def check_unchanged(self) -> None:
         """Raise an InputError if the file has changed since."""
-        now = _source(self.path, self.kind)
+        now = _source(self.path, self.kind, self.name)
         if now != self:
-            raise InputError(f"{self.path} has changed since it was indexed: start the run again to index it anew")
+            raise InputError(f"{self.name} has changed since it was indexed: start the run again to index it anew")
 
 
-def find_sources(paths: Sequence[Path]) -> tuple[Source, ...]:
+def find_sources(paths: Sequence[Path], progress: Progress | None = None) -> tuple[Source, ...]:
     """Return the files behind the paths, in the order given; a directory saved by `datasets` gives its shards.
+
+    Args:
+        paths: Files and directories.
+        progress: As of `unpacked`.
 
     Raises:
         InputError: A path is missing, of an unknown kind, or a directory of another sort.
@@ -51,30 +60,29 @@ def find_sources(paths: Sequence[Path]) -> tuple[Source, ...]:
     for path in paths:
         absolute = path.expanduser().absolute()
         if absolute.is_dir():
-            sources += [_source(shard, "arrow") for shard in _shards(absolute)]
-        else:
-            sources.append(_source(absolute, _kind(absolute)))
+            sources += [_source(shard, "arrow", shard) for shard in _shards(absolute)]
+            continue
+        kind, file = _SUFFIXES.get(absolute.suffix.lower()), absolute
+        if kind is None and absolute.exists():
+            if not absolute.name.lower().endswith(READ_SUFFIXES):
+                found = f"the ending {path.suffix!r}" if path.suffix else "no ending"
+                raise InputError(
+                    f"{path} has {found}: data is read from {TEXT_FORMS} files, or a directory saved by `datasets`"
+                )
+            file = unpacked(absolute, progress)
+            kind = _SUFFIXES[file.suffix]
+        sources.append(_source(file, kind or "txt", absolute))
     return tuple(sources)
 
 
-def _kind(path: Path) -> Kind:
-    kind = _SUFFIXES.get(path.suffix.lower())
-    if kind is None and path.exists():
-        found = f"the ending {path.suffix!r}" if path.suffix else "no ending"
-        raise InputError(
-            f"{path} has {found}: data is read from .jsonl, .parquet, .txt or a directory saved by `datasets`"
-        )
-    return kind or "txt"
-
-
-def _source(path: Path, kind: Kind) -> Source:
+def _source(path: Path, kind: Kind, name: Path) -> Source:
     try:
         status = path.stat()
     except OSError as error:
         raise InputError(f"cannot read the data file {path}: {error.strerror}") from error
     if not path.is_file():
         raise InputError(f"the data file {path} is not a regular file")
-    return Source(path, kind, status.st_size, status.st_mtime_ns)
+    return Source(path, kind, status.st_size, status.st_mtime_ns, name)
 
 
 def _shards(directory: Path) -> list[Path]:

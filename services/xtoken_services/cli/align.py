@@ -85,7 +85,7 @@ def show(
 def check(
     student: StudentOption,
     teacher: TeacherOption,
-    files: Annotated[list[Path], typer.Argument(metavar="FILES...", help=".jsonl, .parquet, .txt or other text.")],
+    files: Annotated[list[Path], typer.Argument(metavar="FILES...", help="Files that a run reads, or other text.")],
     field: Annotated[str, typer.Option("--field", help="The field of a record that holds the text.")] = "text",
     context: Annotated[int | None, typer.Option("--context", min=1, help="Cut both sides to so many tokens.")] = None,
     special_token: SpecialTokensOption = None,
@@ -187,10 +187,10 @@ def _records(path: Path, field: str, sides: Sequence[TextTokenizer]) -> Iterator
     import tempfile
 
     from xtoken_core.alignment.check import Record
-    from xtoken_core.config.data import TEXT_SUFFIXES
+    from xtoken_core.config.data import READ_SUFFIXES
     from xtoken_core.dataset import DataIndex
 
-    if path.is_dir() or path.suffix.lower() in TEXT_SUFFIXES:
+    if path.is_dir() or path.name.lower().endswith(READ_SUFFIXES):
         with tempfile.TemporaryDirectory() as cache:
             index = DataIndex.build([path], field=field, cache_dir=Path(cache))
             yield _indexed(index, sides), len(index)
@@ -212,7 +212,8 @@ def _indexed(index: DataIndex, sides: Sequence[TextTokenizer]) -> Iterator[Recor
             yield Record(record.location, None, record.reason)
         elif "messages" in record.value:
             messages = record.value["messages"]
-            tokenize = partial(tokenize_conversation, sides, messages, ends=False)  # which spell no text
+            # An end of turn spells no text.
+            tokenize = partial(tokenize_conversation, sides, messages, ends=False, tools=record.value.get("tools"))
             yield Record(index.location(number), only_answer(messages), tokenize=tokenize)
         else:
             yield Record(index.location(number), record.document)

@@ -19,6 +19,7 @@ from xtoken_core.errors import XtokenError
 from xtoken_services.cli.align import align_app
 from xtoken_services.cli.chain import chain_app
 from xtoken_services.cli.commands import collator, control, export, init, rollout, teacher, trainer
+from xtoken_services.cli.data import data_app
 from xtoken_services.cli.options import DEBUG_VARIABLE, JsonOption
 from xtoken_services.cli.projection import projection_app
 from xtoken_services.cli.queue import queue_app
@@ -60,6 +61,7 @@ COMMANDS = {
 GROUPS = {
     "runs": runs_app,
     "queue": queue_app,
+    "data": data_app,
     "align": align_app,
     "projection": projection_app,
     "chain": chain_app,

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from xtoken_core.config.data import TEXT_SUFFIXES
+from xtoken_core.config.data import TEXT_FORMS, TEXT_SUFFIXES
 from xtoken_core.errors import InputError
 
 DEPTH = 4
@@ -50,7 +50,7 @@ def find_inputs(base: Path, *, student: Path | None, teacher: Path | None, data:
             f"{missing} are needed: name them with --student and --teacher"
         )
     if data is None and not texts:
-        raise InputError(f"{base} has no text ({', '.join(TEXT_SUFFIXES)}): name it with --data")
+        raise InputError(f"{base} has no text ({TEXT_FORMS}): name it with --data")
     return Inputs(
         student=_relative(student or free[0], base),
         teacher=_relative(teacher or free[-1], base),
@@ -76,7 +76,7 @@ def _search(base: Path) -> tuple[list[Path], list[Path]]:
             continue
         for name in files:
             path = directory / name
-            if path.suffix.lower() in TEXT_SUFFIXES and path.is_file() and path.stat().st_size >= SMALLEST_TEXT:
+            if name.lower().endswith(TEXT_SUFFIXES) and path.is_file() and path.stat().st_size >= SMALLEST_TEXT:
                 texts[path] = path.stat().st_size
     return sorted(models, key=lambda path: (models[path], path)), sorted(texts, key=lambda path: (texts[path], path))
 

@@ -270,7 +270,7 @@ def make_sampler(run: ResolvedRun, tokenizer: TextTokenizer, device: torch.devic
 
 
 def prompt_of(value: Mapping[str, Any], characters: int | None) -> dict[str, Any] | None:
-    """Return the prompt of a record as `text` or `messages`; None if there is nothing to complete.
+    """Return the prompt of a record as `text` or `messages` with `tools`; None if there is nothing to complete.
 
     Args:
         value: A record's value: `text`, `prompt` and `completion`, or `messages`.
@@ -283,7 +283,7 @@ def prompt_of(value: Mapping[str, Any], characters: int | None) -> dict[str, Any
     messages = list(value["messages"])
     while messages and messages[-1]["role"] == "assistant":
         messages.pop()
-    return {"messages": messages} if messages else None
+    return {"messages": messages, "tools": value.get("tools")} if messages else None
 
 
 def cut_at_word(text: str, characters: int | None) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from contextlib import nullcontext
+from collections.abc import Sequence
 from functools import partial
 
 from xtoken_core.config.spec import RunSpec
@@ -44,10 +44,10 @@ def run_locally(
 
     Args:
         spec: What to run; its paths are absolute.
-        show: Whether to print progress and the summary.
+        show: Whether to print progress and the summary; otherwise they are logged.
         as_json: Whether to print statuses instead, one object a line.
         loss: `module:Class` of a custom loss.
-        view: Shows the run's progress; None: the console, as `show` and `as_json` say.
+        view: Another view of the run's progress.
         forks: Server to fork the workers from, which the caller closes; None: one is started if it can be used.
 
     Returns:
@@ -75,8 +75,8 @@ def run_to_end(run: Run, *, show: bool = True, as_json: bool = False, view: Prog
         run.start()
         try:
             run.started.wait(QUIET_S)
-            with nullcontext(view) if view else open_view(show, as_json=as_json) as shown:
-                follow(run, FailsafeView(shown), interrupts)
+            with open_view(show, as_json=as_json) as shown:
+                follow(run, [FailsafeView(each) for each in (shown, view) if each], interrupts)
         finally:
             _shut_down(run, interrupts)
     result = run.result
@@ -99,18 +99,21 @@ def _prepare(run: Run, *, forks: ForkServer | None, loss: str | None) -> Prepare
     return prepare_after_builds(run, forks=forks, loss=loss)
 
 
-def follow(run: Run, view: ProgressView, interrupts: Interrupts) -> None:
+def follow(run: Run, views: Sequence[ProgressView], interrupts: Interrupts) -> None:
     """Show a run until it is over, and turn signals into requests to stop."""
     steps, evaluations = (Curve(run.spec.output / name) for name in ("steps.jsonl", "eval.jsonl"))
     seen = 0
     while not run.over.is_set():
-        view.show(with_files(run.status(), steps, evaluations))
+        status = with_files(run.status(), steps, evaluations)
+        for view in views:
+            view.show(status)
         run.over.wait(POLL_S)
         if interrupts.count > seen:
             seen = interrupts.count
-            view.stopping(now=seen > 1)
+            for view in views:
+                view.stopping(now=seen > 1)
             run.stop(now=seen > 1)
-    if run.refusal is None:
+    for view in views if run.refusal is None else ():
         view.end(with_files(run.status(), steps, evaluations))
 
 

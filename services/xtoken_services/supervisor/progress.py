@@ -25,6 +25,7 @@ from xtoken_services.common.run.status import RunState, RunStatus, WorkerStatus
 log = logging.getLogger("xtoken.supervisor")
 
 LINE_EVERY_S = 5.0
+WARNING = "warning: "
 STOPPING = "Shutting down gracefully; press Ctrl+C again to force quit"
 STOPPING_NOW = "Force quit: progress since the last checkpoint is lost"
 LOADING, READY = "load", "run"
@@ -58,14 +59,16 @@ def open_view(show: bool, console: Console | None = None, *, as_json: bool = Fal
     """Open the view that suits the output.
 
     Args:
-        show: Whether anything is printed at all.
+        show: Whether anything is printed; otherwise lines are logged.
         console: Console to print to; standard output if left out.
         as_json: Whether statuses are printed as JSON, one object a line.
     """
-    console = console or Console(quiet=not show)
-    if show and as_json:
+    console = console or Console()
+    if not show:
+        yield LogView(console)
+    elif as_json:
         yield JsonView()
-    elif show and console.is_terminal:
+    elif console.is_terminal:
         with Live(console=console, refresh_per_second=4, transient=True) as live:
             yield LiveView(live)
     else:
@@ -186,11 +189,18 @@ class LineView:
     def _warn(self, status: RunStatus) -> None:
         warnings = warnings_of(status)
         for name in [name for name in warnings if name not in self._warned]:
-            self._print(f"warning: {warnings[name]}")
+            self._print(f"{WARNING}{warnings[name]}")
         self._warned |= warnings.keys()
 
     def _print(self, line: str) -> None:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+class LogView(LineView):
+    """The same lines in this process's log."""
+
+    def _print(self, line: str) -> None:
+        log.log(logging.WARNING if line.startswith(WARNING) else logging.INFO, "%s", line.removeprefix(WARNING))
 
 
 def status_line(status: RunStatus) -> str:
@@ -326,7 +336,7 @@ def render_status(status: RunStatus, note: str) -> RenderableType:
 
 
 def _warning_lines(status: RunStatus) -> list[str]:
-    return [f"warning: {line}" for line in warnings_of(status).values()]
+    return [f"{WARNING}{line}" for line in warnings_of(status).values()]
 
 
 def _metrics(status: RunStatus) -> RenderableType:

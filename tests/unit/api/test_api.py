@@ -1,17 +1,21 @@
 """The Python interface: a training loop of one's own without services, and a run's settings given by name."""
 
 import json
+import re
 import runpy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import xtoken
 from tests.architecture.conftest import ROOT, run_code
-from tests.support.tiny_run import TinyAssets, documents, make_assets, write_jsonl
+from tests.support.tiny_run import TinyAssets, documents, make_assets
+from xtoken.distill import CallbackView
+from xtoken.objects import as_files
+from xtoken_services.common.run.status import RunState, RunStatus
 
 SCRIPT = ROOT / "deploy" / "examples" / "own_loop.py"
 
@@ -83,16 +87,148 @@ def test_settings_by_file_and_by_name_exclude_each_other(tmp_path: Path) -> None
         xtoken.distill(output=str(tmp_path / "out"), data="train.jsonl")
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"data": None}, "data: field required"),
+        ({"student": 5}, "student: it takes a table of settings"),
+        ({"teacher": [object()]}, "teacher.0: it takes a table of settings"),
+        ({"student": {"model": torch.nn.Linear(1, 1)}}, "student: a model in memory needs its tokenizer: student="),
+        ({"data": 7}, "data: it takes a table of settings"),
+        ({"data": [{"text": "a"}, "b"]}, "data: record 1 is no JSON such as"),
+        ({"data": [{"text": {1, 2}}]}, "data: record 0 is no JSON such as"),
+        ({"teacher": torch.nn.Linear(1, 1)}, "teacher: a model in memory needs its tokenizer: teacher="),
+        ({"eval": 3}, "eval: it takes a table of settings"),
+        ({"train": 5}, "train: it takes a table of settings"),
+    ],
+)
+def test_wrong_objects_are_named_in_our_words(
+    assets: TinyAssets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], message: str
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    given = {"student": assets.student, "teacher": assets.teacher, "data": "train.jsonl", "output": tmp_path / "out"}
+    document = {name: value for name, value in (given | settings).items() if value is not None}
+    with pytest.raises(xtoken.XtokenError, match=re.escape(message)) as caught:
+        xtoken.distill(**document)
+    assert not any(word in str(caught.value) for word in ("instance of", "dictionary", "context_length", "\n"))
+    assert not (tmp_path / "out").exists()
+    objects = tmp_path / "cache" / "xtoken" / "objects"
+    assert not (objects.exists() and list(objects.iterdir())), "nothing half-written"
+
+
+def test_objects_are_kept_once_by_their_content(
+    assets: TinyAssets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    model = AutoModelForCausalLM.from_pretrained(assets.student, dtype=torch.bfloat16)
+    tokenizer = AutoTokenizer.from_pretrained(assets.student)
+    records = [{"text": "one"}, {"text": "zwei ß", "n": None}]
+    document = {
+        "student": {"model": model, "tokenizer": tokenizer}, "teacher": assets.teacher, "data": iter(records),
+        "eval": {"path": records, "every": 3},
+    }  # fmt: skip
+    first = as_files(document)
+    text = Path(first["data"])
+    assert [json.loads(line) for line in text.read_text("utf-8").splitlines()] == records
+    assert first["eval"] == {"path": str(text), "every": 3} and first["teacher"] == str(assets.teacher)
+    kept = AutoModelForCausalLM.from_pretrained(first["student"]["model"], dtype="auto")
+    assert all(torch.equal(value, kept.state_dict()[name]) for name, value in model.state_dict().items())
+    assert AutoTokenizer.from_pretrained(first["student"]["tokenizer"]).get_vocab() == tokenizer.get_vocab()
+
+    def written(*_: Any, **__: Any) -> None:
+        raise AssertionError("it is there already")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(model, "save_pretrained", written)
+        assert as_files({**document, "data": iter(records)}) == first
+    with torch.no_grad():
+        model.get_input_embeddings().weight[0, 0] += 1
+    second = as_files({**document, "data": iter(records[:1])})
+    assert second["student"]["model"] != first["student"]["model"] and second["data"] != first["data"]
+    assert second["student"]["tokenizer"] == first["student"]["tokenizer"]
+    assert len(list((tmp_path / "cache" / "xtoken" / "objects").iterdir())) == 5
+
+
+def test_events_of_a_resumed_run_begin_behind_its_checkpoint(tmp_path: Path) -> None:
+    def write(name: str, steps: range) -> None:
+        file = tmp_path / name
+        file.unlink(missing_ok=True)  # as a trainer replaces it
+        file.write_text("".join(f'{{"step": {step}, "loss": 1.5}}\n' for step in steps), encoding="utf-8")
+
+    seen = Seen()
+    view = CallbackView(seen, tmp_path)
+    status = RunStatus.model_validate(
+        {"id": "a", "name": "a", "output": tmp_path, "created": "", "state": "running", "checkpoint": 4, "step": 4}
+    )
+    write("steps.jsonl", range(7))  # the steps behind the checkpoint are lost
+    write("eval.jsonl", range(0, 7, 2))
+    view.show(status)
+    assert seen.calls == [("start", "running")]
+    write("steps.jsonl", range(4))
+    write("eval.jsonl", range(0, 5, 2))
+    view.show(status)
+    write("steps.jsonl", range(6))
+    write("eval.jsonl", range(0, 7, 2))
+    view.show(status.model_copy(update={"step": 6, "checkpoint": 6}))
+    view.end(status.model_copy(update={"step": 6, "checkpoint": 6, "state": RunState.STOPPED}))
+    assert seen.of("step") == [4, 5] and seen.of("evaluation") == [6] and seen.of("checkpoint") == [6]
+    assert seen.calls[-1] == ("end", "stopped")
+
+
+class Seen(xtoken.RunCallback):
+    """What a run has called, in order."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, Any]] = []
+
+    def on_start(self, status: dict[str, Any]) -> None:
+        self.calls.append(("start", status["state"]))
+
+    def on_step(self, metrics: dict[str, Any]) -> None:
+        self.calls.append(("step", metrics["step"]))
+        raise RuntimeError("a mistake of the user's")
+
+    def on_evaluation(self, metrics: dict[str, Any]) -> None:
+        self.calls.append(("evaluation", metrics["step"]))
+
+    def on_checkpoint(self, step: int) -> None:
+        self.calls.append(("checkpoint", step))
+
+    def on_end(self, status: dict[str, Any]) -> None:
+        self.calls.append(("end", status["state"]))
+
+    def of(self, name: str) -> list[Any]:
+        return [value for each, value in self.calls if each == name]
+
+
 @pytest.mark.slow
-def test_a_run_from_python_calls_back_and_returns_its_model(assets: TinyAssets, tmp_path: Path) -> None:
-    seen: list[int] = []
-    held_out = write_jsonl(tmp_path / "heldout.jsonl", documents(6, seed=5))
+def test_a_run_of_objects_calls_back_logs_and_returns_its_model(
+    assets: TinyAssets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    caplog.set_level("INFO", logger="xtoken")
+    models = {
+        name: {
+            "model": AutoModelForCausalLM.from_pretrained(path),
+            "tokenizer": AutoTokenizer.from_pretrained(path),
+            "context_length": 64,
+        }
+        for name, path in (("student", assets.student), ("teacher", assets.teacher))
+    }
+    seen = Seen()
     result = xtoken.distill(
-        student={"model": str(assets.student), "context_length": 64}, teacher=str(assets.teacher),
-        data=str(write_jsonl(tmp_path / "train.jsonl", documents(32, seed=2))), output=str(tmp_path / "out"),
-        eval={"path": str(held_out), "every": 2}, workers={"collators": 1, "device": "cpu"},
-        train={"samples_per_step": 8, "micro_batch_tokens": 2048}, callback=lambda status: seen.append(status["step"]),
+        **models, data=({"text": text} for text in documents(32, seed=2)), output=tmp_path / "out",
+        eval={"path": [{"text": text} for text in documents(6, seed=5)], "every": 2},
+        workers={"collators": 1, "device": "cpu"}, callback=seen,
+        train={"samples_per_step": 8, "micro_batch_tokens": 2048, "checkpoint_every": 2},
     )  # fmt: skip
-    assert seen[-1] == 4 == result.summary["steps"]
-    assert [row["step"] for row in result.evaluations()] == [0, 2, 4]
+    assert result.summary["steps"] == 4 and result.summary["trained"] == 32
+    assert seen.of("step") == [0, 1, 2, 3], "an error in one does not end the others"
+    assert seen.of("evaluation") == [0, 2, 4] == [row["step"] for row in result.evaluations()]
+    assert seen.of("checkpoint")[-1] == 4
+    assert seen.calls[0][0] == "start" and seen.calls[-1] == ("end", "completed")
+    assert any("completed after step 4 of 4" in line for line in caplog.messages)
+    assert any(line.startswith("default: ") for line in caplog.messages)
     assert (result.model / "model.safetensors").is_file()
+    assert len(list((tmp_path / "cache" / "xtoken" / "objects").iterdir())) == 6
+    assert not list((tmp_path / "out").rglob("records.jsonl"))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import xtoken_core.dataset.index as index_module
 from tests.support.examples import examples
-from xtoken_core.dataset import BadRecord, DataIndex, Record, readers
+from xtoken_core.dataset import BadRecord, DataIndex, Record, unpacking
 from xtoken_core.dataset import index as dataset_index
 from xtoken_core.dataset.records import MAX_RECORD_BYTES
 from xtoken_core.errors import InputError
@@ -218,7 +218,7 @@ def test_progress_counts_every_byte_once(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def broken_inputs(tmp_path: Path) -> dict[str, tuple[Path, str]]:
-    (tmp_path / "a.csv").write_text("x")
+    (tmp_path / "a.xml").write_text("x")
     (tmp_path / "noise.parquet").write_bytes(b"PAR1 no")
     (tmp_path / "plain").mkdir()
     (tmp_path / "splits").mkdir()
@@ -234,7 +234,7 @@ def broken_inputs(tmp_path: Path) -> dict[str, tuple[Path, str]]:
     return {
         "missing": (tmp_path / "no.jsonl", "cannot read the data file .*no.jsonl: No such file"),
         "dangling": (tmp_path / "dangling.jsonl", "cannot read the data file"),
-        "suffix": (tmp_path / "a.csv", "has the ending '.csv': data is read from .jsonl"),
+        "suffix": (tmp_path / "a.xml", "has the ending '.xml': data is read from .jsonl"),
         "damaged-parquet": (tmp_path / "noise.parquet", "cannot be read as parquet"),
         "plain-directory": (tmp_path / "plain", "is not a directory saved by `datasets`"),
         "splits": (tmp_path / "splits", "name one of them .*splits/train"),
@@ -306,7 +306,7 @@ def test_repeated_values_are_in_memory_once(tmp_path: Path) -> None:
 
 
 def test_row_group_that_decodes_to_too_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readers, "_SMALL_BYTES", 1 << 20)
+    monkeypatch.setattr(unpacking, "_SMALL_BYTES", 1 << 20)
     path = tmp_path / "x.parquet"
     texts = [str(number) + "x" * 100_000 for number in range(50)]
     pq.write_table(pa.table({"text": texts}), path, compression="zstd", use_dictionary=False)
@@ -317,7 +317,7 @@ def test_row_group_that_decodes_to_too_much(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_compressed_arrow_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readers, "_SMALL_BYTES", 1 << 20)
+    monkeypatch.setattr(unpacking, "_SMALL_BYTES", 1 << 20)
     (tmp_path / "dataset_info.json").write_text("{}")
     table = pa.table({"text": ["x" * 100_000] * 50})
     options = pa.ipc.IpcWriteOptions(compression="zstd")

@@ -217,11 +217,17 @@ def test_text_read_before_the_first_step() -> None:
     assert "34% of the text read" in out.getvalue()
 
 
-def test_quiet_view_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_quiet_view_logs_instead_of_printing(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="xtoken")
     with open_view(False) as view:
         view.show(status())
-        view.end(status(state="stopped"))
+        view.end(status(state="stopped", last={"step": 3, "unreachable_mass_t0": 0.5}))
     assert capsys.readouterr().out == ""
+    levels = {record.message: record.levelname for record in caplog.records}
+    assert levels.pop(status_line(status())) == "INFO" and levels.popitem()[1] == "INFO"
+    assert list(levels.values()) == ["WARNING"] and not next(iter(levels)).startswith("warning")
 
 
 LOADING = WORKER | {"phase": "load", "activity": ""}

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from xtoken_core.config.base import absolute_path
-from xtoken_core.config.data import TEXT_SUFFIXES
+from xtoken_core.config.data import READ_SUFFIXES, TEXT_FORMS, TEXT_SUFFIXES
 from xtoken_core.errors import InputError
 from xtoken_services.common.models.gguf import gguf_model, is_gguf
+from xtoken_services.common.models.remote_text import fetch_text
 from xtoken_services.common.processes.progress import spinner
 
 HUB_ID = re.compile(
@@ -79,7 +80,7 @@ def hub_id(value: Any, base: Path, *, data: bool = False) -> HubId | None:
         return None
     local = (base / value, base / match["repo"].partition("/")[0])
     if any(os.path.lexists(path) for path in local) or (
-        not match["files"] and value.endswith((*TEXT_SUFFIXES, ".gguf"))
+        not match["files"] and value.endswith((*READ_SUFFIXES, ".gguf"))
     ):
         return None
     return HubId(match["repo"], match["revision"], match["files"])
@@ -128,7 +129,7 @@ class Hub:
         chosen = _chosen(listed, repository.files)
         if not chosen:
             raise InputError(
-                f"{name}: {repository.requested} on the Hub has no {', '.join(TEXT_SUFFIXES)} file"
+                f"{name}: {repository.requested} on the Hub has no {TEXT_FORMS} file"
                 + (f" that matches {repository.files!r}" if repository.files else "")
                 + f": it has {', '.join(listed[:5]) or 'none at all'}"
             )
@@ -213,9 +214,9 @@ def _hub_options() -> dict[str, Any]:
 
 def _chosen(names: Sequence[str], pattern: str | None) -> list[str]:
     """Return the files of a data set that match a pattern; without one, those of the training split if it has one."""
-    texts = [name for name in names if name.endswith(TEXT_SUFFIXES)]
     if pattern is not None:
-        return [name for name in texts if fnmatch.fnmatch(name, pattern)]
+        return [name for name in names if name.endswith(READ_SUFFIXES) and fnmatch.fnmatch(name, pattern)]
+    texts = [name for name in names if name.endswith(TEXT_SUFFIXES)]
     texts = [name for name in texts if not name.endswith(".txt")] or texts
     return [name for name in texts if "train" in name] or texts
 
@@ -238,7 +239,7 @@ def _refused(name: str, repository: HubId, kind: str, error: Exception) -> Input
 
 
 def fetch_inputs(document: dict[str, Any], base: Path, pinned: Mapping[str, str]) -> list[str]:
-    """Replace Hub ids and GGUF files in a run file's document by paths of what runs read, and store the commits.
+    """Replace Hub ids, addresses of text and GGUF files in a run file's document by paths, and store the commits.
 
     Args:
         document: The document, with models and text as tables. Its `hub` gets the commits.
@@ -246,7 +247,7 @@ def fetch_inputs(document: dict[str, Any], base: Path, pinned: Mapping[str, str]
         pinned: `hub` of an earlier start.
 
     Returns:
-        A line for everything that was taken from the Hub or a GGUF file.
+        A line for everything that was taken from the Hub, an address or a GGUF file.
 
     Raises:
         InputError: Something cannot be fetched or converted.
@@ -270,6 +271,11 @@ def fetch_inputs(document: dict[str, Any], base: Path, pinned: Mapping[str, str]
         if isinstance(table, dict) and (repository := hub_id(table.get("path"), base, data=True)) is not None:
             files = [str(file) for file in hub.text(f"{name}.path", repository)]
             table["path"] = files if len(files) > 1 else files[0]
+        if isinstance(table, dict) and "path" in table:
+            several = table["path"] if isinstance(table["path"], list) else [table["path"]]
+            fetched = [fetch_text(f"{name}.path", each) for each in several]
+            notes += [line for _, lines in fetched for line in lines]
+            table["path"] = [path for path, _ in fetched] if isinstance(table["path"], list) else fetched[0][0]
     if hub.commits:
         document["hub"] = hub.commits
     return notes + [f"hub: {requested} at commit {commit}" for requested, commit in hub.commits.items()]

@@ -228,10 +228,10 @@ def _stored(output: Path) -> dict[str, Any]:
 
 def _fill_defaults(defaults: RunDefaults, base: Path) -> None:
     document, machine = defaults.document, defaults.machine
-    models = [document.get("student"), *document.get("teacher", ())]
-    if not all(isinstance(table, dict) for table in (*models, document.get("data"))):
-        return  # the specification names what is missing
+    tables = ("data", *(name for name in ("train", "workers", "loss", "queue") if name in document))
     fill_model_defaults(defaults, base)
+    if not all(isinstance(document.get(name), dict) for name in ("student", *tables)):
+        return  # the specification names what is missing
     _fill_evaluation(defaults, base)
     on_gpu = bool(machine.gpu_bytes) and not _on_cpu(document)
     if on_gpu or machine.memory_bytes:
@@ -239,16 +239,17 @@ def _fill_defaults(defaults: RunDefaults, base: Path) -> None:
 
 
 def fill_model_defaults(defaults: RunDefaults, base: Path) -> None:
-    """Fill in context length and dtype of student and teachers, whose tables there are."""
+    """Fill in context length and dtype of the student and the teachers that are tables."""
     document = defaults.document
-    _fill_model(defaults, "student", document["student"], base)
-    for number, teacher in enumerate(document.get("teacher", ())):
-        _fill_model(defaults, f"teacher.{number}", teacher, base)
+    teachers = ((f"teacher.{number}", each) for number, each in enumerate(document.get("teacher", ())))
+    for name, model in (("student", document.get("student")), *teachers):
+        if isinstance(model, dict):
+            _fill_model(defaults, name, model, base)
 
 
 def _fill_model(defaults: RunDefaults, name: str, model: dict[str, Any], base: Path) -> None:
     """Fill in context length and dtype of a model."""
-    student = defaults.document["student"].get("context_length")
+    student = _part(defaults.document.get("student"), "context_length")
     longest = _max_length(base / str(model.get("model", "")))
     wanted = MOST_CONTEXT
     if name != "student" and isinstance(student, int):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from xtoken_core.config.resolved import ResolvedRun
@@ -23,6 +23,7 @@ from xtoken_services.common.run.memory_estimate import (
     weight_bytes,
 )
 from xtoken_services.common.run.resolve import Progress, file_warnings, resolve_run
+from xtoken_services.common.text.training_text import documents_of
 
 
 def check_start(
@@ -44,7 +45,14 @@ def check_start(
     resolved = resolve_run(spec, progress)
     memory = check_host(resolved, Machine.of_this()) if spec.workers.launcher == "local" else []
     disk = _check_disk(resolved, output or spec.output)
-    return resolved, [*_size_lines(resolved), *memory, disk, *file_warnings(resolved)]
+    return resolved, [*_size_lines(resolved), *_forms(resolved.spec), *memory, disk, *file_warnings(resolved)]
+
+
+def _forms(spec: RunSpec) -> Iterator[str]:
+    """Yield a line for each file of the text whose records were recognised as a form of conversations."""
+    for location, form in (found for text in documents_of(spec) for found in text.conversations()):
+        if form:
+            yield f"text: {location} is a record of {form}, and is read as messages, as is every other such record"
 
 
 def _size_lines(run: ResolvedRun) -> list[str]:

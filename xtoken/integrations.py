@@ -1,0 +1,145 @@
+"""The loss of a `TokenizerPair` inside other trainers: `transformers.Trainer`, its subclasses, and accelerate's loops.
+
+A step's loss is a sum over its micro-batches and processes, each divided by the whole step's counts, as in a run of
+`xtoken run`: it does not depend on how the step is divided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor, nn
+from transformers import Trainer
+
+from xtoken.pair import TokenizerPair
+from xtoken_core import schema
+from xtoken_core.errors import ConfigError
+from xtoken_core.losses.masks import loss_counts
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator  # type: ignore[import-untyped]  # ships no stubs
+
+COUNTS = (schema.CE_TOKENS.name, schema.field_name(schema.KD_CHUNKS, 0))
+
+
+class DistillationCollator:
+    """A collator for a `DataLoader`: aligned rows on the CPU, with what each adds to the counts of its step.
+
+    Args:
+        pair: The two tokenizers.
+    """
+
+    def __init__(self, pair: TokenizerPair) -> None:
+        self._collator, self._counts = pair.collator, loss_counts(pair.loss_fn.config, [False])
+
+    def __call__(self, records: Sequence[str | Mapping[str, Any]]) -> dict[str, Tensor]:
+        """Collate records as `TokenizerPair.collate` does, and add `ce_tokens` and `kd_chunks`, `[B]` int64.
+
+        Raises:
+            InputError: A record cannot be used.
+        """
+        rows = self._collator([{"text": record} if isinstance(record, str) else record for record in records])
+        batch = schema.with_numbers(dict(rows))
+        counted = batch[schema.SAMPLE_MASK.name] > 0
+        return batch | {name: count * counted for name, count in self._counts(batch).items()}
+
+
+def step_counts(batches: Sequence[Mapping[str, Tensor]], accelerator: Accelerator) -> Int64[Tensor, " 2"]:
+    """Return the next-token predictions and the chunks of a step: of all its micro-batches on all processes.
+
+    Args:
+        batches: This process's micro-batches, from a `DistillationCollator`.
+        accelerator: Of accelerate; every process has to call.
+    """
+    counts = torch.tensor([sum(int(batch[name].sum()) for batch in batches) for name in COUNTS])
+    total: Tensor = accelerator.gather(counts.unsqueeze(0).to(accelerator.device)).sum(0)
+    return total
+
+
+def distillation_loss(
+    pair: TokenizerPair,
+    teacher: nn.Module,
+    student: nn.Module,
+    batch: Mapping[str, Tensor],
+    counts: Int64[Tensor, " 2"] | None = None,
+    *,
+    processes: int = 1,
+) -> tuple[Float[Tensor, ""], dict[str, Tensor], Any]:
+    """Compute one micro-batch's part of a step's loss; no gradient reaches the teacher.
+
+    Args:
+        pair: The two tokenizers and their loss.
+        teacher: A causal model of `transformers`, on the device of the batch.
+        student: Likewise.
+        batch: From a `DistillationCollator`.
+        counts: Of `step_counts`; None: the micro-batch is the step.
+        processes: Processes over which gradients are averaged afterwards; the loss is multiplied by this.
+
+    Returns:
+        The loss, its metrics, and what the student returned.
+    """
+    with torch.no_grad():
+        theirs = teacher(input_ids=batch[schema.field_name(schema.TEACHER_INPUT_IDS, 0)]).logits
+    outputs = student(input_ids=batch[schema.INPUT_IDS.name])
+    tokens, chunks = (None, None) if counts is None else counts.unbind()
+    loss, metrics = pair.loss_fn(
+        batch, outputs.logits, [theirs], global_valid_toks=tokens, global_valid_chunks=[chunks]
+    )
+    return loss * processes, dict(metrics), outputs
+
+
+class Distillation:
+    """A mixin that gives `transformers.Trainer`, or a subclass such as TRL's `SFTTrainer`, a teacher.
+
+    Name it before the trainer among the bases. Records go to the trainer as they are: what prepares them has to be
+    turned off (`SFTConfig(dataset_kwargs={"skip_prepare_dataset": True})`).
+
+    Args:
+        *args: Of the trainer.
+        pair: The two tokenizers and their loss, with `device` as the trainer has it.
+        teacher: A causal model of `transformers`.
+        **kwargs: Of the trainer.
+
+    Raises:
+        ConfigError: The pair's loss is on another device, or the process has several GPUs.
+    """
+
+    def __init__(self, *args: Any, pair: TokenizerPair, teacher: nn.Module, **kwargs: Any) -> None:
+        super().__init__(*args, **{"data_collator": DistillationCollator(pair), **kwargs})
+        trainer: Any = self
+        gpus, device = trainer.args.n_gpu, trainer.args.device
+        if gpus > 1 or pair.device.type != device.type:
+            raise ConfigError(
+                f"the pair is on {pair.device}, the trainer on {device} of {max(gpus, 1)}: give the TokenizerPair "
+                f'device="{device.type}", and start a process per GPU (torchrun)'
+            )
+        self.pair, self.teacher = pair, teacher.eval().requires_grad_(False).to(device)
+        trainer.args.remove_unused_columns = False  # records have the columns of texts, not of models
+        trainer.label_names = [schema.INPUT_IDS.name]  # an evaluation reports a loss only where there are labels
+        trainer.model_accepts_loss_kwargs = True  # or the loss would be divided by the number of micro-batches too
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list[Any], Any]:
+        """Return the micro-batches of a step, and the counts of the whole step."""
+        trainer: Any = super()
+        batches, _ = trainer.get_batch_samples(epoch_iterator, num_batches, device)
+        return batches, step_counts(batches, self.accelerator) if batches else None  # type: ignore[attr-defined]
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Tensor | Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """Return the loss of a micro-batch; `num_items_in_batch` are its step's counts, None in an evaluation."""
+        counts = num_items_in_batch if isinstance(num_items_in_batch, Tensor) else None
+        processes = 1 if counts is None else self.accelerator.num_processes  # type: ignore[attr-defined]
+        loss, _, outputs = distillation_loss(self.pair, self.teacher, model, inputs, counts, processes=processes)
+        return (loss, outputs) if return_outputs else loss
+
+
+class DistillationTrainer(Distillation, Trainer):
+    """`transformers.Trainer` with a teacher; see `Distillation` for the further arguments."""
