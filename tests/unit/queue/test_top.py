@@ -39,7 +39,7 @@ def shown(seen: dict[str, Any], before: dict[str, Any] | None = None) -> str:
         (1023 * 1024, "1023.0 KiB"),
         (1 << 20, "1.0 MiB"),
         (1 << 30, "1.0 GiB"),
-        (1 << 42, "4096.0 GiB"),
+        (1 << 42, "4.0 TiB"),
     ],
 )
 def test_sizes(count: int, text: str) -> None:
