@@ -35,7 +35,10 @@ def section() -> dict[str, Any]:
     result = json.loads(RESULT.read_text(encoding="utf-8"))
     verdicts = Counter(row.rsplit("|", 2)[1].strip() for row in predictions.compare(result))
     missed = verdicts["**not**"]
-    tables = {f.__name__: f(result) for f in (table, losses, forms, students, problems, on_policy, p_kl, early_ends)}
+    tables = {
+        f.__name__: f(result)
+        for f in (table, losses, forms, students, problems, problems_no_end, on_policy, p_kl, early_ends)
+    }
     return {
         **result,
         **tables,
@@ -147,23 +150,42 @@ def p_kl(result: Mapping[str, Any]) -> str:
 
 def problems(result: Mapping[str, Any]) -> str:
     """Return the runs on word problems: right answers half-way and at the end, bits per byte of answers, English."""
+    return _problems(result, plan.PROBLEMS)
+
+
+def problems_no_end(result: Mapping[str, Any]) -> str:
+    """Return the table of `problems` for runs in which the end of an answer was not learnt."""
+    return _problems(result, plan.PROBLEMS_NO_END)
+
+
+def _problems(result: Mapping[str, Any], condition: str) -> str:
+    """Return the runs of a condition, one line for each method and rate; of several data seeds, figures are means."""
     right = f"{TASK}{word_problems.TASK}"
-    runs = [run for run in result["runs"] if run["condition"] == plan.PROBLEMS]
+    runs: dict[tuple[str, float], dict[int, Mapping[str, Any]]] = defaultdict(dict)
+    for run in result["runs"]:
+        if run["condition"] == condition:
+            runs[run["method"], run["rate"]][run["seed"]] = run
     lines = [
-        "| | rate | right answers: before, after half of the steps, at the end | bits per byte of held-out answers, "
-        "before and at the end | English |",
-        "|---|---|---|---|---|",
-        f"| the teacher, shown two solved problems | | {result['teachers'][plan.PROBLEMS][right]:.1%} | | |",
+        "| | rate | right answers at the end, each data seed | before, half-way, at the end | bits per byte of "
+        "held-out answers, before and at the end | English |",
+        "|---|---|---|---|---|---|",
     ]
-    for run in sorted(runs, key=lambda run: run["curve"][-1][right]):
-        curve = run["curve"]
-        half = next(row for row in curve if 2 * row["step"] >= run["steps"])
+    if teacher := result["teachers"].get(condition):
+        lines.append(f"| the teacher, shown two solved problems | | {teacher[right]:.1%} | | | |")
+    for (method, rate), by_seed in sorted(
+        runs.items(), key=lambda item: fmean(run["curve"][-1][right] for run in item[1].values())
+    ):
+        ends = [run["curve"][-1] for _, run in sorted(by_seed.items())]
+        starts = [run["curve"][0] for run in by_seed.values()]
+        halves = [next(row for row in run["curve"] if 2 * row["step"] >= run["steps"]) for run in by_seed.values()]
+        answers = f"{VALIDATION}_{word_problems.SOURCE}.test"
         cells = (
-            ", ".join(f"{row[right]:.1%}" for row in (curve[0], half, curve[-1])),
-            ", ".join(f"{row[f'{VALIDATION}_{word_problems.SOURCE}.test']:.3f}" for row in (curve[0], curve[-1])),
-            f"{curve[-1][f'{VALIDATION}_{ENGLISH}']:.3f}",
+            " ".join(f"{row[right]:.1%}" for row in ends),
+            ", ".join(f"{fmean(row[right] for row in rows):.1%}" for rows in (starts, halves, ends)),
+            ", ".join(f"{fmean(row[answers] for row in rows):.3f}" for rows in (starts, ends)),
+            f"{fmean(row[f'{VALIDATION}_{ENGLISH}'] for row in ends):.3f}",
         )
-        lines.append(f"| {methods.TITLES[run['method']]} | {run['rate']:g} | {' | '.join(cells)} |")
+        lines.append(f"| {methods.TITLES[method]} | {rate:g} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

@@ -236,6 +236,8 @@ class Condition:
 
 _GERMAN = ("manual-de", "handbook-en", "handbook-fr")
 COLD_START, START_RATE = "qwen-problems-cold", 4e-4
+NO_END = "-no-end"
+"""Ends the names of conditions in which the end of an answer is not learnt."""
 CONDITIONS = {
     "de-500k": Condition(SMOLLM2, GEMMA3, "handbook-de", 500_000, _GERMAN, rates=RATES),
     "de-100k": Condition(SMOLLM2, GEMMA3, "handbook-de", 100_000, _GERMAN),
@@ -278,18 +280,19 @@ CONDITIONS |= {
         _QWEN_GERMAN, student=QWEN05, rates=(5e-5, 1e-4), contexts=(512, 512), note="to Qwen 0.5B, one tokenizer"
     ),
     "qwen-problems": Condition(
-        SMOLLM2, QWEN15, word_problems.SOURCE, 10_000_000, ("handbook-en",), 240, rates=(1e-4, 2e-4, 4e-4),
+        SMOLLM2, QWEN15, word_problems.SOURCE, 10_000_000, ("handbook-en",), 240, rates=(1e-4, 2e-4, 4e-4, 8e-4),
         tasks=(word_problems.TASK,), note="the teacher's answers", evaluations=4, contexts=(512, 512), documents=32,
-        task_tokens=word_problems.ANSWER_TOKENS, task_prompts=word_problems.HELD_OUT, ends=False,
+        task_tokens=word_problems.ANSWER_TOKENS, task_prompts=word_problems.HELD_OUT,
     ),
 }  # fmt: skip
 _PROBLEMS = CONDITIONS["qwen-problems"]
 _COLD = replace(_PROBLEMS, steps=480, rates=(START_RATE,), note="the teacher's answers, three times")
 CONDITIONS |= {
-    COLD_START: replace(_COLD, ends=True, evaluations=3),
-    f"{COLD_START}-no-end": replace(_COLD, evaluations=6, note=f"{_COLD.note}, their end not learnt"),
+    f"qwen-problems{NO_END}": replace(_PROBLEMS, ends=False, note=f"{_PROBLEMS.note}, their end not learnt"),
+    COLD_START: replace(_COLD, evaluations=3),
+    f"{COLD_START}{NO_END}": replace(_COLD, ends=False, evaluations=6, note=f"{_COLD.note}, their end not learnt"),
     "qwen-problems-on": replace(
-        _PROBLEMS, ends=True, steps=150, evaluations=2, rates=(1e-5, 3e-5, 1e-4), start=COLD_START,
+        _PROBLEMS, steps=150, evaluations=2, rates=(1e-5, 3e-5, 1e-4), start=COLD_START,
         note="after a cold start",
     ),
 }  # fmt: skip

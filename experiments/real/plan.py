@@ -10,6 +10,7 @@ from experiments.real.methods import (
     CONDITIONS,
     GEMMA3,
     METHODS,
+    NO_END,
     QWEN05,
     QWEN15,
     SEEDS,
@@ -22,7 +23,7 @@ PYTHON, GERMAN, FRENCH, WEAK, WEAK_LONG = (
     "qwen-python-32m", "qwen-de-500k", "qwen-fr-500k", "gemma-de-2m", "gemma-de-6m"
 )  # fmt: skip
 TO_GEMMA, TO_QWEN, PROBLEMS = "qwen-de-500k-to-gemma", "qwen-de-500k-to-qwen", "qwen-problems"
-ON_POLICY, COLD_NO_END = "qwen-problems-on", f"{COLD_START}-no-end"
+ON_POLICY, PROBLEMS_NO_END, COLD_NO_END = "qwen-problems-on", f"{PROBLEMS}{NO_END}", f"{COLD_START}{NO_END}"
 PLAN = (
     (PYTHON, "ce", (4e-4, 2e-4, 1e-4)),
     (PYTHON, "chain_adaptive", (2e-4, 1e-4)),
@@ -49,8 +50,8 @@ PLAN = (
     (WEAK_LONG, "chain", (2e-4,)),
     (GERMAN, "chain_adaptive", (1.6e-3,)),
     (GERMAN, "p_kl_scaled", (8e-4,)),
-    (PROBLEMS, "ce", (2e-4, 4e-4)),
-    (PROBLEMS, "chain_adaptive", (2e-4,)),
+    (PROBLEMS_NO_END, "ce", (2e-4, 4e-4)),
+    (PROBLEMS_NO_END, "chain_adaptive", (2e-4,)),
     (TO_GEMMA, "ce", (5e-5, 1e-4, 2e-5)),
     (TO_GEMMA, "chain_adaptive", (5e-5,)),
     (TO_QWEN, "ce", (5e-5, 1e-4)),
@@ -61,18 +62,23 @@ PLAN = (
     (TO_GEMMA, "chain", (1e-4, 5e-5)),
     (GERMAN, "bpm", (4e-4,)),
     (GERMAN, "x_token_v6", (4e-4,)),
-    (PROBLEMS, "chain_adaptive_shots", (2e-4, 4e-4)),
+    (PROBLEMS_NO_END, "chain_adaptive_shots", (2e-4, 4e-4)),
     (COLD_START, "ce", (START_RATE,)),
     (COLD_NO_END, "ce", (START_RATE,)),
-    (PROBLEMS, "chain_fading", (2e-4,)),
-    (PROBLEMS, "chain", (2e-4,)),
-    (PROBLEMS, "chain_shots", (2e-4,)),
+    (PROBLEMS_NO_END, "chain_fading", (2e-4,)),
+    (PROBLEMS_NO_END, "chain", (2e-4,)),
+    (PROBLEMS_NO_END, "chain_shots", (2e-4,)),
     (ON_POLICY, "ce", (3e-5,)),
     (ON_POLICY, "chain_shots", (3e-5,)),
     (ON_POLICY, "on_reverse", (3e-5,)),
     (ON_POLICY, "on_forward", (3e-5,)),
     (ON_POLICY, "on_jsd", (3e-5, 1e-4)),
     (ON_POLICY, "on_reverse_bare", (3e-5,)),
+    (PROBLEMS, "ce", (2e-4, 4e-4, 8e-4)),
+    (PROBLEMS, "chain", (1e-4, 2e-4, 4e-4)),
+    (PROBLEMS, "chain_adaptive", (1e-4, 2e-4, 4e-4)),
+    (PROBLEMS, "chain_shots", (2e-4, 4e-4)),
+    (PROBLEMS, "chain_fading", (2e-4,)),
 )
 """Condition, method with its first weights, and learning rates, on the first data seed."""
 OTHER_SEEDS = (
@@ -81,6 +87,7 @@ OTHER_SEEDS = (
     (FRENCH, "ce", 4e-4), (FRENCH, "chain_adaptive", 8e-4),
     (GERMAN, "p_kl_scaled", 8e-4), (PYTHON, "p_kl_scaled", 1e-4),
     (COLD_START, "ce", START_RATE), (COLD_NO_END, "ce", START_RATE), (ON_POLICY, "on_jsd", 3e-5),
+    (PROBLEMS, "ce", 4e-4), (PROBLEMS, "chain_shots", 2e-4),
 )  # fmt: skip
 """What runs on the other data seeds, at the rates that were best on the first one: before what is new on it."""
 FIRST_RUNS = 33

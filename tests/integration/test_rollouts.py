@@ -140,7 +140,7 @@ def test_a_cold_start_is_looked_at_where_it_has_text(writing: TinyAssets, tmp_pa
     [
         pytest.param("cpu", {"mode": "chain", "beta": 0.5, "importance_cap": 2.0}, marks=pytest.mark.slow),
         pytest.param("cuda", {"mode": "chain", "beta": 0.5}, marks=pytest.mark.gpu),
-        pytest.param("cuda", {"mode": "p_kl", "weights": "cuda_ipc"}, marks=pytest.mark.gpu),
+        pytest.param("cuda", {"mode": "p_kl", "weights": "shared_memory"}, marks=pytest.mark.gpu),
     ],
     ids=["cpu-chain-jsd", "cuda-chain-jsd", "cuda-p_kl"],
 )

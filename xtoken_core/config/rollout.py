@@ -57,10 +57,10 @@ class RolloutSpec(ServedSpec):
     max_staleness: Annotated[int, Field(ge=0, lt=1 << 16)] = 1
     """Maximum of optimiser steps between the weights that generated a completion and the step that trains it. With 0
     the trainer waits for the completions of every step."""
-    weights: Literal["shared_memory", "cuda_ipc", "directory"] = "shared_memory"
-    """Where the trainer publishes weights: in shared memory, for rollout workers on its machine; with `cuda_ipc` in
-    device memory, for those that see its GPU (without a GPU as `shared_memory`); or as a file in the run's output
-    directory, for workers on other machines that see it."""
+    weights: Literal["auto", "shared_memory", "directory"] = "auto"
+    """Where the trainer publishes weights: in the memory of its GPU, for rollout workers that see it ("auto"; without a
+    GPU, without cuda-bindings or with `url` as "shared_memory"); in shared memory, for those on its machine; or as a
+    file in the run's output directory, for workers on other machines that see it."""
     stop_when_worse: Count | None = None
     """End the run after so many evaluations in a row whose accuracy on `[eval.tasks]`, a mean over tasks, was below the
     best one's. The best evaluation, which `eval.keep_best` keeps and exports, is then that with the highest accuracy,

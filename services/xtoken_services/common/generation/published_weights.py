@@ -122,7 +122,7 @@ class WeightsWriter:
                     raise
                 reason = "the GPU has no room for a second copy of the student's weights"
             if reason is not None:
-                log.warning("%s: publishing the weights on the host", reason)
+                log.info("%s: publishing the weights on the host", reason)
                 self.on_device = False
         return self._device_weights
 

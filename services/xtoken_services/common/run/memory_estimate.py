@@ -128,7 +128,7 @@ def _rollout_uses(spec: RunSpec, gpu: int, gpus: int) -> Iterator[MemoryUse]:
     """Yield the weights that rank 0 publishes and those that rollout workers generate with; caches come on top."""
     if spec.rollout is None or spec.rollout.url:
         return
-    if gpu == 0 and spec.rollout.weights == "cuda_ipc":
+    if gpu == 0 and spec.rollout.weights == "auto":
         yield MemoryUse("the published weights", weight_bytes(spec.student.model, spec.student.dtype))
     for number in range(spec.rollout.workers):
         if number % gpus == gpu:

@@ -102,7 +102,7 @@ def test_a_stored_teacher_takes_a_gpu_only_for_a_ring_that_must_be_there(tmp_pat
 
 
 def test_a_rollout_worker_has_the_students_weights(tmp_path: Path) -> None:
-    settings = {"workers": 3, "max_new_tokens": 2, "weights": "cuda_ipc"}
+    settings = {"workers": 3, "max_new_tokens": 2}
     run = with_models(tmp_path, rollout=settings, loss={"kl_loss_weight_end": None})
     alone = {need.what for need in memory_uses(with_models(tmp_path), 0, 2, rings=False)}
     added = [need for need in memory_uses(run, 0, 2, rings=False) if need.what not in alone]
