@@ -157,7 +157,7 @@ def test_the_mean_gradient_is_that_of_the_expected_divergence_of_the_decisions(s
 
 def test_the_size_of_the_term_that_is_left_out_is_documented():
     page = " ".join((ROOT / "docs" / "on_policy.md").read_text("utf-8").split())
-    stated = re.search(r"of the norm of the kept one: ([^;]+); ([^;]+) for completions", page)
+    stated = re.search(r"of the norm of the kept one: ([^;]+); ([^;]+) with three", page)
     assert stated is not None
     for longest, figures in zip((2, 3), stated.groups(), strict=True):
         case = Enumerated(STUDENT, TEACHER, longest)
