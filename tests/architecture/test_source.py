@@ -1,6 +1,8 @@
-"""What every source file keeps to: its size, and no code that runs what it reads."""
+"""What every source file keeps to: its size, no code that runs what it reads, true examples in docstrings."""
 
 import ast
+import doctest
+import importlib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -199,3 +201,11 @@ def test_one_place_names_the_interpreter() -> None:
 )
 def test_the_search_finds_what_it_looks_for(kind, code: str) -> None:  # type: ignore[no-untyped-def]
     assert list(kind(ast.parse(code)))
+
+
+def test_examples_of_docstrings_are_true() -> None:
+    with_examples = [path for path in source_files(*HOUSE) if ">>> " in path.read_text(encoding="utf-8")]
+    names = [name_of(path).removeprefix("services/").removesuffix(".py").replace("/", ".") for path in with_examples]
+    results = {name: doctest.testmod(importlib.import_module(name)) for name in names}
+    assert {name: result for name, result in results.items() if result.failed or not result.attempted} == {}
+    assert len(results) > 10

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.control_token import bearer
 from tests.support.tiny_run import TinyAssets, documents, make_assets, write_jsonl
 from tests.unit.control.stored_runs import make_runs, put, spec
+from xtoken_services.common.files.private_files import control_token_file
 
 PICTURES = Path(__file__).parents[2] / "build" / "browser"
 CHROMIUM = os.environ.get("CHROMIUM", "") or shutil.which("chromium") or shutil.which("google-chrome") or ""
@@ -53,7 +53,7 @@ class Plane:
     held_out: Path
     tasks: Path
     runs: Path
-    headers: dict[str, str]
+    token: str
 
 
 @pytest.fixture(scope="session")
@@ -143,8 +143,8 @@ def serve(place: Path, assets: TinyAssets, *arguments: str) -> Iterator[Plane]:
         while not (found := re.search(r"http://\S+:\d+", log.read_text())):
             assert process.poll() is None and time.monotonic() < deadline, log.read_text()
             time.sleep(0.05)
-        headers = {} if "--token-file" in arguments else bearer()
-        yield Plane(found[0], assets, text, held_out, tasks, place / "runs", headers)
+        token = "" if "--token-file" in arguments else control_token_file().read_text().strip()
+        yield Plane(found[0], assets, text, held_out, tasks, place / "runs", token)
     finally:
         process.terminate()
         process.wait(DEADLINE_S)
@@ -173,10 +173,11 @@ def open_page(chromium, plane: Plane) -> Iterator[Callable]:  # type: ignore[no-
 
     def make(path: str = "/", *, at: Plane = plane, width: int = 1280, colours: str = "light"):  # type: ignore[no-untyped-def]
         context = chromium.new_context(
-            viewport={"width": width, "height": 900}, color_scheme=colours, base_url=at.url, locale="en-GB",
-            extra_http_headers=at.headers,
-        )  # fmt: skip
+            viewport={"width": width, "height": 900}, color_scheme=colours, base_url=at.url, locale="en-GB"
+        )
         contexts.append(context)
+        if at.token:  # a session, as users have: Chromium's downloads carry its cookie, and no other header
+            context.request.post("/login", form={"token": at.token})
         context.set_default_timeout(DEADLINE_MS)
         page = context.new_page()
         page.on("console", lambda message: said.append(message.text) if message.type in ("error", "warning") else None)

@@ -31,6 +31,13 @@ from xtoken_services.demo.run import Training
 assert Path(xtoken_services.__file__).is_relative_to(sys.prefix), xtoken_services.__file__
 run_demo(Path("demo-out"), teacher=Training(steps=4), student=Training(steps=2, eval_every=2))
 """
+DISTILL = """
+import services, xtoken
+assert services.OWN
+pair = {"student": "demo-out/student", "teacher": "demo-out/teacher", "data": "demo-out/corpus/train.jsonl"}
+result = xtoken.distill(**pair, output="small", eval="none", train={"max_steps": 2}, workers={"device": "cpu"})
+assert result.summary["steps"] == 2 and (result.model / "model.safetensors").is_file()
+"""
 
 TYPED = """
 from pathlib import Path
@@ -121,9 +128,10 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     return Installed(home / "bin", project, env)
 
 
-def test_demo_from_a_wheel(installed: Installed) -> None:
+def test_demo_and_a_run_from_a_wheel(installed: Installed) -> None:
     installed.run(installed.scripts / "xtoken", "demo", "--help")
     installed.run(installed.scripts / "python", "-c", DEMO)
+    installed.run(installed.scripts / "python", "-c", DISTILL)
     assert (installed.project / "demo-out" / "report.html").is_file()
     assert (installed.project / "demo-out" / "runs" / "distilled" / "model" / "model.safetensors").is_file()
 

@@ -26,6 +26,7 @@ from xtoken_core.teacher_store.shards import FRAMES, INDEX, Entry, ShardWriter, 
 from xtoken_core.teacher_store.store import TeacherStore, empty_values
 from xtoken_core.tokenizing import TextTokenizer
 from xtoken_services.cli.store import store_app
+from xtoken_services.common.files.allowed_paths import RefusedError
 from xtoken_services.common.run.resolve import resolve_run
 from xtoken_services.common.run.status import RunState
 from xtoken_services.common.stores.store_build import build_spec, divided_as
@@ -35,7 +36,6 @@ from xtoken_services.common.text import measured_text
 from xtoken_services.common.text.collation import open_data
 from xtoken_services.common.text.run_order import record_of
 from xtoken_services.control.validation import SpecValidator
-from xtoken_services.supervisor.launch_check import RefusedError
 from xtoken_services.supervisor.local_run import run_locally, run_to_end
 from xtoken_services.supervisor.run import Run
 from xtoken_services.supervisor.store_build import resolve_build, store_build

@@ -13,6 +13,7 @@ import zmq
 
 from xtoken_core.data_plane.keys import client_keys
 from xtoken_core.errors import ConfigError, InputError
+from xtoken_core.regular_files import access_of_others, open_regular
 
 TOKEN_FILE_VARIABLE = "XTOKEN_QUEUE_TOKEN_FILE"
 KEYS_VARIABLE = "XTOKEN_QUEUE_KEYS"
@@ -53,7 +54,7 @@ class Address:
             raise ConfigError(f"{url!r} is not a queue address: use ipc://PATH or tcp://127.0.0.1:PORT")
         keys = keys or (None if token_file else _named(KEYS_VARIABLE))
         token_file = token_file or (None if keys else _named(TOKEN_FILE_VARIABLE))
-        if not _loopback(parts.hostname) and keys is None:
+        if not is_loopback(parts.hostname) and keys is None:
             raise ConfigError(
                 f"{url}: a token would cross the network in clear; beyond loopback a directory of keys is needed: "
                 f"name it by --keys or {KEYS_VARIABLE}"
@@ -99,15 +100,17 @@ def read_token(path: Path) -> str:
         InputError: The file is missing, others may read it, or it holds no token.
     """
     try:
-        if path.stat().st_mode & 0o077:
-            raise InputError(f"the token file {path} may be read by others: chmod 600 it")
-        token = path.read_text(encoding="ascii").strip()
+        with os.fdopen(open_regular(path), "rb") as file:
+            # Of the open file: its name could lead to another one by now.
+            if access_of_others(os.fstat(file.fileno())):
+                raise InputError(f"the token file {path} may be read by others: chmod 600 it")
+            token = file.read(4096).decode("ascii").strip()
     except OSError as error:
         raise InputError(f"cannot read the token file {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise InputError(f"the token file {path} is not ASCII text: it is no token of a queue") from error
+        raise InputError(f"the token file {path} is not ASCII text: it is no token") from error
     if not token:  # it would admit clients without one
-        raise InputError(f"the token file {path} is empty: remove it, and the queue makes a new one")
+        raise InputError(f"the token file {path} is empty: remove it, and a new one is made")
     return token
 
 
@@ -115,7 +118,7 @@ def create_token(path: Path) -> str:
     """Return the token of a file, which is created with mode 0600 if it is missing."""
     if path.exists():
         return read_token(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     token = secrets.token_urlsafe(32)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
@@ -148,8 +151,9 @@ def _port(parts: SplitResult) -> int | None:
         return None
 
 
-def _loopback(host: str) -> bool:
-    if host == "localhost":
+def is_loopback(host: str) -> bool:
+    """Return whether a host name or address is a loopback one."""
+    if host.lower() == "localhost":
         return True
     try:
         return ipaddress.ip_address(host).is_loopback

@@ -17,9 +17,9 @@ from xtoken_services.common.processes.progress import spinner
 from xtoken_services.common.run.custom_loss import check_custom_loss
 from xtoken_services.common.run.inspection import check_as_workers
 from xtoken_services.common.run.loss_import import check_importable
+from xtoken_services.common.run.quantities import span
 from xtoken_services.supervisor.launch_check import check_launch
 from xtoken_services.supervisor.local_run import run_locally
-from xtoken_services.supervisor.progress import duration
 from xtoken_services.supervisor.run import check_output
 
 MEASURED_STEPS = 3
@@ -90,4 +90,4 @@ def _measured_time(spec: RunSpec, loss: str | None, steps: int) -> str:
         whole += count * seconds
         text += f", {seconds:.3g} s an evaluation, of which there are {count}"
     peak = max(row["memory_peak_bytes"] for row in rows) / 2**30
-    return f"{text}: about {duration(whole)} for {steps:,} steps; the trainer's peak was {peak:.2f} GiB"
+    return f"{text}: about {span(whole)} for {steps:,} steps; the trainer's peak was {peak:.2f} GiB"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from xtoken_core.regular_files import open_below
+from xtoken_services.supervisor.json_files import encodable
 
 EXCLUDED = ("cache",)
 MAX_DEPTH = 16
@@ -58,7 +59,7 @@ def _walk(directory: Path, depth: int) -> Iterator[tuple[Path, os.stat_result]]:
     except OSError:
         return
     for entry in entries_by_name:
-        hidden = entry.name.startswith(".") or (depth == 0 and entry.name in EXCLUDED) or not _is_text(entry.name)
+        hidden = entry.name.startswith(".") or (depth == 0 and entry.name in EXCLUDED) or not encodable(entry.name)
         if hidden or entry.is_symlink():
             continue
         if entry.is_dir():
@@ -69,12 +70,3 @@ def _walk(directory: Path, depth: int) -> Iterator[tuple[Path, os.stat_result]]:
                 yield Path(entry.path), entry.stat(follow_symlinks=False)
             except OSError:
                 continue
-
-
-def _is_text(name: str) -> bool:
-    """Return True if a file's name is UTF-8: no response can name another one."""
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

@@ -5,8 +5,6 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import math
-import os
-import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,13 +14,12 @@ from starlette.datastructures import MutableHeaders
 from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from xtoken_core.errors import ConfigError
-from xtoken_core.regular_files import access_of_others, open_regular
+from xtoken_core.data_plane.address import create_token, is_loopback
+from xtoken_core.errors import ConfigError, InputError
 from xtoken_services.common.files.private_files import control_token_file
 from xtoken_services.control.problems import problem
 from xtoken_services.control.sessions import DELAY_S, Sessions, WrongTokens
 
-LOCAL_NAME = "localhost"
 COOKIE = "xtoken_session"
 PROBES = ("/livez", "/readyz")
 """Paths that need no token, as they reveal nothing about runs."""
@@ -63,7 +60,8 @@ class Auth:
         """Return the settings for a control plane that listens on `host`; without a token file, this user's own.
 
         Raises:
-            ConfigError: Other machines can reach the host and there is no token, or the token file is not private.
+            ConfigError: Other machines can reach the host and there is no token file, or its token is too short.
+            InputError: The token file is not private.
         """
         remote = not is_loopback(host)
         if remote and token_file is None:
@@ -153,37 +151,17 @@ def bearer_of(authorization: str) -> str | None:
     return authorization[len(BEARER) :].strip()
 
 
-def is_loopback(host: str) -> bool:
-    """Return True if a host name or address is a loopback one."""
-    address = _address(host)
-    return host.lower() == LOCAL_NAME or (address is not None and address.is_loopback)
-
-
 def read_token(file: Path) -> str:
     """Return the token in a file; create the file with a random token if it does not exist.
 
     Raises:
-        ConfigError: The file cannot be read or created, other users can read it, or the token is too short.
+        ConfigError: The token is too short.
+        InputError: The file cannot be read or created, or other users can read it.
     """
     try:
-        try:
-            file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            # `O_EXCL`: of two starts at once one creates the token, the other reads it.
-            handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        except FileExistsError:
-            pass
-        else:
-            with os.fdopen(handle, "w", encoding="ascii") as new:
-                new.write(secrets.token_urlsafe(32) + "\n")
-        with os.fdopen(open_regular(file), "rb") as opened:
-            # Of the open file: its name could lead to another one by now.
-            if access_of_others(os.fstat(opened.fileno())):
-                raise ConfigError(f"the token file {file} must be readable by you only: chmod 600 {file}")
-            token = opened.read(4096).decode("ascii").strip()
+        token = create_token(file)
     except OSError as error:
-        raise ConfigError(f"cannot read the token file {file}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"the token file {file} is not a text file") from error
+        raise InputError(f"cannot create the token file {file}: {error.strerror}") from error
     if len(token) < SHORTEST_TOKEN:
         raise ConfigError(f"the token in {file} is shorter than {SHORTEST_TOKEN} characters")
     return token

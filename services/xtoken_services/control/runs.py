@@ -17,12 +17,14 @@ from typing import Any
 
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import ConfigError, XtokenError
+from xtoken_services.common.files.allowed_paths import RefusedError
 from xtoken_services.common.files.directory_lock import OccupiedError
 from xtoken_services.common.run.status import RunState, RunStatus
 from xtoken_services.control.run import run_of
 from xtoken_services.control.store import RunRow, Store, TakenError, now
-from xtoken_services.control.validation import RefusedError, SpecValidator, check_launch
+from xtoken_services.control.validation import SpecValidator
 from xtoken_services.supervisor.json_files import read_json
+from xtoken_services.supervisor.launch_check import check_launch
 from xtoken_services.supervisor.run import LauncherFactory, Run, launcher_factory
 from xtoken_services.supervisor.run_record import SPEC, SUMMARY, read_record
 
@@ -107,7 +109,7 @@ class Runs:
             The run, or None if the key was used before; and its row in the database.
 
         Raises:
-            RefusedError, OutsideError: The specification is not accepted.
+            RefusedError: The specification is not accepted.
             TakenError: Another run has the same output, or the key was used with another specification.
         """
         digest = None if key is None else digest or _digest(spec)
@@ -166,7 +168,7 @@ class Runs:
 
         Raises:
             ConflictError: There is no complete run in it, or one of another directory.
-            RefusedError, OutsideError, TakenOutputError: Its specification is not accepted.
+            RefusedError, TakenOutputError: Its specification is not accepted.
         """
         summary, document = read_json(output / SUMMARY), read_json(output / SPEC)
         if summary is None or document is None:
@@ -192,7 +194,7 @@ class Runs:
         """Validate a specification without reading the run's files; return it with an absolute `output`.
 
         Raises:
-            RefusedError, OutsideError, TakenOutputError: The specification is not accepted.
+            RefusedError, TakenOutputError: The specification is not accepted.
         """
         spec = self.validator.validate(spec)
         check_launch(spec)
@@ -204,7 +206,7 @@ class Runs:
 
         Raises:
             ConflictError: The run is active or complete.
-            RefusedError, OutsideError: The specification is no longer accepted, or its processes cannot be started.
+            RefusedError: The specification is no longer accepted, or its processes cannot be started.
         """
         with self._lock:
             row = self._ended(run_id, "resumed")

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import os
 import unicodedata
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from xtoken_core.config.spec import RunSpec
-from xtoken_services.common.files.allowed_paths import OutsideError, Roots, paths_of
-from xtoken_services.supervisor.launch_check import RefusedError, check_launch
+from xtoken_services.common.files.allowed_paths import RefusedError, Roots, paths_of, values_of
 
 MAX_NUMBER = 2**53
 MAX_TEXT = 4096
@@ -62,8 +60,7 @@ class SpecValidator:
         """Return the specification with absolute paths.
 
         Raises:
-            RefusedError: A path is relative to nothing or unusable, or a value is out of bounds.
-            OutsideError: A path is outside the roots.
+            RefusedError: A path is relative to nothing, unusable or outside the roots, or a value is out of bounds.
         """
         if "custom" in spec.loss.modes:
             raise RefusedError("loss.mode", "a control plane runs no custom loss: run it by xtoken run --loss")
@@ -119,7 +116,9 @@ class SpecValidator:
 def _check_sizes(document: dict[str, Any]) -> None:
     if len(document["teacher"]) > MAX_TEACHERS:
         raise RefusedError("teacher", f"at most {MAX_TEACHERS} teachers")
-    for name, value in _leaves(document):
+    for name, value in values_of(document):
+        if isinstance(value, (list, tuple)) and len(value) > MAX_ITEMS:
+            raise RefusedError(name, f"longer than {MAX_ITEMS} items")
         pattern = ".".join("*" if part.isdigit() else part for part in name.split("."))
         if isinstance(value, int) and not isinstance(value, bool):
             largest = BOUNDS.get(pattern, MAX_NUMBER if name != "seed" else 2**63)
@@ -143,19 +142,3 @@ def _check_path(name: str, path: Path) -> None:
         raise RefusedError(name, f"a file's name is longer than {MAX_NAME_BYTES} bytes")
     if len(path.parts) > MAX_PARTS:
         raise RefusedError(name, f"more than {MAX_PARTS} directories deep")
-
-
-def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict):
-        for key, item in value.items():
-            yield from _leaves(item, f"{name}.{key}" if name else str(key))
-    elif isinstance(value, (list, tuple)):
-        if len(value) > MAX_ITEMS:
-            raise RefusedError(name, f"longer than {MAX_ITEMS} items")
-        for index, item in enumerate(value):
-            yield from _leaves(item, f"{name}.{index}")
-    else:
-        yield name, value
-
-
-__all__ = ["OutsideError", "RefusedError", "SpecValidator", "check_launch"]

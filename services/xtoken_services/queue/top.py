@@ -10,6 +10,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from xtoken_services.common.run.quantities import size
+
 if TYPE_CHECKING:
     from xtoken_core.data_plane.queue_client import QueueClient
 
@@ -46,7 +48,7 @@ def view(seen: Stats, before: Stats | None) -> Group:
 
 
 def _totals(seen: Stats, before: Stats | None) -> Text:
-    used = f"{_size(seen['bytes'])} of {_size(seen['memory_limit'])}"
+    used = f"{size(seen['bytes'])} of {size(seen['memory_limit'])}"
     requests = sum(seen["requests"].values())
     rate = ""
     if before is not None:
@@ -62,7 +64,7 @@ def _tasks(seen: Stats, before: Stats | None) -> Table:
         rate = ""
         if before is not None and name in before["partitions"]:
             rate = f"{(part['rows_put'] - before['partitions'][name]['rows_put']) / _span(seen, before):,.0f}"
-        common = (str(part["dead"]), _size(part["bytes"]), rate, _age(part["oldest_lease_s"]))
+        common = (str(part["dead"]), size(part["bytes"]), rate, _age(part["oldest_lease_s"]))
         title = f"{name} (sealed)" if part["sealed"] else name
         for task, states in part["tasks"].items():
             _add_row(table, title, task, *(str(states[s]) for s in ("waiting", "ready", "leased", "done")), *common)
@@ -121,14 +123,6 @@ def _add_row(table: Table, *cells: str) -> None:
 
 def _span(seen: Stats, before: Stats) -> float:
     return max(float(seen["uptime_s"] - before["uptime_s"]), 1e-9)
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024 or unit == "GiB":
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    raise AssertionError
 
 
 def _age(seconds: float) -> str:

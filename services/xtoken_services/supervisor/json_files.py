@@ -52,7 +52,7 @@ def _serializable(document: dict[str, Any]) -> bool:
                 below += [*value.keys(), *value.values()]
             elif isinstance(value, list):
                 below += value
-            elif isinstance(value, str) and not value.isascii() and not _encodable(value):
+            elif isinstance(value, str) and not value.isascii() and not encodable(value):
                 return False
         if not below:
             return True
@@ -60,7 +60,8 @@ def _serializable(document: dict[str, Any]) -> bool:
     return False
 
 
-def _encodable(text: str) -> bool:
+def encodable(text: str) -> bool:
+    """Return whether a text is UTF-8, as a response must be: a name of a file may have other bytes."""
     try:
         text.encode()
     except UnicodeEncodeError:

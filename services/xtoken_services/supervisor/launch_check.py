@@ -6,24 +6,8 @@ import importlib.util
 from collections.abc import Iterator
 
 from xtoken_core.config.spec import RunSpec
-from xtoken_core.errors import ConfigError
+from xtoken_services.common.files.allowed_paths import RefusedError
 from xtoken_services.common.run.machine import count_gpus
-
-
-class RefusedError(ConfigError):
-    """A run was refused because of one of its settings.
-
-    Attributes:
-        field: Name of the setting.
-        message: What is wrong with it.
-
-    Args:
-        joint: Text between the two in the line that is printed.
-    """
-
-    def __init__(self, field: str, message: str, *, joint: str = ": ") -> None:
-        super().__init__(f"{field}{joint}{message}")
-        self.field, self.message = field, message
 
 
 def check_launch(spec: RunSpec) -> None:

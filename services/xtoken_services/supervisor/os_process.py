@@ -6,12 +6,12 @@ import contextlib
 import os
 import signal
 from dataclasses import asdict, dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import psutil  # type: ignore[import-untyped] # its types are a package of their own, which is not installed
 
+from xtoken_core.transports.ring import host_identity
 from xtoken_services.common.processes.supervised import MARK
 
 PROC = Path("/proc")
@@ -68,7 +68,7 @@ def mark_of(run_id: str, worker: str, incarnation: int) -> str:
 def identify(pid: int) -> Identity | None:
     """Return the identity of the process with this pid; None if there is none."""
     current = _ticks_and_state(pid)
-    return Identity(pid, current[0], _boot(), _namespace()) if current else None
+    return Identity(pid, current[0], *host_identity()) if current else None
 
 
 def open_pidfd(identity: Identity) -> int | None:
@@ -136,14 +136,19 @@ def kill_marked(prefix: str) -> int:
     for identity, _ in matches:
         pidfd = open_pidfd(identity)
         if pidfd is not None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            send(pidfd, signal.SIGKILL)
             os.close(pidfd)
     return len(matches)
 
 
+def send(pidfd: int, number: signal.Signals) -> None:
+    """Send a signal to the process of a pidfd, which may be gone."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        signal.pidfd_send_signal(pidfd, number)
+
+
 def _is_local(identity: Identity) -> bool:
-    return (identity.boot, identity.namespace) == (_boot(), _namespace())
+    return (identity.boot, identity.namespace) == host_identity()
 
 
 def _ticks_and_state(pid: int) -> tuple[int, str] | None:
@@ -152,13 +157,3 @@ def _ticks_and_state(pid: int) -> tuple[int, str] | None:
         return int(fields[START_FIELD]), fields[0]
     except (OSError, ValueError, IndexError):
         return None
-
-
-@cache
-def _boot() -> str:
-    return (PROC / "sys/kernel/random/boot_id").read_text().strip()
-
-
-@cache
-def _namespace() -> str:
-    return str((PROC / "self/ns/pid").readlink())

@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from xtoken_services.common.run.metric_lines import BITS, TEACHER_BITS, covered, finite, with_error
+from xtoken_services.common.run.quantities import span
 from xtoken_services.common.run.run_warnings import warnings_of
 from xtoken_services.common.run.status import RunState, RunStatus, WorkerStatus
 
@@ -214,7 +215,7 @@ def status_line(status: RunStatus) -> str:
         parts.append(f"waiting for {', '.join(names[:MOST_NAMES])}{more} to load")
     parts += [f"{w.name} {w.activity}" for w in _busy(status)]
     if left := status.remaining_s():
-        parts.append(f"about {duration(left)} left")
+        parts.append(f"about {span(math.ceil(left))} left")
     workers = [f"{w.name} {w.state}{_restarts(w)}" for w in status.workers if _is_notable(w)]
     return ", ".join(parts + workers)
 
@@ -394,17 +395,3 @@ def _is_notable(worker: WorkerStatus) -> bool:
 
 def _restarts(worker: WorkerStatus) -> str:
     return f" ({plural(worker.restarts, 'restart')})" if worker.restarts else ""
-
-
-def duration(seconds: float) -> str:
-    """Format a duration by its two largest units.
-
-    >>> [duration(s) for s in (7.2, 200, 7500)]
-    ['7 s', '3 min 20 s', '2 h 5 min']
-    """
-    whole = math.ceil(seconds) if seconds < 60 else round(seconds)
-    minutes, rest = divmod(whole, 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours} h {minutes} min"
-    return f"{minutes} min {rest} s" if minutes else f"{rest} s"

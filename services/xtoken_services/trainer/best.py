@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from xtoken_core.config.resolved import ResolvedRun
+from xtoken_services.common.files.jsonl import lines_before_step
 from xtoken_services.common.run.metric_lines import BITS, is_better, task_accuracy
 from xtoken_services.trainer.checkpoint import Checkpoints, Cursor
 from xtoken_services.trainer.distributed import RankGroup
-from xtoken_services.trainer.export import lines_before_step
 from xtoken_services.trainer.optimizer import StudentOptimizer
 
 log = logging.getLogger("xtoken.trainer")

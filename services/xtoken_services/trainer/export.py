@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -24,6 +24,7 @@ from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.config.spec import StudentSpec
 from xtoken_core.errors import OutputError
 from xtoken_core.regular_files import MIB, read_json_object, read_regular
+from xtoken_services.common.files.jsonl import lines_before_step
 from xtoken_services.common.run.loss_words import loss_in_words
 from xtoken_services.trainer.checkpoint import Cursor
 
@@ -107,21 +108,6 @@ def position_counts(run: ResolvedRun, cursor: Cursor) -> dict[str, Any]:
         "skipped_reasons": cursor.skipped,
         "dead_reasons": cursor.dead,
     }
-
-
-def lines_before_step(path: Path, step: int) -> Iterator[dict[str, Any]]:
-    """Yield the JSON lines of earlier steps, in order; a file that is still written may end in a torn line."""
-    if not path.exists():
-        return
-    with path.open(encoding="utf-8") as file:
-        for line in file:
-            try:
-                row = json.loads(line)
-                if row["step"] >= step:
-                    return
-            except (ValueError, KeyError, TypeError):
-                return
-            yield row
 
 
 def export_model(

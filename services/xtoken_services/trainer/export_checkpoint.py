@@ -95,7 +95,7 @@ def check_target(target: Path) -> None:
 
     Raises:
         OutputError: It exists.
-        OutsideError: It leads out of the control plane's roots.
+        RefusedError: It leads out of the control plane's roots.
     """
     roots = Roots.of_environment()
     if roots is not None:

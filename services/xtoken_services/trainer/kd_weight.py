@@ -13,9 +13,9 @@ from typing import Any
 
 from xtoken_core.config.loss import ADAPTIVE, MARGIN
 from xtoken_core.config.resolved import ResolvedRun
+from xtoken_services.common.files.jsonl import lines_before_step
 from xtoken_services.common.run.metric_lines import BITS, TEACHER_BITS, finite
 from xtoken_services.trainer.distributed import RankGroup
-from xtoken_services.trainer.export import lines_before_step
 
 log = logging.getLogger("xtoken.trainer")
 

@@ -10,12 +10,11 @@ import os
 import re
 import secrets
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Protocol
 
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.errors import ConfigError
-from xtoken_services.common.files.jsonl import replace_file
+from xtoken_services.common.files.jsonl import last_line, replace_file
 from xtoken_services.common.run.metric_lines import BITS, ERROR, TASK, TEACHER_BITS, with_error
 
 log = logging.getLogger("xtoken.trainer")
@@ -72,7 +71,7 @@ class TensorBoardLogger:
                 "report.tensorboard needs tensorboard: install it by pip install 'xtoken[tensorboard]'"
             ) from error
         self._writer = SummaryWriter(str(run.spec.output / "tensorboard"), purge_step=step, flush_secs=FLUSH_S)
-        kept = last_row(run.spec.output / "eval.jsonl")
+        kept = last_line(run.spec.output / "eval.jsonl")
         if kept.get("step") == step:
             self.log("eval", step, kept)
 
@@ -143,13 +142,6 @@ def numbers(row: Row) -> dict[str, float]:
     }
 
 
-def last_row(path: Path) -> Row:
-    """Return the last of a file's JSON lines; empty without one."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    row: Row = json.loads(lines[-1]) if lines else {}
-    return row
-
-
 def wandb_id(run: ResolvedRun) -> str:
     """Return the Weights & Biases id of a run: kept in its output, and replaced there for a run of another identity.
 
@@ -157,11 +149,7 @@ def wandb_id(run: ResolvedRun) -> str:
         OutputError: It cannot be stored.
     """
     path = run.spec.output / WANDB_ID
-    identity = run.identity()
-    values = identity.model_dump(mode="json", exclude_defaults=True)  # a new field at its default changes nothing
-    values["loss"].pop("kl_loss_weight_end", None)
-    if (last := identity.loss.kl_loss_weight_end) is not None:  # None, the default once, still changes nothing
-        values["loss"]["kl_loss_weight_end"] = last
+    values = run.identity().model_dump(mode="json", exclude_defaults=True)  # a new field at its default changes nothing
     digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]
     stored = path.read_bytes().decode("ascii", "replace").strip() if path.exists() else ""
     if re.fullmatch(digest + "-[0-9a-f]{8}", stored):

@@ -23,7 +23,7 @@ from xtoken_core.losses.custom import losses_with
 from xtoken_core.losses.registry import load_teacher
 from xtoken_core.queue.run.names import TRAINER
 from xtoken_services.common.files.allowed_paths import check_allowed
-from xtoken_services.common.files.jsonl import replace_file
+from xtoken_services.common.files.jsonl import lines_before_step, replace_file
 from xtoken_services.common.models.loading import head_width, pick_device
 from xtoken_services.common.processes.worker import QueueLink, Worker, worker_session
 from xtoken_services.common.run.custom_loss import check_custom_loss
@@ -35,7 +35,7 @@ from xtoken_services.trainer.checkpoint import Cursor
 from xtoken_services.trainer.completion_samples import CompletionSamples
 from xtoken_services.trainer.distributed import RankGroup
 from xtoken_services.trainer.evaluate import Evaluator
-from xtoken_services.trainer.export import export_student, lines_before_step, position_counts
+from xtoken_services.trainer.export import export_student, position_counts
 from xtoken_services.trainer.loop import TrainerLoop
 from xtoken_services.trainer.rings import TeacherRings
 from xtoken_services.trainer.step import StepRunner

@@ -13,11 +13,12 @@ from starlette.testclient import WebSocketDenialResponse
 
 from tests.support.cases import cases
 from tests.unit.control.stored_runs import HERE, make_runs
-from xtoken_core.errors import ConfigError
+from xtoken_core.data_plane.address import is_loopback
+from xtoken_core.errors import ConfigError, InputError
 from xtoken_services.cli.options import read_control_token
 from xtoken_services.control import http_limits, sessions
 from xtoken_services.control.app import create_app
-from xtoken_services.control.auth import COOKIE, Auth, is_loopback, read_token
+from xtoken_services.control.auth import COOKIE, Auth, read_token
 from xtoken_services.control.runs import Runs
 from xtoken_services.control.serve import HttpServer, serve
 from xtoken_services.control.sessions import MAX_DELAYED
@@ -160,7 +161,7 @@ def test_token_file_must_be_private(tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.write_text(TOKEN)
     file.chmod(0o640)
-    with pytest.raises(ConfigError, match="must be readable by you only: chmod 600"):
+    with pytest.raises(InputError, match="may be read by others: chmod 600"):
         read_token(file)
     file.chmod(0o600)
     assert read_token(file) == TOKEN

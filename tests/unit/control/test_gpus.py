@@ -17,10 +17,12 @@ from xtoken_core.config.spec import RunSpec
 from xtoken_core.data_plane.address import Address
 from xtoken_core.data_plane.keys import allowed_keys, client_keys, server_keys
 from xtoken_core.errors import ConfigError, XtokenError
+from xtoken_services.common.files.allowed_paths import RefusedError
 from xtoken_services.common.run.status import RunState
-from xtoken_services.control.validation import RefusedError, SpecValidator, check_launch
+from xtoken_services.control.validation import SpecValidator
 from xtoken_services.control.web.gauges import Gpus
 from xtoken_services.queue.main import of_group
+from xtoken_services.supervisor.launch_check import check_launch
 from xtoken_services.supervisor.launchers.base import NODE_LOST_EXIT, NodeLostError
 from xtoken_services.supervisor.launchers.local import free_port
 from xtoken_services.supervisor.launchers.ray import RayLauncher, cpus_of, gpus_of

@@ -11,10 +11,10 @@ from tests.unit.control.stored_runs import spec
 from xtoken_core.config.resolved import ResolvedModel, ResolvedRun
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import ConfigError
-from xtoken_services.common.files.allowed_paths import URLS, VARIABLE, OutsideError, Roots, check_allowed
+from xtoken_services.common.files.allowed_paths import URLS, VARIABLE, RefusedError, Roots, check_allowed
 from xtoken_services.common.text.training_text import open_index
 from xtoken_services.common.tokenizers.loading import load_tokenizer
-from xtoken_services.control.validation import RUN_CODE, RefusedError, SpecValidator
+from xtoken_services.control.validation import RUN_CODE, SpecValidator
 
 
 @pytest.fixture
@@ -39,9 +39,9 @@ def test_file_replaced_by_a_link(roots: Roots, tmp_path: Path) -> None:
     assert len(open_index(run, [text], "text")) == 1
     text.unlink()
     text.symlink_to(tmp_path / "secret.txt")
-    with pytest.raises(OutsideError, match="lies under none of"):
+    with pytest.raises(RefusedError, match="lies under none of"):
         open_index(run, [text], "text")
-    with pytest.raises(OutsideError):
+    with pytest.raises(RefusedError):
         roots.check_run(run)
 
 
@@ -51,7 +51,7 @@ def test_link_within_a_model_directory(roots: Roots, tmp_path: Path) -> None:
     (model / "inner" / "tokenizer.json").symlink_to(tmp_path / "data" / "blob")
     check_allowed(model, "model")
     (model / "config.json").symlink_to(tmp_path / "secret.txt")
-    with pytest.raises(OutsideError, match="leads out of this control plane's roots"):
+    with pytest.raises(RefusedError, match="leads out of this control plane's roots"):
         load_tokenizer(model, "student")
 
 
@@ -67,7 +67,7 @@ def test_trainer_checks_the_projection(roots: Roots, tmp_path: Path) -> None:
         spec=run, student=side, teachers=(side,), projection_fingerprints=("",), data_fingerprint="", records=1,
         positions=1,
     )  # fmt: skip
-    with pytest.raises(OutsideError, match=r"teacher\.0\.projection: .* lies under none of"):
+    with pytest.raises(RefusedError, match=r"teacher\.0\.projection: .* lies under none of"):
         make_loss(resolved, torch.device("cpu"))
 
 
@@ -76,7 +76,7 @@ def test_servers_that_are_not_allowed(roots: Roots, tmp_path: Path, monkeypatch:
     output = str(tmp_path / "runs" / "out")
     run = RunSpec.model_validate(spec(tmp_path, output=output, teacher=[teacher], loss={"temperature": 1.0}))
     monkeypatch.setenv(URLS, "http://a:1/")
-    with pytest.raises(OutsideError, match=r"teacher\.0\.url: http://b:1 is none of the servers"):
+    with pytest.raises(RefusedError, match=r"teacher\.0\.url: http://b:1 is none of the servers"):
         roots.check_urls(run.teacher[0].url, "teacher.0.url")
     monkeypatch.setenv(URLS, "http://a:1, http://b:1")
     roots.check_urls(run.teacher[0].url, "teacher.0.url")
@@ -98,7 +98,7 @@ def test_code_runs_only_where_the_operator_lets_it(
 
 def test_read_and_write_roots(roots: Roots, tmp_path: Path) -> None:
     roots.check(tmp_path / "runs" / "other" / "model", "student.model")
-    with pytest.raises(OutsideError, match="is written: it must lie under"):
+    with pytest.raises(RefusedError, match="is written: it must lie under"):
         roots.check(tmp_path / "data" / "out", "output", write=True)
 
 
@@ -151,7 +151,7 @@ def test_a_store_lies_within_the_roots(tmp_path: Path) -> None:
     roots = Roots.of([root], [])
     roots.check_store(str(root / "store"), "teacher.0.store")
     for store in (str(tmp_path / "store"), "memory://store", f"file://{root}/store"):
-        with pytest.raises(OutsideError, match=r"teacher\.0\.store: .* lies under none of this control plane's roots"):
+        with pytest.raises(RefusedError, match=r"teacher\.0\.store: .* lies under none of this control plane's roots"):
             roots.check_store(store, "teacher.0.store")
 
 
@@ -160,7 +160,7 @@ def test_relative_paths_are_below_the_first_root_and_the_output_below_the_runs(r
     changes = {"student": model, "teacher": [model | {"store": "store"}], "data": {"path": ["a.txt", "/other.txt"]}}
     run = RunSpec.model_validate(spec(tmp_path, **changes, loss={"vocab_topk": None}))
     validator = SpecValidator(roots, tmp_path / "runs")
-    with pytest.raises(OutsideError, match=r"data\.path\.1: /other\.txt lies under none of"):
+    with pytest.raises(RefusedError, match=r"data\.path\.1: /other\.txt lies under none of"):
         validator.validate(run)
     run = run.model_copy(update={"data": run.data.model_copy(update={"path": Path("a.txt")})})
     checked, data = validator.validate(run), tmp_path / "data"

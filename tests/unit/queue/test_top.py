@@ -30,18 +30,7 @@ def shown(seen: dict[str, Any], before: dict[str, Any] | None = None) -> str:
     return capture.get()
 
 
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [
-        (0, "0 B"),
-        (1023, "1023 B"),
-        (1024, "1.0 KiB"),
-        (1023 * 1024, "1023.0 KiB"),
-        (1 << 20, "1.0 MiB"),
-        (1 << 30, "1.0 GiB"),
-        (1 << 42, "4096.0 GiB"),
-    ],
-)
+@pytest.mark.parametrize(("count", "text"), [(1023, "1023 B"), (1 << 42, "4.0 TiB")])
 def test_sizes(count: int, text: str) -> None:
     assert f" · {text} of 1.0 GiB · " in shown(stats(bytes=count))
 

@@ -18,7 +18,7 @@ from tests.support.checkpointed import run_directory, train, write_lines
 from tests.unit.trainer.students import make_model, tokens
 from xtoken_core.errors import ConfigError, InputError, OutputError
 from xtoken_services.cli.app import app
-from xtoken_services.common.files.allowed_paths import VARIABLE, OutsideError, Roots
+from xtoken_services.common.files.allowed_paths import VARIABLE, RefusedError, Roots
 from xtoken_services.trainer import export_checkpoint as module
 from xtoken_services.trainer.export import export_model
 from xtoken_services.trainer.export_checkpoint import Export, choose, export_checkpoint
@@ -247,19 +247,19 @@ def test_a_control_planes_roots_hold_here_too(tmp_path: Path, monkeypatch: pytes
         monkeypatch.setenv(VARIABLE, Roots.of([read], [write]).environment[VARIABLE])
 
     allow(tmp_path / "data", tmp_path / "data")
-    with pytest.raises(OutsideError, match=r"OUTPUT: .*lies under none of"):
+    with pytest.raises(RefusedError, match=r"OUTPUT: .*lies under none of"):
         export_checkpoint(run.spec.output)
     allow(tmp_path / "runs", tmp_path / "data")
-    with pytest.raises(OutsideError, match=r"--to: .*is written: it must lie under"):
+    with pytest.raises(RefusedError, match=r"--to: .*is written: it must lie under"):
         export_checkpoint(run.spec.output)
     allow(tmp_path / "data", tmp_path / "runs")
-    with pytest.raises(OutsideError, match=r"--to: .*is written: it must lie under"):
+    with pytest.raises(RefusedError, match=r"--to: .*is written: it must lie under"):
         export_checkpoint(run.spec.output, None, tmp_path / "data" / "model")
     elsewhere = shutil.copytree(tmp_path / "runs" / "out" / "student", tmp_path / "elsewhere")
     student = run.spec.student.model_copy(update={"model": elsewhere})
     spec = run.spec.model_copy(update={"student": student})
     (run.spec.output / "resolved.json").write_text(run.model_copy(update={"spec": spec}).model_dump_json())
-    with pytest.raises(OutsideError, match=r"the student's model: .*lies under none of"):
+    with pytest.raises(RefusedError, match=r"the student's model: .*lies under none of"):
         export_checkpoint(run.spec.output)
     (run.spec.output / "resolved.json").write_text(run.model_dump_json())
     assert export_checkpoint(run.spec.output).target.is_dir()

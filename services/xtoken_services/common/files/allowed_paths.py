@@ -24,15 +24,19 @@ WRITTEN = ("output",)
 MOST_ENTRIES = 100_000
 
 
-class OutsideError(ConfigError):
-    """A path leads out of the roots.
+class RefusedError(ConfigError):
+    """A run was refused because of one of its settings, such as a path that leads out of the roots.
 
     Attributes:
-        field: The setting that names it.
+        field: Name of the setting.
+        message: What is wrong with it.
+
+    Args:
+        joint: Text between the two in the line that is printed.
     """
 
-    def __init__(self, field: str, message: str) -> None:
-        super().__init__(f"{field}: {message}")
+    def __init__(self, field: str, message: str, *, joint: str = ": ") -> None:
+        super().__init__(f"{field}{joint}{message}")
         self.field, self.message = field, message
 
 
@@ -80,7 +84,7 @@ class Roots:
         """Check every path of a run.
 
         Raises:
-            OutsideError: One leads out of the roots.
+            RefusedError: One leads out of the roots.
         """
         for field, path in paths_of(spec.model_dump()):
             self.check(path, field, write=field in WRITTEN)
@@ -95,28 +99,28 @@ class Roots:
         """Check the directory of a store; an address lies in no root.
 
         Raises:
-            OutsideError: It lies outside the roots.
+            RefusedError: It lies outside the roots.
         """
         if "://" in store:
-            raise OutsideError(field, f"{store} lies under none of this control plane's roots: name a directory")
+            raise RefusedError(field, f"{store} lies under none of this control plane's roots: name a directory")
         self.check(Path(store), field)
 
     def check_urls(self, urls: Sequence[str], field: str) -> None:
         """Check the addresses of servers: a run sends requests only to those that the control plane's operator names.
 
         Raises:
-            OutsideError: One is not among them.
+            RefusedError: One is not among them.
         """
         allowed = {url.strip().rstrip("/") for url in os.environ.get(URLS, "").split(",")}
         for url in urls:
             if url not in allowed:
-                raise OutsideError(field, f"{url} is none of the servers that this control plane allows ({URLS})")
+                raise RefusedError(field, f"{url} is none of the servers that this control plane allows ({URLS})")
 
     def check(self, path: Path, field: str, *, write: bool = False) -> None:
         """Check a path, and every symbolic link below it if it is a directory to read.
 
         Raises:
-            OutsideError: It leads out of the roots.
+            RefusedError: It leads out of the roots.
         """
         allowed = self.write if write else (*self.read, *self.write)
         names = ", ".join(map(str, allowed))
@@ -124,20 +128,20 @@ class Roots:
             target = path.resolve()
             if not _within(target, allowed):
                 kind = "is written: it must lie under" if write else "lies under none of"
-                raise OutsideError(field, f"{path} {kind} this control plane's roots ({names})")
+                raise RefusedError(field, f"{path} {kind} this control plane's roots ({names})")
             for link in () if write else _links(target):
                 if not _within(link.resolve(), allowed):
-                    raise OutsideError(field, f"{link} leads out of this control plane's roots ({names})")
+                    raise RefusedError(field, f"{link} leads out of this control plane's roots ({names})")
         except (OSError, ValueError, RuntimeError) as error:
             reason = getattr(error, "strerror", None) or str(error)
-            raise OutsideError(field, f"{str(path)!r} cannot be looked up: {reason}") from error
+            raise RefusedError(field, f"{str(path)!r} cannot be looked up: {reason}") from error
 
 
 def check_allowed(path: Path, field: str) -> Path:
     """Return the path, if this process may open it.
 
     Raises:
-        OutsideError: It leads out of the roots that the control plane has set.
+        RefusedError: It leads out of the roots that the control plane has set.
     """
     roots = Roots.of_environment()
     if roots is not None:
@@ -151,17 +155,17 @@ def readable_roots() -> tuple[Path, ...] | None:
     return None if roots is None else (*roots.read, *roots.write)
 
 
-def paths_of(value: Any, name: str = "") -> Iterator[tuple[str, Path]]:
-    """Return every path in a dumped specification, with its field's name."""
-    if isinstance(value, Path):
-        yield name, value
-    items: Any = ()
-    if isinstance(value, Mapping):
-        items = value.items()
-    elif isinstance(value, (list, tuple)):
-        items = enumerate(value)
-    for key, item in items:
-        yield from paths_of(item, f"{name}.{key}" if name else str(key))
+def values_of(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every value in a dumped specification with its field's name; a section or list before what it holds."""
+    yield name, value
+    items: Any = value.items() if isinstance(value, Mapping) else ()
+    for key, item in enumerate(value) if isinstance(value, (list, tuple)) else items:
+        yield from values_of(item, f"{name}.{key}" if name else str(key))
+
+
+def paths_of(document: Any) -> Iterator[tuple[str, Path]]:
+    """Yield every path in a dumped specification, with its field's name."""
+    return ((name, value) for name, value in values_of(document) if isinstance(value, Path))
 
 
 def _within(path: Path, roots: Sequence[Path]) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,22 +28,11 @@ class JsonLines:
         """
         if not self.path.exists():
             return
-        kept = []
-        for line in self.path.read_text(encoding="utf-8").splitlines():
-            try:
-                at = json.loads(line)["step"]
-            except (ValueError, KeyError, TypeError):
-                break
-            if at < step or (inclusive and at == step):
-                kept.append(line + "\n")
-        replace_file(self.path, "".join(kept))
+        replace_file(self.path, "".join(map(_text, lines_before_step(self.path, step + inclusive))))
 
     def last_step(self) -> int | None:
         """Return the step of the last line; None without one."""
-        if not self.path.exists():
-            return None
-        lines = self.path.read_text(encoding="utf-8").splitlines()
-        return int(json.loads(lines[-1])["step"]) if lines else None
+        return last_line(self.path).get("step")
 
     def append(self, row: dict[str, Any]) -> None:
         """Append a line and hand it to the operating system; numbers that are not finite become null.
@@ -52,9 +43,33 @@ class JsonLines:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(plain(row), separators=(",", ":"), allow_nan=False) + "\n")
+                file.write(_text(row))
         except OSError as error:
             raise OutputError(f"cannot write {self.path}: {error.strerror}") from error
+
+
+def lines_before_step(path: Path, step: float) -> Iterator[dict[str, Any]]:
+    """Yield the lines of earlier steps, in order; a file that is still written may end in a torn line."""
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            try:
+                row = json.loads(line)
+                if row["step"] >= step:
+                    return
+            except (ValueError, KeyError, TypeError):
+                return
+            yield row
+
+
+def last_line(path: Path) -> dict[str, Any]:
+    """Return the last line of a file; empty without one."""
+    return next(iter(deque(lines_before_step(path, math.inf), maxlen=1)), {})
+
+
+def _text(row: dict[str, Any]) -> str:
+    return json.dumps(plain(row), separators=(",", ":"), allow_nan=False) + "\n"
 
 
 def plain(row: dict[str, Any]) -> dict[str, Any]:

@@ -66,13 +66,9 @@ class ScoresBuilder:
             entries: Tokens in any order, each once; only the likeliest `k` are kept.
             own: Log-probability of the token that follows; None: it is not given.
         """
-        ids = np.fromiter((token for token, _ in entries), dtype=np.int64, count=len(entries))
-        values = np.fromiter((value for _, value in entries), dtype=np.float64, count=len(entries))
-        possible = (ids >= 0) & (ids < self._vocab_size) & (values > NOTHING)
-        ids, values = ids[possible], np.minimum(values[possible], 0.0)
-        order = np.argsort(-values, kind="stable")[: self._k]
-        self._ids[position, : len(order)] = ids[order]
-        self._values[position, : len(order)] = values[order]
+        self.add_rows(
+            position, np.array([[token for token, _ in entries]], dtype=np.int64), np.array([[x for _, x in entries]])
+        )
         if own is not None:
             self.add_own(position, own)
 

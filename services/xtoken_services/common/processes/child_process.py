@@ -20,7 +20,7 @@ from typing import Any
 
 from xtoken_core.errors import ConfigError, InputError, XtokenError
 from xtoken_core.regular_files import MIB
-from xtoken_services.common.files.allowed_paths import URLS, VARIABLE, OutsideError
+from xtoken_services.common.files.allowed_paths import URLS, VARIABLE, RefusedError
 from xtoken_services.common.processes.logs import QUIET
 from xtoken_services.common.processes.supervised import MARK, PYTHON
 
@@ -242,7 +242,7 @@ def _parsed(line: bytes) -> dict[str, Any]:
 
 def _error_of(answer: Mapping[str, str]) -> XtokenError:
     if answer["field"]:
-        return OutsideError(answer["field"], answer["message"])
+        return RefusedError(answer["field"], answer["message"])
     return ERRORS.get(answer["error"], XtokenError)(answer["message"])
 
 

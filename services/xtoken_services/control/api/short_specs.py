@@ -15,14 +15,13 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from xtoken_core.config.spec import RunSpec
-from xtoken_services.common.files.allowed_paths import paths_of
+from xtoken_services.common.files.allowed_paths import RefusedError, paths_of
 from xtoken_services.common.files.input_files import check_input_files
 from xtoken_services.common.run.defaults import FILLED, RunDefaults, expanded, fill_model_defaults
 from xtoken_services.common.run.inspection import complete_document
 from xtoken_services.common.run.machine import Machine
 from xtoken_services.control.runs import Runs
 from xtoken_services.control.store import RunRow
-from xtoken_services.control.validation import RefusedError
 from xtoken_services.supervisor.run import Run
 
 MAX_COMPLETIONS = 2
@@ -118,7 +117,7 @@ def checked(runs: Runs, document: Mapping[str, Any]) -> RunSpec:
         document: The specification as JSON, with an output.
 
     Raises:
-        RefusedError, OutsideError, TakenOutputError: It is not accepted.
+        RefusedError, TakenOutputError: It is not accepted.
         ValidationError: Settings are wrong beside the defaults.
     """
     filled: dict[str, Any] = json.loads(json.dumps(expanded(document), default=str))

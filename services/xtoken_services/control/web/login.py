@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from typing import Annotated
-from urllib.parse import parse_qs, quote, urlencode
+from urllib.parse import quote, urlencode
 
 from fastapi import APIRouter, HTTPException, Query, Request, Response
 from fastapi.responses import RedirectResponse
@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from xtoken_services.control.api.dependencies import Context
 from xtoken_services.control.auth import COOKIE, RETRY_AFTER, TOO_MANY_WRONG, address_of
 from xtoken_services.control.sessions import SESSION_S
+from xtoken_services.control.web.form import parse_form
 from xtoken_services.control.web.render import PageRoute, page
 
 LOGIN = "/login"
@@ -36,10 +37,10 @@ def show_login(
 async def log_in(request: Request, context: Context) -> Response:
     """Check the token, start a session and set its cookie; the answer to a wrong token is delayed."""
     try:
-        fields = parse_qs((await request.body()).decode("utf-8", "replace"), max_num_fields=4)
+        fields = parse_form(await request.body())
     except ValueError as error:
         raise HTTPException(400, "Malformed form.") from error
-    token, to = (fields.get(name, [""])[0] for name in ("token", "next"))
+    token, to = (fields.get(name, "") for name in ("token", "next"))
     wrong, address = context.auth.wrong_tokens, address_of(request.scope)
     if wrong.blocks(address):
         raise HTTPException(429, TOO_MANY_WRONG, {"Retry-After": RETRY_AFTER})

@@ -16,6 +16,7 @@ from fastapi.routing import APIRoute
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from xtoken_core.errors import XtokenError
+from xtoken_services.common.run.quantities import size, span
 from xtoken_services.control.api.dependencies import context_of
 from xtoken_services.control.web import formatting
 
@@ -89,8 +90,8 @@ def templates() -> Environment:
     )
     environment.filters |= {
         "ago": formatting.ago,
-        "span": formatting.span,
-        "bytes": formatting.size,
+        "span": span,
+        "bytes": size,
         "number": formatting.number,
         "percent": formatting.percent,
         "count": formatting.count,

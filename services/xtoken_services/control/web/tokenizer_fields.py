@@ -8,7 +8,7 @@ from typing import Annotated
 from fastapi import Depends, HTTPException, Request
 
 from xtoken_core.errors import ConfigError
-from xtoken_services.common.files.allowed_paths import OutsideError, Roots
+from xtoken_services.common.files.allowed_paths import RefusedError, Roots
 from xtoken_services.common.tokenizers.special_tokens import parse_special_tokens
 from xtoken_services.control.web.form import parse_form
 
@@ -52,7 +52,7 @@ def _tokenizer_error(path: str, name: str, roots: Roots | None) -> dict[str, str
         if roots is not None:
             roots.check(Path(path), name)
         usable = Path(path).is_dir()
-    except OutsideError as error:
+    except RefusedError as error:
         return {name: error.message}
     except OSError:  # a name that no file system takes
         usable = False

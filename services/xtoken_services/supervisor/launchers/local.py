@@ -135,8 +135,7 @@ class AttachedHandle:
 
     def _send(self, number: signal.Signals) -> None:
         if self._pidfd is not None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                signal.pidfd_send_signal(self._pidfd, number)
+            os_process.send(self._pidfd, number)
 
 
 class ForkedHandle(_GroupLeader):
