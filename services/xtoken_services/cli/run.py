@@ -66,13 +66,7 @@ def run(
     if measure and (control or not dry_run):
         raise ConfigError("--measure goes with --dry-run, on this machine: it starts a trial, not the run")
     if dry_run:
-        from xtoken_services.cli.dry_run import check_run
-        from xtoken_services.common.run.run_text import resolved_text
-        from xtoken_services.common.run.run_warnings import is_size
-
-        for line in check_run(spec, None if control else loss, measure=measure):
-            typer.echo(line if is_size(line) else f"warning: {line}", err=True)
-        typer.echo(resolved_text(spec, notes, as_json=as_json))
+        _print_dry_run(spec, notes, None if control else loss, measure=measure, as_json=as_json)
         return
     if control and loss is not None:
         raise ConfigError("--loss names code of this machine, which no control plane runs: leave out --control")
@@ -84,6 +78,17 @@ def run(
     if second is not None:
         _print_comparison(distilled, _run_to_end(second, None, control, token_file, as_json), as_json=as_json)
     raise typer.Exit(0)
+
+
+def _print_dry_run(spec: RunSpec, notes: list[str], loss: str | None, *, measure: bool, as_json: bool) -> None:
+    """Check a run; print its sizes and warnings, then the resolved run file."""
+    from xtoken_services.cli.dry_run import check_run
+    from xtoken_services.common.run.run_text import resolved_text
+    from xtoken_services.common.run.run_warnings import is_size
+
+    for line in check_run(spec, loss, measure=measure):
+        typer.echo(line if is_size(line) else f"warning: {line}", err=True)
+    typer.echo(resolved_text(spec, notes, as_json=as_json))
 
 
 def _print_comparison(distilled: dict[str, Any], baseline: dict[str, Any], *, as_json: bool) -> None:

@@ -98,7 +98,7 @@ def tokens_that_fit(spec: RunSpec, machine: Machine) -> int:
 
 
 def unresolved(spec: RunSpec, tokens: int) -> ResolvedRun:
-    """Return what is known of a run before its text is read, with a micro-batch of so many tokens."""
+    """Return a run as far as it is known before its text is read, with a micro-batch of so many tokens."""
     from xtoken_services.common.run.memory_estimate import ModelSizes
 
     def model(side: ModelSpec, name: str) -> ResolvedModel:

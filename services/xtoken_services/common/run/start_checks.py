@@ -56,7 +56,7 @@ def _forms(spec: RunSpec) -> Iterator[str]:
 
 
 def _size_lines(run: ResolvedRun) -> list[str]:
-    """Return what the run reads and trains, in two lines."""
+    """Return the sizes of text and models in two lines."""
     spec, epochs = run.spec, run.spec.data.epochs
     texts = f"{run.records:,} {'pieces' if run.piece_bytes else 'records'}, {epochs} epoch{'s' * (epochs > 1)}"
     steps = f"{run.positions:,} samples in {run.steps:,} steps of {spec.train.samples_per_step}"
