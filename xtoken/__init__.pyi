@@ -1,3 +1,4 @@
+from . import integrations as integrations
 from .distill import DistillResult as DistillResult
 from .distill import RunCallback as RunCallback
 from .distill import distill as distill

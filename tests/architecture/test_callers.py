@@ -77,6 +77,7 @@ def offered() -> set[str]:
     stubs = [tree_of(ROOT / name) for name in ("xtoken/__init__.pyi", "xtoken_core/data_plane/codec.pyi")]
     imports = [node for stub in stubs for node in ast.walk(stub) if isinstance(node, ast.ImportFrom)]
     names = {alias.name for node in imports for alias in node.names}
+    names |= {node.name for node in definitions(ROOT / "xtoken/integrations.py")}
     for path in filter(is_surface, source_files(*HOUSE)):
         names |= {node.name for node in definitions(path)}
         for node in tree_of(path).body:
