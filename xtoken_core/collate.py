@@ -16,7 +16,7 @@ from xtoken_core.alignment import TokenAligner
 from xtoken_core.alignment.batch import Aligner
 from xtoken_core.config.base import teacher_name
 from xtoken_core.data_plane.batch import BatchedDataDict
-from xtoken_core.dataset.records import PIECE, Piece, UnusableRecordError, loss_multiplier, usable_value
+from xtoken_core.dataset.records import PIECE, ROUTE, Piece, Route, UnusableRecordError, loss_multiplier, usable_value
 from xtoken_core.errors import InputError
 from xtoken_core.tokenizing import (
     ConversationError,
@@ -81,6 +81,8 @@ class _Tokens:
     cut: bool
 
 
+OWN_KEYS = ((PIECE, Piece), (ROUTE, Route))
+"""Keys of a record's value that its data does not have."""
 _NO_TOKENS = _Tokens(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), cut=False)
 
 
@@ -260,24 +262,26 @@ class CrossTokenizerCollator:
         sides = [self._student, *(side for _, side in self._teachers)]
         tokens = [[_NO_TOKENS] * len(values) for _ in sides]
         refused: dict[int, str] = {}
-        plain = [index for index, value in enumerate(values) if "text" in value and PIECE not in value]
-        pieces = [index for index, value in enumerate(values) if PIECE in value]
-        for side, of_side in zip(sides, tokens, strict=True):
-            for index in pieces:
-                of_side[index] = self._piece(side, values[index]["text"], values[index][PIECE])
+        for at, (side, of_side) in enumerate(zip(sides, tokens, strict=True)):
+            own = [index for index, value in enumerate(values) if "text" in value and self._reads(at, value)]
+            plain = [index for index in own if PIECE not in values[index]]
+            for index in own:
+                if PIECE in values[index]:
+                    of_side[index] = self._piece(side, values[index]["text"], values[index][PIECE])
             encoded = side.text.encode([values[index]["text"] for index in plain], specials=True)
             for index, ids in zip(plain, encoded, strict=True):
                 of_side[index] = self._close(side, ids, np.ones_like(ids))
         for index, value in enumerate(values):
+            own = [at for at in range(len(sides)) if self._reads(at, value)]
             if "completion" in value:
-                for side, of_side in zip(sides, tokens, strict=True):
+                for side, of_side in ((sides[at], tokens[at]) for at in own):
                     prompt, rest = side.text.begin(value["prompt"]), side.text.proceed(value["completion"])
                     learn = np.r_[np.full_like(prompt, self.train_on == "all"), np.ones_like(rest)]
                     of_side[index] = self._close(side, np.r_[prompt, rest], learn)
             elif "messages" in value:
                 try:
                     rendered = tokenize_conversation(
-                        [side.text for side in sides],
+                        [sides[at].text for at in own],
                         value["messages"],
                         every_role=self.train_on == "all",
                         ends=self.append_eos,
@@ -285,9 +289,13 @@ class CrossTokenizerCollator:
                 except ConversationError as error:
                     refused[index] = str(error)
                     continue
-                for side, of_side, (ids, learn) in zip(sides, tokens, rendered, strict=True):
-                    of_side[index] = _cut(side, ids, learn)
+                for at, (ids, learn) in zip(own, rendered, strict=True):
+                    tokens[at][index] = _cut(sides[at], ids, learn)
         return tokens, refused
+
+    def _reads(self, side: int, value: Mapping[str, Any]) -> bool:
+        """Return True if a side has tokens of a record; 0 is the student's side."""
+        return side == 0 or ROUTE not in value or self._teachers[side - 1][0] in value[ROUTE].teachers
 
     def _close(self, side: _Side, ids: np.ndarray, learn: np.ndarray) -> _Tokens:
         """Append the end-of-text token to a text that fits its context, and cut one that does not."""
@@ -328,6 +336,9 @@ class CrossTokenizerCollator:
                 schema.TRUNCATED.name: torch.from_numpy(truncated),
             }
         )
+        routes = [value[ROUTE].teachers for value in values if ROUTE in value]
+        if routes:
+            columns[schema.TEACHERS.name] = torch.tensor([schema.bits_of(route) for route in routes])
         texts = [_aligned_text(value) for value in values]
         for (index, side), tokens in zip(self._teachers, sides[1:], strict=True):
             teacher_ids, teacher_mask, teacher_lengths = stack(side, tokens)
@@ -373,8 +384,8 @@ def _aligned_text(value: Mapping[str, Any]) -> str | None:
 
 def _usable(record: Mapping[str, Any]) -> tuple[dict[str, Any] | None, str]:
     try:
-        piece = record.get(PIECE)
-        return usable_value(record, "text") | ({PIECE: piece} if isinstance(piece, Piece) else {}), ""
+        own = {name: record[name] for name, kind in OWN_KEYS if isinstance(record.get(name), kind)}
+        return usable_value(record, "text") | own, ""
     except UnusableRecordError as error:
         return None, str(error)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from xtoken_core import schema
-from xtoken_core.collate import CollatedRows, Counts, CrossTokenizerCollator, _cut, _Side, _Tokens
+from xtoken_core.collate import _NO_TOKENS, CollatedRows, Counts, CrossTokenizerCollator, _cut, _Side, _Tokens
 from xtoken_core.tokenizing import ConversationError, TextTokenizer, UnspellableError
 
 
@@ -70,13 +70,16 @@ class CompletionCollator(CrossTokenizerCollator):
         rows: list[list[_Tokens]] = []
         for index, completion in enumerate(completions):
             try:
-                rows.append([self._own(completion), *(_of_teacher(side, completion) for _, side in self._teachers)])
+                reads = [self._reads(at, completion.prompt) for at in range(1, 1 + len(self._teachers))]
+                pairs = zip(self._teachers, reads, strict=True)
+                theirs = [_of_teacher(side, completion) if own else _NO_TOKENS for (_, side), own in pairs]
+                rows.append([self._own(completion), *theirs])
             except (ConversationError, UnspellableError) as error:
                 refused[index] = str(error)
         kept = [index for index in range(len(completions)) if index not in refused]
         if not kept:
             return CollatedRows([], {}, refused)
-        values = [{"text": completions[index].text} for index in kept]
+        values = [{**completions[index].prompt, "text": completions[index].text} for index in kept]
         sides = [list(side) for side in zip(*rows, strict=True)]
 
         def with_marks(batch: Mapping[str, Any]) -> Mapping[str, Tensor]:

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from xtoken_core.config.base import ConfigModel
 from xtoken_core.config.identity import ModelIdentity, RunIdentity, TeacherIdentity
+from xtoken_core.config.routing import Routes
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.config.validation_errors import describe
 from xtoken_core.errors import ConfigError
@@ -51,6 +52,7 @@ class ResolvedRun(ConfigModel):
         piece_bytes: Bytes of text of a record at most, where long documents are divided; otherwise 0.
         packed: The samples of a micro-batch lie in one row, on every side.
         packing_obstacle: Why they do not, although they may; empty otherwise.
+        routes: The teachers of its samples; None: all compare every sample.
         group: The node group that a queue hands this out for, `0 .. workers.nodes - 1`.
     """
 
@@ -66,6 +68,7 @@ class ResolvedRun(ConfigModel):
     piece_bytes: int = 0
     packed: bool = False
     packing_obstacle: str = ""
+    routes: Routes | None = None
     group: int = 0
 
     @property
@@ -171,6 +174,7 @@ class ResolvedRun(ConfigModel):
             teacher=teachers,
             loss=spec.loss,
             rollout=spec.rollout.model_copy(update=BESIDE_THE_IDENTITY) if spec.rollout else None,
+            routes=self.routes,
         )
 
 

@@ -14,6 +14,7 @@ from xtoken_core.config.data import DataSpec
 from xtoken_core.config.eval import EvalSpec
 from xtoken_core.config.loss import LossConfig, Positive
 from xtoken_core.config.rollout import LEARNING_RATE, RolloutSpec, check_rollout, loss_defaults
+from xtoken_core.config.routing import Routes, check_routes
 from xtoken_core.config.served import ServedSpec, check_served, check_waiting
 from xtoken_core.config.train import ReportSpec, TrainSpec
 from xtoken_core.config.validation_errors import describe
@@ -76,6 +77,9 @@ class StudentSpec(ModelSpec):
 class TeacherSpec(ModelSpec, ServedSpec):
     """A teacher. One with the student's tokenizer, by its fingerprint, is compared token by token."""
 
+    name: Annotated[str | None, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] = None
+    """Name by which texts (`data.sources`, `teachers`) and records (field `teacher`) choose it. Samples that choose
+    none are compared with all teachers."""
     projection: Path | None = None
     """Projection file for this student and teacher (`xtoken projection build`); default: modes that read one build it
     when the run starts, and keep it in the user's cache."""
@@ -273,6 +277,7 @@ class RunSpec(ConfigModel):
                 f"{self.teacher[divided].gpus}: set eval.teacher_kl to false"
             )
         self.loss.check_weights([t.weight for t in self.teacher])
+        check_routes(self)
         if self.rollout is not None and self.data.long == "split":
             raise ValueError('data.long = "split" divides texts, and [rollout] takes them as prompts: set it to "cut"')
         if self.rollout is not None:
@@ -325,7 +330,9 @@ class RunSpec(ConfigModel):
             return self.workers.slots
         rows = self.train.samples_per_step // self.workers.nodes
         batches = math.ceil(rows / (self.train.micro_batch_tokens // self._longest))
-        return self.workers.slots + math.ceil(batches / self.workers.ranks) - 1
+        # Each route fills up its own micro-batches: a source's teachers, one that a record names, or all.
+        routes = 1 if Routes.of(self) is None else min(rows, 1 + len(self.data.sources) + len(self.teacher))
+        return self.workers.slots + math.ceil(batches / self.workers.ranks) - 2 + routes
 
     @property
     def _longest(self) -> int:

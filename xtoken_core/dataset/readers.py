@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from xtoken_core.dataset.records import (
     ANSWER_FIELDS,
+    FOR_TEACHERS,
     MAX_RECORD_BYTES,
     UnusableRecordError,
     decode_utf8,
@@ -218,7 +219,7 @@ def usable_columns(schema: Any, field: str, path: Path) -> tuple[str, ...]:
     if not columns:
         raise InputError(f"{path} has no column {field!r}: it has {', '.join(schema.names) or 'none'}")
     judged = [name for name in ANSWER_FIELDS if names.issuperset((name, "answer"))]
-    return tuple(dict.fromkeys([*columns, *judged]))
+    return tuple(dict.fromkeys([*columns, *judged, *(name for name in FOR_TEACHERS if name in names)]))
 
 
 def open_reader(source: Source, offsets: Offsets, field: str) -> Reader:

@@ -19,7 +19,8 @@ class Record:
         number: Its number in the index, from 0.
         value: `{"text": str}`, with a `Piece` as `piece` if it is part of a document; or
             `{"prompt": str, "completion": str}`, or `{"messages": [{"role": str, "content": str, ...}, ...]}`. With an
-            `answer` also the `ANSWER_FIELDS` that the record has, unchecked.
+            `answer` also the `ANSWER_FIELDS` that the record has, and in any case `FOR_TEACHERS`, all unchecked. In a
+            run with routes also a `Route` as `route`.
     """
 
     number: int
@@ -35,6 +36,8 @@ class Record:
         return "\n".join(message["content"] for message in self.value["messages"])
 
 
+FOR_TEACHERS = ("teacher", "teacher_prefix")
+"""Fields of a record by which it chooses its teachers, and says what they alone read before its text."""
 ANSWER_FIELDS = ("answer", "choices", "match")
 """Fields of a record by which a completion of its prompt is judged, see `xtoken_core.tasks`."""
 Document = str | Mapping[str, Any]
@@ -54,6 +57,17 @@ class Piece:
 
     first: bool
     last: bool
+
+
+ROUTE = "route"
+"""Key of a record's value, if it is compared with some teachers only."""
+
+
+@dataclass(frozen=True)
+class Route:
+    """Numbers of the teachers that compare a record."""
+
+    teachers: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -124,14 +138,15 @@ def usable_value(row: Mapping[str, Any], field: str) -> dict[str, Any]:
         UnusableRecordError: It has, but not as text.
     """
     answered = row.get("answer") is not None
-    judged = {name: row[name] for name in ANSWER_FIELDS if answered and row.get(name) is not None}
+    wanted = [name for name in (*FOR_TEACHERS, *(ANSWER_FIELDS if answered else ())) if name != field]
+    beside = {name: row[name] for name in wanted if row.get(name) is not None}
     if row.get(field) is not None:
-        return {"text": _text(row[field], field)} | judged
+        return {"text": _text(row[field], field)} | beside
     if row.get("prompt") is not None and row.get("completion") is not None:
         prompt = _text(row["prompt"], "prompt", may_be_empty=True)
-        return {"prompt": prompt, "completion": _text(row["completion"], "completion")} | judged
+        return {"prompt": prompt, "completion": _text(row["completion"], "completion")} | beside
     if row.get("messages") is not None:
-        return {"messages": _messages(row["messages"])} | judged
+        return {"messages": _messages(row["messages"])} | beside
     raise MissingFieldError(f"no field {field!r}")
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 from jaxtyping import Float
@@ -137,6 +139,19 @@ class CrossTokenizerDistillationLoss:
             loss.name = teacher_name(loss.index, len(teachers))
         self.factors = vocabulary_factors(teachers) if config.normalize_teacher_by_vocab else [1.0] * len(teachers)
 
+    def among(self, teachers: Sequence[int]) -> CrossTokenizerDistillationLoss:
+        """Return the loss of a micro-batch that only these teachers compare, with their logits in this order.
+
+        Args:
+            teachers: Numbers of teachers, ascending.
+        """
+        if len(teachers) == len(self.losses):
+            return self
+        chosen = copy.copy(self)
+        chosen.losses = [self.losses[teacher] for teacher in teachers]
+        chosen.factors = [self.factors[teacher] for teacher in teachers]
+        return chosen
+
     def __call__(
         self,
         batch: Mapping[str, Tensor],
@@ -149,6 +164,7 @@ class CrossTokenizerDistillationLoss:
         selection: Selection | None = None,
         blocks: TokenBlocks | None = None,
         kl_loss_weight: float | None = None,
+        teacher_shares: Sequence[float] | None = None,
     ) -> tuple[Float[Tensor, ""], Metrics]:
         """Compute the loss of one padded or packed micro-batch.
 
@@ -166,13 +182,15 @@ class CrossTokenizerDistillationLoss:
                 student's tokenizer.
             global_valid_toks: The step's next-token predictions; None: this micro-batch's.
             global_valid_chunks: Per teacher the step's valid chunks (unused for one with the student's tokenizer,
-                which divides by `global_valid_toks`); None: this micro-batch's.
+                which divides by `global_valid_toks`, unless there are shares); None: this micro-batch's.
             global_selected_chunks: `select_teacher` only: the step's chunks of the chosen teachers, the sum of
                 `select`'s counts, for the loss; None: this micro-batch's. Each teacher's own metrics are over its own.
             selection: `select_teacher` only: the result of `select` for this micro-batch; None: it is computed again.
             blocks: For a `HeadProjection`: the result of `token_blocks` for this batch. None: it is computed for a
                 batch on the CPU; on a GPU blocks are whole samples.
             kl_loss_weight: The step's, `LossConfig.kl_weight_at`; None: the first step's. Unused with dynamic scaling.
+            teacher_shares: Per teacher the part of the step's tokens to learn that it compares, by which its mean is
+                weighed in a sum; None: all teachers compare all of them.
 
         Returns:
             The loss, float32 (float64 for float64 logits), and the metrics.
@@ -183,9 +201,12 @@ class CrossTokenizerDistillationLoss:
         self._check_heads(student_logits, teacher_logits)
         batch = NumberedBatch(batch)
         frozen = [logits.detach() for logits in teacher_logits]
-        denominators = self._denominators(global_valid_toks, global_valid_chunks)
+        denominators = self._denominators(global_valid_toks, global_valid_chunks, teacher_shares is not None)
         with torch.no_grad():
             weights = self._weights(batch, frozen, selection, global_selected_chunks)
+            if teacher_shares is not None:
+                factors = [factor * share for factor, share in zip(weights.factors, teacher_shares, strict=True)]
+                weights = replace(weights, factors=factors)
             settings = self.config, self.losses, batch, denominators, weights, self.token_kinds
             objective = Objective(*settings, self.observer, kl_loss_weight)
             compared = self._compared(batch, frozen)
@@ -336,18 +357,22 @@ class CrossTokenizerDistillationLoss:
         return [
             PackedExtent(
                 loss.chunks(batch),
-                batch[schema.field_name(schema.TEACHER_SAMPLE, index)],
-                batch.get(schema.field_name(schema.PAIR_SAMPLE, index)),
+                batch[schema.field_name(schema.TEACHER_SAMPLE, loss.index)],
+                batch.get(schema.field_name(schema.PAIR_SAMPLE, loss.index)),
             )
-            for index, loss in enumerate(self.losses)
+            for loss in self.losses
         ]
 
-    def _denominators(self, tokens: Scalar | None, chunks: Sequence[Scalar | None] | None) -> Denominators:
+    def _denominators(
+        self, tokens: Scalar | None, chunks: Sequence[Scalar | None] | None, routed: bool
+    ) -> Denominators:
         given = chunks if chunks is not None else [None] * len(self.losses)
         if len(given) != len(self.losses):
             raise InputError(f"{len(given)} chunk denominators were given for {len(self.losses)} teachers")
         pairs = zip(self.losses, given, strict=True)
-        return Denominators(tokens, [tokens if loss.per_token else count for loss, count in pairs])
+        # Averaged logits are one teacher's, of all samples.
+        of_all = not routed or self.config.teacher_aggregation == "averaged_logits"
+        return Denominators(tokens, [tokens if loss.per_token and of_all else count for loss, count in pairs])
 
     def _check_heads(self, student_logits: WholeLogits, teacher_logits: Sequence[Logits]) -> None:
         if len(teacher_logits) != len(self.losses):

@@ -84,6 +84,7 @@ class Evaluator:
         """
         assert self.spec.eval is not None
         began = time.monotonic()
+        also: dict[str, str] = {}
         self.worker.activity("evaluating: reading the text")
         index = open_held_out(self.spec, self._on_text)
         student.eval()
@@ -96,6 +97,7 @@ class Evaluator:
                     text = open_index(self.spec, [path], self.spec.eval.field, self._on_text)
                     other = self._measure(student, text, f"evaluating on {name}")
                     row |= {f"{metric}_{name}": getattr(other, metric) for metric in OF_EVERY_TEXT}
+                    also[f"_{name}"] = text.fingerprint
                 if self.tasks is not None:
                     on_fraction = partial(self.worker.activity, "evaluating on tasks")
                     row |= self.tasks.measure(student, progress=self._heartbeat, on_fraction=on_fraction, judges=writes)
@@ -122,15 +124,22 @@ class Evaluator:
         if not writes:
             return None
         row |= self._of_teachers(index.fingerprint)
+        for suffix, fingerprint in also.items() if self.worker.run.routes else ():
+            row |= self._of_teachers(fingerprint, suffix)
         self.lines.append(row)
         log.info("after %d steps: %s", step, eval_line(row))
         return row
 
-    def _of_teachers(self, text: str) -> dict[str, float]:
-        """Return the teachers' own bits per byte on the text, which their workers measure before they serve."""
+    def _of_teachers(self, text: str, suffix: str = "") -> dict[str, float]:
+        """Return the teachers' own bits per byte on a text, which their workers measure before they serve.
+
+        Args:
+            text: Its fingerprint.
+            suffix: That of its metrics.
+        """
         results = {}
         for number in range(len(self.spec.teacher)):
-            while (result := read_result(self.spec, number, text)) is None:
+            while (result := read_result(self.spec, number, text, suffix)) is None:
                 self.worker.activity("waiting for the teacher's own result on the held-out text")
                 if RINGS.of_teacher(number) is not None or self.worker.stopping.is_set():
                     break  # it serves, and cannot be measured, or on a machine that does not share this directory
@@ -138,9 +147,9 @@ class Evaluator:
                 time.sleep(BETWEEN_S)
                 self._heartbeat()
             if result is not None:
-                results[f"{TEACHER_BITS}_t{number}"] = result
+                results[f"{TEACHER_BITS}{suffix}_t{number}"] = result
         self.worker.activity("")
-        best = {TEACHER_BITS: min(results.values())} if results else {}
+        best = {f"{TEACHER_BITS}{suffix}": min(results.values())} if results else {}
         return best | (results if len(self.spec.teacher) > 1 else {})
 
     def _heartbeat(self) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from xtoken_core.config.eval import EvalSpec
 from xtoken_core.config.loss import DENSE_ONLY, PAIR_KINDS, PAIR_NAMES, READ_BY, LossConfig, LossMode
 from xtoken_core.config.resolved import ResolvedModel, ResolvedRun, same_tokenizer_of
+from xtoken_core.config.routing import Routes
 from xtoken_core.config.spec import PAD_MULTIPLE, ModelSpec, RunSpec, TeacherSpec, padded_length
 from xtoken_core.dataset import JoinedIndex, TextIndex
 from xtoken_core.errors import ConfigError, InputError, XtokenError
@@ -97,6 +98,7 @@ def resolve_run(spec: RunSpec, progress: Progress | None = None) -> ResolvedRun:
         piece_bytes=piece_bytes,
         packed=spec.train.packing != "off" and not obstacle,
         packing_obstacle=obstacle,
+        routes=Routes.of(spec),
     )
     _check_signal(resolved)
     _check_memory(resolved)

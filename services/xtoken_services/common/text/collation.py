@@ -16,7 +16,9 @@ from xtoken_core import schema
 from xtoken_core.collate import Counts, CrossTokenizerCollator
 from xtoken_core.collate_generated import CompletionCollator, marks_of_text
 from xtoken_core.config.resolved import ResolvedRun
-from xtoken_core.dataset import BadRecord, TextIndex
+from xtoken_core.config.routing import RouteError
+from xtoken_core.dataset import BadRecord, JoinedIndex, Record, TextIndex
+from xtoken_core.dataset.records import ROUTE, Route
 from xtoken_core.errors import ConfigError, InputError
 from xtoken_core.losses.masks import loss_counts
 from xtoken_core.queue.run.names import SUPERVISOR
@@ -116,7 +118,15 @@ def collate_positions(
         elif reason := absent.get(record.number):
             skipped[position] = f"{index.location(record.number)}: {reason}"[:MAX_REASON]
         else:
-            readable.append((position, record))
+            try:
+                value = value_with_route(run, index, record)
+            except RouteError as error:
+                tombstones[position] = f"{index.location(record.number)}: {error}"[:MAX_REASON]
+                continue
+            if ROUTE in value and not value[ROUTE].teachers:  # in a store's build, which has one of a run's teachers
+                skipped[position] = "other teachers compare it"
+            else:
+                readable.append((position, Record(record.number, value)))
     rows = collator.rows([record.value for _, record in readable], counts)
     for at, reason in rows.refused.items():
         position, record = readable[at]
@@ -127,6 +137,18 @@ def collate_positions(
         position, reason = next(iter(tombstones.items()))
         raise BadRecordError(f"bad record at position {position}: {reason} (data.on_bad_record = fail)")
     return [readable[at][0] for at in rows.records], rows.columns, tombstones | skipped
+
+
+def value_with_route(run: ResolvedRun, index: TextIndex, record: Record) -> dict[str, Any]:
+    """Return a record's value with the teachers that compare it, in a run with routes.
+
+    Raises:
+        RouteError: It names a teacher that the run does not have.
+    """
+    if run.routes is None:
+        return record.value
+    source = index.source_of(record.number) if isinstance(index, JoinedIndex) else 0
+    return record.value | {ROUTE: Route(run.routes.teachers_of(record.value, source))}
 
 
 def look_at_sample(
@@ -140,7 +162,7 @@ def look_at_sample(
         The numbers of `positions`, `skipped` and `truncated` ones, and why the first one is skipped.
 
     Raises:
-        BadRecordError: None can be used, or one cannot and `on_bad_record` is "fail".
+        BadRecordError: None can be used, one cannot and `on_bad_record` is "fail", or one names an unknown teacher.
     """
     per_step, prompts = run.spec.train.samples_per_step, run.prompts
 
@@ -156,6 +178,10 @@ def look_at_sample(
         step = bisect_right(range(1, run.steps), text, key=texts_before)
         position = step * per_step + text - texts_before(step)
         (record,) = index.read([record_of(run, position)])
+        try:
+            value_with_route(run, index, record) if isinstance(record, Record) else None
+        except RouteError as error:
+            raise BadRecordError(f"{index.location(record.number)}: {error}") from error
         size = 0 if isinstance(record, BadRecord) else len(record.document)
         if size <= room:
             positions.append(position)
