@@ -127,12 +127,15 @@ def _of_teacher(side: _Side, completion: Completion) -> _Tokens:
     """Return prompt and completion as a teacher's tokenizer writes them.
 
     Raises:
-        ConversationError: Its chat template does not take the prompt.
+        ConversationError: Its chat template does not take the prompt, or its own prefix leaves no room.
         UnspellableError: It has no token for a character, nor an unknown token.
     """
     eos = [side.text.eos_id] if completion.ends and side.text.eos_id is not None else []
     rest = np.r_[side.text.proceed(completion.text), np.array(eos, dtype=np.int64)]
-    return _joined(side, side.text.prompt(completion.prompt), rest)
+    tokens = _joined(side, side.text.prompt(completion.prompt, side.prefix(completion.prompt)), rest)
+    if reason := side.no_room(completion.prompt, tokens):
+        raise ConversationError(reason)
+    return tokens
 
 
 def _joined(side: _Side, prompt: np.ndarray, rest: np.ndarray) -> _Tokens:

@@ -111,3 +111,48 @@ def test_routes_are_a_part_of_what_a_checkpoint_must_have_in_common(tiny: Tiny) 
     assert run.identity().differences(other.identity()) == ["routes.sources.0.0"]
     (record,) = open_data(other).read([0])
     assert isinstance(record, Record) and value_with_route(other, open_data(other), record)["route"].teachers == (1,)
+
+
+def prompted(tiny: Tiny, name: str, prompt: object, **changes: Any) -> RunSpec:
+    """A run whose teacher has the student's tokenizer, and words of its own before every text."""
+    own = {"model": tiny.assets.student, "context_length": 96}
+    teacher = own if prompt is None else {**own, "prompt": prompt}
+    return tiny.spec(name, teacher=[teacher], loss={"mode": "chain", "vocab_topk": None}, **changes)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_the_student_behind_a_prompt_teaches_the_student_without_it(tiny: Tiny) -> None:
+    (tiny.path / "prompt.txt").write_text("def class return\n")
+    spec = prompted(tiny, "prompted", {"file": tiny.path / "prompt.txt"}, train={"max_steps": 4})
+    run = resolve_run(spec)
+    assert run.same_tokenizer == (False,) and run.teachers[0].prompt == "def class return\n"
+    tiny.start(spec).complete(32)
+    lines = steps_of(spec.output)
+    assert all(0 < line["kl_loss"] < line["ce_loss"] for line in lines), "one model, read behind other words"
+
+
+def test_a_prompt_without_room_is_refused_before_the_first_step(tiny: Tiny) -> None:
+    run = resolve_run(prompted(tiny, "long", "return value " * 60))
+    with pytest.raises(BadRecordError, match=r"none of 64 samples.*leaves no room in its context_length = 96: shorten"):
+        look_at_sample(run, make_collator(run), open_data(run), row_counts(run))
+
+
+def test_a_prefix_for_a_teacher_that_reads_the_student_s_rows_is_refused(tiny: Tiny) -> None:
+    data = tiny.path / "prefixes.jsonl"
+    data.write_text(json.dumps({"text": "def x", "teacher_prefix": "class y"}) + "\n")
+    for name, prompt in (("without", None), ("with", "{teacher_prefix}\n")):
+        run = resolve_run(prompted(tiny, name, prompt, data={"path": data}))
+        arguments = run, make_collator(run), open_data(run), row_counts(run)
+        if prompt is None:
+            with pytest.raises(
+                BadRecordError, match=r"give it rows of its own by teacher.prompt = \"{teacher_prefix}\""
+            ):
+                look_at_sample(*arguments)
+        else:
+            assert look_at_sample(*arguments)["skipped"] == 0
+
+
+def test_a_prompt_is_a_part_of_what_a_checkpoint_must_have_in_common(tiny: Tiny) -> None:
+    one, other = (resolve_run(prompted(tiny, name, name)).identity() for name in ("one", "two"))
+    assert one.differences(other) == ["teacher.0.prompt"]

@@ -28,7 +28,7 @@ from xtoken_core.tokenizing import TextTokenizer
 from xtoken_services.cli.store import store_app
 from xtoken_services.common.run.resolve import resolve_run
 from xtoken_services.common.run.status import RunState
-from xtoken_services.common.stores.store_build import build_spec, as_part_of
+from xtoken_services.common.stores.store_build import as_part_of, build_spec
 from xtoken_services.common.stores.store_records import check_stores, missing_steps
 from xtoken_services.common.stores.teacher_stores import skip_condition
 from xtoken_services.common.text import measured_text

@@ -37,6 +37,7 @@ class TeacherIdentity(ModelIdentity):
 
     Attributes:
         projection: Fingerprint of its projection, or of the chain tables.
+        prompt: What it alone reads before a text.
         special_tokens: Pairs of special tokens that are set by hand.
         weight: Static weight in the loss.
         fp8: Its matrix products are in float8.
@@ -45,6 +46,7 @@ class TeacherIdentity(ModelIdentity):
     """
 
     projection: str
+    prompt: str = ""
     special_tokens: dict[str, str] = Field({})
     weight: float = 1.0
     fp8: bool = False

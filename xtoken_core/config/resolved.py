@@ -29,6 +29,7 @@ class ResolvedModel(ConfigModel):
         hidden_size: Columns of its head; 0 if its configuration does not say.
         weights_fingerprint: Of its configuration and weights.
         template_fingerprint: SHA-256 of the chat template that the settings name; empty without one.
+        prompt: What only this model reads before a text; empty without it.
     """
 
     vocab_size: int
@@ -37,6 +38,7 @@ class ResolvedModel(ConfigModel):
     hidden_size: int = 0
     weights_fingerprint: str = ""
     template_fingerprint: str = ""
+    prompt: str = ""
 
 
 class ResolvedRun(ConfigModel):
@@ -140,6 +142,7 @@ class ResolvedRun(ConfigModel):
                 model=files.weights_fingerprint,
                 tokenizer=files.tokenizer_fingerprint,
                 chat_template=files.template_fingerprint,
+                prompt=files.prompt,
                 context_length=teacher.context_length,
                 dtype=teacher.dtype,
                 projection=projection,
@@ -181,11 +184,14 @@ class ResolvedRun(ConfigModel):
 def same_tokenizer_of(spec: RunSpec, student: ResolvedModel, teachers: Sequence[ResolvedModel]) -> tuple[bool, ...]:
     """Return for each teacher True if it has the student's tokenizer and is compared token by token.
 
-    A named projection is used, also between equal tokenizers.
+    A named projection is used, also between equal tokenizers. A teacher with a prompt has rows of its own.
     """
     own = student.tokenizer_fingerprint
     pairs = zip(teachers, spec.teacher, strict=True)
-    return tuple(files.tokenizer_fingerprint == own and teacher.projection is None for files, teacher in pairs)
+    return tuple(
+        files.tokenizer_fingerprint == own and teacher.projection is None and teacher.prompt is None
+        for files, teacher in pairs
+    )
 
 
 def parse_resolved_run(document: bytes, *, source: str) -> ResolvedRun:

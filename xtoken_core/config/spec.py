@@ -59,6 +59,13 @@ class ModelSpec(ConfigModel):
         return self.tokenizer or self.model
 
 
+class PromptFile(ConfigModel):
+    """A text in a file."""
+
+    file: Path
+    """The file, in UTF-8."""
+
+
 class StudentSpec(ModelSpec):
     """The model that is trained."""
 
@@ -80,6 +87,11 @@ class TeacherSpec(ModelSpec, ServedSpec):
     name: Annotated[str | None, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] = None
     """Name by which texts (`data.sources`, `teachers`) and records (field `teacher`) choose it. Samples that choose
     none are compared with all teachers."""
+    prompt: Annotated[str, Field(min_length=1)] | PromptFile | None = None
+    """What only this teacher reads before every text, such as solved examples: the words, or `{file = "PATH"}`. A
+    record's `teacher_prefix` follows it, or stands where the prompt has `{teacher_prefix}`. With `messages` it is a
+    system message of the teacher's own. A teacher with a prompt is compared chunk by chunk, also with the student's
+    tokenizer. It is measured on held-out text without it."""
     projection: Path | None = None
     """Projection file for this student and teacher (`xtoken projection build`); default: modes that read one build it
     when the run starts, and keep it in the user's cache."""

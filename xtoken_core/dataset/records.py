@@ -19,7 +19,7 @@ class Record:
         number: Its number in the index, from 0.
         value: `{"text": str}`, with a `Piece` as `piece` if it is part of a document; or
             `{"prompt": str, "completion": str}`, or `{"messages": [{"role": str, "content": str, ...}, ...]}`. With an
-            `answer` also the `ANSWER_FIELDS` that the record has, and in any case `FOR_TEACHERS`, all unchecked. In a
+            `answer` also the `ANSWER_FIELDS` that the record has, unchecked, and in any case `FOR_TEACHERS`. In a
             run with routes also a `Route` as `route`.
     """
 
@@ -36,7 +36,8 @@ class Record:
         return "\n".join(message["content"] for message in self.value["messages"])
 
 
-FOR_TEACHERS = ("teacher", "teacher_prefix")
+PREFIX = "teacher_prefix"
+FOR_TEACHERS = ("teacher", PREFIX)
 """Fields of a record by which it chooses its teachers, and says what they alone read before its text."""
 ANSWER_FIELDS = ("answer", "choices", "match")
 """Fields of a record by which a completion of its prompt is judged, see `xtoken_core.tasks`."""
@@ -140,6 +141,8 @@ def usable_value(row: Mapping[str, Any], field: str) -> dict[str, Any]:
     answered = row.get("answer") is not None
     wanted = [name for name in (*FOR_TEACHERS, *(ANSWER_FIELDS if answered else ())) if name != field]
     beside = {name: row[name] for name in wanted if row.get(name) is not None}
+    if PREFIX in beside:
+        beside[PREFIX] = _text(beside[PREFIX], PREFIX, may_be_empty=True)
     if row.get(field) is not None:
         return {"text": _text(row[field], field)} | beside
     if row.get("prompt") is not None and row.get("completion") is not None:

@@ -85,7 +85,10 @@ def as_part_of(build: ResolvedRun, run: RunSpec, progress: Callable[[int, int], 
     if run.data.long != "split" or len(run.teacher) == 1:
         return build
     student = tokenizer_fingerprint(run.student.tokenizer_dir)
-    same = [each.projection is None and tokenizer_fingerprint(each.tokenizer_dir) == student for each in run.teacher]
+    same = [
+        each.projection is None and each.prompt is None and tokenizer_fingerprint(each.tokenizer_dir) == student
+        for each in run.teacher
+    ]
     limit = measure_pieces(run.model_copy(update={"output": build.spec.output}), same, progress)
     index, steps = open_text(build.spec, limit, progress), build.spec.train.max_steps
     most = len(index) if steps is None else min(len(index), steps * build.spec.train.samples_per_step)

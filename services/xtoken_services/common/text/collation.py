@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from xtoken_core import schema
-from xtoken_core.collate import Counts, CrossTokenizerCollator
+from xtoken_core.collate import PLACE, Counts, CrossTokenizerCollator
 from xtoken_core.collate_generated import CompletionCollator, marks_of_text
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.config.routing import RouteError
 from xtoken_core.dataset import BadRecord, JoinedIndex, Record, TextIndex
-from xtoken_core.dataset.records import ROUTE, Route
+from xtoken_core.dataset.records import PREFIX, ROUTE, Route
 from xtoken_core.errors import ConfigError, InputError
 from xtoken_core.losses.masks import loss_counts
 from xtoken_core.queue.run.names import SUPERVISOR
@@ -51,20 +51,29 @@ def serve_blocks(worker: Worker, fill: Callable[[Block], None]) -> None:
     worker.serve(lambda: fill(worker.until(lambda: worker.queue.lease_block(wait_s=WAIT_S))), unless="lease_revoked")
 
 
-def make_collator(run: ResolvedRun) -> CompletionCollator:
-    """Return the run's collator: every tokenizer of it, and an aligner per teacher with its own."""
+def make_collator(
+    run: ResolvedRun, student: Any = None, progress: Callable[[], None] = lambda: None
+) -> CompletionCollator:
+    """Return the run's collator: every tokenizer of it, and an aligner per teacher with its own.
+
+    Args:
+        run: The run.
+        student: The student's tokenizer; None: it is loaded.
+        progress: Called after every teacher's tokenizer; it may raise to stop.
+    """
     spec = run.spec
-    student = tokenizer_of(spec.student, "student")
-    teachers = [
-        None if same else tokenizer_of(teacher, spec.teacher_name(number))
-        for number, (teacher, same) in enumerate(zip(spec.teacher, run.same_tokenizer, strict=True))
-    ]
+    student = student or tokenizer_of(spec.student, "student")
+    teachers = []
+    for number, (teacher, same) in enumerate(zip(spec.teacher, run.same_tokenizer, strict=True)):
+        teachers.append(None if same else tokenizer_of(teacher, spec.teacher_name(number)))
+        progress()
     return CompletionCollator(
         student_tokenizer=student,
         teacher_tokenizer=teachers,
         aligner=aligners_of(spec, student, teachers),
         ctx_length_student=spec.student.context_length,
         ctx_length_teacher=[teacher.context_length for teacher in spec.teacher],
+        teacher_prompt=[files.prompt for files in run.teachers],
         append_eos=spec.data.append_eos,
         train_on=spec.data.train_on,
     )
@@ -143,12 +152,20 @@ def value_with_route(run: ResolvedRun, index: TextIndex, record: Record) -> dict
     """Return a record's value with the teachers that compare it, in a run with routes.
 
     Raises:
-        RouteError: It names a teacher that the run does not have.
+        RouteError: It names a teacher that the run does not have, or has a prefix for one that cannot read it.
     """
-    if run.routes is None:
-        return record.value
-    source = index.source_of(record.number) if isinstance(index, JoinedIndex) else 0
-    return record.value | {ROUTE: Route(run.routes.teachers_of(record.value, source))}
+    value, teachers = record.value, tuple(range(len(run.teachers)))
+    if run.routes is not None:
+        source = index.source_of(record.number) if isinstance(index, JoinedIndex) else 0
+        teachers = run.routes.teachers_of(value, source)
+        value = value | {ROUTE: Route(teachers)}
+    if PREFIX in value and any(run.same_tokenizer[number] for number in teachers):
+        number = next(number for number in teachers if run.same_tokenizer[number])
+        raise RouteError(
+            f"it has a {PREFIX}, and {run.spec.teacher_name(number)} reads the student's rows, as it has its "
+            f'tokenizer: give it rows of its own by teacher.prompt = "{PLACE}"'
+        )
+    return value
 
 
 def look_at_sample(
