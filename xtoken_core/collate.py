@@ -73,7 +73,7 @@ class _Side:
     prompt: str = ""
 
     def prefix(self, value: Mapping[str, Any]) -> str:
-        """Return what only this side reads before a record's text; the student has nothing of that kind."""
+        """Return the words that only this side reads before a record's text; the student has none."""
         own = "" if self.aligner is None else str(value.get(PREFIX, ""))
         return self.prompt.replace(PLACE, own) if PLACE in self.prompt else self.prompt + own
 

@@ -113,7 +113,7 @@ def test_routes_are_a_part_of_what_a_checkpoint_must_have_in_common(tiny: Tiny) 
     assert isinstance(record, Record) and value_with_route(other, open_data(other), record)["route"].teachers == (1,)
 
 
-def prompted(tiny: Tiny, name: str, prompt: object, **changes: Any) -> RunSpec:
+def prompted(tiny: Tiny, name: str, prompt: str | None, **changes: Any) -> RunSpec:
     """A run whose teacher has the student's tokenizer, and words of its own before every text."""
     own = {"model": tiny.assets.student, "context_length": 96}
     teacher = own if prompt is None else {**own, "prompt": prompt}
@@ -124,7 +124,9 @@ def prompted(tiny: Tiny, name: str, prompt: object, **changes: Any) -> RunSpec:
 @pytest.mark.timeout(1200)
 def test_the_student_behind_a_prompt_teaches_the_student_without_it(tiny: Tiny) -> None:
     (tiny.path / "prompt.txt").write_text("def class return\n")
-    spec = prompted(tiny, "prompted", {"file": tiny.path / "prompt.txt"}, train={"max_steps": 4})
+    spec = prompted(tiny, "prompted", None, train={"max_steps": 4})
+    teacher = spec.teacher[0].model_copy(update={"prompt_file": tiny.path / "prompt.txt"})
+    spec = spec.model_copy(update={"teacher": (teacher,)})
     run = resolve_run(spec)
     assert run.same_tokenizer == (False,) and run.teachers[0].prompt == "def class return\n"
     tiny.start(spec).complete(32)

@@ -1,4 +1,4 @@
-"""Which teachers compare which samples: by the name in a record, else by its source, else all."""
+"""Routes of samples to teachers: by the name in a record, else by its source, else to all."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Routes(ConfigModel):
         return tuple(sorted({number for name in listed for number in self.named[name]}))
 
     def form_of(self, teacher: int) -> tuple[list[str], list[bool]]:
-        """Return what decides which samples a teacher compares: its names, and per source whether it has it."""
+        """Return the names of a teacher, and per source whether it compares it: all that its samples depend on."""
         names = [name for name, numbers in self.named.items() if teacher in numbers]
         return names, [own is None or teacher in own for own in self.sources]
 

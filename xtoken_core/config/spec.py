@@ -59,13 +59,6 @@ class ModelSpec(ConfigModel):
         return self.tokenizer or self.model
 
 
-class PromptFile(ConfigModel):
-    """A text in a file."""
-
-    file: Path
-    """The file, in UTF-8."""
-
-
 class StudentSpec(ModelSpec):
     """The model that is trained."""
 
@@ -87,11 +80,13 @@ class TeacherSpec(ModelSpec, ServedSpec):
     name: Annotated[str | None, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] = None
     """Name by which texts (`data.sources`, `teachers`) and records (field `teacher`) choose it. Samples that choose
     none are compared with all teachers."""
-    prompt: Annotated[str, Field(min_length=1)] | PromptFile | None = None
-    """What only this teacher reads before every text, such as solved examples: the words, or `{file = "PATH"}`. A
-    record's `teacher_prefix` follows it, or stands where the prompt has `{teacher_prefix}`. With `messages` it is a
-    system message of the teacher's own. A teacher with a prompt is compared chunk by chunk, also with the student's
-    tokenizer. It is measured on held-out text without it."""
+    prompt: Annotated[str, Field(min_length=1)] | None = None
+    """What only this teacher reads before every text, such as solved examples. A record's `teacher_prefix` follows it,
+    or stands where the prompt has `{teacher_prefix}`. With `messages` it is a system message of the teacher's own. A
+    teacher with a prompt is compared chunk by chunk, also with the student's tokenizer. It is measured on held-out text
+    without it."""
+    prompt_file: Path | None = None
+    """File with the `prompt`, in UTF-8."""
     projection: Path | None = None
     """Projection file for this student and teacher (`xtoken projection build`); default: modes that read one build it
     when the run starts, and keep it in the user's cache."""
@@ -137,6 +132,12 @@ class TeacherSpec(ModelSpec, ServedSpec):
         return value
 
     @model_validator(mode="after")
+    def _one_prompt(self) -> TeacherSpec:
+        if self.prompt is not None and self.prompt_file is not None:
+            raise ValueError("prompt and prompt_file are two places of the same words: unset one")
+        return self
+
+    @model_validator(mode="after")
     def _settings_of_topk(self) -> TeacherSpec:
         if self.content != "topk" and self.topk != DEFAULT_TOPK:
             raise ValueError('topk belongs to content = "topk": set that or unset topk')
@@ -166,6 +167,11 @@ class TeacherSpec(ModelSpec, ServedSpec):
         if self.gpus > 1 and self.store is not None:
             raise ValueError("gpus belongs to a teacher that runs, and this one is read from a store: unset gpus")
         return self
+
+    @property
+    def has_prompt(self) -> bool:
+        """True if it reads something of its own before every text."""
+        return self.prompt is not None or self.prompt_file is not None
 
     @property
     def loads_model(self) -> bool:

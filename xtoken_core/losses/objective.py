@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -124,6 +124,12 @@ class TeacherWeights:
     factors: Sequence[float]
     selection: Selection | None = None
     selected_chunks: Scalar | None = None
+
+    def shared(self, shares: Sequence[float] | None) -> TeacherWeights:
+        """Return the weights with each factor multiplied by its teacher's share of the samples; None: all are 1."""
+        if shares is None:
+            return self
+        return replace(self, factors=[factor * share for factor, share in zip(self.factors, shares, strict=True)])
 
 
 @dataclass(frozen=True)

@@ -84,7 +84,6 @@ class Evaluator:
         """
         assert self.spec.eval is not None
         began = time.monotonic()
-        also: dict[str, str] = {}
         self.worker.activity("evaluating: reading the text")
         index = open_held_out(self.spec, self._on_text)
         student.eval()
@@ -97,7 +96,6 @@ class Evaluator:
                     text = open_index(self.spec, [path], self.spec.eval.field, self._on_text)
                     other = self._measure(student, text, f"evaluating on {name}")
                     row |= {f"{metric}_{name}": getattr(other, metric) for metric in OF_EVERY_TEXT}
-                    also[f"_{name}"] = text.fingerprint
                 if self.tasks is not None:
                     on_fraction = partial(self.worker.activity, "evaluating on tasks")
                     row |= self.tasks.measure(student, progress=self._heartbeat, on_fraction=on_fraction, judges=writes)
@@ -124,19 +122,24 @@ class Evaluator:
         if not writes:
             return None
         row |= self._of_teachers(index.fingerprint)
-        for suffix, fingerprint in also.items() if self.worker.run.routes else ():
-            row |= self._of_teachers(fingerprint, suffix)
         self.lines.append(row)
         log.info("after %d steps: %s", step, eval_line(row))
         return row
 
-    def _of_teachers(self, text: str, suffix: str = "") -> dict[str, float]:
-        """Return the teachers' own bits per byte on a text, which their workers measure before they serve.
+    def _of_teachers(self, held_out: str) -> dict[str, float]:
+        """Return the teachers' own bits per byte, which their workers measure before they serve.
 
         Args:
-            text: Its fingerprint.
-            suffix: That of its metrics.
+            held_out: Fingerprint of the held-out text.
         """
+        row = self._of_teachers_on(held_out)
+        assert self.spec.eval is not None
+        for name, path in self.spec.eval.also_by_name.items() if self.worker.run.routes else ():
+            text = open_index(self.spec, [path], self.spec.eval.field, self._on_text)
+            row |= self._of_teachers_on(text.fingerprint, f"_{name}")
+        return row
+
+    def _of_teachers_on(self, text: str, suffix: str = "") -> dict[str, float]:
         results = {}
         for number in range(len(self.spec.teacher)):
             while (result := read_result(self.spec, number, text, suffix)) is None:

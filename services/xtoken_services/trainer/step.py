@@ -238,7 +238,7 @@ class StepRunner:
         tensors = tensors_of(micro_batch.data)
         on_device = to_device(tensors, device)
         blockwise, batch = self.student.blockwise, micro_batch.batch
-        objective = self.loss.among(batch.teachers)
+        objective = self.loss.among(batch.teachers, step.shares)
         samples = self.samples if self.samples is not None and self.samples.due(tensors) else None
         objective.observer = samples.observe if samples is not None else None
         text: TextNats | None = None
@@ -264,7 +264,6 @@ class StepRunner:
             if blockwise
             else None,
             kl_loss_weight=kl_loss_weight,
-            teacher_shares=step.shares and [step.shares[teacher] for teacher in batch.teachers],
         )
         self.timer.lap("loss")
         del outputs  # only the graph holds them now, so that backward frees most of their memory early

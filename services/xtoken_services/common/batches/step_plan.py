@@ -77,7 +77,7 @@ class StepPlan:
         kd_chunks: Valid chunks of the step per teacher: the denominator of its KD term (next-token predictions for a
             teacher with the student's tokenizer). With averaged logits, which have one term, those of all samples.
         samples_of: Samples that each teacher compares; empty without routes.
-        learnt_of: Tokens to learn of these, and last those of all samples; empty without routes.
+        tokens_of: Tokens to learn of these, and last those of all samples; empty without routes.
         tokens: Student tokens of the step, without padding.
         truncated: Truncated documents of the step.
         padding: Fraction of this node group's computed positions, of all sides, that are no token.
@@ -96,7 +96,7 @@ class StepPlan:
     padding: float = 0.0
     generated: GeneratedRows = GeneratedRows()
     samples_of: tuple[int, ...] = ()
-    learnt_of: tuple[int, ...] = ()
+    tokens_of: tuple[int, ...] = ()
 
     @property
     def shares(self) -> list[float] | None:
@@ -105,7 +105,7 @@ class StepPlan:
         Each teacher's term is a mean over its own samples: weighed by these, the terms are one mean over all samples,
         as one teacher's would be.
         """
-        return [own / max(self.learnt_of[-1], 1) for own in self.learnt_of[:-1]] if self.learnt_of else None
+        return [own / max(self.tokens_of[-1], 1) for own in self.tokens_of[:-1]] if self.tokens_of else None
 
 
 def length_fields(run: ResolvedRun) -> list[str]:
@@ -159,7 +159,7 @@ def plan_step(run: ResolvedRun, step: int, rows: StepRows) -> StepPlan:
 
     compared = [[row for row in alive if not routes or n in routes[row]] for n in range(len(spec.teacher))]
 
-    def learnt(of: Sequence[int]) -> int:
+    def trained(of: Sequence[int]) -> int:
         return total(schema.CE_TOKENS.name, of) + (total(schema.COMPLETION_TOKENS.name, of) if spec.rollout else 0)
 
     made = plan(
@@ -183,7 +183,7 @@ def plan_step(run: ResolvedRun, step: int, rows: StepRows) -> StepPlan:
         padding=1.0 - sum(sum(row.lengths) for row in table) / max(made.padded_tokens, 1) if table else 0.0,
         generated=_generated(step, columns, alive) if run.spec.rollout is not None and rows.ids else GeneratedRows(),
         samples_of=tuple(map(len, compared)) if run.routes else (),
-        learnt_of=tuple(map(learnt, [*compared, alive])) if run.routes else (),
+        tokens_of=tuple(map(trained, [*compared, alive])) if run.routes else (),
     )
 
 

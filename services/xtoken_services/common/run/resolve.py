@@ -12,7 +12,7 @@ from xtoken_core.config.eval import EvalSpec
 from xtoken_core.config.loss import DENSE_ONLY, PAIR_KINDS, PAIR_NAMES, READ_BY, LossConfig, LossMode
 from xtoken_core.config.resolved import ResolvedModel, ResolvedRun, same_tokenizer_of
 from xtoken_core.config.routing import Routes
-from xtoken_core.config.spec import PAD_MULTIPLE, ModelSpec, PromptFile, RunSpec, TeacherSpec, padded_length
+from xtoken_core.config.spec import PAD_MULTIPLE, ModelSpec, RunSpec, TeacherSpec, padded_length
 from xtoken_core.dataset import JoinedIndex, TextIndex
 from xtoken_core.errors import ConfigError, InputError, XtokenError
 from xtoken_core.projection.fingerprint import file_fingerprint, is_sparse, tokenizer_fingerprint
@@ -331,15 +331,14 @@ def _template_fingerprint(what: str, spec: ModelSpec) -> str:
 
 
 def _prompt(what: str, spec: ModelSpec) -> str:
-    """Return what a teacher reads before every text; empty without it.
+    """Return the text that a teacher reads before every other; empty without it.
 
     Raises:
         InputError: The file cannot be read.
     """
-    prompt = spec.prompt if isinstance(spec, TeacherSpec) else None
-    if not isinstance(prompt, PromptFile):
-        return prompt or ""
-    path = check_allowed(prompt.file, f"the {what}'s prompt")
+    if not isinstance(spec, TeacherSpec) or spec.prompt_file is None:
+        return (isinstance(spec, TeacherSpec) and spec.prompt) or ""
+    path = check_allowed(spec.prompt_file, f"the {what}'s prompt")
     try:
         return read_regular(path, TEMPLATE_LIMIT).decode("utf-8")
     except (OSError, ValueError) as error:
