@@ -16,7 +16,16 @@ from xtoken_core.alignment import TokenAligner
 from xtoken_core.alignment.batch import Aligner
 from xtoken_core.config.base import teacher_name
 from xtoken_core.data_plane.batch import BatchedDataDict
-from xtoken_core.dataset.records import PIECE, Piece, UnusableRecordError, loss_multiplier, usable_value
+from xtoken_core.dataset.records import (
+    PIECE,
+    PREFIX,
+    ROUTE,
+    Piece,
+    Route,
+    UnusableRecordError,
+    loss_multiplier,
+    usable_value,
+)
 from xtoken_core.errors import InputError
 from xtoken_core.tokenizing import (
     ConversationError,
@@ -54,12 +63,28 @@ class _Side:
     Attributes:
         context: Tokens of a text beyond this are cut off.
         divisor: Padded rows are as long as the next multiple of this.
+        prompt: What a teacher reads before every text.
     """
 
     text: TextTokenizer
     context: int
     divisor: int
     aligner: Aligner | None = None
+    prompt: str = ""
+
+    def prefix(self, value: Mapping[str, Any]) -> str:
+        """Return the words that only this side reads before a record's text; the student has none."""
+        own = "" if self.aligner is None else str(value.get(PREFIX, ""))
+        return self.prompt.replace(PLACE, own) if PLACE in self.prompt else self.prompt + own
+
+    def no_room(self, value: Mapping[str, Any], tokens: _Tokens) -> str:
+        """Return why a record cannot be used whose prefix takes the whole context; empty if it does not."""
+        if not self.prefix(value) or tokens.learn.any():
+            return ""
+        return (
+            f"what the {self.text.name} alone reads before the text leaves no room in its context_length = "
+            f"{self.context}: shorten it (teacher.prompt, {PREFIX}), or raise the context_length"
+        )
 
     @property
     def width(self) -> int:
@@ -81,6 +106,10 @@ class _Tokens:
     cut: bool
 
 
+PLACE = f"{{{PREFIX}}}"
+"""What stands in a teacher's prompt for a record's prefix."""
+OWN_KEYS = ((PIECE, Piece), (ROUTE, Route))
+"""Keys of a record's value that its data does not have."""
 _NO_TOKENS = _Tokens(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), cut=False)
 
 
@@ -102,6 +131,8 @@ class CrossTokenizerCollator:
         ctx_length_teacher: The same for the teacher, or a list.
         make_seq_div_by_student: Padded rows are as long as the next multiple of this.
         make_seq_div_by_teacher: The same for the teacher, or a list.
+        teacher_prompt: What only the teacher reads before every text, or a list; `{teacher_prefix}` in it stands for
+            the record's field, which otherwise follows it.
         append_eos: Close every text and completion that was not cut with the end-of-text token, on both sides; of
             messages train on what ends an answer.
         train_on: `all`: prompts, and the messages of every role, are trained on and aligned as well.
@@ -117,16 +148,18 @@ class CrossTokenizerCollator:
         ctx_length_teacher: int | Sequence[int | None],
         make_seq_div_by_student: int = 1,
         make_seq_div_by_teacher: int | Sequence[int | None] = 1,
+        teacher_prompt: str | Sequence[str] = "",
         append_eos: bool = True,
         train_on: Literal["completions", "all"] = "completions",
     ) -> None:
         tokenizers = list(teacher_tokenizer) if isinstance(teacher_tokenizer, (list, tuple)) else [teacher_tokenizer]
-        aligners, contexts, divisors = (
+        aligners, contexts, divisors, prompts = (
             _per_teacher(value, len(tokenizers), name)
             for value, name in (
                 (aligner, "aligner"),
                 (ctx_length_teacher, "ctx_length_teacher"),
                 (make_seq_div_by_teacher, "make_seq_div_by_teacher"),
+                (teacher_prompt, "teacher_prompt"),
             )
         )
         known = next((a.student for a in aligners if isinstance(a, TokenAligner)), None)
@@ -143,7 +176,7 @@ class CrossTokenizerCollator:
             table = aligner_.teacher if isinstance(aligner_, TokenAligner) else None
             text = TextTokenizer(own, teacher_name(index, len(tokenizers)), table)
             context, divisor = contexts[index] or ctx_length_student, divisors[index] or 1
-            self._teachers.append((index, _Side(text, context, divisor, aligner_)))
+            self._teachers.append((index, _Side(text, context, divisor, aligner_, prompts[index])))
 
     def __call__(self, batch: Sequence[Mapping[str, Any]]) -> Batch:
         """Collate records into padded columns.
@@ -260,35 +293,45 @@ class CrossTokenizerCollator:
         sides = [self._student, *(side for _, side in self._teachers)]
         tokens = [[_NO_TOKENS] * len(values) for _ in sides]
         refused: dict[int, str] = {}
-        plain = [index for index, value in enumerate(values) if "text" in value and PIECE not in value]
-        pieces = [index for index, value in enumerate(values) if PIECE in value]
-        for side, of_side in zip(sides, tokens, strict=True):
-            for index in pieces:
-                of_side[index] = self._piece(side, values[index]["text"], values[index][PIECE])
+        for at, (side, of_side) in enumerate(zip(sides, tokens, strict=True)):
+            own = [index for index, value in enumerate(values) if "text" in value and self._reads(at, value)]
+            plain = [index for index in own if PIECE not in values[index] and not side.prefix(values[index])]
+            for index in set(own).difference(plain):
+                of_side[index] = self._part(side, values[index])
             encoded = side.text.encode([values[index]["text"] for index in plain], specials=True)
             for index, ids in zip(plain, encoded, strict=True):
                 of_side[index] = self._close(side, ids, np.ones_like(ids))
         for index, value in enumerate(values):
+            own = [at for at in range(len(sides)) if self._reads(at, value)]
             if "completion" in value:
-                for side, of_side in zip(sides, tokens, strict=True):
-                    prompt, rest = side.text.begin(value["prompt"]), side.text.proceed(value["completion"])
+                for side, of_side in ((sides[at], tokens[at]) for at in own):
+                    prompt = side.text.prompt({"text": value["prompt"]}, side.prefix(value))
+                    rest = side.text.proceed(value["completion"])
                     learn = np.r_[np.full_like(prompt, self.train_on == "all"), np.ones_like(rest)]
+                    learn[: len(_lead(side, value))] = 0
                     of_side[index] = self._close(side, np.r_[prompt, rest], learn)
             elif "messages" in value:
                 try:
                     rendered = tokenize_conversation(
-                        [side.text for side in sides],
+                        [sides[at].text for at in own],
                         value["messages"],
                         every_role=self.train_on == "all",
                         ends=self.append_eos,
                         tools=value.get("tools"),
+                        prefixes=[sides[at].prefix(value) for at in own],
                     )
                 except ConversationError as error:
                     refused[index] = str(error)
                     continue
-                for side, of_side, (ids, learn) in zip(sides, tokens, rendered, strict=True):
-                    of_side[index] = _cut(side, ids, learn)
+                for at, (ids, learn) in zip(own, rendered, strict=True):
+                    tokens[at][index] = _cut(sides[at], ids, learn)
+            if reason := next(filter(None, (sides[at].no_room(value, tokens[at][index]) for at in own)), ""):
+                refused[index] = reason
         return tokens, refused
+
+    def _reads(self, side: int, value: Mapping[str, Any]) -> bool:
+        """Return True if a side has tokens of a record; 0 is the student's side."""
+        return side == 0 or ROUTE not in value or self._teachers[side - 1][0] in value[ROUTE].teachers
 
     def _close(self, side: _Side, ids: np.ndarray, learn: np.ndarray) -> _Tokens:
         """Append the end-of-text token to a text that fits its context, and cut one that does not."""
@@ -300,12 +343,16 @@ class CrossTokenizerCollator:
             ids, learn = np.r_[ids, eos], np.r_[learn, 1]
         return _cut(side, ids, learn)
 
-    def _piece(self, side: _Side, text: str, piece: Piece) -> _Tokens:
-        """Tokenize a piece: the special tokens before a text are before each, those after one end the last."""
+    def _part(self, side: _Side, value: Mapping[str, Any]) -> _Tokens:
+        """Tokenize a piece, or a text after a prefix: what is before a text is before each piece, its end ends it."""
+        piece, lead = value.get(PIECE, Piece(first=True, last=True)), _lead(side, value)
         before, after = side.text.ends
-        own = side.text.encode([text], specials=False)[0] if piece.first else side.text.proceed(text)
-        ids = np.concatenate([before, own, after if piece.last else []]).astype(np.int64)
-        return (self._close if piece.last else _cut)(side, ids, np.ones_like(ids))
+        continues = len(lead) > 0 or not piece.first
+        own = side.text.proceed(value["text"]) if continues else side.text.encode([value["text"]], specials=False)[0]
+        ids = np.concatenate([lead if len(lead) else before, own, after if piece.last else []]).astype(np.int64)
+        learn = np.ones_like(ids)
+        learn[: len(lead)] = 0
+        return (self._close if piece.last else _cut)(side, ids, learn)
 
     def _columns(self, values: Sequence[Mapping[str, Any]], sides: Sequence[list[_Tokens]], *, padded: bool) -> Batch:
         """Pad every side's tokens and align them.
@@ -329,6 +376,9 @@ class CrossTokenizerCollator:
                 schema.TRUNCATED.name: torch.from_numpy(truncated),
             }
         )
+        routes = [value[ROUTE].teachers for value in values if ROUTE in value]
+        if routes:
+            columns[schema.TEACHERS.name] = torch.tensor([schema.bits_of(route) for route in routes])
         texts = [_aligned_text(value) for value in values]
         for (index, side), tokens in zip(self._teachers, sides[1:], strict=True):
             teacher_ids, teacher_mask, teacher_lengths = stack(side, tokens)
@@ -374,8 +424,8 @@ def _aligned_text(value: Mapping[str, Any]) -> str | None:
 
 def _usable(record: Mapping[str, Any]) -> tuple[dict[str, Any] | None, str]:
     try:
-        piece = record.get(PIECE)
-        return usable_value(record, "text") | ({PIECE: piece} if isinstance(piece, Piece) else {}), ""
+        own = {name: record[name] for name, kind in OWN_KEYS if isinstance(record.get(name), kind)}
+        return usable_value(record, "text") | own, ""
     except UnusableRecordError as error:
         return None, str(error)
 
@@ -383,6 +433,12 @@ def _usable(record: Mapping[str, Any]) -> tuple[dict[str, Any] | None, str]:
 def _is_empty(record: Mapping[str, Any]) -> bool:
     text = record.get("text")
     return isinstance(text, str) and not text.strip()
+
+
+def _lead(side: _Side, value: Mapping[str, Any]) -> np.ndarray:
+    """Return the tokens of a side's prefix, `[n]` int64, with the special tokens before a text; none without one."""
+    prefix = side.prefix(value)
+    return side.text.begin(prefix) if prefix else np.zeros(0, dtype=np.int64)
 
 
 def _cut(side: _Side, ids: np.ndarray, learn: np.ndarray) -> _Tokens:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from xtoken_core import schema
-from xtoken_core.collate import CollatedRows, Counts, CrossTokenizerCollator, _cut, _Side, _Tokens
+from xtoken_core.collate import _NO_TOKENS, CollatedRows, Counts, CrossTokenizerCollator, _cut, _Side, _Tokens
 from xtoken_core.tokenizing import ConversationError, TextTokenizer, UnspellableError
 
 
@@ -70,13 +70,16 @@ class CompletionCollator(CrossTokenizerCollator):
         rows: list[list[_Tokens]] = []
         for index, completion in enumerate(completions):
             try:
-                rows.append([self._own(completion), *(_of_teacher(side, completion) for _, side in self._teachers)])
+                reads = [self._reads(at, completion.prompt) for at in range(1, 1 + len(self._teachers))]
+                pairs = zip(self._teachers, reads, strict=True)
+                theirs = [_of_teacher(side, completion) if own else _NO_TOKENS for (_, side), own in pairs]
+                rows.append([self._own(completion), *theirs])
             except (ConversationError, UnspellableError) as error:
                 refused[index] = str(error)
         kept = [index for index in range(len(completions)) if index not in refused]
         if not kept:
             return CollatedRows([], {}, refused)
-        values = [{"text": completions[index].text} for index in kept]
+        values = [{**completions[index].prompt, "text": completions[index].text} for index in kept]
         sides = [list(side) for side in zip(*rows, strict=True)]
 
         def with_marks(batch: Mapping[str, Any]) -> Mapping[str, Tensor]:
@@ -124,12 +127,15 @@ def _of_teacher(side: _Side, completion: Completion) -> _Tokens:
     """Return prompt and completion as a teacher's tokenizer writes them.
 
     Raises:
-        ConversationError: Its chat template does not take the prompt.
+        ConversationError: Its chat template does not take the prompt, or its own prefix leaves no room.
         UnspellableError: It has no token for a character, nor an unknown token.
     """
     eos = [side.text.eos_id] if completion.ends and side.text.eos_id is not None else []
     rest = np.r_[side.text.proceed(completion.text), np.array(eos, dtype=np.int64)]
-    return _joined(side, side.text.prompt(completion.prompt), rest)
+    tokens = _joined(side, side.text.prompt(completion.prompt, side.prefix(completion.prompt)), rest)
+    if reason := side.no_room(completion.prompt, tokens):
+        raise ConversationError(reason)
+    return tokens
 
 
 def _joined(side: _Side, prompt: np.ndarray, rest: np.ndarray) -> _Tokens:

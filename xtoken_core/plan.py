@@ -22,11 +22,19 @@ class RowLengths:
 
     Attributes:
         id: Its position.
-        lengths: Its tokens on each side: the student's first, then each teacher's.
+        lengths: Its tokens on each side: the student's first, then each teacher's; 0 for one that does not compare it.
+        teachers: Numbers of the teachers that compare it; None: all.
     """
 
     id: int
     lengths: tuple[int, ...]
+    teachers: tuple[int, ...] | None = None
+
+    @property
+    def sides(self) -> tuple[bool, ...]:
+        """For each side, True if it has the row."""
+        own = self.teachers
+        return tuple(own is None or side == 0 or side - 1 in own for side in range(len(self.lengths)))
 
 
 @dataclass(frozen=True)
@@ -35,7 +43,8 @@ class MicroBatch:
 
     Attributes:
         ids: Their positions, ascending: the order of the samples in a batch.
-        widths: Tokens per row of each side, padding included. Zeros without rows.
+        widths: Tokens per row of each side, padding included. 0 for a teacher that does not compare these samples.
+            Zeros without rows.
         packed: All samples lie in one row, one after the other; otherwise each sample is a row.
     """
 
@@ -47,6 +56,11 @@ class MicroBatch:
     def rows(self) -> int:
         """Rows of a batch and of a teacher's slot."""
         return min(len(self.ids), 1) if self.packed else len(self.ids)
+
+    @property
+    def teachers(self) -> tuple[int, ...]:
+        """Numbers of the teachers that compare its samples, all of them the same."""
+        return tuple(number for number, width in enumerate(self.widths[1:]) if width)
 
     @property
     def padded_tokens(self) -> int:
@@ -106,6 +120,8 @@ def plan(
 ) -> Plan:
     """Divide a window's rows among ranks and micro-batches. The order of `rows` does not matter.
 
+    Rows of other teachers are in other micro-batches, as few of each as the token budget allows.
+
     Args:
         rows: The rows that are to be trained, each with as many lengths as `max_widths` has.
         ranks: Number of ranks.
@@ -124,16 +140,18 @@ def plan(
     if len({row.id for row in rows}) != len(rows):
         raise ValueError("a row is in the window twice")
     padded = [_padded(row, token_budget, pad_multiple, max_widths) for row in rows]
-    if packed:
-        batches = _packed(rows, token_budget, pad_multiple, ranks)
-        rounds = -(-len(batches) // ranks)
-    else:
+    batches: list[MicroBatch] = []
+    # Teachers compare whole micro-batches, so that rows of other teachers are in others.
+    for sides in sorted({row.sides for row in rows}):
+        if packed:
+            batches += _packed([row for row in rows if row.sides == sides], token_budget, pad_multiple, ranks)
+            continue
         # Neighbours have similar lengths, so that a run of them wastes little; the id makes the order a total one.
-        padded.sort(key=_longest_first)
+        own = sorted((row for row in padded if row.sides == sides), key=_longest_first)
         # As few rounds as the budget allows, then all of their micro-batches as equal in cost as they can be.
-        rounds = -(-len(_cut(padded, token_budget, None)) // ranks)
-        batches = _even_cut(padded, token_budget, rounds * ranks)
-    return Plan(_deal(batches, ranks, rounds, len(max_widths)))
+        most = -(-len(_cut(own, token_budget, None)) // ranks) * ranks
+        batches += _even_cut(own, token_budget, most)
+    return Plan(_deal(batches, ranks, -(-len(batches) // ranks), len(max_widths)))
 
 
 def _side_name(side: int, sides: int) -> str:
@@ -146,7 +164,7 @@ def _padded(row: RowLengths, budget: int, multiple: int, max_widths: tuple[int, 
     """Return the row with its lengths rounded up to widths."""
     if len(row.lengths) != len(max_widths):
         raise ValueError(f"sample {row.id} has {len(row.lengths)} lengths, the run {len(max_widths)} sides")
-    widths = tuple(max(1, -(-length // multiple)) * multiple for length in row.lengths)
+    widths = _widths(row.lengths, row.sides, multiple)
     for side, (length, width, most) in enumerate(zip(row.lengths, widths, max_widths, strict=True)):
         name = _side_name(side, len(widths))
         if width > most:
@@ -159,7 +177,12 @@ def _padded(row: RowLengths, budget: int, multiple: int, max_widths: tuple[int, 
                 f"sample {row.id} is {width} tokens wide on {name}, more than train.micro_batch_tokens = {budget}: "
                 "raise it or lower the context_length"
             )
-    return RowLengths(row.id, widths)
+    return RowLengths(row.id, widths, row.teachers)
+
+
+def _widths(lengths: Sequence[int], sides: Sequence[bool], multiple: int) -> tuple[int, ...]:
+    """Return lengths rounded up to widths; at least one multiple on a side that has the rows."""
+    return tuple(max(own, -(-length // multiple)) * multiple for length, own in zip(lengths, sides, strict=True))
 
 
 def _longest_first(row: RowLengths) -> tuple[int, tuple[int, ...], int]:
@@ -183,7 +206,7 @@ def _packed(rows: Sequence[RowLengths], budget: int, multiple: int, ranks: int) 
     batches = []
     for own in filter(None, bins):
         sums = [sum(side) for side in zip(*(row.lengths for row in own), strict=True)]
-        widths = tuple(max(1, -(-total // multiple)) * multiple for total in sums)
+        widths = _widths(sums, own[0].sides, multiple)
         batches.append(MicroBatch(tuple(sorted(row.id for row in own)), widths, packed=True))
     return batches
 

@@ -60,6 +60,9 @@ TRUNCATED = Field("truncated", "bool", "sample", False)
 KD_CHUNKS = Field("kd_chunks", "int64", "sample", per_teacher=True)
 """Chunks valid after the next-token shift under the run's loss settings: its part of the KD denominator."""
 
+TEACHERS = Field("teachers", "int64", "sample")
+"""Runs with routes: bit i is set if teacher i compares the row; it has no tokens and no pairs of the other teachers."""
+
 WEIGHTS_VERSION = Field("weights_version", "int64", "sample", -1)
 """Runs with rollouts: step of the weights that generated the row; -1 for ordinary text."""
 FINISHED = Field("finished", "bool", "sample", False)
@@ -184,9 +187,28 @@ def run_fields(same_tokenizer: Sequence[bool], *, rollouts: bool = False, log_pr
     return (*own, *(name for names in added for name in names))
 
 
+def bits_of(teachers: Sequence[int]) -> int:
+    """Return the value of `TEACHERS` for a row that these teachers compare.
+
+    >>> bits_of([0, 2]), teachers_of(5, 3)
+    (5, (0, 2))
+    """
+    return sum(1 << teacher for teacher in teachers)
+
+
+def teachers_of(bits: int, teachers: int) -> tuple[int, ...]:
+    """Return the numbers of the teachers that a value of `TEACHERS` names.
+
+    Args:
+        bits: The value.
+        teachers: Number of teachers of the run.
+    """
+    return tuple(teacher for teacher in range(teachers) if bits >> teacher & 1)
+
+
 def axis_of(teachers: int) -> dict[str, tuple[Axis, int | None]]:
     """Return for every column of such a run the axis of its values, and the teacher it belongs to."""
-    own = (*STUDENT_FIELDS, CE_TOKENS, TRUNCATED, *ROLLOUT_FIELDS, SAMPLED_LOG_PROBS)
+    own = (*STUDENT_FIELDS, CE_TOKENS, TRUNCATED, TEACHERS, *ROLLOUT_FIELDS, SAMPLED_LOG_PROBS)
     per_teacher = (*TEACHER_FIELDS, *ALIGNMENT_FIELDS, KD_CHUNKS)
     axes: dict[str, tuple[Axis, int | None]] = {field.name: (field.axis, None) for field in own}
     axes.update({field_name(f, teacher): (f.axis, teacher) for f in per_teacher for teacher in range(teachers)})

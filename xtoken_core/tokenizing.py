@@ -119,20 +119,23 @@ class TextTokenizer:
                 return both[len(alone) :]
         return self.encode([text], specials=False)[0]
 
-    def prompt(self, value: Mapping[str, Any]) -> np.ndarray:
+    def prompt(self, value: Mapping[str, Any], prefix: str = "") -> np.ndarray:
         """Tokenize a prompt that is to be completed.
 
         Args:
             value: `text`, or `messages`, whose next message is the completion, and their `tools`.
+            prefix: What is read before it.
 
         Raises:
             ConversationError: As `render`.
         """
         if "messages" not in value:
-            return self.begin(str(value["text"]))
+            text = str(value["text"])
+            return np.concatenate([self.begin(prefix), self.proceed(text)]) if prefix else self.begin(text)
         if not getattr(self.tokenizer, "chat_template", None):
             raise ConversationError(f"the {self.name}'s tokenizer has no chat template: it cannot take messages")
-        text = self._apply(value["messages"], add_generation_prompt=True, **self._tools(value.get("tools")))
+        messages, _ = with_system(value["messages"], prefix)
+        text = self._apply(messages, add_generation_prompt=True, **self._tools(value.get("tools")))
         return self.encode([text], specials=False)[0]
 
     def render(
@@ -267,11 +270,13 @@ def tokenize_conversation(
     every_role: bool = False,
     ends: bool = True,
     tools: Tools = None,
+    prefixes: Sequence[str] = (),
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """Tokenize a conversation on every side, each by its own chat template.
 
     Args:
         sides: The tokenizers.
+        prefixes: Per side the words of a system message that it alone reads, or an empty text; none: no side has one.
         messages: The conversation.
         every_role: Mark the messages of every role instead of the assistant's.
         ends: Mark also the special token that a template puts right behind an answer.
@@ -283,7 +288,16 @@ def tokenize_conversation(
     Raises:
         ConversationError: A template refuses the messages, or there is no such answer.
     """
-    rendered = [side.render(messages, every_role=every_role, tools=tools) for side in sides]
+    rendered = []
+    for side, prefix in zip(sides, prefixes or [""] * len(sides), strict=True):
+        own, added = with_system(messages, prefix)
+        text, spans = side.render(own, every_role=every_role, tools=tools)
+        if prefix and 0 in spans:
+            _, end = spans.pop(0)
+            content = "" if added else str(messages[0]["content"]).strip()
+            if content:  # of the two in one message, the record's own words
+                spans[0] = end - len(content), end
+        rendered.append((text, {number - added: span for number, span in spans.items()}))
     shared = sorted(set.intersection(*(set(spans) for _, spans in rendered)))
     if not shared:
         raise ConversationError("no assistant message that every chat template shows as it is")
@@ -291,6 +305,21 @@ def tokenize_conversation(
         side.tokenize_spans(text, [spans[number] for number in shared], ends=ends)
         for side, (text, spans) in zip(sides, rendered, strict=True)
     ]
+
+
+def with_system(messages: Sequence[Mapping[str, Any]], words: str) -> tuple[list[Mapping[str, Any]], int]:
+    """Return a conversation that begins with a system message of some words, and the number of messages added.
+
+    Args:
+        messages: The conversation; the words come before those of a system message at its beginning.
+        words: An empty text changes nothing.
+    """
+    if not words:
+        return list(messages), 0
+    first = messages[0]
+    if first["role"] == "system":
+        return [{**first, "content": f"{words}\n\n{first['content']}"}, *messages[1:]], 0
+    return [{"role": "system", "content": words}, *messages], 1
 
 
 def only_answer(messages: Sequence[Mapping[str, Any]]) -> str | None:

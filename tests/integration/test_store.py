@@ -29,7 +29,7 @@ from xtoken_services.cli.store import store_app
 from xtoken_services.common.files.allowed_paths import RefusedError
 from xtoken_services.common.run.resolve import resolve_run
 from xtoken_services.common.run.status import RunState
-from xtoken_services.common.stores.store_build import build_spec, divided_as
+from xtoken_services.common.stores.store_build import as_part_of, build_spec
 from xtoken_services.common.stores.store_records import check_stores, missing_steps
 from xtoken_services.common.stores.teacher_stores import skip_condition
 from xtoken_services.common.text import measured_text
@@ -98,7 +98,7 @@ def test_a_build_divides_long_documents_as_its_run_does(tiny: Tiny, monkeypatch:
     changes = {"loss": {"mode": "alm", "vocab_topk": None}, "data": {"long": "split"}}
     spec = tiny.spec(records=100, teacher=teachers, eval={}, **changes)
     run = resolve_run(spec)
-    built = divided_as(resolve_run(build_spec(spec, 0, str(tiny.path / "store"))), spec)
+    built = as_part_of(resolve_run(build_spec(spec, 0, str(tiny.path / "store"))), spec)
     assert run.piece_bytes == built.piece_bytes == 32
     assert identity_of(built, 0) == identity_of(run, 0)
     assert (built.records, built.positions) == (run.records, run.positions)

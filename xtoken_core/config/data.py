@@ -39,6 +39,9 @@ class DataSource(ConfigModel):
     """Part of the samples that come from this text, relative to the other weights: of every step, as exactly as whole
     samples allow. An epoch is as long as the text needs that is passed last; the others are repeated meanwhile. Without
     weights the texts are one, and every record is read once in an epoch."""
+    teachers: tuple[str, ...] | None = None
+    """Names (`teacher.name`) of the teachers that compare this text; no other teacher computes anything for it. Left
+    out: all of them. A record's field `teacher`, a name or a list of names, goes before."""
 
     @property
     def paths(self) -> tuple[Path, ...]:

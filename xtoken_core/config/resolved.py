@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from xtoken_core.config.base import ConfigModel
 from xtoken_core.config.identity import ModelIdentity, RunIdentity, TeacherIdentity
+from xtoken_core.config.routing import Routes
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.config.validation_errors import describe
 from xtoken_core.errors import ConfigError
@@ -28,6 +29,7 @@ class ResolvedModel(ConfigModel):
         hidden_size: Columns of its head; 0 if its configuration does not say.
         weights_fingerprint: Of its configuration and weights.
         template_fingerprint: SHA-256 of the chat template that the settings name; empty without one.
+        prompt: What only this model reads before a text; empty without it.
     """
 
     vocab_size: int
@@ -36,6 +38,7 @@ class ResolvedModel(ConfigModel):
     hidden_size: int = 0
     weights_fingerprint: str = ""
     template_fingerprint: str = ""
+    prompt: str = ""
 
 
 class ResolvedRun(ConfigModel):
@@ -51,6 +54,7 @@ class ResolvedRun(ConfigModel):
         piece_bytes: Bytes of text of a record at most, where long documents are divided; otherwise 0.
         packed: The samples of a micro-batch lie in one row, on every side.
         packing_obstacle: Why they do not, although they may; empty otherwise.
+        routes: The teachers of its samples; None: all compare every sample.
         group: The node group that a queue hands this out for, `0 .. workers.nodes - 1`.
     """
 
@@ -66,6 +70,7 @@ class ResolvedRun(ConfigModel):
     piece_bytes: int = 0
     packed: bool = False
     packing_obstacle: str = ""
+    routes: Routes | None = None
     group: int = 0
 
     @property
@@ -137,6 +142,7 @@ class ResolvedRun(ConfigModel):
                 model=files.weights_fingerprint,
                 tokenizer=files.tokenizer_fingerprint,
                 chat_template=files.template_fingerprint,
+                prompt=files.prompt,
                 context_length=teacher.context_length,
                 dtype=teacher.dtype,
                 projection=projection,
@@ -171,17 +177,21 @@ class ResolvedRun(ConfigModel):
             teacher=teachers,
             loss=spec.loss,
             rollout=spec.rollout.model_copy(update=BESIDE_THE_IDENTITY) if spec.rollout else None,
+            routes=self.routes,
         )
 
 
 def same_tokenizer_of(spec: RunSpec, student: ResolvedModel, teachers: Sequence[ResolvedModel]) -> tuple[bool, ...]:
     """Return for each teacher True if it has the student's tokenizer and is compared token by token.
 
-    A named projection is used, also between equal tokenizers.
+    A named projection is used, also between equal tokenizers. A teacher with a prompt has rows of its own.
     """
     own = student.tokenizer_fingerprint
     pairs = zip(teachers, spec.teacher, strict=True)
-    return tuple(files.tokenizer_fingerprint == own and teacher.projection is None for files, teacher in pairs)
+    return tuple(
+        files.tokenizer_fingerprint == own and teacher.projection is None and not teacher.has_prompt
+        for files, teacher in pairs
+    )
 
 
 def parse_resolved_run(document: bytes, *, source: str) -> ResolvedRun:

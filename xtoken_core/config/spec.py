@@ -14,6 +14,7 @@ from xtoken_core.config.data import DataSpec
 from xtoken_core.config.eval import EvalSpec
 from xtoken_core.config.loss import LossConfig, Positive
 from xtoken_core.config.rollout import LEARNING_RATE, RolloutSpec, check_rollout, loss_defaults
+from xtoken_core.config.routing import Routes, check_routes
 from xtoken_core.config.served import ServedSpec, check_served, check_waiting
 from xtoken_core.config.train import ReportSpec, TrainSpec
 from xtoken_core.config.validation_errors import describe
@@ -76,6 +77,16 @@ class StudentSpec(ModelSpec):
 class TeacherSpec(ModelSpec, ServedSpec):
     """A teacher. One with the student's tokenizer, by its fingerprint, is compared token by token."""
 
+    name: Annotated[str | None, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] = None
+    """Name by which texts (`data.sources`, `teachers`) and records (field `teacher`) choose it. Samples that choose
+    none are compared with all teachers."""
+    prompt: Annotated[str, Field(min_length=1)] | None = None
+    """What only this teacher reads before every text, such as solved examples. A record's `teacher_prefix` follows it,
+    or stands where the prompt has `{teacher_prefix}`. With `messages` it is a system message of the teacher's own. A
+    teacher with a prompt is compared chunk by chunk, also with the student's tokenizer. It is measured on held-out text
+    without it."""
+    prompt_file: Path | None = None
+    """File with the `prompt`, in UTF-8."""
     projection: Path | None = None
     """Projection file for this student and teacher (`xtoken projection build`); default: modes that read one build it
     when the run starts, and keep it in the user's cache."""
@@ -121,6 +132,12 @@ class TeacherSpec(ModelSpec, ServedSpec):
         return value
 
     @model_validator(mode="after")
+    def _one_prompt(self) -> TeacherSpec:
+        if self.prompt is not None and self.prompt_file is not None:
+            raise ValueError("prompt and prompt_file are two places of the same words: unset one")
+        return self
+
+    @model_validator(mode="after")
     def _settings_of_topk(self) -> TeacherSpec:
         if self.content != "topk" and self.topk != DEFAULT_TOPK:
             raise ValueError('topk belongs to content = "topk": set that or unset topk')
@@ -150,6 +167,11 @@ class TeacherSpec(ModelSpec, ServedSpec):
         if self.gpus > 1 and self.store is not None:
             raise ValueError("gpus belongs to a teacher that runs, and this one is read from a store: unset gpus")
         return self
+
+    @property
+    def has_prompt(self) -> bool:
+        """True if it reads something of its own before every text."""
+        return self.prompt is not None or self.prompt_file is not None
 
     @property
     def loads_model(self) -> bool:
@@ -273,6 +295,7 @@ class RunSpec(ConfigModel):
                 f"{self.teacher[divided].gpus}: set eval.teacher_kl to false"
             )
         self.loss.check_weights([t.weight for t in self.teacher])
+        check_routes(self)
         if self.rollout is not None and self.data.long == "split":
             raise ValueError('data.long = "split" divides texts, and [rollout] takes them as prompts: set it to "cut"')
         if self.rollout is not None:
@@ -325,7 +348,9 @@ class RunSpec(ConfigModel):
             return self.workers.slots
         rows = self.train.samples_per_step // self.workers.nodes
         batches = math.ceil(rows / (self.train.micro_batch_tokens // self._longest))
-        return self.workers.slots + math.ceil(batches / self.workers.ranks) - 1
+        # Each route fills up its own micro-batches: a source's teachers, one that a record names, or all.
+        routes = 1 if Routes.of(self) is None else min(rows, 1 + len(self.data.sources) + len(self.teacher))
+        return self.workers.slots + math.ceil(batches / self.workers.ranks) - 2 + routes
 
     @property
     def _longest(self) -> int:

@@ -10,12 +10,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from xtoken_core.atomic import atomic_path
 from xtoken_core.dataset.index import DataIndex
-from xtoken_core.dataset.records import PIECE, BadRecord, Piece, Record
+from xtoken_core.dataset.records import FOR_TEACHERS, PIECE, BadRecord, Piece, Record
 from xtoken_core.dataset.unpacking import Progress
 from xtoken_core.errors import InputError
 
@@ -42,7 +43,7 @@ class PieceIndex:
         self._documents, self._table = documents, table
         self.fingerprint: str = _fingerprint(documents, limit)
         """SHA-256, in hex, of the documents' fingerprint and the limit."""
-        self._texts: OrderedDict[int, bytes] = OrderedDict()
+        self._texts: OrderedDict[int, tuple[bytes, dict[str, Any]]] = OrderedDict()
 
     @classmethod
     def build(
@@ -117,20 +118,23 @@ class PieceIndex:
             if isinstance(record, BadRecord):
                 return BadRecord(number, record.location, record.reason)
             return Record(number, record.value)
-        text = self._text(document)[begin:end].decode("utf-8")
+        whole, beside = self._text(document)
+        text = whole[begin:end].decode("utf-8")
         neighbours = self._table[max(0, number - 1) : number + 2, 0]
         first = number == 0 or int(neighbours[0]) != document
         last = number + 1 == len(self) or int(neighbours[-1]) != document
-        return Record(number, {"text": text, PIECE: Piece(first, last)})
+        return Record(number, {**beside, "text": text, PIECE: Piece(first, last)})
 
-    def _text(self, document: int) -> bytes:
+    def _text(self, document: int) -> tuple[bytes, dict[str, Any]]:
+        """Return a document's text, and what else each of its pieces has."""
         if document not in self._texts:
             (record,) = self._documents.read([document])
             if isinstance(record, BadRecord):
                 raise InputError(f"{record.location} has changed since it was divided: {record.reason}")
-            self._texts[document] = str(record.value["text"]).encode()
+            beside = {name: value for name, value in record.value.items() if name in FOR_TEACHERS}
+            self._texts[document] = str(record.value["text"]).encode(), beside
         self._texts.move_to_end(document)
-        while len(self._texts) > 1 and sum(map(len, self._texts.values())) > _KEPT_BYTES:
+        while len(self._texts) > 1 and sum(len(text) for text, _ in self._texts.values()) > _KEPT_BYTES:
             self._texts.popitem(last=False)
         return self._texts[document]
 
@@ -224,6 +228,10 @@ class JoinedIndex:
         """Yield every usable record in order, as plain text."""
         for part in self.parts:
             yield from part.documents()
+
+    def source_of(self, number: int) -> int:
+        """Return the number of the text that a record is of."""
+        return self._locate(number)[0]
 
     def _read_one(self, number: int) -> Record | BadRecord:
         part, own = self._locate(number)

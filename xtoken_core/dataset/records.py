@@ -20,7 +20,8 @@ class Record:
         value: `{"text": str}`, with a `Piece` as `piece` if it is part of a document; or
             `{"prompt": str, "completion": str}`, or `{"messages": [{"role": str, "content": str, ...}, ...]}` with the
             record's `tools`, if it has some, and as `form` the name of the form that the messages had. With an `answer`
-            also the `ANSWER_FIELDS` that the record has, unchecked.
+            also the `ANSWER_FIELDS` that the record has, unchecked, and in any case `FOR_TEACHERS`. In a run with
+            routes also a `Route` as `route`.
     """
 
     number: int
@@ -36,6 +37,9 @@ class Record:
         return "\n".join(message["content"] for message in self.value["messages"])
 
 
+PREFIX = "teacher_prefix"
+FOR_TEACHERS = ("teacher", PREFIX)
+"""Fields of a record by which it chooses its teachers, and says what they alone read before its text."""
 ANSWER_FIELDS = ("answer", "choices", "match")
 """Fields of a record by which a completion of its prompt is judged, see `xtoken_core.tasks`."""
 CHAT_COLUMNS = (("messages",), ("conversations",), ("instruction", "output"))
@@ -67,6 +71,17 @@ class Piece:
 
     first: bool
     last: bool
+
+
+ROUTE = "route"
+"""Key of a record's value, if it is compared with some teachers only."""
+
+
+@dataclass(frozen=True)
+class Route:
+    """Numbers of the teachers that compare a record."""
+
+    teachers: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -137,17 +152,20 @@ def usable_value(row: Mapping[str, Any], field: str) -> dict[str, Any]:
         UnusableRecordError: It has, but not as text.
     """
     answered = row.get("answer") is not None
-    judged = {name: row[name] for name in ANSWER_FIELDS if answered and row.get(name) is not None}
+    wanted = [name for name in (*FOR_TEACHERS, *(ANSWER_FIELDS if answered else ())) if name != field]
+    beside = {name: row[name] for name in wanted if row.get(name) is not None}
+    if PREFIX in beside:
+        beside[PREFIX] = _text(beside[PREFIX], PREFIX, may_be_empty=True)
     if row.get(field) is not None:
-        return {"text": _text(row[field], field)} | judged
+        return {"text": _text(row[field], field)} | beside
     if row.get("prompt") is not None and row.get("completion") is not None:
         prompt = _text(row["prompt"], "prompt", may_be_empty=True)
-        return {"prompt": prompt, "completion": _text(row["completion"], "completion")} | judged
+        return {"prompt": prompt, "completion": _text(row["completion"], "completion")} | beside
     for columns, form in zip(CHAT_COLUMNS, (None, "ShareGPT", "Alpaca"), strict=True):
         if all(row.get(name) is not None for name in columns):
             messages = _messages(_MADE_FROM[form](row) if form else row["messages"])
             tools = {"tools": _tools(row["tools"])} if row.get("tools") else {}
-            return {"messages": messages} | tools | ({FORM: form} if form else {}) | judged
+            return {"messages": messages} | tools | ({FORM: form} if form else {}) | beside
     raise MissingFieldError(f"no field {field!r}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -83,6 +84,7 @@ class CrossTokenizerDistillationLoss:
     Attributes:
         observer: Called with the divergences and the cross-entropy of every chunk and token before they are reduced;
             more than once where a head is multiplied block by block, and the last call has the values.
+        shares: As of `among`.
     """
 
     def __init__(
@@ -120,6 +122,7 @@ class CrossTokenizerDistillationLoss:
             raise ConfigError(f"loss: gradient_in_place needs the Triton backend, which is not available on {device}")
         self.config = config
         self.observer: Callable[[Values], None] | None = None
+        self.shares: Sequence[float] | None = None
         self.token_kinds = None if token_kinds is None else token_kinds.to(device)
         self.student_vocab_size = student_vocab_size
         self.losses = [
@@ -136,6 +139,22 @@ class CrossTokenizerDistillationLoss:
         for loss in self.losses:
             loss.name = teacher_name(loss.index, len(teachers))
         self.factors = vocabulary_factors(teachers) if config.normalize_teacher_by_vocab else [1.0] * len(teachers)
+
+    def among(self, teachers: Sequence[int], shares: Sequence[float] | None = None) -> CrossTokenizerDistillationLoss:
+        """Return the loss of a micro-batch that only these teachers compare, with their logits in this order.
+
+        Args:
+            teachers: Numbers of teachers, ascending.
+            shares: Of each teacher of the run, the part of the step's tokens to learn that it compares: a sum weighs
+                its mean by it. None: all teachers compare all of them.
+        """
+        if len(teachers) == len(self.losses) and shares is None:
+            return self
+        chosen = copy.copy(self)
+        chosen.shares = None if shares is None else [shares[teacher] for teacher in teachers]
+        chosen.losses = [self.losses[teacher] for teacher in teachers]
+        chosen.factors = [self.factors[teacher] for teacher in teachers]
+        return chosen
 
     def __call__(
         self,
@@ -166,7 +185,7 @@ class CrossTokenizerDistillationLoss:
                 student's tokenizer.
             global_valid_toks: The step's next-token predictions; None: this micro-batch's.
             global_valid_chunks: Per teacher the step's valid chunks (unused for one with the student's tokenizer,
-                which divides by `global_valid_toks`); None: this micro-batch's.
+                which divides by `global_valid_toks`, unless `among` has shares); None: this micro-batch's.
             global_selected_chunks: `select_teacher` only: the step's chunks of the chosen teachers, the sum of
                 `select`'s counts, for the loss; None: this micro-batch's. Each teacher's own metrics are over its own.
             selection: `select_teacher` only: the result of `select` for this micro-batch; None: it is computed again.
@@ -185,7 +204,7 @@ class CrossTokenizerDistillationLoss:
         frozen = [logits.detach() for logits in teacher_logits]
         denominators = self._denominators(global_valid_toks, global_valid_chunks)
         with torch.no_grad():
-            weights = self._weights(batch, frozen, selection, global_selected_chunks)
+            weights = self._weights(batch, frozen, selection, global_selected_chunks).shared(self.shares)
             settings = self.config, self.losses, batch, denominators, weights, self.token_kinds
             objective = Objective(*settings, self.observer, kl_loss_weight)
             compared = self._compared(batch, frozen)
@@ -336,10 +355,10 @@ class CrossTokenizerDistillationLoss:
         return [
             PackedExtent(
                 loss.chunks(batch),
-                batch[schema.field_name(schema.TEACHER_SAMPLE, index)],
-                batch.get(schema.field_name(schema.PAIR_SAMPLE, index)),
+                batch[schema.field_name(schema.TEACHER_SAMPLE, loss.index)],
+                batch.get(schema.field_name(schema.PAIR_SAMPLE, loss.index)),
             )
-            for index, loss in enumerate(self.losses)
+            for loss in self.losses
         ]
 
     def _denominators(self, tokens: Scalar | None, chunks: Sequence[Scalar | None] | None) -> Denominators:
@@ -347,7 +366,9 @@ class CrossTokenizerDistillationLoss:
         if len(given) != len(self.losses):
             raise InputError(f"{len(given)} chunk denominators were given for {len(self.losses)} teachers")
         pairs = zip(self.losses, given, strict=True)
-        return Denominators(tokens, [tokens if loss.per_token else count for loss, count in pairs])
+        # Averaged logits are one teacher's, of all samples.
+        of_all = self.shares is None or self.config.teacher_aggregation == "averaged_logits"
+        return Denominators(tokens, [tokens if loss.per_token and of_all else count for loss, count in pairs])
 
     def _check_heads(self, student_logits: WholeLogits, teacher_logits: Sequence[Logits]) -> None:
         if len(teacher_logits) != len(self.losses):

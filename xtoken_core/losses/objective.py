@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -125,6 +125,12 @@ class TeacherWeights:
     selection: Selection | None = None
     selected_chunks: Scalar | None = None
 
+    def shared(self, shares: Sequence[float] | None) -> TeacherWeights:
+        """Return the weights with each factor multiplied by its teacher's share of the samples; None: all are 1."""
+        if shares is None:
+            return self
+        return replace(self, factors=[factor * share for factor, share in zip(self.factors, shares, strict=True)])
+
 
 @dataclass(frozen=True)
 class Denominators:
@@ -234,12 +240,14 @@ class Objective:
         # With averaged logits there is one divergence for all teachers, and zip stops after it.
         triples = zip(self.losses, values.divergences, self.denominators.teachers, strict=False)
         terms = [loss.reduce(self.batch, divergence, denominator) for loss, divergence, denominator in triples]
-        metrics: dict[str, Scalar] = {f"weight_t{index}": weight for index, weight in enumerate(weights.weights)}
+        metrics: dict[str, Scalar] = {
+            f"weight_t{loss.index}": weight for loss, weight in zip(self.losses, weights.weights, strict=True)
+        }
         if self.config.teacher_aggregation == "averaged_logits":
             return terms[0].kd, metrics | terms[0].metrics
-        for index, term in enumerate(terms):
-            metrics[f"kl_loss_t{index}"] = term.kd
-            metrics |= {f"{name}_t{index}": value for name, value in term.metrics.items()}
+        for loss, term in zip(self.losses, terms, strict=True):
+            metrics[f"kl_loss_t{loss.index}"] = term.kd
+            metrics |= {f"{name}_t{loss.index}": value for name, value in term.metrics.items()}
         # Classes are of the corrected values, which is what trains.
         metrics |= ratios
         metrics |= self._by_class(values)
@@ -257,13 +265,13 @@ class Objective:
         divergences: list[Divergence] = []
         metrics: dict[str, Scalar] = {}
         pairs = zip(self.losses, values.divergences, self.denominators.teachers, strict=False)
-        for index, (loss, divergence, denominator) in enumerate(pairs):
+        for loss, divergence, denominator in pairs:
             view = loss.chunks(self.batch)
             if view is not None:
                 weight = chunk_weights(self.batch, values.losses.detach(), view, cap)
                 divergence = divergence._replace(parts=tuple(part * weight for part in divergence.parts))
                 step = view.valid.sum().float() if denominator is None else denominator
-                metrics[f"importance_weight_t{index}"] = partial_mean(masked_sum(weight, view.valid), step)
+                metrics[f"importance_weight_t{loss.index}"] = partial_mean(masked_sum(weight, view.valid), step)
             divergences.append(divergence)
         return values._replace(divergences=tuple(divergences)), metrics
 
@@ -273,11 +281,11 @@ class Objective:
         metrics: dict[str, Tensor] = {}
         if self.token_kinds is not None:
             targets, rows = next_token_targets(self.batch), generated_tokens(self.batch)
-            for index, (loss, divergence) in enumerate(zip(self.losses, values.divergences, strict=True)):
+            for loss, divergence in zip(self.losses, values.divergences, strict=True):
                 if (view := loss.chunks(self.batch)) is not None:
                     members = class_members(targets, view, self.token_kinds)
                     generated = None if rows is None else generated_chunks(rows, view)
-                    metrics |= class_metrics(torch.stack(divergence.parts).sum(0), members, index, generated)
+                    metrics |= class_metrics(torch.stack(divergence.parts).sum(0), members, loss.index, generated)
         return metrics
 
     def _weighted(self, terms: Sequence[TeacherTerm]) -> list[Tensor]:

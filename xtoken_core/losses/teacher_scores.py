@@ -81,7 +81,8 @@ class TextNats:
         lengths = token_bytes[next_token_targets(batch)]
         self.metrics: dict[str, Tensor] = {}
         self._tokens: dict[int, Tensor] = {}
-        for index, (loss, logits) in enumerate(zip(losses, teacher_logits, strict=True)):
+        for loss, logits in zip(losses, teacher_logits, strict=True):
+            index = loss.index
             if (tokens := _compared_tokens(loss, batch)) is not None:
                 nats = next_token_losses(logits.detach(), loss.tokens(batch).ids)
                 self.metrics[f"text_teacher_nats_t{index}"] = masked_sum(nats, tokens[1])

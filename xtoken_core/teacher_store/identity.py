@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from typing import Literal
 
@@ -25,7 +26,7 @@ class StoreIdentity(ConfigModel):
         text: Fingerprint of the text.
         records: Records of the text.
         append_eos: The end-of-text token is appended.
-        tokenizer: Fingerprint of the tokenizer.
+        tokenizer: Fingerprint of the tokenizer, of a chat template that is set and of a prompt.
         context_length: Tokens of a text beyond this are cut off.
         model: Fingerprint of the teacher's configuration and weights.
         dtype: Of the teacher's forward pass.
@@ -90,7 +91,7 @@ _LABELS = {
     "text": "the text (data)",
     "records": "the number of records (data)",
     "append_eos": "data.append_eos",
-    "tokenizer": "the teacher's tokenizer or chat template",
+    "tokenizer": "the teacher's tokenizer, chat template or prompt",
     "model": "the teacher's weights (teacher.model)",
     "context_length": "the teacher's context_length",
     "dtype": "teacher.dtype",
@@ -100,6 +101,10 @@ _LABELS = {
     "topk": "teacher.topk",
     "temperature": "loss.temperature",
 }
+
+
+def _after(prompt: str) -> str:
+    return f" after {hashlib.sha256(prompt.encode()).hexdigest()}" if prompt else ""
 
 
 def identity_of(run: ResolvedRun, teacher: int) -> StoreIdentity:
@@ -127,7 +132,7 @@ def identity_of(run: ResolvedRun, teacher: int) -> StoreIdentity:
         text=run.data_fingerprint,
         records=run.records,
         append_eos=run.spec.data.append_eos,
-        tokenizer=files.tokenizer_fingerprint + (f" with {template}" if template else ""),
+        tokenizer=files.tokenizer_fingerprint + (f" with {template}" if template else "") + _after(files.prompt),
         context_length=side.context_length,
         model=files.weights_fingerprint,
         dtype=spec.dtype,

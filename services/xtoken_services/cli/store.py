@@ -125,13 +125,13 @@ def _plan_of(spec: RunSpec, target: str, run: RunSpec) -> dict[str, Any]:
     from xtoken_core.teacher_store.shards import MANIFEST
     from xtoken_core.teacher_store.store import TeacherStore, numpy_dtype
     from xtoken_services.common.run.resolve import resolve_run
-    from xtoken_services.common.stores.store_build import divided_as
+    from xtoken_services.common.stores.store_build import as_part_of
     from xtoken_services.common.stores.store_records import records_of
     from xtoken_services.common.stores.teacher_stores import skip_condition
 
     with tempfile.TemporaryDirectory(prefix="xtoken-") as directory:
         elsewhere = spec.model_copy(update={"output": Path(directory) / "output"})
-        resolved = divided_as(resolve_run(elsewhere), run)
+        resolved = as_part_of(resolve_run(elsewhere), run)
     identity = identity_of(resolved, 0)
     wanted = list(records_of(resolved))
     missing = len(wanted)

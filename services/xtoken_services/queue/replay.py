@@ -136,12 +136,12 @@ def _apply_to_run(part: RunPartition, head: r.Record, buffers: Sequence[Buffer])
     match head:
         case r.BlockRows():
             columns = _columns_of(part, head, buffers)
-            positions = [*head.ids, *head.tombstones, *head.dead]
+            positions, routes = [*head.ids, *head.tombstones, *head.dead], part.routes_in(head.ids, columns)
             block = _check_block(run, min(positions, default=-1) // run.blocks.block_size)
             if not head.partial:
-                new = run.fill_block(block, head.ids, columns, head.tombstones, head.dead)
+                new = run.fill_block(block, head.ids, columns, head.tombstones, head.dead, routes)
             elif max(positions) < run.blocks.bounds(block)[1]:
-                new = run.admit(head.ids, columns, head.dead)
+                new = run.admit(head.ids, columns, head.dead, routes)
             else:
                 raise ValueError(f"position {max(positions)} is not in block {block}")
             part.keep(head.ids, columns, new)

@@ -12,8 +12,9 @@ import torch
 
 from xtoken_core.collate_generated import Completion, CompletionCollator
 from xtoken_core.config.resolved import ResolvedRun
+from xtoken_core.config.routing import RouteError
 from xtoken_core.dataset import BadRecord, TextIndex
-from xtoken_core.dataset.records import ANSWER_FIELDS
+from xtoken_core.dataset.records import ANSWER_FIELDS, FOR_TEACHERS, ROUTE
 from xtoken_core.errors import ConfigError, InputError
 from xtoken_core.losses.masks import loss_counts
 from xtoken_core.queue.run.names import ROLLOUT
@@ -28,11 +29,20 @@ from xtoken_services.common.generation.vocabulary import end_tokens, vocabulary_
 from xtoken_services.common.http_engine.factory import open_engine
 from xtoken_services.common.models.loading import head_width, load_model, pick_device
 from xtoken_services.common.processes.worker import QueueLink, Worker, worker_session
-from xtoken_services.common.text.collation import MAX_REASON, end_run, make_collator, open_data, serve_blocks
+from xtoken_services.common.text.collation import (
+    MAX_REASON,
+    end_run,
+    make_collator,
+    open_data,
+    serve_blocks,
+    value_with_route,
+)
 from xtoken_services.common.text.run_order import record_of
 from xtoken_services.rollout.served import MODEL, ServedSampler
 
 log = logging.getLogger("xtoken.rollout")
+BESIDE = (*ANSWER_FIELDS, *FOR_TEACHERS, ROUTE)
+"""What a prompt keeps of its record."""
 QUIET_S = 10.0
 """Seconds without the weights before the log says why; in a run a version is written within less."""
 POLL_S = 0.2
@@ -208,8 +218,8 @@ class RolloutLoop:
                 tombstones[position] = f"{record.location}: {record.reason}"
                 continue
             try:
-                prompts[position] = self._encoded(record.value)
-            except (ConversationError, UnspellableError) as error:
+                prompts[position] = self._encoded(value_with_route(run, self.index, record))
+            except (ConversationError, UnspellableError, RouteError) as error:
                 tombstones[position] = f"{self.index.location(record.number)}: {error}"
         self._end_if_bad(tombstones)
         return prompts, tombstones
@@ -242,7 +252,7 @@ class RolloutLoop:
                 f"its prompt has {len(ids)} tokens: student.context_length and rollout.max_new_tokens leave room for "
                 f"1 to {room}"
             )
-        return prompt | {name: value[name] for name in ANSWER_FIELDS if name in value}, ids
+        return prompt | {name: value[name] for name in BESIDE if name in value}, ids
 
 
 def make_sampler(run: ResolvedRun, tokenizer: TextTokenizer, device: torch.device) -> Sampler | ServedSampler:

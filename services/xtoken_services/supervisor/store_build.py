@@ -16,7 +16,7 @@ from xtoken_core.teacher_store.shards import remove_damaged_indices, remove_unfi
 from xtoken_core.teacher_store.store import TeacherStore
 from xtoken_services.common.run.resume import RESOLVED
 from xtoken_services.common.run.status import RunState
-from xtoken_services.common.stores.store_build import build_spec, divided_as
+from xtoken_services.common.stores.store_build import as_part_of, build_spec
 from xtoken_services.common.stores.store_records import check_stores, missing_steps, records_of
 from xtoken_services.supervisor.interrupts import POLL_S
 from xtoken_services.supervisor.launchers.forks import ForkServer
@@ -81,7 +81,7 @@ def resolve_build(build: Run, *, store: str, run: RunSpec, verify: bool = False)
     from xtoken_services.common.run.resolve import reading
 
     resolved, warnings = resolve_here(build)
-    resolved = divided_as(resolved, run, reading(build.note_check))
+    resolved = as_part_of(resolved, run, reading(build.note_check))
     # The lock on the build's directory keeps out any other build of this store.
     for name in remove_damaged_indices(open_files(store)) if verify else ():
         log.warning("the index %s of the store %s is damaged: its records are computed again", name, store)

@@ -13,7 +13,7 @@ import torch
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.errors import InputError
 from xtoken_services.common.run.teacher_result import read_result, write_result
-from xtoken_services.common.text.training_text import open_held_out, scored_documents
+from xtoken_services.common.text.training_text import open_held_out, open_index, scored_documents
 from xtoken_services.common.tokenizers.loading import tokenizer_of
 from xtoken_services.teacher.base import HeldOutText, Teacher
 from xtoken_services.teacher.stored import StoredTeacher
@@ -22,7 +22,7 @@ log = logging.getLogger("xtoken.teacher")
 
 
 def measure_held_out(
-    run: ResolvedRun, teacher: int, model: Teacher, report: Callable[[str], None]
+    run: ResolvedRun, teacher: int, model: Teacher, report: Callable[[str], None], also: str | None = None
 ) -> tuple[str, dict[str, Any]] | None:
     """Measure a teacher as the student is measured, unless an earlier start has, and keep the result in the run.
 
@@ -31,6 +31,7 @@ def measure_held_out(
         teacher: Number of the teacher.
         model: The teacher. A store has what its build has measured, if that had the same held-out text.
         report: Called with what is done, or an empty text; what it raises ends the measurement.
+        also: Name of a text of `eval.also` to measure on in place of the held-out text.
 
     Returns:
         The name of the result in a store, and the result; None if nothing was measured now.
@@ -41,8 +42,18 @@ def measure_held_out(
     if run.spec.eval is None:
         return None
     name = run.spec.teacher_name(teacher)
-    text = open_held_out(run.spec, lambda done, _all: report(f"reading the held-out text: {done}"))
-    if read_result(run.spec, teacher, text.fingerprint) is not None:
+
+    def reading(done: int, _all: int) -> None:
+        report(f"reading the held-out text: {done}")
+
+    if also is None:
+        text, suffix = open_held_out(run.spec, reading), ""
+    else:
+        text, suffix = (
+            open_index(run.spec, [run.spec.eval.also_by_name[also]], run.spec.eval.field, reading),
+            f"_{also}",
+        )
+    if read_result(run.spec, teacher, text.fingerprint, suffix) is not None:
         return None
     key = f"held-out-{text.fingerprint[:16]}-{run.spec.eval.max_bytes}.json"
     report("measuring the held-out text")
@@ -56,8 +67,8 @@ def measure_held_out(
         return None
     finally:
         report("")
-    write_result(run.spec, teacher, text.fingerprint, result)
-    log.info("%s has %.4f bits per byte on held-out text", name, result["bits_per_byte"])
+    write_result(run.spec, teacher, text.fingerprint, result, suffix)
+    log.info("%s has %.4f bits per byte on %s", name, result["bits_per_byte"], also or "held-out text")
     return key, result
 
 

@@ -59,7 +59,9 @@ def work(link: QueueLink, *, teacher: int, rank: int, name: str | None) -> None:
 
         with opened_teacher(worker.run, teacher, rank, report, transport) as model:
             if (worker.run.group, rank) == (0, 0):  # the rank that writes the run's evaluations waits for it
-                measure_held_out(worker.run, teacher, model, report)
+                # Teachers of different texts are compared text by text.
+                for also in (None, *(spec.eval.also_by_name if spec.eval and worker.run.routes else ())):
+                    measure_held_out(worker.run, teacher, model, report, also)
             worker.phase("run")
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(device)
@@ -142,7 +144,8 @@ class TeacherLoop:
             try:
                 plan = self._window(pair, step, rewinds)
                 for batch in plan.plan.ranks[self.rank] if plan else ():
-                    self._signal(pair, batch, rewinds)
+                    if self.teacher in batch.teachers:
+                        self._signal(pair, batch, rewinds)
                 step += 1
             except QueueError as error:
                 step, rewinds = self._after(error, step, rewinds)

@@ -222,11 +222,11 @@ class StoreWriter:
         return Frame(record, len(values), digest_of(ids), codec.pack(parts))
 
     def _skip(self, reasons: Mapping[int, str]) -> None:
-        """Add records without a row: templates of other runs may take conversations, no run takes other records."""
+        """Add records without a row: other runs' templates may take conversations, and their routes other records."""
         condition = skip_condition(self.run, 0) if reasons else ""
         for record in self.index.read(list(reasons)):
-            by_template = isinstance(record, Record) and "messages" in record.value
-            self.shard.skip(record.number, Skip(reasons[record.number], condition if by_template else ALWAYS))
+            by_run = isinstance(record, Record) and ("messages" in record.value or self.run.routes is not None)
+            self.shard.skip(record.number, Skip(reasons[record.number], condition if by_run else ALWAYS))
 
     def _log_step(
         self, positions: Sequence[int], frames: Sequence[Frame], skipped: list[int], seconds: float, left: int

@@ -53,12 +53,13 @@ class CompletionSamples:
         self._values = values
 
     @torch.no_grad()
-    def write(self, step: int, batch: Mapping[str, Tensor]) -> None:
+    def write(self, step: int, batch: Mapping[str, Tensor], teachers: Sequence[int]) -> None:
         """Write the first completion of a micro-batch.
 
         Args:
             step: Number of the optimiser step.
             batch: The micro-batch, on the host.
+            teachers: Numbers of the teachers that compare it.
         """
         self._next = time.monotonic() + PERIOD_S
         values, self._values = self._values, None
@@ -69,11 +70,11 @@ class CompletionSamples:
             self._pieces = [_pieces(tokenizer_of(spec, "a model")) for spec in specs]
         versions = batch[schema.WEIGHTS_VERSION.name]
         sample = int(torch.nonzero(versions >= 0)[0])
-        teachers = [
+        compared = [
             self._teacher(batch, sample, number, torch.stack(divergence.parts).sum(0))
-            for number, divergence in enumerate(values.divergences)
+            for number, divergence in zip(teachers, values.divergences, strict=False)  # averaged logits have one
         ]
-        shown = {"step": step, "version": int(versions[sample]), "teachers": teachers}
+        shown = {"step": step, "version": int(versions[sample]), "teachers": compared}
         self._kept = [shown, *self._kept][:KEPT]
         atomic_write(self.path, json.dumps({"samples": self._kept}) + "\n")
 
@@ -88,7 +89,7 @@ class CompletionSamples:
         of_chunk = values[0 if schema.STUDENT_SAMPLE.name in batch else sample].float().cpu()
         shown = sorted({chunk for side in sides for _, chunk in side if chunk >= 0})
         divergence = {str(chunk): round(float(of_chunk[chunk]), 4) for chunk in shown}
-        return {"student": sides[0], "teacher": sides[1], "divergence": divergence}
+        return {"number": number, "student": sides[0], "teacher": sides[1], "divergence": divergence}
 
 
 def _of_sample(batch: Mapping[str, Tensor], sample: int, columns: Sequence[str]) -> tuple[list[int], list[int]]:

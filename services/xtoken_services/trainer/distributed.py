@@ -318,17 +318,21 @@ def reduce_plan(step: StepPlan, group: RankGroup) -> StepPlan:
     if group.nodes == 1:
         return step
     # One exchange for all: a collective's latency is the cost, not its size.
+    teachers = len(step.kd_chunks)
     counts = [step.plan.micro_batches, step.ce_tokens, step.tokens, step.truncated, *step.kd_chunks]
-    columns = list(zip(*group.gather_nodes(counts), strict=True))
-    ce_tokens, tokens, truncated, *kd_chunks = (sum(column) for column in columns[1:])
+    columns = list(zip(*group.gather_nodes([*counts, *step.samples_of, *step.tokens_of]), strict=True))
+    ce_tokens, tokens, truncated, *others = (sum(column) for column in columns[1:])
+    kd_chunks, by_route = others[:teachers], others[teachers:]  # nothing by route in a run without routes
     return replace(
         step,
         # Every rank has as many backward passes, or one would wait in a collective for ever.
-        plan=step.plan.filled_up(max(columns[0]), sides=1 + len(kd_chunks)),
+        plan=step.plan.filled_up(max(columns[0]), sides=1 + teachers),
         ce_tokens=ce_tokens,
         tokens=tokens,
         truncated=truncated,
         kd_chunks=tuple(kd_chunks),
+        samples_of=tuple(by_route[:teachers]),
+        tokens_of=tuple(by_route[teachers:]),
     )
 
 

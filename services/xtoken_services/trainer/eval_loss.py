@@ -11,7 +11,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from xtoken_core import schema
-from xtoken_core.collate import CrossTokenizerCollator
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.dataset.records import Document
 from xtoken_core.errors import InputError
@@ -26,8 +25,7 @@ from xtoken_services.common.batches.packed_batch import PackedBatch, packed_batc
 from xtoken_services.common.batches.step_plan import topk_settings
 from xtoken_services.common.models.loading import load_model
 from xtoken_services.common.models.packed_attention import packed_inputs
-from xtoken_services.common.text.collation import row_counts
-from xtoken_services.common.tokenizers.loading import aligners_of, tokenizer_of
+from xtoken_services.common.text.collation import make_collator, row_counts
 from xtoken_services.trainer.metrics import to_floats
 from xtoken_services.trainer.student import Student
 
@@ -76,18 +74,7 @@ class EvalLoss:
         assert spec.eval is not None
         self.run, self.spec, self.same_tokenizer, self.loss = run, spec, run.same_tokenizer, loss
         self.packed = run.packed
-        tokenizers = []
-        for number, (teacher, same) in enumerate(zip(spec.teacher, self.same_tokenizer, strict=True)):
-            tokenizers.append(None if same else tokenizer_of(teacher, spec.teacher_name(number)))
-            progress()
-        collator = CrossTokenizerCollator(
-            student_tokenizer=tokenizer,
-            teacher_tokenizer=tokenizers,
-            aligner=aligners_of(spec, tokenizer, tokenizers),
-            ctx_length_student=spec.student.context_length,
-            ctx_length_teacher=[teacher.context_length for teacher in spec.teacher],
-            append_eos=spec.data.append_eos,
-        )
+        collator = make_collator(run, tokenizer, progress)
         texts = [{"text": each} if isinstance(each, str) else each for each in islice(documents, DOCUMENTS)]
         longest = max(model.context_length for model in (spec.student, *spec.teacher))
         rows = max(1, spec.train.micro_batch_tokens // longest)

@@ -127,16 +127,24 @@ class Evaluator:
         log.info("after %d steps: %s", step, eval_line(row))
         return row
 
-    def _of_teachers(self, text: str, own: dict[str, Any]) -> dict[str, float | None]:
-        """Return the teachers' own bits per byte on the text, which their workers measure before they serve.
+    def _of_teachers(self, held_out: str, own: dict[str, Any]) -> dict[str, float | None]:
+        """Return the teachers' own bits per byte, which their workers measure before they serve.
 
         Args:
-            text: Fingerprint of the text.
-            own: The student's result, from which the best teacher's differs.
+            held_out: Fingerprint of the held-out text.
+            own: The student's result on it, from which the best teacher's differs.
         """
+        row = self._of_teachers_on(held_out, own)
+        assert self.spec.eval is not None
+        for name, path in self.spec.eval.also_by_name.items() if self.worker.run.routes else ():
+            text = open_index(self.spec, [path], self.spec.eval.field, self._on_text)
+            row |= self._of_teachers_on(text.fingerprint, {}, f"_{name}")
+        return row
+
+    def _of_teachers_on(self, text: str, own: dict[str, Any], suffix: str = "") -> dict[str, float | None]:
         results: dict[str, dict[str, Any]] = {}
         for number in range(len(self.spec.teacher)):
-            while (result := read_result(self.spec, number, text)) is None:
+            while (result := read_result(self.spec, number, text, suffix)) is None:
                 self.worker.activity("waiting for the teacher's own result on the held-out text")
                 if RINGS.of_teacher(number) is not None or self.worker.stopping.is_set():
                     break  # it serves, and cannot be measured, or on a machine that does not share this directory
@@ -144,13 +152,13 @@ class Evaluator:
                 time.sleep(BETWEEN_S)
                 self._heartbeat()
             if result is not None:
-                results[f"{TEACHER_BITS}_t{number}"] = result
+                results[f"{TEACHER_BITS}{suffix}_t{number}"] = result
         self.worker.activity("")
         if not results:
             return {}
         best = min(results.values(), key=lambda result: result[BITS])
-        row = {TEACHER_BITS: best[BITS]}
-        if (beside := difference(own, best)) is not None:
+        row: dict[str, float | None] = {f"{TEACHER_BITS}{suffix}": best[BITS]}
+        if own and (beside := difference(own, best)) is not None:
             row[BEYOND_TEACHER] = beside.error
         return row | ({name: result[BITS] for name, result in results.items()} if len(self.spec.teacher) > 1 else {})
 

@@ -91,14 +91,15 @@ class KdWeight:
     def _held_out(self, step: int) -> float | None:
         lines = deque(lines_before_step(self.run.spec.output / "eval.jsonl", step + 1), maxlen=EVALUATIONS)
         rows = [finite(line) for line in lines]
-        scored = [(row["step"], row[BITS]) for row in rows if BITS in row]
-        after_start = [bits for step, bits in scored if step > 0] or [bits for _, bits in scored]
         why = _why_constant(rows[-1]) if rows else ""
         if why:
             self._log_constant(why, step)
-        if why or not after_start:
+        if why or not any(BITS in row for row in rows):
             return None
-        return math.fsum(after_start) / len(after_start) - rows[-1][TEACHER_BITS]
+        # Teachers of different texts count until the student has passed the best one of each text.
+        also = self.run.spec.eval.also_by_name if self.run.spec.eval is not None and self.run.routes else ()
+        measured = [name for name in also if not _why_constant(rows[-1], f"_{name}")]
+        return max(_behind(rows, suffix) for suffix in ("", *(f"_{name}" for name in measured)))
 
     def _text(self, step: int) -> list[Window]:
         windows: list[Window] = [{}]
@@ -112,11 +113,18 @@ class KdWeight:
         self._logged = True
 
 
-def _why_constant(last: Mapping[str, float]) -> str:
+def _behind(rows: Sequence[Mapping[str, float]], suffix: str) -> float:
+    """Return the student's mean bits per byte less its best teacher's; of a text of `eval.also` with its suffix."""
+    scored = [(row["step"], row[BITS + suffix]) for row in rows if BITS + suffix in row]
+    after_start = [bits for step, bits in scored if step > 0] or [bits for _, bits in scored]
+    return math.fsum(after_start) / len(after_start) - rows[-1][TEACHER_BITS + suffix]
+
+
+def _why_constant(last: Mapping[str, float], suffix: str = "") -> str:
     """Return why the last evaluation does not decide the weight; empty if it does."""
-    if last.get("bytes", 0) < LEAST_BYTES:
+    if last.get(f"bytes{suffix}", 0) < LEAST_BYTES:
         return f"fewer than {LEAST_BYTES >> 10} KiB of held-out text are read (eval.max_bytes)"
-    if TEACHER_BITS not in last:
+    if TEACHER_BITS + suffix not in last:
         return "the teacher has not been measured on the held-out text"
     return ""
 
@@ -130,7 +138,7 @@ def _with_step(windows: Sequence[Window], row: Mapping[str, Any]) -> list[Window
     found = {name: value for name, value in row.items() if name.startswith(TEXT)}
     if row.get("nonfinite") or len(finite(found)) < len(found):
         return list(windows)
-    last = {name: windows[-1].get(name, 0.0) + value for name, value in found.items()} or windows[-1]
+    last = windows[-1] | {name: windows[-1].get(name, 0.0) + value for name, value in found.items()}
     sizes = [value for name, value in last.items() if name.startswith(TEXT_BYTES)]
     full = bool(sizes) and min(sizes) >= LEAST_BYTES
     return [*windows[:-1], last, {}][-EVALUATIONS - 1 :] if full else [*windows[:-1], last]
@@ -143,7 +151,7 @@ def _behind_on_text(windows: Sequence[Window]) -> float | None:
     0.0
     """
     *full, _ = windows
-    total = {name: math.fsum(window[name] for window in full) for name in (full[0] if full else ())}
+    total = {name: math.fsum(window.get(name, 0.0) for window in full) for window in full for name in window}
     teachers = [name.removeprefix(TEXT_BYTES) for name in total if name.startswith(TEXT_BYTES)]
     more = [
         (total[f"text_nats{teacher}"] - total[f"text_teacher_nats{teacher}"]) / total[TEXT_BYTES + teacher]

@@ -264,6 +264,7 @@ class TrainerLoop:
             "ids": list(outcome.ids),
             **row,
             **step.generated.metrics(),
+            **{f"samples_t{teacher}": count for teacher, count in enumerate(step.samples_of)},
             "tokens": step.tokens,
             "time": round(time.time(), 6),
             "seconds": round(seconds, 6),

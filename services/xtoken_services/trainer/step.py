@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +43,7 @@ class ClaimedBatch:
         batch: The micro-batch as planned.
         data: Its columns, padded or packed.
         row: The layout of the student's packed row; None: each row is a sample.
-        slots: The slot of each teacher, in their order.
+        slots: The slot of each teacher that compares it, in their order.
     """
 
     batch: MicroBatch
@@ -105,8 +105,6 @@ class StepRunner:
         self.rank, self.pad_id = rank, pad_id
         self.world_rank = self.run.group * self.run.spec.workers.ranks + rank
         spec = self.run.spec
-        reads = {"rollouts": spec.rollout is not None, "log_probs": spec.loss.importance_cap is not None}
-        self.fields = list(schema.run_fields(self.run.same_tokenizer, **reads))
         self.waited_s = 0.0
         teachers = list(enumerate(spec.teacher))
         self._stored = [number for number, teacher in teachers if teacher.store is not None]
@@ -177,7 +175,7 @@ class StepRunner:
             claimed, columns = self._claim(batch, rewinds)
             self._requests = self._requests.plus(take_requests(columns, self._served))
             self._reads = self._reads.plus(take_requests(columns, self._stored))
-            if len(claimed.slots) < len(self.run.spec.teacher) or set(claimed.dead).issuperset(batch.ids):
+            if len(claimed.slots) < len(batch.teachers) or set(claimed.dead).issuperset(batch.ids):
                 return None  # every sample is dead
         except StopRequested:
             if self.run.world == 1:
@@ -213,7 +211,8 @@ class StepRunner:
                 of_batch.append(Selection.nothing(device))
             else:
                 on_device = to_device(tensors_of(micro_batch.data), device)
-                of_batch.append(self.loss.select(on_device, self._teacher_logits(micro_batch)))
+                loss = self.loss.among(micro_batch.batch.teachers)
+                of_batch.append(loss.select(on_device, self._teacher_logits(micro_batch)))
                 self.worker.beat()
         chunks = sum((choice.chunks for choice in of_batch), start=torch.zeros((), device=device))  # may be empty
         return TeacherChoices(of_batch, self.group.all_reduce_sum(chunks))
@@ -238,29 +237,32 @@ class StepRunner:
         teacher_logits = self._teacher_logits(micro_batch)
         tensors = tensors_of(micro_batch.data)
         on_device = to_device(tensors, device)
-        blockwise = self.student.blockwise
+        blockwise, batch = self.student.blockwise, micro_batch.batch
+        objective = self.loss.among(batch.teachers, step.shares)
         samples = self.samples if self.samples is not None and self.samples.due(tensors) else None
-        self.loss.observer = samples.observe if samples is not None else None
+        objective.observer = samples.observe if samples is not None else None
         text: TextNats | None = None
         if measures and self._token_bytes is not None:
-            text = TextNats(self.loss.losses, on_device, teacher_logits, self._token_bytes)
-            self.loss.observer = text.observe
+            text = TextNats(objective.losses, on_device, teacher_logits, self._token_bytes)
+            objective.observer = text.observe
         self.timer.start()
         outputs = self.student.outputs(on_device[schema.INPUT_IDS.name], micro_batch.row)
         self.timer.lap("forward")
         overlap: dict[str, Tensor] = {}
         if self.run.spec.rollout is not None:
             part = max(1, POSITIONS // (self.run.world * step.plan.micro_batches))
-            overlap = overlap_ratio(self.loss.losses, tensors, outputs, teacher_logits, positions=part)
-        loss, metrics = self.loss(
+            overlap = overlap_ratio(objective.losses, tensors, outputs, teacher_logits, positions=part)
+        loss, metrics = objective(
             on_device,
             outputs,
             teacher_logits,
             global_valid_toks=step.ce_tokens,
-            global_valid_chunks=list(step.kd_chunks),
+            global_valid_chunks=[step.kd_chunks[teacher] for teacher in batch.teachers],
             global_selected_chunks=choices.chunks if choices else None,
             selection=choices.of_batch[index] if choices else None,
-            blocks=self.loss.token_blocks(tensors, micro_batch.batch.widths[1:]) if blockwise else None,
+            blocks=objective.token_blocks(tensors, [batch.widths[1 + n] for n in batch.teachers])
+            if blockwise
+            else None,
             kl_loss_weight=kl_loss_weight,
         )
         self.timer.lap("loss")
@@ -268,17 +270,25 @@ class StepRunner:
         loss.backward()  # type: ignore[no-untyped-call]
         self.timer.lap("backward")
         if samples is not None:
-            samples.write(step.step, tensors)
+            samples.write(step.step, tensors, batch.teachers)
         return metrics | overlap | (text.metrics if text is not None else {})
 
     def _claim(self, batch: MicroBatch, rewinds: int) -> tuple[Claimed, dict[str, Column]]:
         """Lease a micro-batch; while waiting, open the rings of teachers that (re)start."""
+        fields = self._fields(batch.teachers)
 
         def ask() -> tuple[Claimed, dict[str, Column]] | None:
             self.rings.poll()
-            return self.queue.claim_batch(batch.ids, self.fields, rewinds=rewinds, wait_s=WAIT_S)
+            return self.queue.claim_batch(batch.ids, fields, rewinds=rewinds, wait_s=WAIT_S)
 
         return self.worker.until(ask)
+
+    def _fields(self, teachers: Collection[int]) -> list[str]:
+        """Return the columns that the loss reads of samples that these teachers compare."""
+        spec, same = self.run.spec, self.run.same_tokenizer
+        reads = {"rollouts": spec.rollout is not None, "log_probs": spec.loss.importance_cap is not None}
+        without_columns = [own or number not in teachers for number, own in enumerate(same)]
+        return list(schema.run_fields(without_columns, **reads))
 
     def _tensors(
         self, batch: MicroBatch, claimed: Claimed, columns: dict[str, Column]

@@ -108,10 +108,25 @@ RUNS |= {
     ),
 }
 
+ROUTED = replace(SMALL, routes=((0,), (1,)))
+"""Of every step a position for each teacher."""
+RUNS |= {
+    "routes": ROUTED,
+    "routes-to-one-and-to-both": replace(SMALL, routes=((0,), (0, 1), (1,))),
+    "routes-to-one-teacher-only": replace(SMALL, micro_batch=2, routes=((1,),), crashes=1, crashing=TRAINER),
+    "routes-teacher-crashes": replace(ROUTED, crashes=1, crashing=TEACHER),
+    "routes-trainer-crashes": replace(ROUTED, crashes=1, crashing=TRAINER, checkpoints=FIRST_STEP),
+    "routes-queue-lost": replace(ROUTED, queue_losses=1, checkpoints=FIRST_STEP),
+    "routes-nacks": replace(ROUTED, nacks=1),
+    "routes-of-prompts": replace(PROMPTS, teachers=2, routes=((0,), (1,)), crashes=1, crashing=ROLLOUT),
+}
+
 LONG = (
     "two-crashes", "teacher-crashes", "two-slots", "two-collators", "nack-and-crash", "ahead-sessions-lapse",
     "nacks-below-the-limit", "lost-answer-and-crash", "prompts-teacher-crashes", "prompts-nacks",
     "prompts-rollout-crashes", "prompts-sessions-lapse", "prompts-queue-lost", "prompts-and-text", "prompts-tombstones",
+    "routes-to-one-teacher-only", "routes-teacher-crashes", "routes-trainer-crashes", "routes-queue-lost",
+    "routes-nacks", "routes-of-prompts",
 )  # fmt: skip
 """Runs whose states take several seconds to visit."""
 LARGE_RUNS = {
@@ -175,10 +190,18 @@ class BackPressureAtThePut(RunProtocol):
         self.room = self.blocks.span
         self.blocks.span = self.positions
 
-    def put_block(self, request: m.Put, fields: Iterable[str]) -> list[int]:
+    def put_block(self, request: m.Put, fields: Iterable[str], *_: object) -> list[int]:
         if len(self.samples.samples) + len(request.ids) > self.room:
             return None  # type: ignore[return-value]
         return super().put_block(request, fields)
+
+
+class RewindsForgetRoutes(RunProtocol):
+    """A row that outlives a rewind is compared by all teachers."""
+
+    def rewind(self, request: m.Rewind) -> list[int]:
+        self.slots.routes.clear()
+        return super().rewind(request)
 
 
 class NeverRedo(RunProtocol):
@@ -211,6 +234,11 @@ def test_back_pressure_at_the_put_deadlocks() -> None:
 def test_without_generations_a_late_release_frees_a_slot_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SlotTable, "is_current", staticmethod(lambda slot, generation: True))
     assert violation_without_a_rule("late-releases").startswith("foreign signal")
+
+
+@pytest.mark.slow
+def test_a_row_without_its_route_waits_for_a_teacher_that_never_comes() -> None:
+    assert violation_without_a_rule("routes-to-one-teacher-only", protocol=RewindsForgetRoutes).startswith("stuck")
 
 
 @pytest.mark.parametrize(("name", "expected"), [("nacks", "denominator"), ("sessions-lapse", "foreign signal")])

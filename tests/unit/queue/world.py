@@ -34,6 +34,7 @@ class Config:
     micro_batch: int = 1
     span: int = 6
     teachers: int = 2
+    routes: tuple[Ids, ...] = ()
     ranks: int = 1
     group: int = 0
     groups: int = 1
@@ -61,6 +62,10 @@ class Config:
     supervised: bool = True
     bounded_positions: bool = True
     protocol: type[RunProtocol] = RunProtocol
+
+    def route(self, position: int) -> Ids:
+        """The teachers that compare a position, in turns of `routes`; all without any."""
+        return self.routes[position % len(self.routes)] if self.routes else tuple(range(self.teachers))
 
 
 class Weights(NamedTuple):

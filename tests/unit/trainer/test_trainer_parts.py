@@ -209,6 +209,7 @@ def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StepRunner:
     worker: Any = SimpleNamespace(queue=None, run=resolved_run(tmp_path, teachers=2), beats=0)
     worker.beat = lambda: setattr(worker, "beats", worker.beats + 1)
     loss: Any = SimpleNamespace(select=lambda *_: Selection(torch.tensor(1), torch.tensor(3.0)))
+    loss.among = lambda _: loss
     device: Any = SimpleNamespace(device=torch.device("cpu"))
     rings: Any = None
     made = StepRunner(worker, device, loss, rings, RankGroup(0, 1), rank=0, pad_id=0)
@@ -217,6 +218,7 @@ def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StepRunner:
 
 
 CLAIMED = ClaimedBatch(MicroBatch((0, 1), (8, 8, 8)), {}, None, [])
+OF_ONE_TEACHER = ClaimedBatch(MicroBatch((0, 1), (8, 8)), {}, None, [])
 
 
 def test_the_teachers_of_a_step_are_chosen_and_their_chunks_added_up(runner: StepRunner) -> None:
@@ -239,9 +241,9 @@ def gradient(run: ResolvedRun, case: Case, step: int) -> torch.Tensor:
     absent: Any = None
     runner = StepRunner(worker, student, loss, absent, RankGroup(0, 1), rank=0, pad_id=0)
     runner._teacher_logits = lambda _: list(case.teacher_logits)  # type: ignore[method-assign]
-    plan: Any = SimpleNamespace(step=step, ce_tokens=20, kd_chunks=(12,))
+    plan: Any = SimpleNamespace(step=step, ce_tokens=20, kd_chunks=(12,), shares=None)
     weight = run.spec.loss.kl_weight_at(step, run.steps)
-    metrics = runner._backward(plan, replace(CLAIMED, data=case.batch), 0, None, weight)
+    metrics = runner._backward(plan, replace(OF_ONE_TEACHER, data=case.batch), 0, None, weight)
     assert logits.grad is not None
     assert metrics["kl_loss_scale"].item() == pytest.approx(weight)
     return logits.grad
@@ -278,8 +280,10 @@ def test_a_step_with_completions_has_the_overlap_ratio(tmp_path: Path, generates
     worker: Any = SimpleNamespace(queue=None, run=run)
     runner = StepRunner(worker, student, loss, absent, RankGroup(0, 1), rank=0, pad_id=0)
     runner._teacher_logits = lambda _: list(case.teacher_logits)  # type: ignore[method-assign]
-    plan: Any = SimpleNamespace(step=0, ce_tokens=20, kd_chunks=(20,), plan=SimpleNamespace(micro_batches=3))
-    metrics = runner._backward(plan, replace(CLAIMED, data=case.batch), 0, None, 1.0)
+    plan: Any = SimpleNamespace(
+        step=0, ce_tokens=20, kd_chunks=(20,), shares=None, plan=SimpleNamespace(micro_batches=3)
+    )
+    metrics = runner._backward(plan, replace(OF_ONE_TEACHER, data=case.batch), 0, None, 1.0)
     assert ("overlap_ratio" in metrics) == generates
     assert not generates or metrics["overlap_ratio"] == 1, "completions alone count, of which this teacher is sure"
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 from xtoken_core import schema
-from xtoken_core.queue.budget import REASON_BYTES, SLOT_BYTES
+from xtoken_core.queue.budget import ENTRY_BYTES, REASON_BYTES, SLOT_BYTES
 from xtoken_core.queue.partition import COMMON_HANDLERS, Handler, Partition, PriorLease
 from xtoken_core.queue.response import Response
 from xtoken_core.queue.run.protocol import RunProtocol
@@ -58,8 +58,26 @@ class RunPartition(Partition):
         check_distinct(request.ids)
         self.check(columns, len(request.ids))
         # Protocol first: it refuses before a byte is stored.
-        self.keep(request.ids, columns, self.run.put_block(request, columns))
+        self.keep(request.ids, columns, self.run.put_block(request, columns, self.routes_in(request.ids, columns)))
         return Response(m.Stored(room=max(room - sum(c.nbytes for c in columns.values()), 0)))
+
+    def routes_in(self, ids: Sequence[int], columns: Mapping[str, Column]) -> dict[int, int]:
+        """Return the bits of each row's teachers; none without the column `schema.TEACHERS`.
+
+        Raises:
+            QueueError: `bad_request` if the column is of another kind, or a row is compared by none of the run's
+                teachers.
+        """
+        column = columns.get(schema.TEACHERS.name)
+        if column is None:
+            return {}
+        if column.kind != "dense" or column.dtype != schema.TEACHERS.dtype or column.item_shape:
+            raise QueueError("bad_request", f"{schema.TEACHERS.name!r} holds one {schema.TEACHERS.dtype} per row")
+        routes = dict(zip(ids, column.values.cast("q"), strict=True))
+        count = self.run.definition.teachers
+        if not all(0 < bits < 1 << count for bits in routes.values()):
+            raise QueueError("bad_request", f"{schema.TEACHERS.name!r} names some of teachers 0 to {count - 1}")
+        return routes
 
     def complete(self, request: m.Complete, columns: dict[str, Column], _room: int) -> Response:
         """Mark a teacher's slot as full; columns are the rows of a signal that travels through the queue."""
@@ -148,7 +166,8 @@ class RunPartition(Partition):
         """Return the bookkeeping of what the partition holds in bytes."""
         run = self.run
         slots = sum(len(ring.slots) for ring in run.rings.by_pair.values()) * SLOT_BYTES
-        return super().overhead + run.skipped.nbytes + slots + len(run.blocks.refused) * REASON_BYTES
+        routes = len(run.slots.routes) * ENTRY_BYTES
+        return super().overhead + run.skipped.nbytes + slots + routes + len(run.blocks.refused) * REASON_BYTES
 
     def drop_stale(self) -> None:
         """Drop the columns of signals whose slot was freed or filled again."""

@@ -19,6 +19,9 @@ from xtoken_core.queue.sessions import Session
 from xtoken_core.wire import QueueError
 from xtoken_core.wire import messages as m
 
+NO_ROUTES: Mapping[int, int] = MappingProxyType({})
+"""Of rows that all teachers compare."""
+
 
 class RunProtocol(RunState):
     """Calls of a run's workers; each takes its request and returns its reply, or the rows that the reply is about."""
@@ -64,7 +67,7 @@ class RunProtocol(RunState):
         """Return the last step that may train a completion by the weights of a step."""
         return version + self.definition.max_staleness
 
-    def put_block(self, request: m.Put, fields: Iterable[str]) -> list[int]:
+    def put_block(self, request: m.Put, fields: Iterable[str], routes: Mapping[int, int] = NO_ROUTES) -> list[int]:
         """Finish a leased block with a row or a tombstone for each position; return the new rows.
 
         The put of a leased block is always admitted: back-pressure is in the lease.
@@ -78,7 +81,7 @@ class RunProtocol(RunState):
         self._check_alive()
         lease = self.blocks.held(request.lease, request.session)
         # Checked and admitted as a whole before the lease goes: a refused put leaves the block with its collator.
-        new = self.fill_block(lease.block, request.ids, fields, request.tombstones)
+        new = self.fill_block(lease.block, request.ids, fields, request.tombstones, routes=routes)
         del self.blocks.leases[lease.id]
         return new
 
@@ -89,6 +92,7 @@ class RunProtocol(RunState):
         fields: Iterable[str],
         tombstones: Mapping[int, str],
         dead: Mapping[int, str] = MappingProxyType({}),
+        routes: Mapping[int, int] = NO_ROUTES,
     ) -> list[int]:
         """Finish a block with its rows and tombstones; return the new rows.
 
@@ -106,7 +110,7 @@ class RunProtocol(RunState):
             raise QueueError("bad_request", f"a row or a tombstone for each position of block {block} is needed")
         if ids and schema.INPUT_IDS.name not in set(fields):
             raise QueueError("bad_request", f"the rows of a block need the column {schema.INPUT_IDS.name!r}")
-        new = self.admit(ids, fields, dead)
+        new = self.admit(ids, fields, dead, routes)
         for position, reason in tombstones.items():
             # Kept over a rewind: the row counts, and a tombstone beside it would skip a position that is trained.
             if position not in self.samples.samples:
@@ -354,5 +358,6 @@ class RunProtocol(RunState):
         drop = [p for p in self.samples.samples if p not in keep or (self.is_prompt(p) and p not in dead)]
         self._drop(drop)
         self.samples.reset()
+        self.slots.route(self.slots.routes)
         self._recount(start, keep)
         return drop

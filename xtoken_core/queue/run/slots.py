@@ -7,10 +7,11 @@ long as both sessions of its ring live.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
+from xtoken_core import schema
 from xtoken_core.queue.run.names import signal_fields, teacher_task
 from xtoken_core.queue.sample import Lease, Status
 from xtoken_core.queue.samples import Samples
@@ -140,6 +141,7 @@ class SlotTable:
 
     Attributes:
         fields: Field of every teacher's signal.
+        routes: By sample the bits of the teachers that compare it (`schema.TEACHERS`); without an entry all do.
         readings: Trainer leases since the last rewind whose window is not acknowledged, by lease id.
     """
 
@@ -148,6 +150,25 @@ class SlotTable:
         self.fields = signal_fields(teachers)
         self.rings = Rings(slots)
         self.readings: dict[int, Reading] = {}
+        self.routes: dict[int, int] = {}
+
+    # Routes
+
+    def route(self, routes: Mapping[int, int]) -> None:
+        """Mark samples as done for the teachers that do not compare them, whose signals no trainer waits for."""
+        self.routes.update(routes)
+        for sample_id, bits in routes.items():
+            sample = self.samples.samples.get(sample_id)
+            others = set(range(len(self.fields))).difference(schema.teachers_of(bits, len(self.fields)))
+            if sample is not None and sample_id not in self.samples.dead:
+                for teacher in others:
+                    self.samples.mark(sample, teacher_task(teacher), Status.DONE)
+                self.samples.produce([sample_id], {self.fields[teacher] for teacher in others})
+
+    def _teachers_of(self, ids: Iterable[int]) -> set[int]:
+        """Return the teachers that compare some sample of a micro-batch."""
+        count = len(self.fields)
+        return {teacher for i in ids for teacher in schema.teachers_of(self.routes.get(i, -1), count)}
 
     # Teachers
 
@@ -236,7 +257,7 @@ class SlotTable:
         ]
         # A missing slot is expected after a withdrawal only. Otherwise the two have planned differently, which no retry
         # mends.
-        if len(full) < len(self.fields) and not self.withdrawn(lease.session):
+        if len(full) < len(self._teachers_of(lease.ids)) and not self.withdrawn(lease.session):
             # A repeated claim must not lose the lease that the first one still holds.
             if lease.id not in self.readings:
                 self.samples.undo_claim(lease.id)
@@ -299,8 +320,10 @@ class SlotTable:
         self.rings.drop(ring)
 
     def drop(self, positions: Iterable[int]) -> None:
-        """Drop the readings of dropped samples."""
+        """Drop the readings and routes of dropped samples."""
         gone = set(positions)
+        for position in gone.intersection(self.routes):
+            del self.routes[position]
         self.readings = {lease: reading for lease, reading in self.readings.items() if gone.isdisjoint(reading.ids)}
 
     def free_dead(self) -> None:

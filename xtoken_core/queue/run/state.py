@@ -170,9 +170,19 @@ class RunState:
             self.blocks.finish(block)
             self.mark_dead(range(*self.blocks.bounds(block)), reason)
 
-    def admit(self, ids: Sequence[int], fields: Iterable[str], dead: Mapping[int, str]) -> list[int]:
-        """Add rows and dead positions, however many are allowed to die; return the new rows."""
+    def admit(
+        self, ids: Sequence[int], fields: Iterable[str], dead: Mapping[int, str], routes: Mapping[int, int]
+    ) -> list[int]:
+        """Add rows and dead positions, however many are allowed to die; return the new rows.
+
+        Args:
+            ids: Positions with a row.
+            fields: The fields of the rows.
+            dead: Dead positions with the reason.
+            routes: By position the bits of the teachers that compare its row; without an entry all do.
+        """
         new = self.samples.produce(ids, fields)
+        self.slots.route({position: routes[position] for position in new if position in routes})
         for position, reason in dead.items():
             self.samples.mark_dead(position, reason)
             self.finished.add(position)

@@ -75,7 +75,9 @@ class StepPlan:
         dead: Dead positions; one with a row stays in the plan, masked.
         ce_tokens: Next-token predictions of the step: the denominator of the cross-entropy.
         kd_chunks: Valid chunks of the step per teacher: the denominator of its KD term (next-token predictions for a
-            teacher with the student's tokenizer).
+            teacher with the student's tokenizer). With averaged logits, which have one term, those of all samples.
+        samples_of: Samples that each teacher compares; empty without routes.
+        tokens_of: Tokens to learn of these, and last those of all samples; empty without routes.
         tokens: Student tokens of the step, without padding.
         truncated: Truncated documents of the step.
         padding: Fraction of this node group's computed positions, of all sides, that are no token.
@@ -93,6 +95,17 @@ class StepPlan:
     truncated: int
     padding: float = 0.0
     generated: GeneratedRows = GeneratedRows()
+    samples_of: tuple[int, ...] = ()
+    tokens_of: tuple[int, ...] = ()
+
+    @property
+    def shares(self) -> list[float] | None:
+        """Per teacher its samples' part of the tokens to learn; None without routes.
+
+        Each teacher's term is a mean over its own samples: weighed by these, the terms are one mean over all samples,
+        as one teacher's would be.
+        """
+        return [own / max(self.tokens_of[-1], 1) for own in self.tokens_of[:-1]] if self.tokens_of else None
 
 
 def length_fields(run: ResolvedRun) -> list[str]:
@@ -115,7 +128,7 @@ def count_fields(run: ResolvedRun) -> list[str]:
 
 def plan_fields(run: ResolvedRun) -> list[str]:
     """Return the names of the columns that `plan_step` reads."""
-    own = [schema.CE_TOKENS.name, schema.TRUNCATED.name]
+    own = [schema.CE_TOKENS.name, schema.TRUNCATED.name, *([schema.TEACHERS.name] if run.routes else [])]
     if run.spec.rollout is not None:
         own += [field.name for field in schema.ROLLOUT_FIELDS]
     return list(dict.fromkeys([*length_fields(run), *count_fields(run), *own]))
@@ -126,14 +139,28 @@ def plan_step(run: ResolvedRun, step: int, rows: StepRows) -> StepPlan:
     spec = run.spec
     columns = {name: _integers(column) for name, column in rows.columns.items()}
     lengths = [columns.get(name, []) for name in length_fields(run)]
-    table = [RowLengths(i, tuple(side[row] for side in lengths)) for row, i in enumerate(rows.ids)]
+    routes = [schema.teachers_of(bits, len(spec.teacher)) for bits in columns.get(schema.TEACHERS.name, ())]
+    table = []
+    for row, i in enumerate(rows.ids):
+        student, *others = (side[row] for side in lengths)
+        if not routes:
+            table.append(RowLengths(i, (student, *others)))
+            continue
+        # A teacher with the student's tokenizer has the student's lengths, also of samples that it does not compare.
+        own = (n if teacher in routes[row] else 0 for teacher, n in enumerate(others))
+        table.append(RowLengths(i, (student, *own), routes[row]))
     dead = set(rows.dead)
     # Dead rows stay in the plan, masked, so that it is the same on sides that learn of them at different times; only
     # counts leave them out.
     alive = [row for row, i in enumerate(rows.ids) if i not in dead]
 
-    def total(name: str) -> int:
-        return sum(columns[name][row] for row in alive) if rows.ids else 0
+    def total(name: str, of: Sequence[int] = alive) -> int:
+        return sum(columns[name][row] for row in of) if rows.ids else 0
+
+    compared = [[row for row in alive if not routes or n in routes[row]] for n in range(len(spec.teacher))]
+
+    def trained(of: Sequence[int]) -> int:
+        return total(schema.CE_TOKENS.name, of) + (total(schema.COMPLETION_TOKENS.name, of) if spec.rollout else 0)
 
     made = plan(
         table,
@@ -150,11 +177,13 @@ def plan_step(run: ResolvedRun, step: int, rows: StepRows) -> StepPlan:
         skipped=tuple(i for i in rows.skipped if i not in dead),
         dead=tuple(rows.dead),
         ce_tokens=total(schema.CE_TOKENS.name),
-        kd_chunks=tuple(total(name) for name in count_fields(run)),
+        kd_chunks=tuple(map(total, count_fields(run), compared)),
         tokens=total(schema.INPUT_LENGTHS.name),
         truncated=total(schema.TRUNCATED.name),
         padding=1.0 - sum(sum(row.lengths) for row in table) / max(made.padded_tokens, 1) if table else 0.0,
         generated=_generated(step, columns, alive) if run.spec.rollout is not None and rows.ids else GeneratedRows(),
+        samples_of=tuple(map(len, compared)) if run.routes else (),
+        tokens_of=tuple(map(trained, [*compared, alive])) if run.routes else (),
     )
 
 

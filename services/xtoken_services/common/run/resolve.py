@@ -11,10 +11,12 @@ from typing import Any
 from xtoken_core.config.eval import EvalSpec
 from xtoken_core.config.loss import DENSE_ONLY, PAIR_KINDS, PAIR_NAMES, READ_BY, LossConfig, LossMode
 from xtoken_core.config.resolved import ResolvedModel, ResolvedRun, same_tokenizer_of
+from xtoken_core.config.routing import Routes
 from xtoken_core.config.spec import PAD_MULTIPLE, ModelSpec, RunSpec, TeacherSpec, padded_length
 from xtoken_core.dataset import JoinedIndex, TextIndex
 from xtoken_core.errors import ConfigError, InputError, XtokenError
 from xtoken_core.projection.fingerprint import file_fingerprint, is_sparse, tokenizer_fingerprint
+from xtoken_core.regular_files import read_regular
 from xtoken_core.tasks import read_prompts
 from xtoken_services.common.batches.step_plan import ring_shape
 from xtoken_services.common.files.allowed_paths import check_allowed, readable_roots
@@ -28,7 +30,7 @@ from xtoken_services.common.stores.store_records import check_stores
 from xtoken_services.common.tables.pair_files import cache_of, check_projection_pair, check_special_tokens, pair_file
 from xtoken_services.common.text.measured_text import resolve_text
 from xtoken_services.common.text.training_text import documents_of, open_held_out, open_index
-from xtoken_services.common.tokenizers.chat_templates import read_chat_template
+from xtoken_services.common.tokenizers.chat_templates import TEMPLATE_LIMIT, read_chat_template
 from xtoken_services.common.tokenizers.vocabulary import has_chat_template, vocabulary_size
 
 STUDENT_TOKEN_BYTES = 25  # id and mask int64, exact bool, chunk id int64
@@ -83,7 +85,10 @@ def resolve_run(spec: RunSpec, progress: Progress | None = None) -> ResolvedRun:
             open_index(spec, [path], spec.eval.field)
         _check_tasks(spec.eval)
     mixture = _mixture_of(spec, index)
-    pair_files = tuple(_pair_file(spec, number, student, files, progress) for number, files in enumerate(teachers))
+    pair_files = tuple(
+        _pair_file(spec, number, student, files, progress, same_tokenizer=same)
+        for number, (files, same) in enumerate(zip(teachers, same_tokenizer, strict=True))
+    )
     resolved = ResolvedRun(
         spec=spec,
         student=student,
@@ -97,6 +102,7 @@ def resolve_run(spec: RunSpec, progress: Progress | None = None) -> ResolvedRun:
         piece_bytes=piece_bytes,
         packed=spec.train.packing != "off" and not obstacle,
         packing_obstacle=obstacle,
+        routes=Routes.of(spec),
     )
     _check_signal(resolved)
     _check_memory(resolved)
@@ -156,7 +162,13 @@ def _check_tasks(evaluation: EvalSpec) -> None:
 
 
 def _pair_file(
-    spec: RunSpec, number: int, student: ResolvedModel, files: ResolvedModel, progress: Progress | None
+    spec: RunSpec,
+    number: int,
+    student: ResolvedModel,
+    files: ResolvedModel,
+    progress: Progress | None,
+    *,
+    same_tokenizer: bool,
 ) -> Path | None:
     """Return the file that a teacher's loss reads about the two tokenizers, built first if need be; None: none."""
     teacher, kind = spec.teacher[number], PAIR_KINDS.get(spec.loss.mode_of(number))
@@ -164,7 +176,7 @@ def _pair_file(
         check_special_tokens(number, teacher)
         return teacher.projection
     fingerprints = student.tokenizer_fingerprint, files.tokenizer_fingerprint
-    if kind is None or (teacher.projection is None and fingerprints[0] == fingerprints[1]):
+    if kind is None or same_tokenizer:
         return None
     directories = spec.student.tokenizer_dir, teacher.tokenizer_dir
     name = spec.teacher_name(number)
@@ -318,6 +330,21 @@ def _template_fingerprint(what: str, spec: ModelSpec) -> str:
     return hashlib.sha256(template.encode()).hexdigest()
 
 
+def _prompt(what: str, spec: ModelSpec) -> str:
+    """Return the text that a teacher reads before every other; empty without it.
+
+    Raises:
+        InputError: The file cannot be read.
+    """
+    if not isinstance(spec, TeacherSpec) or spec.prompt_file is None:
+        return (isinstance(spec, TeacherSpec) and spec.prompt) or ""
+    path = check_allowed(spec.prompt_file, f"the {what}'s prompt")
+    try:
+        return read_regular(path, TEMPLATE_LIMIT).decode("utf-8")
+    except (OSError, ValueError) as error:
+        raise InputError(f"cannot read the {what}'s prompt {path}: {error}") from error
+
+
 def _check_signal(resolved: ResolvedRun) -> None:
     spec = resolved.spec
     for number, teacher in enumerate(resolved.teachers):
@@ -371,6 +398,7 @@ def _model(what: str, spec: ModelSpec) -> ResolvedModel:
         hidden_size=hidden if isinstance(hidden, int) else 0,
         weights_fingerprint=served_fingerprint(served) if served else weights_fingerprint(spec.model),
         template_fingerprint=_template_fingerprint(what, spec),
+        prompt=_prompt(what, spec),
     )
 
 

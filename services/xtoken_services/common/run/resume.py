@@ -39,6 +39,7 @@ SETTINGS = {
     "optimizer": "train.optimizer",
     "data": "the text",
     "mixture": "the weights of data.sources",
+    "routes": "teacher.name or the teachers of data.sources",
 }
 """What messages call a field of the identity, if not by its own name."""
 

@@ -12,22 +12,23 @@ from xtoken_services.common.files.jsonl import replace_file
 from xtoken_services.common.run.metric_lines import BITS, finite
 
 
-def read_result(spec: RunSpec, teacher: int, text: str) -> dict[str, Any] | None:
-    """Return a teacher's result on the held-out text, as a line of `eval.jsonl`; None if it has not been measured.
+def read_result(spec: RunSpec, teacher: int, text: str, suffix: str = "") -> dict[str, Any] | None:
+    """Return a teacher's result on a held-out text, as a line of `eval.jsonl`; None if it has not been measured.
 
     Args:
         spec: The run.
         teacher: Number of the teacher.
         text: Fingerprint of the held-out text.
+        suffix: That of the text's metrics.
     """
     try:
-        document = read_json_object(_file(spec, teacher))
+        document = read_json_object(_file(spec, teacher, suffix))
     except (OSError, ValueError):
         return None
     return document if document.get("of") == _of(spec, teacher, text) and BITS in finite(document) else None
 
 
-def write_result(spec: RunSpec, teacher: int, text: str, result: dict[str, Any]) -> None:
+def write_result(spec: RunSpec, teacher: int, text: str, result: dict[str, Any], suffix: str = "") -> None:
     """Keep a teacher's result; a later start of the run reads it.
 
     Args:
@@ -35,16 +36,17 @@ def write_result(spec: RunSpec, teacher: int, text: str, result: dict[str, Any])
         teacher: Number of the teacher.
         text: Fingerprint of the held-out text.
         result: Metrics, `bits_per_byte` among them.
+        suffix: As of `read_result`.
 
     Raises:
         OutputError: It cannot be written.
     """
     document = {"of": _of(spec, teacher, text), **result}
-    replace_file(_file(spec, teacher), json.dumps(document, indent=2) + "\n")
+    replace_file(_file(spec, teacher, suffix), json.dumps(document, indent=2) + "\n")
 
 
-def _file(spec: RunSpec, teacher: int) -> Path:
-    return spec.output / f"teacher-{teacher}-held-out.json"
+def _file(spec: RunSpec, teacher: int, suffix: str) -> Path:
+    return spec.output / f"teacher-{teacher}-held-out{suffix}.json"
 
 
 def _of(spec: RunSpec, teacher: int, text: str) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from xtoken_core.config.resolved import ResolvedRun
+from xtoken_core.config.routing import Routes
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import ConfigError
 from xtoken_core.projection.fingerprint import tokenizer_fingerprint
@@ -57,6 +58,7 @@ def build_spec(spec: RunSpec, teacher: int | None, out: str) -> RunSpec:
     document["eval"] = spec.eval and spec.eval.model_dump(include={"path", "field", "max_bytes"})
     document["data"]["epochs"] = 1
     for source in document["data"]["sources"]:
+        source["teachers"] = None  # the names of teachers that a build does not have: `as_part_of` knows them
         if source["weight"] is not None:  # all records, each once: a mixture may repeat them
             source["weight"] = document["train"]["max_steps"] = None
     document["train"]["lora"] = None
@@ -69,18 +71,24 @@ def build_spec(spec: RunSpec, teacher: int | None, out: str) -> RunSpec:
     return RunSpec.model_validate(document)
 
 
-def divided_as(build: ResolvedRun, run: RunSpec, progress: Callable[[int, int], None] | None = None) -> ResolvedRun:
-    """Return a build whose long documents are divided to fit all teachers of its run, not only the one that it has.
+def as_part_of(build: ResolvedRun, run: RunSpec, progress: Callable[[int, int], None] | None = None) -> ResolvedRun:
+    """Return a build with what its run's other teachers decide: the samples of its own, and pieces that fit all.
 
     Args:
         build: The build as its own settings say.
         run: The run that the store is for.
         progress: As of `DataIndex.build`.
     """
+    # Teachers without a name compare the same samples.
+    number = next(n for n, teacher in enumerate(run.teacher) if teacher.name == build.spec.teacher[0].name)
+    build = build.model_copy(update={"routes": Routes.of(run, number)})
     if run.data.long != "split" or len(run.teacher) == 1:
         return build
     student = tokenizer_fingerprint(run.student.tokenizer_dir)
-    same = [each.projection is None and tokenizer_fingerprint(each.tokenizer_dir) == student for each in run.teacher]
+    same = [
+        each.projection is None and not each.has_prompt and tokenizer_fingerprint(each.tokenizer_dir) == student
+        for each in run.teacher
+    ]
     limit = measure_pieces(run.model_copy(update={"output": build.spec.output}), same, progress)
     index, steps = open_text(build.spec, limit, progress), build.spec.train.max_steps
     most = len(index) if steps is None else min(len(index), steps * build.spec.train.samples_per_step)

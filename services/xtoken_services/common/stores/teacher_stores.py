@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from pathlib import Path
 
 from xtoken_core.config.resolved import ResolvedRun
@@ -35,7 +36,7 @@ def open_store(run: ResolvedRun, teacher: int) -> TeacherStore:
 
 
 def skip_condition(run: ResolvedRun, teacher: int) -> str:
-    """Return the digest of what decides which conversations have no row: tokenizers, chat templates and `train_on`.
+    """Return the digest of what decides which records have no row: tokenizers, chat templates, `train_on`, routes.
 
     Args:
         run: The run.
@@ -45,6 +46,8 @@ def skip_condition(run: ResolvedRun, teacher: int) -> str:
     parts = [run.spec.data.train_on, str(run.same_tokenizer[teacher])]
     for spec, files in sides:
         parts += [files.tokenizer_fingerprint, files.template_fingerprint or _own_template(spec.tokenizer_dir)]
+    if run.routes is not None:
+        parts.append(json.dumps(run.routes.form_of(teacher)))
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from xtoken_core import schema
-from xtoken_core.collate import Counts, CrossTokenizerCollator
+from xtoken_core.collate import PLACE, Counts, CrossTokenizerCollator
 from xtoken_core.collate_generated import CompletionCollator, marks_of_text
 from xtoken_core.config.resolved import ResolvedRun
-from xtoken_core.dataset import BadRecord, TextIndex
+from xtoken_core.config.routing import RouteError
+from xtoken_core.dataset import BadRecord, JoinedIndex, Record, TextIndex
+from xtoken_core.dataset.records import PREFIX, ROUTE, Route
 from xtoken_core.errors import ConfigError, InputError
 from xtoken_core.losses.masks import loss_counts
 from xtoken_core.queue.run.names import SUPERVISOR
@@ -49,20 +51,29 @@ def serve_blocks(worker: Worker, fill: Callable[[Block], None]) -> None:
     worker.serve(lambda: fill(worker.until(lambda: worker.queue.lease_block(wait_s=WAIT_S))), unless="lease_revoked")
 
 
-def make_collator(run: ResolvedRun) -> CompletionCollator:
-    """Return the run's collator: every tokenizer of it, and an aligner per teacher with its own."""
+def make_collator(
+    run: ResolvedRun, student: Any = None, progress: Callable[[], None] = lambda: None
+) -> CompletionCollator:
+    """Return the run's collator: every tokenizer of it, and an aligner per teacher with its own.
+
+    Args:
+        run: The run.
+        student: The student's tokenizer; None: it is loaded.
+        progress: Called after every teacher's tokenizer; it may raise to stop.
+    """
     spec = run.spec
-    student = tokenizer_of(spec.student, "student")
-    teachers = [
-        None if same else tokenizer_of(teacher, spec.teacher_name(number))
-        for number, (teacher, same) in enumerate(zip(spec.teacher, run.same_tokenizer, strict=True))
-    ]
+    student = student or tokenizer_of(spec.student, "student")
+    teachers = []
+    for number, (teacher, same) in enumerate(zip(spec.teacher, run.same_tokenizer, strict=True)):
+        teachers.append(None if same else tokenizer_of(teacher, spec.teacher_name(number)))
+        progress()
     return CompletionCollator(
         student_tokenizer=student,
         teacher_tokenizer=teachers,
         aligner=aligners_of(spec, student, teachers),
         ctx_length_student=spec.student.context_length,
         ctx_length_teacher=[teacher.context_length for teacher in spec.teacher],
+        teacher_prompt=[files.prompt for files in run.teachers],
         append_eos=spec.data.append_eos,
         train_on=spec.data.train_on,
     )
@@ -116,7 +127,15 @@ def collate_positions(
         elif reason := absent.get(record.number):
             skipped[position] = f"{index.location(record.number)}: {reason}"[:MAX_REASON]
         else:
-            readable.append((position, record))
+            try:
+                value = value_with_route(run, index, record)
+            except RouteError as error:
+                tombstones[position] = f"{index.location(record.number)}: {error}"[:MAX_REASON]
+                continue
+            if ROUTE in value and not value[ROUTE].teachers:  # in a store's build, which has one of a run's teachers
+                skipped[position] = "other teachers compare it"
+            else:
+                readable.append((position, Record(record.number, value)))
     rows = collator.rows([record.value for _, record in readable], counts)
     for at, reason in rows.refused.items():
         position, record = readable[at]
@@ -127,6 +146,26 @@ def collate_positions(
         position, reason = next(iter(tombstones.items()))
         raise BadRecordError(f"bad record at position {position}: {reason} (data.on_bad_record = fail)")
     return [readable[at][0] for at in rows.records], rows.columns, tombstones | skipped
+
+
+def value_with_route(run: ResolvedRun, index: TextIndex, record: Record) -> dict[str, Any]:
+    """Return a record's value with the teachers that compare it, in a run with routes.
+
+    Raises:
+        RouteError: It names a teacher that the run does not have, or has a prefix for one that cannot read it.
+    """
+    value, teachers = record.value, tuple(range(len(run.teachers)))
+    if run.routes is not None:
+        source = index.source_of(record.number) if isinstance(index, JoinedIndex) else 0
+        teachers = run.routes.teachers_of(value, source)
+        value = value | {ROUTE: Route(teachers)}
+    if PREFIX in value and any(run.same_tokenizer[number] for number in teachers):
+        number = next(number for number in teachers if run.same_tokenizer[number])
+        raise RouteError(
+            f"it has a {PREFIX}, and {run.spec.teacher_name(number)} reads the student's rows, as it has its "
+            f'tokenizer: give it rows of its own by teacher.prompt = "{PLACE}"'
+        )
+    return value
 
 
 def look_at_sample(
@@ -140,7 +179,7 @@ def look_at_sample(
         The numbers of `positions`, `skipped` and `truncated` ones and of `tokens`, and why the first is skipped.
 
     Raises:
-        BadRecordError: None can be used, or one cannot and `on_bad_record` is "fail".
+        BadRecordError: None can be used, one cannot and `on_bad_record` is "fail", or one names an unknown teacher.
     """
     per_step, prompts = run.spec.train.samples_per_step, run.prompts
 
@@ -156,6 +195,10 @@ def look_at_sample(
         step = bisect_right(range(1, run.steps), text, key=texts_before)
         position = step * per_step + text - texts_before(step)
         (record,) = index.read([record_of(run, position)])
+        try:
+            value_with_route(run, index, record) if isinstance(record, Record) else None
+        except RouteError as error:
+            raise BadRecordError(f"{index.location(record.number)}: {error}") from error
         size = 0 if isinstance(record, BadRecord) else len(record.document)
         if size <= room:
             positions.append(position)

@@ -226,11 +226,13 @@ class SampleTeacher(BaseModel):
     """A completion beside one teacher.
 
     Attributes:
+        number: The teacher's.
         student: The student's tokens, prompt included.
         teacher: The teacher's.
         divergence: By number of the chunk, nats.
     """
 
+    number: int = 0
     student: Annotated[list[Token], Field(max_length=1024)]
     teacher: Annotated[list[Token], Field(max_length=1024)]
     divergence: dict[int, float | None]

@@ -16,9 +16,12 @@ class Agents:
         self.config = config
 
     def plan(self, rows: list[int], rank: int) -> tuple[Ids, ...]:
-        """This rank's micro-batches of a window; empty ones are left out, since nobody asks for them."""
+        """This rank's micro-batches of a window, of one route each; empty ones are left out: nobody asks for them."""
         size = self.config.micro_batch
-        batches = [tuple(rows[i : i + size]) for i in range(0, len(rows), size)]
+        batches = []
+        for route in sorted({self.config.route(row) for row in rows}):
+            own = [row for row in rows if self.config.route(row) == route]
+            batches += [tuple(own[i : i + size]) for i in range(0, len(own), size)]
         return tuple(batches[rank :: self.config.ranks])
 
     @staticmethod

@@ -24,7 +24,8 @@ class Producers(Agents):
         ids = [p for p in worker.todo[0] if p not in skipped]
         tombstones = dict.fromkeys(skipped, "empty")
         put = ask(m.Put, worker.session, ids=ids, columns=[], lease=worker.lease, tombstones=tombstones)
-        stored = world.protocol.put_block(put, ROW)
+        routes = {p: schema.bits_of(self.config.route(p)) for p in ids} if self.config.routes else {}
+        stored = world.protocol.put_block(put, ROW, routes)
         if stored is None:
             return False
         if not lost:

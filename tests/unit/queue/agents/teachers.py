@@ -42,7 +42,8 @@ class Teachers(Agents):
             return True
         if window is None:
             return False
-        worker.todo = self.plan(window.ids, worker.rank)
+        planned = self.plan(window.ids, worker.rank)
+        worker.todo = tuple(ids for ids in planned if worker.index in self.config.route(ids[0]))
         worker.phase = "claim"
         if not worker.todo:
             self._next_window(worker)

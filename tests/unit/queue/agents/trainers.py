@@ -78,7 +78,7 @@ class Trainers(Agents):
         worker.refs = [(ref.teacher, ref.ring, ref.slot, ref.generation) for ref in claim.slots]
         alive = [i for i in claim.ids if i not in claim.dead]
         worker.trained = (*worker.trained, *alive)
-        if alive and sorted(r[0] for r in worker.refs) != list(range(self.config.teachers)):
+        if alive and tuple(sorted(r[0] for r in worker.refs)) != self.config.route(ids[0]):
             worker.clean = False
         self._look(world, worker, worker.refs, worker.todo[0])
         if self.config.ahead:
