@@ -84,6 +84,8 @@ def test_a_prompt_holds_the_record_s_own_prefix_where_it_says() -> None:
         rows = collator(prompt).rows([record])
         assert start + "hello there" in tokenizer.decode(of_rows(rows, schema.TEACHER_INPUT_IDS)[0])
     rows = collator("({teacher_prefix}) ").rows([record, {"text": "again"}])
+    alone = collator().rows([{"text": "hello there"}, {"text": "again"}])
+    assert rows.columns["input_ids"].values == alone.columns["input_ids"].values, "the student reads no prefix"
     first, second = (tokenizer.decode(ids) for ids in of_rows(rows, schema.TEACHER_INPUT_IDS))
     assert "(the answer is four) hello there" in first and "() again" in second
 
