@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 
 import torch
 import triton  # type: ignore[import-untyped]
 from torch import Tensor
 
 from xtoken_core.errors import ConfigError
+
+# More than one, so that tests in the interpreter see programs share the work; few, since it runs them in turn.
+INTERPRETED_PROGRAMS = 3
 
 
 def interpreting() -> bool:
@@ -30,6 +34,14 @@ def launching_on(x: Tensor) -> AbstractContextManager[None]:
             "or set TRITON_INTERPRET=1 to run them in the interpreter"
         )
     return nullcontext()
+
+
+@cache
+def processors(device: torch.device) -> int:
+    """Return a GPU's number of multiprocessors, and few in the interpreter."""
+    if device.type != "cuda":
+        return INTERPRETED_PROGRAMS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def power_of_2(n: int) -> int:
