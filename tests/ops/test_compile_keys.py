@@ -194,8 +194,8 @@ def embedding(x: Drawn):
 OPS = [
     chain, chain_topk, chain_generated, chain_jsd, chain_topk_generated,
     gold, gold_cross_entropy, gold_picked, p_kl, p_kl_cross_entropy, token_kl,
-    cross_entropy, cross_entropy_known, token_kl_known, cross_entropy_by_tma, chunk_mean, select_topk_columns, sparse_projection,
-    sparse_projection_of_columns, embedding,
+    cross_entropy, cross_entropy_known, token_kl_known, cross_entropy_by_tma, chunk_mean, select_topk_columns,
+    sparse_projection, sparse_projection_of_columns, embedding,
 ]  # fmt: skip
 
 
