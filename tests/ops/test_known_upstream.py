@@ -92,7 +92,7 @@ CONFIGS = {
     "cross_entropy": (LossConfig(kl_loss_weight=0.0, ce_loss_scale=1.0), ()),
     "same_tokenizer": (LossConfig(vocab_topk=None, temperature=2.0, ce_loss_scale=0.3), (True,)),
     "two_teachers": (LossConfig(vocab_topk=None, ce_loss_scale=0.0), (True, True)),
-    "teacher_without_weight": (LossConfig(kl_loss_weight=0.0, ce_loss_scale=1.0), (False,)),
+    "teacher_without_weight": (LossConfig(mode="p_kl", kl_loss_weight=0.0, ce_loss_scale=1.0), (False,)),
 }
 
 
@@ -106,7 +106,7 @@ def test_a_whole_loss_scales_the_gradient_and_gives_it_once(name, device, monkey
     teachers = [x.to(device) for x in case.teacher_logits]
     gradients = []
     for dtype in (torch.float32, torch.float64):  # float64: the reference
-        leaf = case.student_logits.to(device, dtype).requires_grad_()
+        leaf = case.student_logits.detach().clone().to(device, dtype).requires_grad_()
         loss, metrics = loss_of(case, config, device)(batch, 1.0 * leaf, [x.to(dtype) for x in teachers])
         assert metrics["loss"] == loss.detach().float()
         (3 * loss).backward(retain_graph=True)
