@@ -228,8 +228,12 @@ class GradientSums:
     def result(self) -> Gradients:
         """Return the sums."""
         hidden = None if self.hidden is None else self.hidden[:-1].view(self.head.hidden.shape)
-        weight = tuple(self.weight) if len(self.weight) == 2 else self.weight[0] if self.weight else None
-        return Gradients(hidden, weight, self.bias)
+        match self.weight:
+            case [first, second]:
+                return Gradients(hidden, (first, second), self.bias)
+            case [whole]:
+                return Gradients(hidden, whole, self.bias)
+        return Gradients(hidden, None, self.bias)
 
 
 def add_product(

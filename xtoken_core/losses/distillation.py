@@ -83,7 +83,7 @@ class CrossTokenizerDistillationLoss:
 
     Attributes:
         observer: Called with the divergences and the cross-entropy of every chunk and token before they are reduced;
-            more than once where a head is multiplied block by block, and the last call has the values.
+            more than once where the gradient is computed with the loss, and the last call has the values.
     """
 
     def __init__(

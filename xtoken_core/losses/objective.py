@@ -185,14 +185,14 @@ def evaluate_whole(
     """
     # One teacher at most takes the cross-entropy along: a second one would compute it for nothing.
     with_tokens = first_with_cross_entropy(teachers) if trains_on_kd else None
-    *of_parts, of_losses = upstream or [None]
+    of_parts, of_losses = (list(upstream[:-1]), upstream[-1]) if upstream else ([], None)
     divergences = []
     with nullcontext() if trains_on_kd else torch.no_grad():
         for teacher in teachers:
             logits, gathered = teacher.whole()
             both = teacher is with_tokens
             own, of_parts = of_parts[: teacher.loss.parts], of_parts[teacher.loss.parts :]
-            known = (*own, of_losses) if both else tuple(own)
+            known = (*own, of_losses) if both and of_losses is not None else tuple(own)
             inputs = LossInput(
                 teacher.pairing,
                 student_logits,
