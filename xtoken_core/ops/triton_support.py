@@ -49,6 +49,19 @@ def power_of_2(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
+def row_parts(x: Tensor, block: int) -> tuple[int, int, int]:
+    """Return how programs share a row that they hold in registers: their number, its power of two, and their columns.
+
+    Args:
+        x: `[..., V]`.
+        block: Columns of a program, a power of two.
+    """
+    # The interpreter runs one program after the other: the first would wait for the second for ever.
+    block = min(block, power_of_2(x.shape[-1])) if x.is_cuda else power_of_2(x.shape[-1])
+    parts = -(-x.shape[-1] // block)
+    return parts, power_of_2(parts), block
+
+
 def rounded_up(n: int, multiple: int = 16) -> int:
     """Return the smallest multiple that is at least `n`."""
     return -(-n // multiple) * multiple

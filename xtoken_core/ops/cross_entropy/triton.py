@@ -14,14 +14,10 @@ from torch.autograd.graph import increment_version
 from xtoken_core.ops.cross_entropy.kernels import cross_entropy_bwd_kernel, cross_entropy_kernel
 from xtoken_core.ops.cross_entropy.reference import cross_entropy
 from xtoken_core.ops.numerics import Op
-from xtoken_core.ops.tensor_maps import WIDTH, row_matrix
-from xtoken_core.ops.triton_support import accumulates_in_float32, launching_on, power_of_2, processors, row_strides
+from xtoken_core.ops.triton_support import accumulates_in_float32, launching_on, power_of_2, row_parts, row_strides
 
 BLOCK, WARPS = 4096, 4
-STAGES = 3
-"""Tiles of a row on their way at once, where it is read by TMA."""
-ROWS_BLOCK, ROWS_WARPS, ROWS_PER_PROCESSOR = 8192, 16, 1
-"""Where a row's gradient follows its values: 132 rows of 128,256 logits of two bytes fit into 50 MB of cache."""
+"""Columns of a program, which holds them in registers."""
 
 
 class TritonCrossEntropy(torch.autograd.Function):
@@ -49,17 +45,11 @@ class TritonCrossEntropy(torch.autograd.Function):
             gradient = logits if ctx.in_place else torch.empty((B, T, V), dtype=logits.dtype, device=logits.device)
             upstream = upstream.float().contiguous()
         if B * T:
-            block = min(ROWS_BLOCK if ctx.known else BLOCK, power_of_2(V))
-            matrix = row_matrix(logits, block)
-            programs = min(B * T, processors(logits.device) * ROWS_PER_PROCESSOR) if ctx.known else B * T
-            given = logits, matrix, targets, targets if upstream is None else upstream
-            constants = ctx.known, 0 if matrix is None else STAGES, WIDTH, block
-            cross_entropy_kernel[(programs,)](
-                *given,
-                *(lse, losses, hits, gradient, B * T, T, V),
-                *row_strides(logits),
-                *constants,
-                num_warps=ROWS_WARPS if ctx.known else WARPS,
+            parts = row_parts(logits, BLOCK)
+            slots = targets.new_zeros(B * T * parts[0])
+            given = logits, targets, targets if upstream is None else upstream, slots
+            cross_entropy_kernel[(B * T * parts[0],)](
+                *given, lse, losses, hits, gradient, T, V, *row_strides(logits), ctx.known, *parts, num_warps=WARPS
             )
         if ctx.known and ctx.in_place:
             increment_version(logits)  # whoever has saved them must not take the gradient for logits

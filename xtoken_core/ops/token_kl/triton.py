@@ -1,4 +1,4 @@
-"""The Triton backend of `token_kl`: both sides' rows are read once for the values and again for the gradient."""
+"""The Triton backend of `token_kl`: both sides' rows are read once where backward's factors are known."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from torch.autograd.graph import increment_version
 from xtoken_core.ops.numerics import Op
 from xtoken_core.ops.token_kl.kernels import token_kl_bwd_kernel, token_kl_kernel
 from xtoken_core.ops.token_kl.reference import TokenKLOptions, TokenKLResult, token_kl
-from xtoken_core.ops.triton_support import accumulates_in_float32, launching_on, power_of_2, processors, row_strides
+from xtoken_core.ops.triton_support import accumulates_in_float32, launching_on, power_of_2, row_parts, row_strides
 
-BLOCK, GRADIENT_BLOCK = 2048, 4096
-WARPS, ROWS_PER_PROCESSOR = 8, 2
+BLOCK, WARPS = 4096, 8
+"""Columns of a program, which holds those of both sides in registers."""
 
 
 class TritonTokenKL(torch.autograd.Function):
@@ -38,19 +38,22 @@ class TritonTokenKL(torch.autograd.Function):
         kl, losses, *lse = (torch.empty((B, T), dtype=torch.float32, device=logits.device) for _ in range(5))
         agrees, hits = (torch.empty((B, T), dtype=torch.bool, device=logits.device) for _ in range(2))
         scale = 1.0 / options.temperature
-        # A program reads and writes the same tile of the student's row, or two one after the other.
+        # A program reads and writes the same block of the student's row.
         in_place = options.overwrite and logits.is_contiguous()
         ctx.in_place, ctx.known = in_place, known is not None
         upstream, gradient = (kl, losses), kl
         if known is not None:
             upstream = known[0].float().contiguous(), known[1].float().contiguous()
             gradient = logits if in_place else logits.new_empty(logits.shape)
+        parts, *shared = row_parts(logits, BLOCK)
+        apart = scale != 1.0 or V_head != options.vocab_size
+        slots = targets.new_zeros((3 + apart) * B * T * parts)
         results = kl, agrees, losses, hits, *lse, *upstream, gradient
-        sizes = B * T, T, options.vocab_size, V_head, *row_strides(logits), *row_strides(teacher)
-        constants = scale, options.reverse, scale == 1.0, ctx.known, min(BLOCK, power_of_2(V_head))
-        # So few that the cache holds their rows until they are read again.
-        programs = min(B * T, processors(logits.device) * ROWS_PER_PROCESSOR) if ctx.known else B * T
-        token_kl_kernel[(programs,)](logits, teacher, targets, *results, *sizes, *constants, num_warps=WARPS)
+        sizes = T, options.vocab_size, V_head, *row_strides(logits), *row_strides(teacher)
+        constants = scale, options.reverse, apart, ctx.known, parts, *shared
+        token_kl_kernel[(B * T * parts,)](
+            logits, teacher, targets, slots, *results, *sizes, *constants, num_warps=WARPS
+        )
         ctx.options = options
         if ctx.known and in_place:
             increment_version(logits)  # whoever has saved them must not take the gradient for logits
@@ -70,7 +73,7 @@ class TritonTokenKL(torch.autograd.Function):
         options: TokenKLOptions = ctx.options
         B, T, V_head = logits.shape
         gradient = logits if ctx.in_place else torch.empty((B, T, V_head), dtype=logits.dtype, device=logits.device)
-        block = min(GRADIENT_BLOCK, power_of_2(V_head))
+        block = min(BLOCK, power_of_2(V_head))
         upstream = of_kl.float().contiguous(), of_losses.float().contiguous()
         sizes = T, options.vocab_size, V_head, *row_strides(logits), *row_strides(teacher)
         constants = 1.0 / options.temperature, options.reverse, block
