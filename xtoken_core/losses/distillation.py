@@ -82,8 +82,7 @@ class CrossTokenizerDistillationLoss:
     `combine_metrics` adds and averages them so. No call waits for the device.
 
     Attributes:
-        observer: Called with the divergences and the cross-entropy of every chunk and token before they are reduced;
-            more than once where the gradient is computed with the loss, and the last call has the values.
+        observer: Called with the divergences and the cross-entropy of every chunk and token before they are reduced.
     """
 
     def __init__(

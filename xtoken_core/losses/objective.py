@@ -251,6 +251,10 @@ class Objective:
         if self.observer is not None:
             # Before the importance weights: an observer sees the divergences themselves.
             self.observer(values)
+        loss, summary = self._reduced(values)
+        return loss, {name: detached(value, loss) for name, value in summary.items()}
+
+    def _reduced(self, values: Values) -> tuple[Tensor, dict[str, Scalar]]:
         kd, metrics = self._divergence(values)
         ce = mean_over_tokens(self.batch, values.losses, values.hits, self.denominators.tokens)
         scale = self._kl_scale(kd, ce.loss)
@@ -264,7 +268,7 @@ class Objective:
         }
         if self.losses:
             summary |= {"kl_loss": kd, "kl_loss_scale": scale}
-        return loss, {name: detached(value, loss) for name, value in (summary | metrics).items()}
+        return loss, summary | metrics
 
     def upstream(self, at: Values) -> tuple[Tensor, ...]:
         """Return the gradient of the loss by each of `Values.differentiable`; of a linear loss it is the same anywhere.
@@ -275,7 +279,7 @@ class Objective:
         # Through the reduction only: scalars and [B, P] values, nothing as large as logits.
         leaves = [x.requires_grad_() for x in at.differentiable]
         with torch.enable_grad():
-            loss, _ = self(at)
+            loss, _ = self._reduced(at)
         return torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
 
     def _divergence(self, values: Values) -> tuple[Tensor, dict[str, Scalar]]:

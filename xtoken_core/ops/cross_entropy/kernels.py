@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-from xtoken_core.ops.row_kernels import block_sums, first_of, hand_over, over_parts
+from xtoken_core.ops.row_kernels import first_of, hand_over, largest, over_parts
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -39,26 +39,34 @@ def cross_entropy_kernel(
     mask = columns < V
     base = logits_ptr + row // T * stride_b + row % T * stride_t
     x = tl.load(base + columns, mask=mask, other=float("-inf")).to(tl.float32)
-    top, e, total = block_sums(x)
-    hand_over(slots_ptr + number, top, total)
-    target, upstream = tl.load(targets_ptr + row), 0.0
+    top = largest(x)
+    target = tl.load(targets_ptr + row)
+    holds = target // BLOCK == part
+    own, first = 0.0, 0
+    if holds:
+        # This program alone overwrites it, after all have read their blocks.
+        own, first = tl.load(base + target).to(tl.float32), first_of(x, top, columns)
+    e = tl.exp(x - top)
+    hand_over(slots_ptr + number, top, tl.sum(e, axis=0))
+    upstream, factor = 0.0, 0.0
     if GRADIENT:
         upstream = tl.load(upstream_ptr + row)
-    gradient = tl.zeros((BLOCK,), dtype=tl.float32)
-    holds = target // BLOCK == part
     # Others wait for nothing: padding and masked positions have zeros, whatever the row holds.
     if holds | (upstream != 0.0):
-        # From the registers: in memory the gradient may have taken its place.
-        own, first = tl.sum(tl.where(columns == target, x, 0.0), axis=0), first_of(x, top, columns)
         lse, _, _, best = over_parts(slots_ptr + row * PARTS, PARTS, SLOTS)
+        factor = tl.exp(top - lse)
         if holds:
             tl.store(lse_ptr + row, lse)
             tl.store(losses_ptr + row, lse - own)
             tl.store(hits_ptr + row, (best == part) & (first == target))  # the lowest id of a tie
-        if upstream != 0.0:
-            gradient = (e * tl.exp(top - lse) - (columns == target).to(tl.float32)) * upstream
     if GRADIENT:
-        tl.store(grad_ptr + row * V + columns, gradient.to(grad_ptr.dtype.element_ty), mask=mask)
+        to_ptr = grad_ptr + row * V
+        gradient = tl.where(upstream != 0.0, e * (factor * upstream), 0.0)
+        tl.store(to_ptr + columns, gradient.to(to_ptr.dtype.element_ty), mask=mask)
+        if holds & (upstream != 0.0):
+            tl.debug_barrier()  # another thread has stored this column
+            of_target = (tl.exp(own - top) * factor - 1.0) * upstream
+            tl.store(to_ptr + target, of_target.to(to_ptr.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["T"])

@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-from xtoken_core.ops.row_kernels import block_sums, first_of, hand_over, handed_over, over_parts
+from xtoken_core.ops.row_kernels import first_of, hand_over, handed_over, largest, over_parts
 
 
 @triton.jit
@@ -61,20 +61,24 @@ def token_kl_kernel(
     z = tl.load(s_base + x, mask=x < V_head, other=float("-inf")).to(tl.float32)  # [BLOCK]
     t = tl.load(t_base + x, mask=x < V, other=float("-inf")).to(tl.float32) * scale
     s = tl.where(x < V, z, float("-inf")) * scale
-    s_top, s_e, s_total = block_sums(s)
-    t_top, t_e, t_total = block_sums(t)
-    gap = tl.sum(weighted_gap(s_e, s, t) if REVERSE else weighted_gap(t_e, t, s), axis=0)
-    hand_over(slots_ptr + number, s_top, s_total)
-    hand_over(slots_ptr + programs + number, t_top, t_total)
-    hand_over(slots_ptr + 2 * programs + number, gap, tl.full((), 1.0, tl.float32))  # not 0 together
-    top, e, total = s_top, s_e, s_total
-    if APART:
-        top, e, total = block_sums(z)
-        hand_over(slots_ptr + 3 * programs + number, top, total)
-    target = tl.load(targets_ptr + row)
-    # From the registers: in memory the gradient may have taken its place.
-    own, first = tl.sum(tl.where(x == target, z, 0.0), axis=0), first_of(z, top, x)
+    s_top, t_top = largest(s), largest(t)
     agrees = first_of(s, s_top, x) == first_of(t, t_top, x)
+    top = largest(z) if APART else s_top
+    target = tl.load(targets_ptr + row)
+    holds = target // BLOCK == part
+    own, first = 0.0, 0
+    if holds:
+        # This program alone overwrites it, later.
+        own, first = tl.load(s_base + target).to(tl.float32), first_of(z, top, x)
+    s_e, t_e = tl.exp(s - s_top), tl.exp(t - t_top)
+    gap = tl.sum(weighted_gap(s_e, s, t) if REVERSE else weighted_gap(t_e, t, s), axis=0)
+    hand_over(slots_ptr + number, s_top, tl.sum(s_e, axis=0))
+    hand_over(slots_ptr + programs + number, t_top, tl.sum(t_e, axis=0))
+    hand_over(slots_ptr + 2 * programs + number, gap, tl.full((), 1.0, tl.float32))  # not 0 together
+    e = s_e
+    if APART:
+        e = tl.exp(z - top)
+        hand_over(slots_ptr + 3 * programs + number, top, tl.sum(e, axis=0))
 
     slots_ptr += row * PARTS
     s_lse, s_total, s_factors, s_best = over_parts(slots_ptr, PARTS, SLOTS)
@@ -95,7 +99,7 @@ def token_kl_kernel(
         tl.store(head_lse_ptr + row, lse)
     if part == s_best:
         tl.store(agrees_ptr + row, agrees & (t_best == part))  # the lowest id of a tie
-    if part == target // BLOCK:
+    if holds:
         tl.store(losses_ptr + row, lse - own)
         tl.store(hits_ptr + row, (best == part) & (first == target))
     if GRADIENT:
