@@ -19,6 +19,7 @@ from xtoken_core.losses.base import Loss
 from xtoken_core.losses.chunk_classes import class_means
 from xtoken_core.losses.chunked_head import ChunkedHead
 from xtoken_core.losses.common import LossTeacher, NumberedBatch, Scalar
+from xtoken_core.losses.known_gradients import whole_loss
 from xtoken_core.losses.lazy_logits import HeadProjection, Logits, MeanLogits, WholeLogits
 from xtoken_core.losses.masks import student_tokens
 from xtoken_core.losses.objective import (
@@ -82,8 +83,7 @@ class CrossTokenizerDistillationLoss:
     `combine_metrics` adds and averages them so. No call waits for the device.
 
     Attributes:
-        observer: Called with the divergences and the cross-entropy of every chunk and token before they are reduced;
-            more than once where a head is multiplied block by block, and the last call has the values.
+        observer: Called with the divergences and the cross-entropy of every chunk and token before they are reduced.
         shares: As of `among`.
     """
 
@@ -171,6 +171,9 @@ class CrossTokenizerDistillationLoss:
     ) -> tuple[Float[Tensor, ""], Metrics]:
         """Compute the loss of one padded or packed micro-batch.
 
+        The gradient of a cross-entropy alone, and of a loss between models with one tokenizer, is computed with the
+        loss where no factor depends on values: such a loss can be differentiated once.
+
         The head of a student given as a `HeadProjection` is multiplied block by block, and the gradients of its hidden
         states and head are computed with the loss, so that it can be differentiated once. Dynamic scaling needs both
         losses before either's gradient and reads all blocks twice. A teacher's `HeadProjection` beside a student's
@@ -212,9 +215,12 @@ class CrossTokenizerDistillationLoss:
         if isinstance(student_logits, HeadProjection):
             given = blocks.to(student_logits.device) if blocks is not None else self._blocks(batch, frozen)
             head = ChunkedHead(batch, student_logits, compared, given, trains_on_kd=trains_on_kd)
-            # Both scale the divergence by values: the gradient is then known only after all blocks have been read.
-            linear = not self.config.dynamic_loss_scaling and self.config.importance_cap is None
-            return head.loss(objective, linear=linear)
+            return head.loss(objective, linear=self._linear)
+        at_once = not trains_on_kd or all(teacher.loss.uses_upstream for teacher in compared)
+        # float16 is left to backward: before a gradient scaler's factor, gradients are too small for it.
+        exact = student_logits.dtype != torch.float16
+        if self._linear and at_once and exact and torch.is_grad_enabled() and student_logits.requires_grad:
+            return whole_loss(batch, student_logits, compared, objective, trains_on_kd=trains_on_kd)
         return objective(evaluate_whole(batch, student_logits, compared, trains_on_kd=trains_on_kd))
 
     def values(self, batch: Mapping[str, Tensor], student_logits: Tensor, teacher_logits: Sequence[Logits]) -> Values:
@@ -264,6 +270,11 @@ class CrossTokenizerDistillationLoss:
         # [B, T]: the last position predicts none.
         needed = torch.cat([mask, mask.new_zeros(mask.shape[0], 1)], dim=1)
         return packed_blocks(needed, extents, rows or self._block_rows)
+
+    @property
+    def _linear(self) -> bool:
+        """True if the gradient is known before the values; these two scale the divergence by values."""
+        return not self.config.dynamic_loss_scaling and self.config.importance_cap is None
 
     @property
     def _block_rows(self) -> int:
