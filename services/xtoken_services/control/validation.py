@@ -6,6 +6,7 @@ A specification has no field for a command or an environment; the values it does
 from __future__ import annotations
 
 import os
+import re
 import unicodedata
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,8 @@ BOUNDS = {
     "queue.memory_limit": 1 << 44,
 }
 MAX_TEACHERS = 16
+ADDRESS = re.compile("[a-z][a-z0-9+.-]*:")
+"""First part of a path that is an address, such as `https:`."""
 RUN_CODE = "XTOKEN_RUN_CODE"
 """Variable by which the operator lets runs execute the programs of tasks: 1."""
 
@@ -84,6 +87,9 @@ class SpecValidator:
             if spec.ray.address != "auto":
                 raise RefusedError("ray.address", "the control plane uses the cluster of its own machine: unset it")
         output = self._resolved(spec.output)
+        for name, path in paths_of(spec.model_dump(exclude={"output"})):
+            if path.parts and ADDRESS.fullmatch(path.parts[0]):  # a path has one of the slashes only
+                raise RefusedError(name, f"{path} is an address: a control plane reads files of its machine alone")
         if self.inputs.is_absolute():
             spec = spec.with_base(self.inputs)
         for name, path in paths_of(spec.model_dump(exclude={"output"})):

@@ -291,7 +291,9 @@ def test_what_cannot_be_fetched_whole_is_refused(
 def test_a_control_plane_refuses_remote_text(tmp_path: Path) -> None:
     validator = SpecValidator(roots=Roots.of([tmp_path], [tmp_path]), base=tmp_path)
     for address in ("https://example.org/a.jsonl", "s3://bucket/a.jsonl.gz"):
-        with pytest.raises(RefusedError, match=r"is relative: a control plane needs absolute paths"):
+        with pytest.raises(
+            RefusedError, match=r"data\.path: .* is an address: a control plane reads files of its machine alone"
+        ):
             validator.validate(RunSpec.model_validate(spec(tmp_path, output="out", data={"path": address})))
 
 
@@ -335,5 +337,5 @@ def test_a_run_says_which_form_it_has_recognised(assets: TinyAssets, tmp_path: P
         tmp_path, source="test",
     )  # fmt: skip
     _, lines = check_start(run)
-    said = [line for line in lines if line.startswith("text: ")]
+    said = [line for line in lines if " is a record of " in line]
     assert said == [f"text: {data}:1 is a record of Alpaca, and is read as messages, as is every other such record"]
