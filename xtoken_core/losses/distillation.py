@@ -55,6 +55,12 @@ RATIOS = ("kl_loss_scale", "weight_", "overlap_ratio")
 """Prefixes of the metrics that are averaged over a step, not added."""
 
 
+def wants_gradient_now(logits: Tensor) -> bool:
+    """Return True unless there is no gradient, or it is in float16."""
+    # float16 is left to backward: before a gradient scaler's factor, gradients are too small for it.
+    return torch.is_grad_enabled() and logits.requires_grad and logits.dtype != torch.float16
+
+
 class CrossTokenizerDistillationLoss:
     """`kl_loss_weight * KD + ce_loss_scale * CE`, or with dynamic scaling `stop_grad(|CE|/|KD|) * KD + CE`.
 
@@ -152,13 +158,11 @@ class CrossTokenizerDistillationLoss:
     ) -> tuple[Float[Tensor, ""], Metrics]:
         """Compute the loss of one padded or packed micro-batch.
 
-        The gradient of a cross-entropy alone, and of a loss between models with one tokenizer, is computed with the
-        loss where no factor depends on values: such a loss can be differentiated once.
-
-        The head of a student given as a `HeadProjection` is multiplied block by block, and the gradients of its hidden
-        states and head are computed with the loss, so that it can be differentiated once. Dynamic scaling needs both
-        losses before either's gradient and reads all blocks twice. A teacher's `HeadProjection` beside a student's
-        logits is multiplied out for the compared tokens only.
+        Where no factor depends on values, the gradient of a cross-entropy alone, or of a loss between models with one
+        tokenizer, is computed with the loss; so are those of hidden states and head of a student's `HeadProjection`,
+        which is multiplied block by block. Such a loss can be differentiated once. Dynamic scaling needs both losses
+        before either's gradient and reads all blocks twice. A teacher's `HeadProjection` beside a student's logits is
+        multiplied out for the compared tokens only.
 
         Args:
             batch: The columns of `xtoken_core.schema` for this run's teachers; a single teacher's with or without its
@@ -198,9 +202,7 @@ class CrossTokenizerDistillationLoss:
             head = ChunkedHead(batch, student_logits, compared, given, trains_on_kd=trains_on_kd)
             return head.loss(objective, linear=self._linear)
         at_once = not trains_on_kd or all(teacher.loss.uses_upstream for teacher in compared)
-        # float16 is left to backward: before a gradient scaler's factor, gradients are too small for it.
-        exact = student_logits.dtype != torch.float16
-        if self._linear and at_once and exact and torch.is_grad_enabled() and student_logits.requires_grad:
+        if at_once and self._linear and wants_gradient_now(student_logits):
             return whole_loss(batch, student_logits, compared, objective, trains_on_kd=trains_on_kd)
         return objective(evaluate_whole(batch, student_logits, compared, trains_on_kd=trains_on_kd))
 
