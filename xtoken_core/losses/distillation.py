@@ -158,11 +158,10 @@ class CrossTokenizerDistillationLoss:
     ) -> tuple[Float[Tensor, ""], Metrics]:
         """Compute the loss of one padded or packed micro-batch.
 
-        Where no factor depends on values, the gradient of a cross-entropy alone, or of a loss between models with one
-        tokenizer, is computed with the loss; so are those of hidden states and head of a student's `HeadProjection`,
-        which is multiplied block by block. Such a loss can be differentiated once. Dynamic scaling needs both losses
-        before either's gradient and reads all blocks twice. A teacher's `HeadProjection` beside a student's logits is
-        multiplied out for the compared tokens only.
+        Where no factor depends on values, the gradient of a cross-entropy alone or of a loss between models with one
+        tokenizer is computed with the loss. So are those of hidden states and head of a student's `HeadProjection`, in
+        blocks, with dynamic scaling read twice. Such a loss can be differentiated once. A teacher's `HeadProjection`
+        beside a student's logits is multiplied out for the compared tokens only.
 
         Args:
             batch: The columns of `xtoken_core.schema` for this run's teachers; a single teacher's with or without its
@@ -177,8 +176,7 @@ class CrossTokenizerDistillationLoss:
             global_selected_chunks: `select_teacher` only: the step's chunks of the chosen teachers, the sum of
                 `select`'s counts, for the loss; None: this micro-batch's. Each teacher's own metrics are over its own.
             selection: `select_teacher` only: the result of `select` for this micro-batch; None: it is computed again.
-            blocks: For a `HeadProjection`: the result of `token_blocks` for this batch. None: it is computed for a
-                batch on the CPU; on a GPU blocks are whole samples.
+            blocks: For a `HeadProjection`: `token_blocks` of this batch; None: its result, on a GPU whole samples.
             kl_loss_weight: The step's, `LossConfig.kl_weight_at`; None: the first step's. Unused with dynamic scaling.
 
         Returns:
