@@ -56,6 +56,12 @@ RATIOS = ("kl_loss_scale", "weight_", "overlap_ratio")
 """Prefixes of the metrics that are averaged over a step, not added."""
 
 
+def wants_gradient_now(logits: Tensor) -> bool:
+    """Return True unless there is no gradient, or it is in float16."""
+    # float16 is left to backward: before a gradient scaler's factor, gradients are too small for it.
+    return torch.is_grad_enabled() and logits.requires_grad and logits.dtype != torch.float16
+
+
 class CrossTokenizerDistillationLoss:
     """`kl_loss_weight * KD + ce_loss_scale * CE`, or with dynamic scaling `stop_grad(|CE|/|KD|) * KD + CE`.
 
@@ -171,13 +177,10 @@ class CrossTokenizerDistillationLoss:
     ) -> tuple[Float[Tensor, ""], Metrics]:
         """Compute the loss of one padded or packed micro-batch.
 
-        The gradient of a cross-entropy alone, and of a loss between models with one tokenizer, is computed with the
-        loss where no factor depends on values: such a loss can be differentiated once.
-
-        The head of a student given as a `HeadProjection` is multiplied block by block, and the gradients of its hidden
-        states and head are computed with the loss, so that it can be differentiated once. Dynamic scaling needs both
-        losses before either's gradient and reads all blocks twice. A teacher's `HeadProjection` beside a student's
-        logits is multiplied out for the compared tokens only.
+        Where no factor depends on values, the gradient of a cross-entropy alone or of a loss between models with one
+        tokenizer is computed with the loss. So are those of hidden states and head of a student's `HeadProjection`, in
+        blocks, with dynamic scaling read twice. Such a loss can be differentiated once. A teacher's `HeadProjection`
+        beside a student's logits is multiplied out for the compared tokens only.
 
         Args:
             batch: The columns of `xtoken_core.schema` for this run's teachers; a single teacher's with or without its
@@ -192,8 +195,7 @@ class CrossTokenizerDistillationLoss:
             global_selected_chunks: `select_teacher` only: the step's chunks of the chosen teachers, the sum of
                 `select`'s counts, for the loss; None: this micro-batch's. Each teacher's own metrics are over its own.
             selection: `select_teacher` only: the result of `select` for this micro-batch; None: it is computed again.
-            blocks: For a `HeadProjection`: the result of `token_blocks` for this batch. None: it is computed for a
-                batch on the CPU; on a GPU blocks are whole samples.
+            blocks: For a `HeadProjection`: `token_blocks` of this batch; None: its result, on a GPU whole samples.
             kl_loss_weight: The step's, `LossConfig.kl_weight_at`; None: the first step's. Unused with dynamic scaling.
 
         Returns:
@@ -217,9 +219,7 @@ class CrossTokenizerDistillationLoss:
             head = ChunkedHead(batch, student_logits, compared, given, trains_on_kd=trains_on_kd)
             return head.loss(objective, linear=self._linear)
         at_once = not trains_on_kd or all(teacher.loss.uses_upstream for teacher in compared)
-        # float16 is left to backward: before a gradient scaler's factor, gradients are too small for it.
-        exact = student_logits.dtype != torch.float16
-        if self._linear and at_once and exact and torch.is_grad_enabled() and student_logits.requires_grad:
+        if at_once and self._linear and wants_gradient_now(student_logits):
             return whole_loss(batch, student_logits, compared, objective, trains_on_kd=trains_on_kd)
         return objective(evaluate_whole(batch, student_logits, compared, trains_on_kd=trains_on_kd))
 

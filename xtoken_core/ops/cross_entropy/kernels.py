@@ -44,13 +44,11 @@ def cross_entropy_kernel(
     holds = target // BLOCK == part
     own, first = 0.0, 0
     if holds:
-        # This program alone overwrites it, after all have read their blocks.
+        # This program alone overwrites it, later.
         own, first = tl.load(base + target).to(tl.float32), first_of(x, top, columns)
     e = tl.exp(x - top)
     hand_over(slots_ptr + number, top, tl.sum(e, axis=0))
-    upstream, factor = 0.0, 0.0
-    if GRADIENT:
-        upstream = tl.load(upstream_ptr + row)
+    upstream, factor = tl.load(upstream_ptr + row) if GRADIENT else 0.0, 0.0
     # Others wait for nothing: padding and masked positions have zeros, whatever the row holds.
     if holds | (upstream != 0.0):
         lse, _, _, best = over_parts(slots_ptr + row * PARTS, PARTS, SLOTS)

@@ -52,7 +52,7 @@ class TritonCrossEntropy(torch.autograd.Function):
                 *given, lse, losses, hits, gradient, T, V, *row_strides(logits), ctx.known, *parts, num_warps=WARPS
             )
         if ctx.known and ctx.in_place:
-            increment_version(logits)  # whoever has saved them must not take the gradient for logits
+            increment_version(logits)  # a graph that has saved them must not take the gradient for logits
         ctx.save_for_backward(*((gradient,) if ctx.known else (logits, targets, lse)))
         ctx.mark_non_differentiable(hits)
         return losses, hits

@@ -56,7 +56,7 @@ class TritonTokenKL(torch.autograd.Function):
         )
         ctx.options = options
         if ctx.known and in_place:
-            increment_version(logits)  # whoever has saved them must not take the gradient for logits
+            increment_version(logits)  # a graph that has saved them must not take the gradient for logits
         ctx.save_for_backward(*((gradient,) if ctx.known else (logits, teacher, targets, kl, *lse)))
         ctx.mark_non_differentiable(agrees, hits)
         return kl, agrees, losses, hits
