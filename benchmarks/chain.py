@@ -5,8 +5,8 @@
 Student logits `[1, 2048, 128256]` and teacher logits `[1, 2048, 151936]` in bfloat16, tables and text drawn as in
 `benchmarks.chain_tables`. Times are medians over replays of a CUDA graph (over events where it cannot be captured), of
 the whole loss as the trainer calls it; the forms other than the forward KL are on generated text, and are timed for the
-kernels alone. Memory is the peak above the inputs. The bytes that must move are the student's
-logits twice, their gradient and the teacher's logits once; the fraction is of a copy's bandwidth in the same run.
+kernels alone. Memory is the peak above the inputs. The bytes that must move are both sides'
+logits and the gradient, each once; the fraction is of a copy's bandwidth in the same run.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def measure(
         torch.cuda.synchronize()
         timed_by = "events"
         forward_ms, both_ms = (timed_by_events(function) for function in (lambda: loss(student, teacher), both))
-    least = 3 * nbytes(student) + nbytes(teacher)
+    least = 2 * nbytes(student) + nbytes(teacher)
     return Row(name, timed_by, forward_ms, both_ms, peak, least, least / bandwidth / both_ms * 1e3)
 
 

@@ -17,6 +17,15 @@ def test_a_slower_queue_fails_its_bounds() -> None:
     assert "put, ipc, 1 in flight, relative to raw pyzmq" in failed
 
 
+def test_the_ratio_to_another_queue_is_reported_with_its_machine_and_not_required() -> None:
+    result = pages.result("queue")
+    for size in result["transferqueue"]["batch"].values():
+        size["get"] *= 100
+    bounds = {bound.what: bound for bound in queue_bounds(result)}
+    reported = bounds[f"get, ipc, relative to TransferQueue, on {result['machine']['processor']}"]
+    assert reported.holds and reported.must_text == "reported" and reported.value < 1
+
+
 def test_ratios_of_a_result_grow_with_speed() -> None:
     result = pages.result("queue")
     before = compare.ratios(result)
