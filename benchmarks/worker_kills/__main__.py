@@ -136,8 +136,8 @@ def kill_repeatedly(
 
 
 def _spec(assets: Any, directory: Path, device: str) -> RunSpec:
-    signal = "cuda_ipc" if device == "cuda" else "shared_memory"
-    workers = {"collators": 1, "device": device, "signal": signal, "slots": 12, "max_restarts": 1000}
+    transport = "cuda_ipc" if device == "cuda" else "shared_memory"
+    workers = {"collators": 1, "device": device, "transport": transport, "slots": 12, "max_restarts": 1000}
     return tiny_spec(assets, directory, records=RECORDS, workers=workers)
 
 

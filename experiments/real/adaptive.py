@@ -36,8 +36,7 @@ def section() -> dict[str, Any]:
     verdicts = Counter(row.rsplit("|", 2)[1].strip() for row in predictions.compare(result))
     missed = verdicts["**not**"]
     tables = {
-        f.__name__: f(result)
-        for f in (table, losses, forms, students, problems, problems_no_end, on_policy, p_kl, early_ends)
+        f.__name__: f(result) for f in (table, losses, forms, students, problems, no_end, on_policy, p_kl, early_ends)
     }
     return {
         **result,
@@ -148,29 +147,28 @@ def p_kl(result: Mapping[str, Any]) -> str:
     return ", ".join(f"{ces[seed].bits[text] - own[seed].bits[text]:+.3f}" for seed in sorted(own))
 
 
+def no_end(result: Mapping[str, Any]) -> str:
+    """Return the right answers of the worst and of the best loss, each at its best rate, without ends of answers."""
+    right, best = f"{TASK}{word_problems.TASK}", dict[str, float]()
+    for run in result["runs"]:
+        if run["condition"] == plan.PROBLEMS_NO_END:
+            best[run["method"]] = max(best.get(run["method"], 0.0), run["curve"][-1][right])
+    return f"{min(best.values()):.1%} and {max(best.values()):.1%}"
+
+
 def problems(result: Mapping[str, Any]) -> str:
-    """Return the runs on word problems: right answers half-way and at the end, bits per byte of answers, English."""
-    return _problems(result, plan.PROBLEMS)
-
-
-def problems_no_end(result: Mapping[str, Any]) -> str:
-    """Return the table of `problems` for runs in which the end of an answer was not learnt."""
-    return _problems(result, plan.PROBLEMS_NO_END)
-
-
-def _problems(result: Mapping[str, Any], condition: str) -> str:
-    """Return the runs of a condition, one line for each method and rate; of several data seeds, figures are means."""
+    """Return the runs on word problems, one line for each method and rate; of several data seeds, figures are means."""
     right = f"{TASK}{word_problems.TASK}"
     runs: dict[tuple[str, float], dict[int, Mapping[str, Any]]] = defaultdict(dict)
     for run in result["runs"]:
-        if run["condition"] == condition:
+        if run["condition"] == plan.PROBLEMS:
             runs[run["method"], run["rate"]][run["seed"]] = run
     lines = [
         "| | rate | right answers at the end, each data seed | before, half-way, at the end | bits per byte of "
         "held-out answers, before and at the end | English |",
         "|---|---|---|---|---|---|",
     ]
-    if teacher := result["teachers"].get(condition):
+    if teacher := result["teachers"].get(plan.PROBLEMS):
         lines.append(f"| the teacher, shown two solved problems | | {teacher[right]:.1%} | | | |")
     for (method, rate), by_seed in sorted(
         runs.items(), key=lambda item: fmean(run["curve"][-1][right] for run in item[1].values())
