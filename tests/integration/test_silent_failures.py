@@ -193,6 +193,7 @@ def test_a_look_at_long_documents_reads_two_mebibytes_at_most(assets: TinyAssets
     pq.write_table(pa.table({"text": [text] * 20 + ["short"]}), tmp_path / "bomb.parquet")
     run = resolve_run(tiny_spec(assets, tmp_path, data={"path": tmp_path / "bomb.parquet"}))
     found = look_at_sample(run, make_collator(run), open_data(run), row_counts(run))
+    assert found.pop("tokens") > 6
     assert found == {"positions": 6, "skipped": 0, "truncated": 5, "reason": ""}
 
 

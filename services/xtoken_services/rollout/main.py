@@ -293,7 +293,8 @@ def prompt_of(value: Mapping[str, Any], characters: int | None) -> dict[str, Any
     messages = list(value["messages"])
     while messages and messages[-1]["role"] == "assistant":
         messages.pop()
-    return {"messages": messages, "tools": value.get("tools")} if messages else None
+    tools = {"tools": value["tools"]} if "tools" in value else {}
+    return {"messages": messages} | tools if messages else None
 
 
 def cut_at_word(text: str, characters: int | None) -> str:

@@ -327,6 +327,7 @@ def test_a_check_counts_what_is_used_cut_and_skipped(assets: TinyAssets, tmp_pat
     assert f"cut, of those used; first: {path}:2\n" in shown and f"skipped: empty text; first: {path}:6\n" in shown
 
 
+@pytest.mark.slow
 def test_a_run_says_which_form_it_has_recognised(assets: TinyAssets, tmp_path: Path) -> None:
     for side in (assets.student, assets.teacher):
         (side / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")

@@ -63,7 +63,7 @@ def test_a_run_reads_a_file_only_for_a_loss_that_needs_one_and_other_tokenizers(
 
     def file(mode: LossMode, teacher: ResolvedModel) -> Path | None:
         spec = RunSpec.model_validate(raw | {"loss": {"mode": mode}})
-        return resolve._pair_file(spec, 0, student, teacher, None)
+        return resolve._pair_file(spec, 0, student, teacher, None, same_tokenizer=teacher is student)
 
     assert file("alm", other) is None and file("p_kl", student) is None
     for built in (file("p_kl", other), file("chain", other)):
