@@ -50,7 +50,9 @@ def a_put_wakes_nobody(patch: Patch) -> None:
     patch.setattr(driving, "PATIENCE_S", 1.0)
 
 
-@pytest.mark.parametrize("name", MUTATIONS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n in ON_THE_SERVER else n for n in MUTATIONS]
+)
 def test_mutation_is_detected(name: str, monkeypatch: pytest.MonkeyPatch, short_tmp: Path) -> None:
     monkeypatch.setattr(server, "TICK_S", driving.TICK_S)
     MUTATIONS[name](monkeypatch)

@@ -11,6 +11,7 @@ from tests.support.tiny_run import documents, steps_of, write_jsonl, write_run
 from xtoken_services.common.run.resolve import resolve_run
 
 
+@pytest.mark.slow
 def test_chain_and_p_kl_learn_from_files_built_at_the_start(
     tiny: Tiny, planted: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

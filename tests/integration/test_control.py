@@ -111,6 +111,7 @@ def nothing_left_in_shared_memory() -> Iterator[None]:
     assert eventually(lambda: set(Path("/dev/shm").glob("xtoken*")) <= before)
 
 
+@pytest.mark.slow
 def test_runs_over_http_by_a_process_without_torch(tmp_path: Path, assets: TinyAssets, planted: Path) -> None:
     runs = tmp_path / "runs"
     control, url = serve(tmp_path, assets, program=("-c", WITHOUT_TORCH), cwd=planted)

@@ -91,6 +91,7 @@ def test_a_sharded_student_with_adapters_completes_prompts(writing: TinyAssets, 
     assert lines[-1]["entropy"] != lines[0]["entropy"]
 
 
+@pytest.mark.slow
 def test_a_killed_trainer_goes_over_from_text_to_completions_at_the_same_step(
     writing: TinyAssets, tmp_path: Path, start: Start, forking: ForkLauncher
 ) -> None:
