@@ -157,11 +157,6 @@ def cross_entropy_known(x: Drawn):
     return TritonCrossEntropyOp()(x.student, x.ids(x.T_s, HEAD), upstream=torch.ones(x.B, x.T_s))
 
 
-def token_kl_known(x: Drawn):
-    teacher, ones = torch.zeros(x.B, x.T_s, V_T, dtype=torch.bfloat16), torch.ones(x.B, x.T_s)
-    return TritonTokenKLOp()(x.student, teacher, x.ids(x.T_s, HEAD), TokenKLOptions(V_S), (ones, ones))
-
-
 def chunk_mean(x: Drawn):
     return TritonChunkMeanOp()(x.student, x.chunks[0], x.P)
 
@@ -188,8 +183,8 @@ def embedding(x: Drawn):
 OPS = [
     chain, chain_topk, chain_generated, chain_jsd, chain_topk_generated,
     gold, gold_cross_entropy, gold_picked, p_kl, p_kl_cross_entropy, token_kl,
-    cross_entropy, cross_entropy_known, token_kl_known, chunk_mean, select_topk_columns,
-    sparse_projection, sparse_projection_of_columns, embedding,
+    cross_entropy, cross_entropy_known, chunk_mean, select_topk_columns, sparse_projection,
+    sparse_projection_of_columns, embedding,
 ]  # fmt: skip
 
 

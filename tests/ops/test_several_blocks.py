@@ -41,7 +41,7 @@ def test_cross_entropy(monkeypatch, device):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("variant", ["", "reverse_T2"])
 def test_token_kl(monkeypatch, variant, device):
-    shrink(monkeypatch, "token_kl", BLOCK=16)
+    shrink(monkeypatch, "token_kl", BLOCK=16, GRADIENT_BLOCK=32)
     check("token_kl", CASES["token_kl"][variant].make(torch.float32, torch.device(device)), "student_logits")
 
 

@@ -40,7 +40,6 @@ class Loss(ABC):
         parts: Number of tensors that a divergence consists of.
         per_token: True if the divergence is a mean over next tokens, as the cross-entropy is; False: over chunks.
         with_cross_entropy: True if `evaluate` can return the cross-entropy from the same reading of the logits.
-        uses_upstream: True if `evaluate` computes the gradient at once where `LossInput.upstream` is known.
         whole_samples: True if the blocks of a student's head must hold whole samples, because a chunk's value reads
             positions beside the chunk's own.
     """
@@ -48,7 +47,6 @@ class Loss(ABC):
     parts: ClassVar[int] = 1
     per_token: ClassVar[bool] = False
     with_cross_entropy: ClassVar[bool] = False
-    uses_upstream: ClassVar[bool] = False
     whole_samples: ClassVar[bool] = False
 
     def __init__(

@@ -113,14 +113,12 @@ class ChunkedHead:
         """Compute the values of one block: chunks as the block numbers them, positions in its order."""
         targets = _at(self.targets, self.blocks.rows[n])
         divergences, tokens = [], None
-        # Known to the only reader of the logits: what it writes over them no other loss can read.
-        known = tuple(upstream) if upstream and overwrite else None
         for (teacher, side), (rows, gathered) in zip(self._sides(), self.teacher_rows, strict=True):
             with nullcontext() if self.trains_on_kd else torch.no_grad():
                 pairing, both = _pairing(teacher, side, n, self.blocks.rows[n], targets), teacher is self.with_tokens
                 # Not bound to a name: the teacher's block is freed before the next teacher's is multiplied.
                 divergence = teacher.loss.compare(
-                    LossInput(pairing, logits, rows(side.rows[n]), teacher.columns, gathered, overwrite, both, known)
+                    LossInput(pairing, logits, rows(side.rows[n]), teacher.columns, gathered, overwrite, both)
                 )
             tokens = tokens or divergence.tokens
             divergences.append(divergence)

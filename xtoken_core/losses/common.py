@@ -198,8 +198,6 @@ class LossInput(Generic[TeacherForm]):
         gathered: True if `teacher_logits` are those of `columns` only (`W = K`).
         overwrite: True if the student's logits may be overwritten by their gradient.
         with_tokens: True if the student's cross-entropy is to be returned too (losses `with_cross_entropy` only).
-        upstream: What the gradients of the parts will be, then with `with_tokens` that of the cross-entropy, so that a
-            kernel can compute the gradient of the logits at once; None: not known yet.
     """
 
     pairing: Pairing
@@ -209,7 +207,6 @@ class LossInput(Generic[TeacherForm]):
     gathered: bool = False
     overwrite: bool = False
     with_tokens: bool = False
-    upstream: tuple[Tensor, ...] | None = None
 
 
 class Divergence(NamedTuple):

@@ -19,7 +19,7 @@ from xtoken_core.losses.base import Loss
 from xtoken_core.losses.chunk_classes import class_means
 from xtoken_core.losses.chunked_head import ChunkedHead
 from xtoken_core.losses.common import LossTeacher, NumberedBatch, Scalar
-from xtoken_core.losses.known_gradients import whole_loss
+from xtoken_core.losses.known_gradients import cross_entropy_alone
 from xtoken_core.losses.lazy_logits import HeadProjection, Logits, MeanLogits, WholeLogits
 from xtoken_core.losses.masks import student_tokens
 from xtoken_core.losses.objective import (
@@ -177,10 +177,10 @@ class CrossTokenizerDistillationLoss:
     ) -> tuple[Float[Tensor, ""], Metrics]:
         """Compute the loss of one padded or packed micro-batch.
 
-        Where no factor depends on values, the gradient of a cross-entropy alone or of a loss between models with one
-        tokenizer is computed with the loss. So are those of hidden states and head of a student's `HeadProjection`, in
-        blocks, with dynamic scaling read twice. Such a loss can be differentiated once. A teacher's `HeadProjection`
-        beside a student's logits is multiplied out for the compared tokens only.
+        The gradient of a cross-entropy alone is computed with the loss. So are those of hidden states and head of a
+        student's `HeadProjection`, block by block; dynamic scaling reads all blocks twice. Such a loss can be
+        differentiated once. A teacher's `HeadProjection` beside a student's logits is multiplied out for the compared
+        tokens only.
 
         Args:
             batch: The columns of `xtoken_core.schema` for this run's teachers; a single teacher's with or without its
@@ -218,9 +218,8 @@ class CrossTokenizerDistillationLoss:
             given = blocks.to(student_logits.device) if blocks is not None else self._blocks(batch, frozen)
             head = ChunkedHead(batch, student_logits, compared, given, trains_on_kd=trains_on_kd)
             return head.loss(objective, linear=self._linear)
-        at_once = not trains_on_kd or all(teacher.loss.uses_upstream for teacher in compared)
-        if at_once and self._linear and wants_gradient_now(student_logits):
-            return whole_loss(batch, student_logits, compared, objective, trains_on_kd=trains_on_kd)
+        if not trains_on_kd and self._linear and wants_gradient_now(student_logits):
+            return cross_entropy_alone(batch, student_logits, compared, objective)
         return objective(evaluate_whole(batch, student_logits, compared, trains_on_kd=trains_on_kd))
 
     def values(self, batch: Mapping[str, Tensor], student_logits: Tensor, teacher_logits: Sequence[Logits]) -> Values:

@@ -31,30 +31,26 @@ def halved(rows: int) -> tuple[int, int]:
     return first, rows - first
 
 
-def whole_loss(
+def cross_entropy_alone(
     batch: Mapping[str, Tensor],
     student_logits: Float[Tensor, "B T_s V_head"],
     teachers: Sequence[ComparedTeacher],
     objective: Objective,
-    *,
-    trains_on_kd: bool,
 ) -> tuple[Float[Tensor, ""], Metrics]:
-    """Compute a linear loss of the student's logits, its metrics, and the gradient in the same pass.
+    """Compute a linear loss that trains on the cross-entropy only, its metrics, and the gradient in the same pass.
 
     Args:
         batch: Holds the student's own tokens.
         student_logits: The whole head; they require a gradient.
-        teachers: The teachers it is compared with.
+        teachers: The teachers it is compared with, for the metrics.
         objective: The loss as a function of the values.
-        trains_on_kd: True if gradients go through the divergences.
     """
     leaf = student_logits.detach().requires_grad_()
     with torch.no_grad():
-        upstream = objective.upstream(Values.zeros(teachers, next_token_targets(batch), leaf.dtype))
+        upstream = objective.upstream(Values.zeros(teachers, next_token_targets(batch), leaf.dtype))[-1]
     with torch.enable_grad():
-        values = evaluate_whole(batch, leaf, teachers, trains_on_kd=trains_on_kd, upstream=upstream)
-    pairs = [pair for pair in zip(values.differentiable, upstream, strict=True) if pair[0].requires_grad]
-    gradients = torch.autograd.grad([x for x, _ in pairs], leaf, [x for _, x in pairs])
+        values = evaluate_whole(batch, leaf, teachers, trains_on_kd=False, of_losses=upstream)
+    gradients = torch.autograd.grad(values.losses, leaf, upstream)
     with torch.no_grad():
         loss, metrics = objective(values.detached())
     return with_gradients([student_logits], loss, gradients), metrics

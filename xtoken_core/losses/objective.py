@@ -178,7 +178,7 @@ def evaluate_whole(
     teachers: Sequence[ComparedTeacher],
     *,
     trains_on_kd: bool,
-    upstream: Sequence[Tensor] | None = None,
+    of_losses: Tensor | None = None,
 ) -> Values:
     """Evaluate every loss on the whole micro-batch at once, differentiable by the student's logits.
 
@@ -187,27 +187,16 @@ def evaluate_whole(
         student_logits: The whole head, any floating dtype.
         teachers: The teachers it is compared with.
         trains_on_kd: True if gradients go through the divergences.
-        upstream: The gradients of `Values.differentiable` with which backward is going to be called, if they are known.
+        of_losses: The gradient with which backward is going to be called for the cross-entropies, if it is known.
     """
     # One teacher at most takes the cross-entropy along: a second one would compute it for nothing.
     with_tokens = first_with_cross_entropy(teachers) if trains_on_kd else None
-    of_parts, of_losses = (list(upstream[:-1]), upstream[-1]) if upstream else ([], None)
     divergences = []
     with nullcontext() if trains_on_kd else torch.no_grad():
         for teacher in teachers:
             logits, gathered = teacher.whole()
             both = teacher is with_tokens
-            own, of_parts = of_parts[: teacher.loss.parts], of_parts[teacher.loss.parts :]
-            known = (*own, of_losses) if both and of_losses is not None else tuple(own)
-            inputs = LossInput(
-                teacher.pairing,
-                student_logits,
-                logits,
-                teacher.columns,
-                gathered,
-                with_tokens=both,
-                upstream=known if upstream and trains_on_kd else None,
-            )
+            inputs = LossInput(teacher.pairing, student_logits, logits, teacher.columns, gathered, with_tokens=both)
             divergences.append(teacher.loss.compare(inputs))
     tokens = next((each.tokens for each in divergences if each.tokens is not None), None)
     if tokens is None:

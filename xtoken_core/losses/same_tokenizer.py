@@ -25,7 +25,6 @@ class SameTokenizerLoss(Loss):
     """
 
     per_token = True
-    uses_upstream = True
 
     @property
     def vocab_size(self) -> int:
@@ -66,11 +65,7 @@ class SameTokenizerLoss(Loss):
         if columns is None:
             settings = TokenKLOptions(self.vocab_size, config.temperature, config.reverse_kl, inputs.overwrite)
             op = get_op("token_kl", teacher.device)
-            upstream = inputs.upstream
-            if upstream is not None and not inputs.with_tokens:
-                upstream = *upstream, torch.zeros_like(upstream[0])
-            given = inputs.student_logits, teacher, inputs.pairing.student_targets, settings
-            result: TokenKLResult = op(*given, upstream)
+            result: TokenKLResult = op(inputs.student_logits, teacher, inputs.pairing.student_targets, settings)
             tokens = (result.losses, result.hits) if inputs.with_tokens else None
             return Divergence((result.kl,), result.agrees, tokens=tokens)
         student = cut(inputs.student_logits, self.student_vocab_size).index_select(-1, columns)  # [B, T_s, K]

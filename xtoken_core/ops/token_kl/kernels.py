@@ -1,4 +1,7 @@
-"""The Triton kernels of `token_kl`: values of a position, with the gradient where the upstream gradients are known."""
+"""The Triton kernels of `token_kl`: a program per position forward, one per tile of a student row backward.
+
+A sum of exponentials is kept by lane, as the largest logit so far and the sum of `exp(logit - largest)`.
+"""
 # Triton has no types, and its kernels can carry none.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
@@ -7,7 +10,27 @@ from __future__ import annotations
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-from xtoken_core.ops.row_kernels import first_of, hand_over, handed_over, largest, over_parts
+
+@triton.jit
+def raise_pivot(top, z):
+    """Return the largest logits so far of lanes, pivots for their exponentials, and the factor of older sums."""
+    highest = tl.maximum(top, z)
+    pivot = tl.where(highest == float("-inf"), 0.0, highest)
+    return highest, pivot, tl.exp(top - pivot)
+
+
+@triton.jit
+def over_lanes(top, total):
+    """Return a row's `log sum exp`, and its pivot, from those of lanes."""
+    highest = tl.max(top, axis=0)
+    pivot = tl.where(highest == float("-inf"), 0.0, highest)
+    return tl.log(tl.sum(total * tl.exp(top - pivot), axis=0)) + pivot, pivot
+
+
+@triton.jit
+def first_of(top, at):
+    """Return the lowest id of a row's largest logit from those of lanes."""
+    return tl.min(tl.where(top == tl.max(top, axis=0), at, 2147483647), axis=0)
 
 
 @triton.jit
@@ -16,12 +39,48 @@ def weighted_gap(e, a, b):
     return tl.where(e > 0.0, e * (tl.where(e > 0.0, a, 0.0) - b), 0.0)
 
 
+@triton.jit
+def store_tokens(
+    base,
+    row,
+    targets_ptr,
+    top,
+    total,
+    at,
+    V,
+    V_head,
+    losses_ptr,
+    hits_ptr,
+    head_lse_ptr,
+    UNSCALED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Store a row's cross-entropy on the whole head; sums over its first `V` logits are known at temperature 1."""
+    lanes = tl.arange(0, BLOCK)
+    first = V
+    if not UNSCALED:
+        first = 0
+        top = tl.full((BLOCK,), float("-inf"), dtype=tl.float32)
+        total = tl.zeros((BLOCK,), dtype=tl.float32)
+        at = tl.zeros((BLOCK,), dtype=tl.int32)
+    for begin in range(first, V_head, BLOCK):
+        x = begin + lanes
+        z = tl.load(base + x, mask=x < V_head, other=float("-inf")).to(tl.float32)
+        at = tl.where(z > top, x, at)
+        top, pivot, shrink = raise_pivot(top, z)
+        total = total * shrink + tl.exp(z - pivot)
+    lse, _ = over_lanes(top, total)
+    target = tl.load(targets_ptr + row)
+    tl.store(head_lse_ptr + row, lse)
+    tl.store(losses_ptr + row, lse - tl.load(base + target).to(tl.float32))
+    tl.store(hits_ptr + row, first_of(top, at) == target)
+
+
 @triton.jit(do_not_specialize=["T"])
 def token_kl_kernel(
     student_ptr,
     teacher_ptr,
     targets_ptr,
-    slots_ptr,
     kl_ptr,
     agrees_ptr,
     losses_ptr,
@@ -29,9 +88,6 @@ def token_kl_kernel(
     s_lse_ptr,
     t_lse_ptr,
     head_lse_ptr,
-    of_kl_ptr,
-    of_losses_ptr,
-    grad_ptr,
     T,
     V,
     V_head,
@@ -41,78 +97,51 @@ def token_kl_kernel(
     t_stride_t,
     scale,
     REVERSE: tl.constexpr,
-    APART: tl.constexpr,
-    GRADIENT: tl.constexpr,
-    PARTS: tl.constexpr,
-    SLOTS: tl.constexpr,
+    UNSCALED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Compute one block of a position for its values, and with GRADIENT its gradient.
+    """Compute one position, each side's row in one reading.
 
-    Both sides' blocks stay in registers while the row's programs exchange their sums. With `p = softmax(z_t)`, the sum
-    of `p (log p - log q)` is that of `p (z_t - z_s)`, plus the student's `log sum exp` less the teacher's. With APART
-    the head's sums are not those of the comparison: it is wider, or the temperature is not 1.
+    With `p = softmax(z_t)`, the sum of `p (log p - log q)` is that of `p (z_t - z_s)`, plus the student's `log sum exp`
+    less the teacher's.
     """
-    number, programs = tl.program_id(0), tl.num_programs(0)
-    row, part = (number // PARTS).to(tl.int64), number % PARTS
-    x = part * BLOCK + tl.arange(0, BLOCK)
+    row = tl.program_id(0).to(tl.int64)
     s_base = student_ptr + row // T * s_stride_b + row % T * s_stride_t
     t_base = teacher_ptr + row // T * t_stride_b + row % T * t_stride_t
-    z = tl.load(s_base + x, mask=x < V_head, other=float("-inf")).to(tl.float32)  # [BLOCK]
-    t = tl.load(t_base + x, mask=x < V, other=float("-inf")).to(tl.float32) * scale
-    s = tl.where(x < V, z, float("-inf")) * scale
-    s_top, t_top = largest(s), largest(t)
-    agrees = first_of(s, s_top, x) == first_of(t, t_top, x)
-    top = largest(z) if APART else s_top
-    target = tl.load(targets_ptr + row)
-    holds = target // BLOCK == part
-    own, first = 0.0, 0
-    if holds:
-        # This program alone overwrites it, later.
-        own, first = tl.load(s_base + target).to(tl.float32), first_of(z, top, x)
-    s_e, t_e = tl.exp(s - s_top), tl.exp(t - t_top)
-    gap = tl.sum(weighted_gap(s_e, s, t) if REVERSE else weighted_gap(t_e, t, s), axis=0)
-    hand_over(slots_ptr + number, s_top, tl.sum(s_e, axis=0))
-    hand_over(slots_ptr + programs + number, t_top, tl.sum(t_e, axis=0))
-    hand_over(slots_ptr + 2 * programs + number, gap, tl.full((), 1.0, tl.float32))  # not 0 together
-    e = s_e
-    if APART:
-        e = tl.exp(z - top)
-        hand_over(slots_ptr + 3 * programs + number, top, tl.sum(e, axis=0))
-
-    slots_ptr += row * PARTS
-    s_lse, s_total, s_factors, s_best = over_parts(slots_ptr, PARTS, SLOTS)
-    t_lse, t_total, t_factors, t_best = over_parts(slots_ptr + programs, PARTS, SLOTS)
-    gaps, _ = handed_over(slots_ptr + 2 * programs, PARTS, SLOTS)
-    # What p (or q, reversed) weighs is rescaled as the sum of its exponentials; an infinite gap may weigh nothing.
+    lanes = tl.arange(0, BLOCK)
+    s_top = tl.full((BLOCK,), float("-inf"), dtype=tl.float32)
+    t_top = tl.full((BLOCK,), float("-inf"), dtype=tl.float32)
+    s_total = tl.zeros((BLOCK,), dtype=tl.float32)
+    t_total = tl.zeros((BLOCK,), dtype=tl.float32)
+    gap = tl.zeros((BLOCK,), dtype=tl.float32)
+    s_at = tl.zeros((BLOCK,), dtype=tl.int32)
+    t_at = tl.zeros((BLOCK,), dtype=tl.int32)
+    for begin in range(0, V, BLOCK):
+        x = begin + lanes
+        s = tl.load(s_base + x, mask=x < V, other=float("-inf")).to(tl.float32) * scale  # [BLOCK]
+        t = tl.load(t_base + x, mask=x < V, other=float("-inf")).to(tl.float32) * scale
+        # `>`: a lane keeps the first of equal ones.
+        s_at, t_at = tl.where(s > s_top, x, s_at), tl.where(t > t_top, x, t_at)
+        s_top, s_pivot, s_shrink = raise_pivot(s_top, s)
+        t_top, t_pivot, t_shrink = raise_pivot(t_top, t)
+        s_e, t_e = tl.exp(s - s_pivot), tl.exp(t - t_pivot)
+        s_total, t_total = s_total * s_shrink + s_e, t_total * t_shrink + t_e
+        # The sum that p (or q, reversed) weighs is rescaled with that side's pivot, as the sum of its exponentials.
+        gap = gap * s_shrink + weighted_gap(s_e, s, t) if REVERSE else gap * t_shrink + weighted_gap(t_e, t, s)
+    s_lse, s_pivot = over_lanes(s_top, s_total)
+    t_lse, t_pivot = over_lanes(t_top, t_total)
     if REVERSE:
-        kl = tl.sum(tl.where(s_factors > 0.0, gaps * s_factors, 0.0), axis=0) / s_total + t_lse - s_lse
+        # exp(lse - pivot) is the sum of exponentials at the row's pivot: gap / sum is the expectation.
+        kl = tl.sum(gap * tl.exp(s_top - s_pivot), axis=0) / tl.exp(s_lse - s_pivot) + t_lse - s_lse
     else:
-        kl = tl.sum(tl.where(t_factors > 0.0, gaps * t_factors, 0.0), axis=0) / t_total + s_lse - t_lse
-    lse, best = s_lse, s_best
-    if APART:
-        lse, _, _, best = over_parts(slots_ptr + 3 * programs, PARTS, SLOTS)
-    if part == 0:
-        tl.store(kl_ptr + row, kl)
-        tl.store(s_lse_ptr + row, s_lse)
-        tl.store(t_lse_ptr + row, t_lse)
-        tl.store(head_lse_ptr + row, lse)
-    if part == s_best:
-        tl.store(agrees_ptr + row, agrees & (t_best == part))  # the lowest id of a tie
-    if holds:
-        tl.store(losses_ptr + row, lse - own)
-        tl.store(hits_ptr + row, (best == part) & (first == target))
-    if GRADIENT:
-        of_kl, of_loss = tl.load(of_kl_ptr + row) * scale, tl.load(of_losses_ptr + row)
-        gradient = tl.zeros((BLOCK,), dtype=tl.float32)
-        # d KL(p || q) / dz = q - p; reversed, of sum q (log q - log p), q (log q - log p - kl).
-        if of_kl != 0.0:
-            q = s_e * tl.exp(s_top - s_lse)
-            slope = weighted_gap(q, s - s_lse - kl, t - t_lse) if REVERSE else q - t_e * tl.exp(t_top - t_lse)
-            gradient += tl.where(x < V, slope * of_kl, 0.0)
-        if of_loss != 0.0:
-            gradient += (e * tl.exp(top - lse) - (x == target).to(tl.float32)) * of_loss
-        tl.store(grad_ptr + row * V_head + x, gradient.to(grad_ptr.dtype.element_ty), mask=x < V_head)
+        kl = tl.sum(gap * tl.exp(t_top - t_pivot), axis=0) / tl.exp(t_lse - t_pivot) + s_lse - t_lse
+    tl.store(kl_ptr + row, kl)
+    tl.store(agrees_ptr + row, first_of(s_top, s_at) == first_of(t_top, t_at))
+    tl.store(s_lse_ptr + row, s_lse)
+    tl.store(t_lse_ptr + row, t_lse)
+    store_tokens(
+        s_base, row, targets_ptr, s_top, s_total, s_at, V, V_head, losses_ptr, hits_ptr, head_lse_ptr, UNSCALED, BLOCK
+    )
 
 
 @triton.jit(do_not_specialize=["T"])

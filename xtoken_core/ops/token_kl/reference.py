@@ -51,7 +51,6 @@ def token_kl(
     teacher_logits: Float[Tensor, "B T V_m"],
     targets: Int[Tensor, "B T"],
     options: TokenKLOptions,
-    upstream: tuple[Tensor, ...] | None = None,
 ) -> TokenKLResult:
     """Compute the KL of every position's next-token distributions, and the student's cross-entropy.
 
@@ -63,8 +62,6 @@ def token_kl(
         teacher_logits: At least `V` wide; no gradient is wanted for it.
         targets: The id that each position predicts, in `[0, V_head)`.
         options: Settings of the comparison.
-        upstream: The gradients that `kl` and `losses` will get, each `[B, T]`; a backend may compute that of the logits
-            at once. The reference does not.
     """
     whole, V = upcast(student_logits), options.vocab_size  # both gradients are added before they are rounded
     sides = whole[..., :V], upcast(teacher_logits.detach())[..., :V]

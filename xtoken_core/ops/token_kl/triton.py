@@ -1,4 +1,4 @@
-"""The Triton backend of `token_kl`: both sides' rows are read once where backward's factors are known."""
+"""The Triton backend of `token_kl`: both sides' rows are read once forward and once backward."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from torch.autograd.graph import increment_version
 from xtoken_core.ops.numerics import Op
 from xtoken_core.ops.token_kl.kernels import token_kl_bwd_kernel, token_kl_kernel
 from xtoken_core.ops.token_kl.reference import TokenKLOptions, TokenKLResult, token_kl
-from xtoken_core.ops.triton_support import accumulates_in_float32, launching_on, power_of_2, row_parts, row_strides
+from xtoken_core.ops.triton_support import accumulates_in_float32, launching_on, power_of_2, row_strides
 
-BLOCK, WARPS = 4096, 8
-"""Columns of a program, which holds those of both sides in registers."""
+BLOCK, GRADIENT_BLOCK = 2048, 4096
+WARPS = 8
 
 
 class TritonTokenKL(torch.autograd.Function):
@@ -25,12 +25,7 @@ class TritonTokenKL(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        student: Tensor,
-        teacher: Tensor,
-        targets: Tensor,
-        options: TokenKLOptions,
-        known: tuple[Tensor, ...] | None,
+        ctx: Any, student: Tensor, teacher: Tensor, targets: Tensor, options: TokenKLOptions
     ) -> tuple[Tensor, ...]:
         """Return (kl, agrees, losses, hits), each `[B, T]`."""
         logits, teacher = (each if each.stride(-1) == 1 else each.contiguous() for each in (student, teacher))
@@ -38,26 +33,12 @@ class TritonTokenKL(torch.autograd.Function):
         kl, losses, *lse = (torch.empty((B, T), dtype=torch.float32, device=logits.device) for _ in range(5))
         agrees, hits = (torch.empty((B, T), dtype=torch.bool, device=logits.device) for _ in range(2))
         scale = 1.0 / options.temperature
-        # A program reads and writes the same block of the student's row.
-        in_place = options.overwrite and logits.is_contiguous()
-        ctx.in_place, ctx.known = in_place, known is not None
-        upstream, gradient = (kl, losses), kl
-        if known is not None:
-            upstream = known[0].float().contiguous(), known[1].float().contiguous()
-            gradient = logits if in_place else logits.new_empty(logits.shape)
-        parts, *shared = row_parts(logits, BLOCK)
-        apart = scale != 1.0 or V_head != options.vocab_size
-        slots = targets.new_zeros((3 + apart) * B * T * parts)
-        results = kl, agrees, losses, hits, *lse, *upstream, gradient
+        results = kl, agrees, losses, hits, *lse
         sizes = T, options.vocab_size, V_head, *row_strides(logits), *row_strides(teacher)
-        constants = scale, options.reverse, apart, ctx.known, parts, *shared
-        token_kl_kernel[(B * T * parts,)](
-            logits, teacher, targets, slots, *results, *sizes, *constants, num_warps=WARPS
-        )
+        constants = scale, options.reverse, scale == 1.0, min(BLOCK, power_of_2(V_head))
+        token_kl_kernel[(B * T,)](logits, teacher, targets, *results, *sizes, *constants, num_warps=WARPS)
         ctx.options = options
-        if ctx.known and in_place:
-            increment_version(logits)  # a graph that has saved them must not take the gradient for logits
-        ctx.save_for_backward(*((gradient,) if ctx.known else (logits, teacher, targets, kl, *lse)))
+        ctx.save_for_backward(logits, teacher, targets, kl, *lse)
         ctx.mark_non_differentiable(agrees, hits)
         return kl, agrees, losses, hits
 
@@ -65,24 +46,24 @@ class TritonTokenKL(torch.autograd.Function):
     @once_differentiable
     def backward(
         ctx: Any, of_kl: Tensor, _: Tensor | None, of_losses: Tensor, __: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
+    ) -> tuple[Tensor, None, None, None]:
         """Return the gradient in the dtype of the logits, in their memory if that is allowed."""
-        if ctx.known:
-            return *ctx.saved_tensors, None, None, None, None
         logits, teacher, targets, kl, *lse = ctx.saved_tensors
         options: TokenKLOptions = ctx.options
         B, T, V_head = logits.shape
-        gradient = logits if ctx.in_place else torch.empty((B, T, V_head), dtype=logits.dtype, device=logits.device)
-        block = min(BLOCK, power_of_2(V_head))
+        # A program reads and writes the same tile of the student's row.
+        in_place = options.overwrite and logits.is_contiguous()
+        gradient = logits if in_place else torch.empty((B, T, V_head), dtype=logits.dtype, device=logits.device)
+        block = min(GRADIENT_BLOCK, power_of_2(V_head))
         upstream = of_kl.float().contiguous(), of_losses.float().contiguous()
         sizes = T, options.vocab_size, V_head, *row_strides(logits), *row_strides(teacher)
         constants = 1.0 / options.temperature, options.reverse, block
         token_kl_bwd_kernel[(B * T, triton.cdiv(V_head, block))](
             logits, teacher, targets, kl, *lse, *upstream, gradient, *sizes, *constants, num_warps=WARPS
         )
-        if ctx.in_place:
+        if in_place:
             increment_version(logits)  # a second backward must not take the gradient for logits
-        return gradient, None, None, None, None
+        return gradient, None, None, None
 
 
 class TritonTokenKLOp(Op):
@@ -94,16 +75,11 @@ class TritonTokenKLOp(Op):
         teacher_logits: Float[Tensor, "B T V_m"],
         targets: Int[Tensor, "B T"],
         options: TokenKLOptions,
-        upstream: tuple[Tensor, ...] | None = None,
     ) -> TokenKLResult:
-        """Compute the same as the reference, which runs for float64 and without positions.
-
-        With `upstream` the gradient is computed at once; backward returns it whatever it is called with.
-        """
+        """Compute the same as the reference, which runs for float64 and without positions."""
         exact = not (accumulates_in_float32(student_logits) and accumulates_in_float32(teacher_logits))
         if exact or not student_logits.numel():
             return token_kl(student_logits, teacher_logits, targets, options)
         targets = targets.long().contiguous()
         with launching_on(student_logits):
-            given = student_logits, teacher_logits.detach(), targets, options, upstream
-            return TokenKLResult(*TritonTokenKL.apply(*given))  # type: ignore[no-untyped-call]  # torch leaves it bare
+            return TokenKLResult(*TritonTokenKL.apply(student_logits, teacher_logits.detach(), targets, options))  # type: ignore[no-untyped-call]  # torch leaves it bare
