@@ -32,7 +32,7 @@ POINTS, AT_POINT = 32, 32
 """The same for the single position of a rule, which has fewer tokens than an interval: more rules, fewer lanes."""
 TEACHER_LANES, STUDENT_LANES = 1024, 512
 """Lanes over a row, of `start_kernels.ADJACENT` logits each."""
-CLASS_EVENTS = 4
+CLASS_EVENTS = 8
 """Starts at which a program compares a block of classes."""
 BLOCK, SLOTS = 1024, 512
 """Logits of a row, and slots or segments of a node, that are read at once by a node's program."""
@@ -42,7 +42,7 @@ LIVE_WARPS, TEACHER_WARPS, STUDENT_WARPS, CLASS_WARPS, NODE_WARPS = 4, 8, 16, 4,
 CLEAR_WARPS = 4
 STUDENT_REGISTERS, GRADIENT_REGISTERS = 64, 80
 """Most registers of a thread with generated text: two programs of the first kernel, three of the second at once."""
-NODE_PROGRAMS_PER_PROCESSOR = 8
+NODE_PROGRAMS_PER_PROCESSOR = 16
 
 
 LiveBits = tuple[Tensor, Tensor, Tensor]

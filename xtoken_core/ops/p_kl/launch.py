@@ -21,15 +21,15 @@ from xtoken_core.ops.triton_support import power_of_2, row_strides
 
 PADDING = 64
 """Positions (or chunks) of a line; buffers hold whole lines, whatever the batch: layouts stay the same."""
-SLAB = 1024
+SLAB = 2048
 """Positions whose student logits are copied at once; a multiple of PADDING."""
-STUDENT_TILE = (64, 128)
-TEACHER_TILE = (64, 256)
+STUDENT_TILE = (32, 256)
+TEACHER_TILE = (64, 128)
 GRADIENT_TILE = (64, 32)
 """Positions and columns of a tile of logits."""
 PROJECT_TILE = (64, 8)
-PROJECT_AHEAD = 2
-CHUNK_TILE = (64, 4)
+PROJECT_AHEAD = 4
+CHUNK_TILE = (64, 8)
 """Positions (chunks) and compared columns of a tile, and projection entries that are loaded at once."""
 PER = 32, 256
 """Compared columns of one program of the two kernels that go through several tiles, for few columns and for many."""
