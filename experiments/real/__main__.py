@@ -61,6 +61,7 @@ def _add_choice(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--weights", nargs="*", choices=WEIGHTS, default=[], help="all if left out")
     parser.add_argument("--seeds", nargs="*", type=int, default=list(SEEDS))
     parser.add_argument("--plan", action="store_true", help="the runs of experiments/real/plan.py, in that order")
+    parser.add_argument("--missing", action="store_true", help="of these the ones that the result file does not have")
     parser.add_argument(
         "--again", nargs="*", choices=[*METHODS, *CONDITIONS], default=[],
         help="collect: drop known rows of these methods and conditions, say because their text was generated again",
@@ -88,7 +89,9 @@ def _add_choice(parser: argparse.ArgumentParser) -> None:
 def _planned(arguments: argparse.Namespace) -> list[Cell]:
     if arguments.plan:
         wanted = arguments.conditions or CONDITIONS
-        return [cell for cell in plan.planned() if cell.condition in wanted and cell.method in arguments.methods]
+        known = [results.cell_of(row) for row in results.read_result(arguments.out)["runs"]] * arguments.missing
+        some = [cell for cell in plan.planned() if cell.condition in wanted and cell.method in arguments.methods]
+        return [cell for cell in some if cell not in known]
     names = arguments.conditions or ["de-500k"]
     chosen = (names, arguments.methods, arguments.weights, arguments.seeds)
     return results.tried(cells(*map(tuple, chosen)), results.read_result(arguments.out)["runs"])

@@ -36,7 +36,8 @@ def section() -> dict[str, Any]:
     verdicts = Counter(row.rsplit("|", 2)[1].strip() for row in predictions.compare(result))
     missed = verdicts["**not**"]
     tables = {
-        f.__name__: f(result) for f in (table, losses, forms, students, problems, no_end, on_policy, p_kl, early_ends)
+        f.__name__: f(result)
+        for f in (table, losses, forms, students, problems, no_end, on_policy, p_kl, early_ends, two_texts)
     }
     return {
         **result,
@@ -219,9 +220,36 @@ def on_policy(result: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def two_texts(result: Mapping[str, Any]) -> str:
+    """Return both teachers on two texts, and a student of each choice among them, in Markdown; empty if none has run.
+
+    Figures are bits per byte after the last step, one for each data seed.
+    """
+    names = [f"{methods.CONDITIONS[name].source}.test" for name in (methods.GERMAN_TEACHER, methods.TWO_TEXTS)]
+    texts = [f"{VALIDATION}_{name}" for name in (*names, ENGLISH)]
+    runs: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
+    for run in sorted(result["runs"], key=lambda run: int(run["seed"])):
+        if run["condition"] in (methods.GERMAN_TEACHER, methods.TWO_TEXTS):
+            runs[run["method"]].append(run)
+    if not {BASELINE, "chain_routed"} <= runs.keys():
+        return ""
+    (gemma,), student = runs.pop(BASELINE), runs["chain_routed"][0]
+    rows = {
+        TEACHER_NAMES[methods.QWEN15]: [result["teachers"][methods.GERMAN_TEACHER]],
+        TEACHER_NAMES[methods.GEMMA3]: [gemma["curve"][0]],
+        f"the same after {gemma['steps']} steps of German": [gemma["curve"][-1]],
+        "the student before": [student["curve"][0]],
+    } | {methods.TITLES[method]: [run["curve"][-1] for run in found] for method, found in runs.items()}
+    lines = ["| | manual-de | python-packages | English |", "|---|---|---|---|"]
+    for title, ends in rows.items():
+        lines.append(f"| {title} | {' | '.join(' '.join(f'{end[text]:.3f}' for end in ends) for text in texts)} |")
+    return "\n".join(lines)
+
+
 def early_ends(result: Mapping[str, Any]) -> str:
     """Return the steps that `eval.patience` leaves out of the runs, and their bits per byte, in Markdown."""
-    runs = [run for run in result["runs"] if not run["condition"].startswith(plan.PROBLEMS)]
+    left_out = (plan.PROBLEMS, methods.GERMAN_TEACHER, methods.TWO_TEXTS)
+    runs = [run for run in result["runs"] if not run["condition"].startswith(left_out)]
     curves = [[(row["step"], row[VALIDATION]) for row in run["curve"][1:]] for run in runs]
     best = [min(curve, key=lambda at: at[1]) for curve in curves]
     steps = sum(curve[-1][0] for curve in curves)

@@ -55,6 +55,8 @@ class Method:
             megabytes instead of gigabytes. Not for P-KL, which then multiplies out its columns only.
         on_policy: The student completes the text's prompts and learns from the divergence on its completions.
         shots: The teacher of word problems reads two solved ones before each question, as when it wrote the answers.
+        second: The teacher of a condition's second text compares, too, or alone with `teachers` = 0.
+        routed: Each of the two compares its own text.
     """
 
     title: str
@@ -69,10 +71,13 @@ class Method:
     hidden: bool = False
     on_policy: bool = False
     shots: bool = False
+    second: bool = False
+    routed: bool = False
 
     def micro_batch_of(self, condition: Condition) -> int:
-        """Return the tokens of a micro-batch; with a student of Gemma's vocabulary the usual ones."""
-        return MICRO_BATCH_TOKENS if condition.student == GEMMA3 else self.micro_batch_tokens
+        """Return the tokens of a micro-batch; the usual ones with Gemma's vocabulary and with two texts."""
+        usual = condition.student == GEMMA3 or condition.second
+        return MICRO_BATCH_TOKENS if usual else self.micro_batch_tokens
 
     @property
     def first_weight(self) -> str:
@@ -146,6 +151,11 @@ METHODS = {
         teachers=2,
         hidden=True,
     ),
+    "chain_second": replace(_chain("chain, one weight to the end, the second text's teacher"), teachers=0, second=True),
+    "chain_both": replace(_chain("chain, one weight to the end, both teachers on everything"), second=True),
+    "chain_routed": replace(
+        _chain("chain, one weight to the end, each teacher on its own text"), second=True, routed=True
+    ),
     "chain_bare_space": _chain("chain with the bare space", chain_bare_space=True),
     "chain_unconditioned": _chain("chain, not conditioned", chain_conditioning=False),
     "chain_no_end": _chain("chain without end terms", chain_end_terms=False),
@@ -214,6 +224,9 @@ class Condition:
         task_prompts: Prompts of a task.
         ends: What ends an answer is learnt (`data.append_eos`).
         start: Condition whose run with cross-entropy on the same data seed gives the student; empty: as fetched.
+        second: Another text, of which twice as many documents are trained: they are shorter.
+        second_teacher: Condition whose run with cross-entropy on the first data seed is that text's teacher.
+        compiles: Models are compiled, which few steps do not pay for.
     """
 
     student: str
@@ -232,6 +245,9 @@ class Condition:
     task_prompts: int = PROMPTS
     ends: bool = True
     start: str = ""
+    second: str = ""
+    second_teacher: str = ""
+    compiles: bool = True
 
 
 _GERMAN = ("manual-de", "handbook-en", "handbook-fr")
@@ -296,6 +312,18 @@ CONDITIONS |= {
         note="after a cold start",
     ),
 }  # fmt: skip
+GERMAN_TEACHER, TWO_TEXTS = "gemma-on-german", "qwen-two-texts"
+CONDITIONS |= {
+    GERMAN_TEACHER: Condition(
+        GEMMA3, QWEN15, "manual-de", 6_000_000, ("python-packages", "handbook-en"), 160, rates=(5e-5,),
+        note="Gemma 3 270M, to be a teacher", evaluations=2, contexts=(512, 512), documents=32, compiles=False,
+    ),
+    TWO_TEXTS: Condition(
+        SMOLLM2, QWEN15, "python-packages", 3_000_000, ("manual-de", "handbook-en"), 160, rates=(4e-4,),
+        note="and manual-de", evaluations=2, contexts=(1024, 1024), documents=12, second="manual-de",
+        second_teacher=GERMAN_TEACHER, compiles=False,
+    ),
+}  # fmt: skip
 
 PATIENCE = 2
 """A run ends after so many evaluations in a row that were no better on validation than its best one."""
@@ -325,6 +353,13 @@ class Cell:
             return samples_file(self.condition, self.seed)
         return f"{self.condition}.s{self.seed}.jsonl"
 
+    @property
+    def texts(self) -> dict[str, str]:
+        """Files of the training texts, below `texts`, by their sources: one, or the condition's two."""
+        condition = CONDITIONS[self.condition]
+        second = {condition.second: f"{self.condition}.{condition.second}.s{self.seed}.jsonl"}
+        return {condition.source: self.text} | (second if condition.second else {})
+
 
 def samples_file(condition: str, seed: int) -> str:
     """Return the file of the teacher's samples, below `texts`."""
@@ -337,7 +372,7 @@ def cells(
     """Yield the runs in order of conditions, seeds and methods; every method has every learning rate."""
     for condition in conditions:
         for seed in seeds:
-            for method in methods:
+            for method in (name for name in methods if CONDITIONS[condition].second or not METHODS[name].second):
                 for weight in METHODS[method].weights:
                     if not weights or weight in weights or len(METHODS[method].weights) == 1:
                         yield from (Cell(condition, method, weight, rate, seed) for rate in CONDITIONS[condition].rates)
@@ -356,9 +391,8 @@ def job(cell: Cell, *, device: str = "auto", steps: int | None = None, patience:
     steps = steps or condition.steps
     weights = dict(zip(("kl_loss_weight", "ce_loss_scale"), method.weights[cell.weight], strict=True))
     # On a CPU a compiler is needed, and a trial's few steps do not pay for it.
-    computing = {"dtype": "bfloat16", "compile": True} if device != "cpu" else {"dtype": "float32"}
+    computing = {"dtype": "bfloat16", "compile": condition.compiles} if device != "cpu" else {"dtype": "float32"}
     teacher: dict[str, Any] = {
-        "model": f"models/{method.teacher or condition.teacher}",
         # With the student's tokenizer it reads rows as long as the student's.
         "context_length": condition.contexts[0 if method.teacher else 1],
         **computing,
@@ -372,8 +406,11 @@ def job(cell: Cell, *, device: str = "auto", steps: int | None = None, patience:
     evaluated = [f"texts/{source}.test.jsonl" for source in (condition.source, *condition.others)]
     tables: list[tuple[str, dict[str, Any]]] = [
         ("student", {"model": student_of(cell), "context_length": condition.contexts[0], **computing}),
-        *(("[teacher]", teacher) for _ in range(method.teachers)),
-        ("data", {"path": f"texts/{cell.text}", "epochs": 1000} | ({} if condition.ends else {"append_eos": False})),
+        *(
+            ("[teacher]", {"model": model, **({"name": f"t{number}"} if method.routed else {}), **teacher})
+            for number, model in enumerate(teachers_of(cell))
+        ),
+        *_data(cell),
         (
             "eval",
             {
@@ -382,7 +419,7 @@ def job(cell: Cell, *, device: str = "auto", steps: int | None = None, patience:
                 "every": max(1, steps // condition.evaluations),
                 "max_bytes": EVAL_BYTES,
                 "keep_best": False,
-                "patience": patience or "none",
+                "patience": "none" if condition.second else patience or "none",
             },
         ),
         *(("eval.tasks", _tasks(condition)) for _ in condition.tasks[:1]),
@@ -396,8 +433,31 @@ def job(cell: Cell, *, device: str = "auto", steps: int | None = None, patience:
     for name, table in tables:
         lines += ["", f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in table.items())]
     options = ("--loss", method.custom) if method.custom else ()
-    discards = ("checkpoints",) if cell.condition == COLD_START else ("checkpoints", "model")
+    discards = ("checkpoints",) if cell.condition in (COLD_START, GERMAN_TEACHER) else ("checkpoints", "model")
     return Job(cell.name, "\n".join(lines) + "\n", options, discards=discards)
+
+
+def teachers_of(cell: Cell) -> list[str]:
+    """Return the directories of a run's teachers, relative to the state's directory, each as often as it is listed."""
+    condition, method = CONDITIONS[cell.condition], METHODS[cell.method]
+    found = [f"models/{method.teacher or condition.teacher}"] * method.teachers
+    if method.second:
+        (rate,) = CONDITIONS[condition.second_teacher].rates
+        found.append(f"runs/{Cell(condition.second_teacher, 'ce', 'ce', rate, SEEDS[0]).name}/model")
+    return found
+
+
+def _data(cell: Cell) -> list[tuple[str, dict[str, Any]]]:
+    """Return the tables of a run's text, or of two with their teachers."""
+    condition, routed = CONDITIONS[cell.condition], METHODS[cell.method].routed
+    shared = {"epochs": 1000} | ({} if condition.ends else {"append_eos": False})
+    if not condition.second:
+        return [("data", {"path": f"texts/{cell.text}"} | shared)]
+    sources = [
+        {"path": f"texts/{file}", "weight": 1 + number} | ({"teachers": [f"t{number}"]} if routed else {})
+        for number, file in enumerate(cell.texts.values())
+    ]
+    return [("data", shared), *(("[data.sources]", source) for source in sources)]
 
 
 def student_of(cell: Cell) -> str:

@@ -9,14 +9,17 @@ from experiments.real.methods import (
     COLD_START,
     CONDITIONS,
     GEMMA3,
+    GERMAN_TEACHER,
     METHODS,
     NO_END,
     QWEN05,
     QWEN15,
     SEEDS,
     START_RATE,
+    TWO_TEXTS,
     Cell,
     student_of,
+    teachers_of,
 )
 
 PYTHON, GERMAN, FRENCH, WEAK, WEAK_LONG = (
@@ -25,6 +28,11 @@ PYTHON, GERMAN, FRENCH, WEAK, WEAK_LONG = (
 TO_GEMMA, TO_QWEN, PROBLEMS = "qwen-de-500k-to-gemma", "qwen-de-500k-to-qwen", "qwen-problems"
 ON_POLICY, PROBLEMS_NO_END, COLD_NO_END = "qwen-problems-on", f"{PROBLEMS}{NO_END}", f"{COLD_START}{NO_END}"
 PLAN = (
+    (GERMAN_TEACHER, "ce", (5e-5,)),
+    (TWO_TEXTS, "chain_routed", (4e-4,)),
+    (TWO_TEXTS, "chain", (4e-4,)),
+    (TWO_TEXTS, "chain_both", (4e-4,)),
+    (TWO_TEXTS, "chain_second", (4e-4,)),
     (PYTHON, "ce", (4e-4, 2e-4, 1e-4)),
     (PYTHON, "chain_adaptive", (2e-4, 1e-4)),
     (PYTHON, "chain_fading", (2e-4,)),
@@ -86,17 +94,21 @@ PLAN = (
 )
 """Condition, method with its first weights, and learning rates, on the first data seed."""
 OTHER_SEEDS = (
+    (TWO_TEXTS, "chain_routed", 4e-4), (TWO_TEXTS, "chain", 4e-4), (TWO_TEXTS, "chain_both", 4e-4),
+    (TWO_TEXTS, "chain_second", 4e-4), (PROBLEMS, "chain", 4e-4),
     (PYTHON, "ce", 1e-4), (PYTHON, "ce", 5e-5), (PYTHON, "chain_adaptive", 2e-4),
     (GERMAN, "ce", 4e-4), (GERMAN, "chain_adaptive", 8e-4),
     (FRENCH, "ce", 4e-4), (FRENCH, "chain_adaptive", 8e-4),
     (GERMAN, "p_kl_scaled", 8e-4), (PYTHON, "p_kl_scaled", 1e-4),
     (COLD_START, "ce", START_RATE), (COLD_NO_END, "ce", START_RATE), (ON_POLICY, "on_jsd", 3e-5),
     (PROBLEMS, "ce", 4e-4), (PROBLEMS, "chain_shots", 2e-4),
-    (PROBLEMS, "chain_adaptive", 2e-4), (PROBLEMS, "chain", 4e-4),
+    (PROBLEMS, "chain_adaptive", 2e-4),
 )  # fmt: skip
 """What runs on the other data seeds, at the rates that were best on the first one: before what is new on it."""
-FIRST_RUNS = 33
+FIRST_RUNS = 38
 """Runs of the plan that were made before the other data seeds."""
+SEEDS_OF = {TWO_TEXTS: SEEDS[:2]}
+"""Conditions that have fewer data seeds than the others."""
 GIB = {"": 26.0, GEMMA3: 20.0, QWEN15: 23.5}
 """GPU memory of a run by its teacher, as seen at its end; without one its micro-batches are larger."""
 UNKNOWN_GIB = 26.0
@@ -104,12 +116,14 @@ PROBLEMS_GIB, ROLLOUT_GIB = (9.0, 14.0), 3.0
 """Of word problems without and with a teacher, and of a rollout worker."""
 STUDENT_GIB = {GEMMA3: 12.0, QWEN05: 14.0}
 """What a larger student than SmolLM2 takes beside that."""
+TWO_TEXTS_GIB = {GERMAN_TEACHER: 14.0, TWO_TEXTS: 14.0}
+"""Of what is not compiled, with small micro-batches."""
 
 
 def planned() -> list[Cell]:
     """Return the planned runs, the important ones first."""
     first = [(condition, method, rate, SEEDS[0]) for condition, method, rates in PLAN for rate in rates]
-    others = [(*each, seed) for seed in SEEDS[1:] for each in OTHER_SEEDS]
+    others = [(*each, seed) for seed in SEEDS[1:] for each in OTHER_SEEDS if seed in SEEDS_OF.get(each[0], SEEDS)]
     return [
         Cell(condition, method, METHODS[method].first_weight, rate, seed)
         for condition, method, rate, seed in (*first[:FIRST_RUNS], *others, *first[FIRST_RUNS:])
@@ -125,20 +139,15 @@ def planned_rates(condition: str, method: str) -> tuple[float, ...]:
 def gib_of(cell: Cell) -> float:
     """Return the GPU memory that is set aside for a run, in GiB."""
     method = METHODS[cell.method]
+    if cell.condition in TWO_TEXTS_GIB:
+        return TWO_TEXTS_GIB[cell.condition]
     if CONDITIONS[cell.condition].source == word_problems.SOURCE:  # short rows
         return PROBLEMS_GIB[method.teachers > 0] + method.on_policy * ROLLOUT_GIB
-    return GIB.get(teacher_of(cell), UNKNOWN_GIB) + STUDENT_GIB.get(CONDITIONS[cell.condition].student, 0.0)
-
-
-def teacher_of(cell: Cell) -> str:
-    """Return the directory of a run's teacher; empty if it has none."""
-    method = METHODS[cell.method]
-    return method.teacher or (CONDITIONS[cell.condition].teacher if method.teachers else "")
+    teacher = Path(next(iter(teachers_of(cell)), "")).name
+    return GIB.get(teacher, UNKNOWN_GIB) + STUDENT_GIB.get(CONDITIONS[cell.condition].student, 0.0)
 
 
 def has_models(state: Path, cell: Cell) -> bool:
-    """Return True if the run's student, teacher and text are there."""
-    condition, models = CONDITIONS[cell.condition], state / "models"
-    text = state / "texts" / f"{condition.source}.train.jsonl"
-    started = (state / student_of(cell)).is_dir()
-    return text.is_file() and started and (models / teacher_of(cell)).is_dir()
+    """Return True if the run's student, teachers and texts are there."""
+    texts = all((state / "texts" / f"{source}.train.jsonl").is_file() for source in cell.texts)
+    return texts and all((state / model).is_dir() for model in (student_of(cell), *teachers_of(cell)))

@@ -120,7 +120,8 @@ def _figure(
 
     `less`, if it names none, is the method's bits per byte minus the fewest of the others', at the best step on
     validation or, with `last`, at the last one. `begun` is the method's minus its own before training. `share` is how
-    much of the way from the other to the teacher the method covers. `steps` is the step at which it has what the other
+    much of the way from the other to the teacher the method covers. `teacher` is the method's minus the condition's
+    teacher's. `steps` is the step at which it has what the other
     ends with, as a fraction of the other's steps. `accuracy` is the method's on the condition's task less the highest
     of the others, each at the rate that is best by it.
 
@@ -140,8 +141,10 @@ def _figure(
     own, *others = (row[key] for row in ends)
     if figure == "begun":
         return own - curves[0][0][key]
+    teacher = result["teachers"].get(prediction["condition"], {}).get(key)
+    if figure == "teacher":
+        return None if teacher is None else own - teacher
     if figure == "share":
-        teacher = result["teachers"].get(prediction["condition"], {}).get(key)
         return None if teacher is None else (others[0] - own) / (others[0] - teacher)
     if figure == "steps":
         last = curves[1][-1]

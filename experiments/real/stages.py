@@ -25,9 +25,10 @@ from experiments.real.methods import (
     Condition,
     job,
     projection_file,
+    teachers_of,
 )
 from experiments.real.models import MissingSourceError
-from experiments.real.plan import gib_of, has_models, teacher_of
+from experiments.real.plan import gib_of, has_models
 from experiments.real.results import merged, missing, read_result, without, write_result
 from experiments.real.summary import BASELINE
 from experiments.real.tasks import TASKS, write_tasks
@@ -99,19 +100,22 @@ def prepare(state: Path, planned: Sequence[Cell]) -> None:
         own = state / "models" / METHODS[cell.method].teacher
         if not own.is_dir():
             raise MissingSourceError(f"there is no {own}: run the stage `controls` first")
-        for file in (state / "models" / CONDITIONS[cell.condition].student, state / "models" / teacher_of(cell)):
+        for file in (state / "models" / CONDITIONS[cell.condition].student, *(state / at for at in teachers_of(cell))):
             if not file.is_dir():
-                raise MissingSourceError(f"there is no {file}: run the stage `models` first")
+                stage = "models" if file.parent.name == "models" else "runs"
+                raise MissingSourceError(f"there is no {file}: run the stage `{stage}` first")
         write_sample(state / "texts", cell)
     for name in dict.fromkeys(cell.condition for cell in planned):
         condition = CONDITIONS[name]
         if any(METHODS[cell.method].projects for cell in planned if cell.condition == name):
             _build_projection(state, condition)
         if any(METHODS[cell.method].reads_tables for cell in planned if cell.condition == name):
-            _build_tables(state, condition)
+            _build_tables(state, condition.student, condition.teacher)
+        if condition.second:
+            _build_tables(state, condition.student, CONDITIONS[condition.second_teacher].student)
     for cell in planned:
         if METHODS[cell.method].shots:
-            own = read_chat_template(state / "models" / teacher_of(cell))
+            own = read_chat_template(state / teachers_of(cell)[0])
             atomic_write(state / "texts" / word_problems.TEMPLATE, word_problems.template_with_shots(own))
     if any(set(CONDITIONS[cell.condition].tasks) & set(TASKS) for cell in planned):
         write_tasks(state / "texts")
@@ -146,7 +150,7 @@ def make_controls(state: Path, planned: Sequence[Cell], *, until: float, device:
 
 
 def write_sample(texts: Path, cell: Cell) -> None:
-    """Write a condition's training text: documents drawn by the data seed, up to its size in bytes.
+    """Write a condition's training texts: documents drawn by the data seed, up to its size in bytes each.
 
     Args:
         texts: Directory of the texts.
@@ -155,24 +159,24 @@ def write_sample(texts: Path, cell: Cell) -> None:
     Raises:
         MissingSourceError: The source has not been made.
     """
-    condition, target = CONDITIONS[cell.condition], texts / cell.text
-    source = texts / f"{condition.source}.train.jsonl"
-    if not source.is_file():
-        stage = "controls" if condition.source in (CHAT, word_problems.SOURCE) else "texts"
-        raise MissingSourceError(f"there is no {source}: run the stage `{stage}` first")
-    if target.is_file():
-        return
-    if METHODS[cell.method].samples:
-        raise MissingSourceError(f"there is no {target}: run the stage `controls` first")
-    lines = source.read_text(encoding="utf-8").splitlines()
-    random.Random(cell.seed).shuffle(lines)
-    kept, size = [], 0
-    for line in lines:
-        if size >= condition.size:
-            break
-        kept.append(line)
-        size += len(json.loads(line).get("text", line).encode())
-    atomic_write(target, "".join(f"{line}\n" for line in kept))
+    for name, file in cell.texts.items():
+        source, target = texts / f"{name}.train.jsonl", texts / file
+        if not source.is_file():
+            stage = "controls" if name in (CHAT, word_problems.SOURCE) else "texts"
+            raise MissingSourceError(f"there is no {source}: run the stage `{stage}` first")
+        if target.is_file():
+            continue
+        if METHODS[cell.method].samples:
+            raise MissingSourceError(f"there is no {target}: run the stage `controls` first")
+        lines = source.read_text(encoding="utf-8").splitlines()
+        random.Random(cell.seed).shuffle(lines)
+        kept, size = [], 0
+        for line in lines:
+            if size >= CONDITIONS[cell.condition].size:
+                break
+            kept.append(line)
+            size += len(json.loads(line).get("text", line).encode())
+        atomic_write(target, "".join(f"{line}\n" for line in kept))
 
 
 def teachers(state: Path, names: Sequence[str], device: str, known: Path, again: Sequence[str] = ()) -> None:
@@ -281,13 +285,13 @@ def _build_projection(state: Path, condition: Condition) -> None:
         write_projection(build_projection(*pair), file)
 
 
-def _build_tables(state: Path, condition: Condition) -> None:
+def _build_tables(state: Path, *pair: str) -> None:
     """Build the chain tables where runs read them: runs that start together would each build them."""
     from xtoken_core.projection.fingerprint import tokenizer_fingerprint
     from xtoken_core.projection.pair_cache import PairCache
     from xtoken_services.common.tables.build_pair_file import build_pair_file
 
-    student, teacher = (state / "models" / name for name in (condition.student, condition.teacher))
+    student, teacher = (state / "models" / name for name in pair)
     prints = tokenizer_fingerprint(student), tokenizer_fingerprint(teacher)
     PairCache().file("chain", prints, lambda path: build_pair_file("chain", student, teacher, path))
 

@@ -83,7 +83,9 @@ def make_assets(directory: Path, *, layers: int = 1, extra_rows: int = 16) -> Ti
     return TinyAssets(student, teacher, other, *projections)
 
 
-def make_model(directory: Path, *, seed: int, extra_rows: int, layers: int = 1, key_value_heads: int = 1) -> None:
+def make_model(
+    directory: Path, *, seed: int, extra_rows: int, layers: int = 1, key_value_heads: int = 1, positions: int = 256
+) -> None:
     """A small Llama beside the tokenizer in a directory; its head may be wider than the vocabulary."""
     torch.manual_seed(seed)
     config = LlamaConfig(
@@ -93,7 +95,7 @@ def make_model(directory: Path, *, seed: int, extra_rows: int, layers: int = 1, 
         num_hidden_layers=layers,
         num_attention_heads=2,
         num_key_value_heads=key_value_heads,
-        max_position_embeddings=256,
+        max_position_embeddings=positions,
     )
     LlamaForCausalLM(config).save_pretrained(directory)
 

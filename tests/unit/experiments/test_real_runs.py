@@ -11,15 +11,18 @@ from experiments.real import adaptive, controls, overview, page, plan, predictio
 from experiments.real.methods import (
     CONDITIONS,
     GEMMA3,
+    GERMAN_TEACHER,
     METHODS,
     PATIENCE,
     QWEN15,
     RATES,
     SMOLLM2,
+    TWO_TEXTS,
     Cell,
     cells,
     job,
     student_of,
+    teachers_of,
 )
 from experiments.real.page import RESULT
 from tests.support.tiny_run import documents, make_model, write_jsonl
@@ -146,7 +149,7 @@ def test_planned_runs_are_made_in_order_as_their_models_come(tmp_path: Path, mon
     monkeypatch.setattr(stages, "prepare", lambda state, cells: None)
     monkeypatch.setattr(stages, "run_all", lambda state, jobs, **_: [offered.append([job.name for job in jobs()])])
     (tmp_path / "texts").mkdir()
-    for source in {CONDITIONS[cell.condition].source for cell in planned}:
+    for source in {source for cell in planned for source in cell.texts}:
         (tmp_path / "texts" / f"{source}.train.jsonl").touch()
     for name in (SMOLLM2, QWEN15):
         (tmp_path / "models" / name).mkdir(parents=True)
@@ -159,7 +162,11 @@ def test_planned_runs_are_made_in_order_as_their_models_come(tmp_path: Path, mon
         and not CONDITIONS[cell.condition].start
     ]
     whole = {"", SMOLLM2, QWEN15}
-    able = [cell for cell in planned if {plan.teacher_of(cell), CONDITIONS[cell.condition].student} <= whole]
+    able = [
+        cell
+        for cell in planned
+        if {Path(at).name for at in (*teachers_of(cell), CONDITIONS[cell.condition].student)} <= whole
+    ]
     assert offered[1] == [cell.name for cell in able if not CONDITIONS[cell.condition].start]
     for cell in able:
         (tmp_path / student_of(cell)).mkdir(parents=True, exist_ok=True)
@@ -240,7 +247,7 @@ def test_runs_are_made_and_collected(tmp_path: Path, monkeypatch: pytest.MonkeyP
     texts = documents(200, seed=1)
     for train, name in ((train_student_tokenizer, SMOLLM2), (train_teacher_tokenizer, GEMMA3)):
         train(texts, tmp_path / "models" / name, vocabulary=420)
-        make_model(tmp_path / "models" / name, seed=0, extra_rows=0)
+        make_model(tmp_path / "models" / name, seed=0, extra_rows=0, positions=1024)
     for source in ("handbook-de", *CONDITIONS["de-500k"].others):
         for split in ("train", "validation", "test"):
             (tmp_path / "texts").mkdir(exist_ok=True)
@@ -257,6 +264,32 @@ def test_runs_are_made_and_collected(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert {row.method for row in summary.partial_sweeps(found, "de-500k")} == set(methods)
     assert set(found["teachers"]) == {"de-500k", "de-500k-same"}
     assert json.loads((tmp_path / "real.json").read_text()) == json.loads(json.dumps(found))
+
+
+@pytest.mark.slow
+def test_two_teachers_are_made_and_teach_two_texts(tmp_path: Path) -> None:
+    texts = documents(200, seed=1)
+    for number, name in enumerate((SMOLLM2, GEMMA3, QWEN15)):
+        train = train_teacher_tokenizer if number else train_student_tokenizer
+        train(texts, tmp_path / "models" / name, vocabulary=400 + 20 * number)
+        make_model(tmp_path / "models" / name, seed=number, extra_rows=0, positions=1024)
+    for source in ("manual-de", *CONDITIONS[GERMAN_TEACHER].others):
+        for split in ("train", "validation", "test"):
+            (tmp_path / "texts").mkdir(exist_ok=True)
+            write_jsonl(tmp_path / "texts" / f"{source}.{split}.jsonl", documents(40, seed=len(source + split)))
+    planned = [cell for cell in plan.planned() if cell.condition in (GERMAN_TEACHER, TWO_TEXTS) and not cell.seed]
+    # Four runs read the teacher that the first one makes.
+    assert stages.runs(tmp_path, planned, side_by_side=2, until=float("inf"), device="cpu", steps=4, partly=True)
+    stages.teachers(tmp_path, [GERMAN_TEACHER], "cpu", tmp_path / "strong.json")
+    found = stages.collect(tmp_path, planned, tmp_path / "strong.json")
+    assert {results.cell_of(row) for row in found["runs"]} == set(planned)
+    ends = {row["method"]: row["curve"][-1]["bits_per_byte"] for row in found["runs"]}
+    assert len(set(ends.values())) == len(planned) == 5, "no two choices of teachers are the same"
+    (routed,) = (cell for cell in planned if cell.method == "chain_routed")
+    for line in (tmp_path / "runs" / routed.name / "steps.jsonl").read_text().splitlines():
+        step = json.loads(line)
+        assert (step["samples_t0"], step["samples_t1"]) == (4, 8)
+    assert sum("chain" in line for line in adaptive.two_texts(found).splitlines()) == 4
 
 
 def test_partial_sweeps_are_compared_at_their_rates() -> None:
