@@ -136,7 +136,7 @@ def test_baseline_and_distilled_are_compared(open_page: Open, plane: Plane) -> N
     assert f'path = "{plane.held_out}"' in page.get_by_label("Run file").input_value()
     page.get_by_role("button", name="Start").click()
     expect(page.locator("#run-head .pill")).to_have_text("completed", timeout=WHOLE_RUN_MS)
-    expect(page.locator("#run-head")).to_contain_text("by ALM + 0.1 × cross-entropy")
+    expect(page.locator("#run-head")).to_contain_text("by ALM and cross-entropy (weight 0.1)")
 
     page.locator("#download summary").click()
     with page.expect_download() as download:
@@ -149,7 +149,7 @@ def test_baseline_and_distilled_are_compared(open_page: Open, plane: Plane) -> N
     rows = page.locator("#results tbody tr")
     expect(rows.nth(1).locator(".pill")).to_have_text("completed", timeout=WHOLE_RUN_MS)
     expect(page.locator("#verdict")).to_contain_text("by cross-entropy only")
-    expect(rows.nth(0)).to_contain_text("ALM + 0.1 × cross-entropy")
+    expect(rows.nth(0)).to_contain_text("ALM and cross-entropy (weight 0.1)")
     for name in ("held-out", "ce", "agreement", "throughput"):
         expect(page.locator(f"#curve-{name} .legend li")).to_have_text(
             [re.compile("^pair "), re.compile("^pair-baseline ")]

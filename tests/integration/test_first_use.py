@@ -107,7 +107,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     tmp_path = tmp_path_factory.mktemp("wheel")
     tree, dist, home = tmp_path / "tree", tmp_path / "dist", tmp_path / "venv"
     tree.mkdir()
-    for name in ("xtoken", "xtoken_core", "services"):
+    for name in ("xtoken", "xtoken_core", "services", "docs"):
         shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tree)

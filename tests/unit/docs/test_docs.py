@@ -56,7 +56,7 @@ def is_part(annotation: object) -> bool:
 
 def test_every_request_has_a_curl_line_of_its_own() -> None:
     sections = re.findall(
-        r"^## (GET|POST|DELETE) (\S+)\n(.*?)(?=^## )", (ROOT / "docs/rest.md").read_text("utf-8"), re.M | re.S
+        r"^## (GET|POST|PUT|DELETE) (\S+)\n(.*?)(?=^## )", (ROOT / "docs/rest.md").read_text("utf-8"), re.M | re.S
     )
     described = create_app(Runs(None)).openapi()["paths"]
     assert len(sections) == sum(map(len, described.values()))
