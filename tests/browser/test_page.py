@@ -226,6 +226,79 @@ def test_charts_of_completions(open_page: Open, remembered: Plane) -> None:
         picture(page, f"20-{'narrow' if width == NARROW else 'wide'}-{colours}-completions")
 
 
+def test_notes_order_checkpoints_and_documents(open_page: Open, remembered: Plane) -> None:
+    checkpoints = remembered.runs / "of-1" / "checkpoints"
+    for step in ("step-00000010", "step-00000020"):
+        (checkpoints / step).mkdir(parents=True, exist_ok=True)
+        (checkpoints / step / "index.json").write_text("{}")
+    page = open_page("/runs/of-1", at=remembered)
+    page.get_by_label("Notes").fill("twice the text")
+    page.get_by_role("button", name="Save").click()
+    expect(page.locator("#run-head")).to_contain_text("twice the text")
+    expect(page.get_by_label("Notes")).to_have_value("twice the text")
+    expect(page.locator("#workers")).to_be_hidden()
+
+    page.get_by_role("navigation", name="Run", exact=True).get_by_role("link", name="Files").click()
+    expect(page.locator("#disk")).to_contain_text("of it checkpoints")
+    page.on("dialog", lambda dialog: dialog.accept())
+    page.get_by_role("button", name="Free checkpoints").click()
+    expect(page.locator("#files h2").filter(has_text="checkpoints/")).to_have_count(1)
+    expect(page.locator("#files h2").filter(has_text="step-00000020")).to_be_visible()
+
+    page.get_by_role("link", name="xtoken, runs").click()
+    page.get_by_role("link", name="Best first").click()
+    expect(page.get_by_role("link", name="Best first")).to_have_attribute("aria-current", "page")
+    expect(page.get_by_role("row").filter(has_text="twice the text")).to_be_visible()
+    page.get_by_role("link", name="Docs").click()
+    page.get_by_role("link", name="REST", exact=True).click()
+    expect(page.get_by_role("heading", name="REST interface")).to_be_visible()
+    page = open_page("/guide/docs/quickstart.md", at=remembered, width=NARROW)
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    picture(page, "24-document")
+
+
+def test_the_first_step_is_a_point(open_page: Open, remembered: Plane) -> None:
+    curves = remembered.runs / "on-policy" / "steps.jsonl"
+    kept = curves.read_text()
+    try:
+        curves.write_text(kept.splitlines(keepends=True)[0])
+        page = open_page("/runs/on-policy", at=remembered)
+        expect(page.locator("#curve-gradient canvas")).to_be_visible()
+        coloured = """canvas => {
+            const { data } = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);
+            let found = 0;
+            for (let i = 0; i < data.length; i += 4) found += data[i + 3] > 0 && data[i + 2] > data[i] + 60;
+            return found;
+        }"""
+        page.wait_for_timeout(500)
+        assert page.locator("#curve-gradient canvas").evaluate(coloured) > 4
+    finally:
+        curves.write_text(kept)
+
+
+def test_no_token_lies_under_the_hint_at_420_px(open_page: Open, plane: Plane) -> None:
+    page = open_page("/align", width=NARROW)
+    fill(page, {"student": str(plane.assets.student), "teacher": str(plane.assets.teacher)})
+    page.get_by_label("Text").fill("def number(self): return 2024\n" * 30)
+    page.get_by_role("button", name="Align").click()
+    page.locator("[data-side='student'] .token").nth(3).click()
+    expect(page.locator("#pointed-at")).to_contain_text("↔")
+    for place in ("#aligned", "[data-side='teacher']", "#pointed-at"):
+        page.locator(place).scroll_into_view_if_needed()
+        under = """hint => {
+            const own = hint.getBoundingClientRect();
+            return [...document.querySelectorAll('.aligned .token')].filter((token) => {
+                const { left, width, top, height } = token.getBoundingClientRect();
+                const [x, y] = [left + width / 2, top + height / 2];
+                return x > own.left && x < own.right && y > own.top && y < own.bottom
+                    && y < token.closest('.tokens').getBoundingClientRect().bottom;
+            }).length;
+        }"""
+        assert page.locator("#pointed-at").evaluate(under) == 0, place
+    assert page.locator("[data-side='teacher']").evaluate("side => side.getBoundingClientRect().height") < 500
+    picture(page, "25-narrow-align")
+
+
 def test_align(open_page: Open, plane: Plane) -> None:
     page = open_page("/align")
     page.get_by_label("Student").fill(str(plane.assets.student))

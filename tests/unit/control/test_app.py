@@ -6,6 +6,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -324,14 +325,16 @@ def test_checkpoints_that_a_run_needs_or_does_not_own_are_kept(
     assert sorted(path.name for path in checkpoints.iterdir()) == ["step-00000010", "step-00000020"]
 
 
-def test_a_run_is_described_and_stays_so(client: TestClient, runs: Runs) -> None:
+def test_a_run_is_described_and_stays_so(client: TestClient, runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     put(runs)
+    living = SimpleNamespace(status=runs.store.run("old-1").status)  # as of its start, like that of a run under way
     for text in ("first", "twice the text\n<b>"):
         answer = client.put("/v1/runs/old-1/description", json=text)
         assert (answer.status_code, answer.json()["description"]) == (200, text)
     assert client.get("/v1/runs").json()["runs"][0]["description"] == text
     for wrong in ("x" * 4001, 7, None):
         assert client.put("/v1/runs/old-1/description", json=wrong).status_code == 422
+    monkeypatch.setattr(runs, "get", lambda _: living)
     assert client.get("/v1/runs/old-1").json()["description"] == text
     assert client.put("/v1/runs/nothing/description", json=text).status_code == 404
 
