@@ -133,6 +133,8 @@ def test_demo_and_a_run_from_a_wheel(installed: Installed) -> None:
     installed.run(installed.scripts / "python", "-c", DEMO)
     installed.run(installed.scripts / "python", "-c", DISTILL)
     assert (installed.project / "demo-out" / "report.html").is_file()
+    shown = "from xtoken_services.control.web.documents import documents; documents()['docs/quickstart.md']"
+    installed.run(installed.scripts / "python", "-c", shown)
     assert (installed.project / "demo-out" / "runs" / "distilled" / "model" / "model.safetensors").is_file()
 
 
