@@ -220,6 +220,14 @@ def on_policy(result: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+TWO_TEACHERS = {
+    "chain_routed": "taught by each on its own text",
+    "chain": "taught by Qwen alone",
+    "chain_second": "taught by the trained Gemma alone",
+    "chain_both": "taught by both on everything",
+}
+
+
 def two_texts(result: Mapping[str, Any]) -> str:
     """Return both teachers on two texts, and a student of each choice among them, in Markdown; empty if none has run.
 
@@ -239,7 +247,7 @@ def two_texts(result: Mapping[str, Any]) -> str:
         TEACHER_NAMES[methods.GEMMA3]: [gemma["curve"][0]],
         f"the same after {gemma['steps']} steps of German": [gemma["curve"][-1]],
         "the student before": [student["curve"][0]],
-    } | {methods.TITLES[method]: [run["curve"][-1] for run in found] for method, found in runs.items()}
+    } | {TWO_TEACHERS[method]: [run["curve"][-1] for run in found] for method, found in runs.items()}
     lines = ["| | manual-de | python-packages | English |", "|---|---|---|---|"]
     for title, ends in rows.items():
         lines.append(f"| {title} | {' | '.join(' '.join(f'{end[text]:.3f}' for end in ends) for text in texts)} |")

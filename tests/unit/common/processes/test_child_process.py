@@ -49,6 +49,16 @@ def test_results(run: Callable[..., Any]) -> None:
     assert run(printed, {"text": "\ud800" + "x" * 2_000_000}) == {"text": "\ud800" + "x" * 2_000_000}
 
 
+@pytest.mark.parametrize("threads", [False, True])
+def test_threads_are_few_whatever_the_machine_has(
+    run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, threads: bool
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(96))
+    monkeypatch.setenv("OMP_NUM_THREADS", "96")
+    told = run("import os; return os.environ['OMP_NUM_THREADS']", threads=threads)
+    assert told == ("8" if threads else "1")
+
+
 def test_progress(run: Callable[..., Any], tmp_path: Path) -> None:
     seen = []
 
