@@ -61,7 +61,7 @@ class Bound:
         return "holds, aim reached" if reached else "holds"
 
     def _limit(self, limit: float) -> str:
-        return ("at most " if self.most else "at least ") + self.form.format(limit)
+        return ("≤" if self.most else "≥") + self.form.format(limit)
 
     def _within(self, limit: float) -> bool:
         assert self.value is not None
@@ -94,8 +94,7 @@ def collation_bounds(result: dict[str, Any], workers: dict[str, Any]) -> list[Bo
 
 def divided_bound(result: dict[str, Any]) -> Bound:
     """Return the bound of a teacher over two GPUs, the worst of all rows."""
-    what = "a teacher's rate on two GPUs, relative to one"
-    return Bound(what, min(result["times_one"].values()), 1.5, 1.8, "{:.2f}")
+    return Bound("divided teacher, of one GPU's rate", min(result["times_one"].values()), 1.5, 1.8, "{:.2f}")
 
 
 def control_bounds(result: dict[str, Any]) -> list[Bound]:
