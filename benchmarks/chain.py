@@ -27,6 +27,7 @@ from benchmarks.chain_tables import DrawnText, draw_tables, draw_text
 from benchmarks.gpu_tests import machine
 from benchmarks.ops import Shape
 from benchmarks.timing import copy_bandwidth, nbytes, timed_by_events, timed_by_graph
+from benchmarks.whole_losses import batch_of
 from xtoken_core.chain.tables import ChainTables
 from xtoken_core.config.loss import LossConfig
 from xtoken_core.losses import CrossTokenizerDistillationLoss, LossTeacher
@@ -63,18 +64,12 @@ def chain_loss(
         teachers=[LossTeacher(shape.teacher_vocab, tables=tables)],
         device=device,
     )
-    pairs = torch.ones(1, text.chunks, dtype=torch.bool)
-    batch = {
-        "input_ids": text.ids[0],
-        "token_mask": (text.chunk_id[0] >= 0).long(),
-        "sample_mask": torch.ones(1),
+    masks = [(chunks >= 0).long() for chunks in text.chunk_id]
+    batch = batch_of(text.ids[0], text.chunk_id, text.chunks) | {
+        "token_mask": masks[0],
         "weights_version": torch.zeros(1, dtype=torch.int64),
         "teacher_input_ids": text.ids[1],
-        "teacher_token_mask": (text.chunk_id[1] >= 0).long(),
-        "alignment_student_chunk_id": text.chunk_id[0],
-        "alignment_teacher_chunk_id": text.chunk_id[1],
-        "alignment_pair_valid": pairs,
-        "alignment_pair_is_correct": pairs,
+        "teacher_token_mask": masks[1],
     }
     batch = {name: values.to(device) for name, values in batch.items()}
     return lambda student, teacher: loss(batch, student, [teacher])[0]
@@ -109,25 +104,12 @@ def measure(
     return Row(name, timed_by, forward_ms, both_ms, peak, least, least / bandwidth / both_ms * 1e3)
 
 
-def print_kernels(loss: Callable[[Tensor, Tensor], Tensor], student: Tensor, teacher: Tensor) -> None:
-    """Print the kernels of one forward and backward, the longest first."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CUDA]) as found:
-        torch.autograd.grad(loss(student, teacher), student)
-        torch.cuda.synchronize()
-    events = sorted(found.key_averages(), key=lambda event: -event.device_time_total)
-    for event in events[:14]:
-        print(f"    {event.device_time_total / 1e3:9.3f} ms  {event.count:4}  {event.key[:90]}", flush=True)
-
-
 def main() -> int:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "chain.json")
     parser.add_argument("--backends", default=",".join(sorted(BACKENDS["chain"])), help="names, separated by commas")
     parser.add_argument("--forms", default=",".join(FORMS), help="of the divergence, separated by commas")
-    parser.add_argument("--profile", action="store_true", help="print the time of every kernel of each row")
     parser.add_argument("--small", action="store_true", help="a shape that takes no time, to try this file")
     arguments = parser.parse_args()
     device, shape = torch.device("cuda"), SMALL if arguments.small else Shape()
@@ -157,8 +139,6 @@ def main() -> int:
             f"peak {row.peak_bytes / 2**30:6.2f} GiB  {row.share_of_copy:5.1%} of a copy",
             flush=True,
         )
-        if arguments.profile:
-            print_kernels(loss, student, teacher)
         torch.cuda.empty_cache()
     report = {
         **machine(),

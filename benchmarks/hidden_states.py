@@ -28,6 +28,7 @@ from benchmarks.gpu_tests import RESULTS, machine
 from benchmarks.kernel_hash import kernel_hash
 from benchmarks.operators import HIDDEN_TESTS
 from benchmarks.timing import timed_by_events
+from benchmarks.whole_losses import batch_of
 from xtoken_core.config import LossConfig
 from xtoken_core.losses import CrossTokenizerDistillationLoss, HeadProjection, LossTeacher
 
@@ -99,20 +100,6 @@ def chain_batch(shape: Shape) -> tuple[dict[str, Tensor], LossTeacher]:
     batch = batch_of(ids[0], sides, max(text.chunks for text in texts))
     batch |= {"teacher_input_ids": ids[1], "teacher_token_mask": mask}
     return batch, LossTeacher(shape.teacher_vocab, tables=tables)
-
-
-def batch_of(ids: Tensor, sides: list[Tensor], most: int) -> dict[str, Tensor]:
-    """Return the columns of a batch with `most` chunks a sample."""
-    valid = torch.arange(most) < sides[0].amax(1, keepdim=True) + 1
-    return {
-        "input_ids": ids,
-        "token_mask": torch.ones(ids.shape, dtype=torch.int64),
-        "sample_mask": torch.ones(len(ids)),
-        "alignment_student_chunk_id": sides[0],
-        "alignment_teacher_chunk_id": sides[1],
-        "alignment_pair_valid": valid,
-        "alignment_pair_is_correct": valid,
-    }
 
 
 class Workload:
