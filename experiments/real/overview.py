@@ -39,9 +39,7 @@ def picture(result: Mapping[str, Any]) -> str:
     """
     result = with_sweeps(result)
     rows = [*_by_method(result), *_by_text(result)]
-    starred = any("*" in name for name, _, _ in rows)
-    notes = "; *: some learning rates only" * starred
-    legend = f"bits per byte below cross-entropy alone, held-out text{notes}"
+    legend = "bits per byte below cross-entropy alone, held-out text"
     words = "; ".join(f"{name}: {value:+.3f}" for name, value, _ in rows)
     return bars("What a teacher with another tokenizer adds", f"{legend}. {words}.", legend, rows, (LEAST, MOST, STEP))
 
@@ -220,17 +218,10 @@ def _compared(result: Mapping[str, Any]) -> list[str]:
 
 
 def _by_method(result: Mapping[str, Any]) -> list[tuple[str, float, str]]:
-    """Return title, gain and kind of bar of every method, the best first; those of fewer learning rates are marked."""
-    gains = {row.method: (row.gain, "") for row in _rows(result, CONDITION).values()}
-    for partial in sorted(summary.partial_sweeps(result, CONDITION), key=lambda sweep: -len(sweep.rates)):
-        gains.setdefault(partial.method, (partial.below[summary.BASELINE], " *"))
-    known = [
-        (methods.TITLES[name], gain, mark)
-        for name, (gain, mark) in gains.items()
-        if gain is not None and name not in NOT_SHOWN
-    ]
-    ranked = sorted(known, key=lambda row: -row[1])
-    return [(f"German: {title}{mark}", gain, "a" if gain > 0 else "b") for title, gain, mark in ranked]
+    """Return title, gain and kind of bar of every method, the best first."""
+    gains = {name: row.gain for name, row in _rows(result, CONDITION).items() if name not in NOT_SHOWN}
+    ranked = sorted(((gain, name) for name, gain in gains.items() if gain is not None), reverse=True)
+    return [(f"German: {methods.TITLES[name]}", gain, "a" if gain > 0 else "b") for gain, name in ranked]
 
 
 def _by_text(result: Mapping[str, Any]) -> Sequence[tuple[str, float, str]]:

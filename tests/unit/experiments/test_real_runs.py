@@ -95,10 +95,7 @@ def test_gains_are_paired_by_seed() -> None:
     assert (first.method, second.method) == ("chain", "ce")
     assert first.gain == pytest.approx(0.15)
     assert first.gain_deviation == pytest.approx(0.1 / 2**0.5)
-    assert first.closed == pytest.approx(0.15 / 0.6)
-    assert "| chain | ce | 2 | 1.450 ± 0.212 | +0.150 ± 0.071 | +0.200 | 25% |" in summary.markdown(
-        found, "de-500k", {}
-    )
+    assert "| chain | ce | 2 | 1.450 | +0.150 ± 0.071 |" in summary.markdown(found, "de-500k", {})
 
 
 def test_weights_are_chosen_on_one_seed() -> None:
@@ -254,18 +251,5 @@ def test_runs_are_made_and_collected(tmp_path: Path, monkeypatch: pytest.MonkeyP
     found = stages.collect(tmp_path, planned, tmp_path / "real.json")
     assert len(found["runs"]) == len(planned)
     assert {row["rate"] for row in found["not_run"]} == set(RATES[1:])
-    assert {row.method for row in summary.partial_sweeps(found, "de-500k")} == set(methods)
     assert set(found["teachers"]) == {"de-500k", "de-500k-same"}
     assert json.loads((tmp_path / "real.json").read_text()) == json.loads(json.dumps(found))
-
-
-def test_partial_sweeps_are_compared_at_their_rates() -> None:
-    found = result(
-        ("ce", 1e-4, 0, curve((0, 1.5, 1.5))), ("ce", 2e-4, 0, curve((0, 1.4, 1.4))),
-        ("gold", 1e-4, 0, curve((0, 1.6, 1.7))), ("gold", 1e-4, 1, curve((0, 1.0, 1.0))),
-    )  # fmt: skip
-    found["not_run"] = [{"condition": "de-500k", "method": "gold", "weight": "ce", "rate": 2e-4, "seed": 0}]
-    (row,) = summary.partial_sweeps(found, "de-500k")
-    assert (row.method, row.rates, row.test) == ("gold", (1e-4,), 1.7)
-    assert row.below == {"ce": pytest.approx(-0.2), "chain": None}
-    assert {row.method for row in summary.table(found, "de-500k") if row.first_gain is not None} == {"ce"}
