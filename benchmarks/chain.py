@@ -11,13 +11,10 @@ logits and the gradient, each once; the fraction is of a copy's bandwidth in the
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,16 +22,14 @@ from torch import Tensor
 
 from benchmarks.chain_tables import DrawnText, draw_tables, draw_text
 from benchmarks.gpu_tests import machine
+from benchmarks.harness import command_line, write_result
 from benchmarks.ops import Shape
-from benchmarks.timing import copy_bandwidth, nbytes, timed_by_events, timed_by_graph
+from benchmarks.timing import copy_bandwidth, nbytes, peak_bytes, timed_by_events, timed_by_graph
 from benchmarks.whole_losses import batch_of
 from xtoken_core.chain.tables import ChainTables
 from xtoken_core.config.loss import LossConfig
 from xtoken_core.losses import CrossTokenizerDistillationLoss, LossTeacher
 from xtoken_core.ops.registry import BACKENDS, ENVIRONMENT
-
-ROOT = Path(__file__).parents[1]
-
 
 SMALL = Shape(48, 1024, 1536)
 FORMS: dict[str, dict[str, Any]] = {"forward": {}, "reverse": {"reverse_kl": True}, "jsd": {"beta": 0.5}}
@@ -84,13 +79,7 @@ def measure(
         value = loss(student, teacher)
         return value.detach(), torch.autograd.grad(value, student)[0]
 
-    both()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    both()
-    torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_allocated() - before
+    peak = peak_bytes(both)
     torch.cuda.empty_cache()
     try:
         timed_by = "graph"
@@ -106,8 +95,7 @@ def measure(
 
 def main() -> int:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "chain.json")
+    parser = command_line(__doc__, "chain")
     parser.add_argument("--backends", default=",".join(sorted(BACKENDS["chain"])), help="names, separated by commas")
     parser.add_argument("--forms", default=",".join(FORMS), help="of the divergence, separated by commas")
     parser.add_argument("--small", action="store_true", help="a shape that takes no time, to try this file")
@@ -146,8 +134,7 @@ def main() -> int:
         "shape": {name: getattr(shape, name) for name in ("tokens", "student_vocab", "teacher_vocab")},
         "rows": [asdict(r) for r in rows],
     }
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(report, indent=2) + "\n")
+    write_result(arguments.out, report)
     return 0
 
 

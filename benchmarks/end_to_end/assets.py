@@ -102,6 +102,12 @@ class Assets:
     text: Path
 
 
+def assets_of(directory: Path) -> Assets:
+    """Return the assets below a directory, made or not."""
+    names = "student", "teacher", "projection.safetensors", "text.jsonl"
+    return Assets(*(directory / name for name in names))
+
+
 def make_tokenizers(directory: Path, pair: Pair = PAIRS[""]) -> None:
     """Write `student/` and `teacher/` with byte-level vocabularies (mistral-common's).
 
@@ -135,12 +141,7 @@ def make_assets(
         projected: Make the projection too.
     """
     models, directory = PAIRS[pair], directory / pair
-    assets = Assets(
-        student=directory / "student",
-        teacher=directory / "teacher",
-        projection=directory / "projection.safetensors",
-        text=directory / "text.jsonl",
-    )
+    assets = assets_of(directory)
     if not (assets.student / "tokenizer.json").exists():
         make_tokenizers(directory, models)
     shapes = {assets.student: models.student, assets.teacher: models.teacher}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,24 +72,11 @@ def outcomes(result: Mapping[str, Any]) -> list[Outcome]:
     return best
 
 
-@dataclass(frozen=True)
-class Choice:
-    """What was best on validation of the first data seed.
-
-    Attributes:
-        weight: Name of the weights.
-        rate: The learning rate.
-    """
-
-    weight: str
-    rate: float
-
-
-def choices(found: Sequence[Outcome]) -> dict[tuple[str, str], Choice]:
-    """Return weights and learning rate of each condition and method, chosen on the first data seed."""
+def choices(found: Sequence[Outcome]) -> dict[tuple[str, str], Outcome]:
+    """Return the outcome of each condition and method whose weights and rate are chosen: on the first data seed."""
     weights = chosen(found, FIRST_SEED)
     return {
-        (outcome.condition, outcome.method): Choice(outcome.weight, outcome.rate)
+        (outcome.condition, outcome.method): outcome
         for outcome in found
         if outcome.seed == FIRST_SEED and weights[outcome.condition, outcome.method] == outcome.weight
     }
@@ -172,12 +159,17 @@ def markdown(result: Mapping[str, Any], condition: str, titles: Mapping[str, str
     """Return a condition's table in Markdown."""
     rows = table(result, condition)
     names = list(rows[0].others) if rows else []
-    head = ["method", "weights", "seeds", "test", "below cross-entropy", *names]
-    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+    cells = []
     for row in rows:
         figures = [f"{row.test:.3f}", gain_cell(row), *(f"{row.others[name]:.3f}" for name in names)]
-        lines.append(f"| {titles.get(row.method, row.method)} | {row.weight} | {row.seeds} | {' | '.join(figures)} |")
-    return "\n".join(lines) + "\n"
+        cells.append([titles.get(row.method, row.method), row.weight, row.seeds, *figures])
+    return markdown_table(["method", "weights", "seeds", "test", "below cross-entropy", *names], cells) + "\n"
+
+
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Return a table in Markdown."""
+    lines = [f"| {' | '.join(map(str, row))} |" for row in (head, *rows)]
+    return "\n".join([lines[0], f"|{'---|' * len(head)}", *lines[1:]])
 
 
 def gain_cell(row: Row) -> str:
@@ -203,6 +195,4 @@ def accuracies(result: Mapping[str, Any], condition: str, titles: Mapping[str, s
     rows = [("the student before training", [first[f"{TASK}{name}"] for name in names])]
     ranked = sorted(found, key=lambda outcome: -sum(outcome.tasks[name] for name in names))
     rows += [(titles.get(each.method, each.method), [each.tasks[name] for name in names]) for each in ranked]
-    lines = [f"| method | {' | '.join(names)} |", f"|{'---|' * (len(names) + 1)}"]
-    lines += [f"| {title} | {' | '.join(f'{value:.1%}' for value in values)} |" for title, values in rows]
-    return "\n".join(lines) + "\n"
+    return markdown_table(["method", *names], ([title, *(f"{x:.1%}" for x in found)] for title, found in rows)) + "\n"

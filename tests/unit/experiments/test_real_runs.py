@@ -218,14 +218,12 @@ def test_the_committed_result_file_is_as_a_merge_leaves_it() -> None:
 
 def test_the_page_says_what_a_fitting_rate_leaves_of_a_gain() -> None:
     known = results.read_result(RESULT)
-    text = overview.fitted_rates(known)
-    for name in overview.SWEPT:
-        for row in summary.table(known, name):
-            assert (f"{row.gain:+.3f}" in text) or row.method != summary.DEFAULT
-            assert (f"{row.test:.3f}" in text) or row.method != summary.BASELINE
-    assert text in next(shown for path, shown in page.rendered().items() if path.name == "evidence-all.md")
-    usual = [run for run in known["runs"] if run["condition"] != overview.SWEPT[1]]
-    assert overview.fitted_rates(known | {"runs": usual}) == ""
+    swept = overview.compared(known)["swept"]
+    shown = next(text for path, text in page.rendered().items() if path.name == "evidence-all.md")
+    assert f"shrinks from {' to '.join(swept['gains'])}" in shown
+    for name, ce, gain in zip(overview.SWEPT, swept["ce"], swept["gains"], strict=True):
+        rows = {row.method: row for row in summary.table(known, name)}
+        assert (ce, gain) == (rows[summary.BASELINE].test, summary.gain_cell(rows[summary.DEFAULT]))
 
 
 def write_jsonl_rows(file: Path, rows: list[dict[str, float]]) -> None:
