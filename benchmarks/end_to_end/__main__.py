@@ -74,9 +74,12 @@ def main() -> int:
     for name in arguments.variants:
         variant = VARIANTS[name]
         for loop, public in _loops(variant, arguments):
-            if report["serial"].get(loop, {}).get("digest", report["machine"].get("digest")) != call["digest"]:
+            if (
+                report["serial"].get(loop, {"digest": ""}).get("digest", report["machine"].get("digest"))
+                != call["digest"]
+            ):
                 began = time.monotonic()
-                found = in_process(partial(_serial, arguments, variant, public=public))
+                found = _serial(arguments, variant, public=public)
                 report["serial"][loop] = {**found, "digest": call["digest"]}
                 write(report, arguments.out)
                 _say(f"serial loop, {loop}", report["serial"][loop], began)
@@ -170,22 +173,17 @@ def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def _serial(arguments: argparse.Namespace, variant: Variant, *, public: bool) -> dict[str, Any]:
-    """Return the figures of the serial loop that a variant is compared with; called in a process of its own."""
+    """Return the figures of the serial loop that a variant is compared with, from a process of its own."""
     import torch
 
     from benchmarks.end_to_end.serial import serial_loop
 
     counts = PUBLIC_STEPS if public else {name: getattr(arguments, name) for name in ("steps", "warmup")}
-    return serial_loop(
-        assets_of(arguments.work),
-        LOSSES[variant.loss],
-        context=arguments.context,
-        samples=arguments.samples,
-        **counts,
-        checkpointing=variant.checkpointing,
-        public=public,
-        device=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
-    )
+    settings = {name: getattr(arguments, name) for name in ("context", "samples")} | counts
+    settings |= {"checkpointing": variant.checkpointing, "public": public}
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    loop = partial(serial_loop, assets_of(arguments.work), LOSSES[variant.loss], **settings, device=device)
+    return dict(in_process(loop))
 
 
 def _machine() -> dict[str, Any]:
