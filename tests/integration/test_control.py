@@ -179,6 +179,7 @@ def test_interrupting_a_run_in_place_stops_it_in_order(tmp_path: Path, assets: T
     assert len(list((spec.output / "checkpoints").iterdir())) == 1, "the trainer has saved where it was"
 
 
+@pytest.mark.slow
 def test_the_inspection_of_a_run_without_its_cache_makes_it_again(tmp_path: Path, assets: TinyAssets) -> None:
     spec = tiny_spec(assets, tmp_path, records=240, eval={})
     environment = Roots.of([tmp_path, assets.student.parent], [tmp_path]).environment

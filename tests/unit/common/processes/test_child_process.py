@@ -25,6 +25,7 @@ from xtoken_services.common.tokenizers.vocabulary import vocabulary_size
 from xtoken_services.control.isolated import toml_text
 from xtoken_services.control.isolated.toml_text import parse_toml
 
+slow = pytest.mark.slow
 BEGIN = "from xtoken_services.common.processes.child_process import answer_requests, ask_child\n"
 
 
@@ -67,7 +68,7 @@ def all_gone(pids: list[int]) -> bool:
     return not any(f.exists() and f.read_text().split()[2] not in "ZX" for f in states)
 
 
-@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("nested", [False, pytest.param(True, marks=slow)])
 def test_deadline_ends_the_child_and_its_children(
     run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nested: bool
 ) -> None:
@@ -149,9 +150,12 @@ def convert(directory: Path) -> None:
 
 @cases(
     "call",
-    read_by_transformers,
-    convert,
-    lambda directory: pair_file(PairCache(directory), "chain", directory, directory, ("a", "b"), "teacher"),
+    pytest.param(read_by_transformers, marks=slow),
+    pytest.param(convert, marks=slow),
+    pytest.param(
+        lambda directory: pair_file(PairCache(directory), "chain", directory, directory, ("a", "b"), "teacher"),
+        marks=slow,
+    ),
     lambda directory: check_importable("no_such_module:A"),
     lambda directory: parse_toml("a = "),
 )
