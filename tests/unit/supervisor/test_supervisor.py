@@ -5,13 +5,13 @@ import os
 import signal
 import socket
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.support.cases import cases
+from tests.support.waiting import until
 from tests.unit.supervisor.scripted_run import ScriptedRun, alive
 from xtoken_core.data_plane.address import Address, create_token
 from xtoken_services.common.run import machine
@@ -283,10 +283,7 @@ def test_failure_before_stop_now_is_named(scripted: ScriptedRun) -> None:
     scripted.until_step(2)
     pid = scripted.pid("trainer-0")
     supervisor.stop()
-    for _ in range(600):
-        if not alive(pid):
-            break
-        time.sleep(0.05)
+    until(lambda: not alive(pid))
     supervisor.stop(now=True)
     ending = scripted.wait()
     assert ending.error == "trainer-0 exited with status 2 while the run was stopped: told to leave"

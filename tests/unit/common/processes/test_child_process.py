@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.cases import cases
+from tests.support.waiting import until
 from tests.unit.control.stored_runs import spec
 from xtoken_core import errors
 from xtoken_core.config.spec import RunSpec
@@ -84,10 +85,7 @@ def test_deadline_ends_the_child_and_its_children(
         run(program, silence_s=3.0)
     pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
     assert time.monotonic() - began < 30 and len(pids) == 2
-    until = time.monotonic() + 10
-    while not all_gone(pids) and time.monotonic() < until:
-        time.sleep(0.05)
-    assert all_gone(pids)
+    until(lambda: all_gone(pids))
 
 
 def test_a_child_that_reads_nothing_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
