@@ -140,8 +140,9 @@ def test_progress_resets_failures(scripted: ScriptedRun) -> None:
     assert scripted.steps_done() == list(range(12))
 
 
+@pytest.mark.slow
 def test_frozen_workers_with_and_without_a_session_are_restarted(scripted: ScriptedRun) -> None:
-    limits = Limits(max_restarts=1, hang_timeout_s=3, grace_s=1, first_delay_s=0.05)
+    limits = Limits(max_restarts=1, hang_timeout_s=10, grace_s=1, first_delay_s=0.05)
     scripted.start(steps=6, collator_0=["work:freeze"], teacher_0_0=["start:freeze"], limits=limits)
     assert scripted.wait().state == RunState.COMPLETED
     assert [attempts(scripted, name) for name in ("collator-0", "teacher-0-0")] == [2, 2]
