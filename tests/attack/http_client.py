@@ -12,6 +12,7 @@ import httpx
 from tests.attack.target import Attack, FaultError, Target
 
 CONNECTIONS = 300
+LOGIN_ATTEMPTS = 50
 
 
 def expect_refusal(response: httpx.Response, what: str) -> None:
@@ -151,9 +152,47 @@ def two_hosts(target: Target, rng: random.Random, seconds: float) -> None:
             raise FaultError(f"a request with the Host headers {' and '.join(hosts)} is served")
 
 
+def guessed_tokens(target: Target, rng: random.Random, seconds: float) -> None:
+    """Try one wrong token after the other at the login form.
+
+    Raises:
+        FaultError: The attempts are not slowed.
+    """
+    del seconds
+    began = time.monotonic()
+    with httpx.Client(base_url=target.url, timeout=60) as http:
+        for _ in range(LOGIN_ATTEMPTS):
+            response = http.post("/login", data={"token": rng.randbytes(8).hex()})
+            if response.status_code == 429:
+                return
+            expect_refusal(response, "a wrong token")
+            if time.monotonic() - began > 20:
+                return
+    raise FaultError(f"{LOGIN_ATTEMPTS} wrong tokens took {time.monotonic() - began:.1f} s")
+
+
+def kept_cookie(target: Target, rng: random.Random, seconds: float) -> None:
+    """Use a session's cookie after it was logged out.
+
+    Raises:
+        FaultError: It is still accepted.
+    """
+    del rng, seconds
+    with httpx.Client(base_url=target.url, timeout=30) as http:
+        response = http.post("/login", data={"token": target.http_token})
+        if response.status_code != 303:
+            return
+        cookies = dict(http.cookies)
+        http.post("/logout", cookies=cookies)
+    response = httpx.get(f"{target.url}/v1/runs", cookies=cookies, timeout=30)
+    if response.status_code == 200:
+        raise FaultError("a cookie is accepted after its log-out")
+
+
 ATTACKS: dict[str, Attack] = {
     f"http.{attack.__name__}": attack
     for attack in (
-        half_headers, half_bodies, hostile_documents, hostile_forms, odd_queries, two_hosts,
+        half_headers, half_bodies, hostile_documents, hostile_forms, odd_queries, two_hosts, guessed_tokens,
+        kept_cookie,
     )
 }  # fmt: skip

@@ -1,5 +1,6 @@
 """Attacks by a peer that has the queue's token: what it sends, holds and never reads."""
 
+import json
 import random
 import secrets
 import struct
@@ -12,7 +13,7 @@ from typing import Any
 import msgpack
 import zmq
 
-from tests.attack.target import Attack, FaultError, Target
+from tests.attack.target import Attack, FaultError, Target, connect
 from tests.contract.attacker import Attacker
 from tests.contract.fuzz import corpus, mutated
 from tests.contract.reference_client import Client, RefusedError, UnreachableError
@@ -63,6 +64,26 @@ def send(bare: zmq.Socket[bytes], kind: str, *buffers: bytes, **fields: Any) -> 
     bare.send_multipart([msgpack.packb(header, use_bin_type=True), *buffers])
 
 
+def put_raw(target: Target, heads: list[dict[str, Any]], *buffers: bytes) -> str:
+    """Put two rows, each with hand-made heads and buffers, claim both, and return what the put was answered.
+
+    Raises:
+        FaultError: The rows were stored and cannot be claimed.
+    """
+    with own_partition(target) as (peer, name):
+        for number in (1, 2):
+            header = {"type": "put", "session": peer.session, "partition": name, "ids": [number], "columns": heads}
+            reply, _ = peer.exchange({**header, "id": f"{peer.lane}-raw.{number}"}, list(buffers))
+            if reply["type"] == "error":
+                return str(reply["code"])
+        try:
+            peer.call("claim", partition=name, task="a", count=2, fields=["x"])
+        except RefusedError as error:
+            status = peer.call("peek", partition=name, sample=1)
+            raise FaultError(f"rows were stored that cannot be claimed ({error}): {status['status']}") from error
+        return "stored"
+
+
 # What is sent
 
 
@@ -103,6 +124,26 @@ def parts_of_messages(target: Target, rng: random.Random, seconds: float) -> Non
                 held.popleft().close()
 
 
+def poisoned_offsets(target: Target, rng: random.Random, seconds: float) -> None:
+    """Put rows whose offsets and shapes multiply to nothing or to more than there is."""
+    del seconds
+    for shape in ([0], [0, 1 << 40], [1 << 62, 0], [rng.randrange(3), 0]):
+        for last in ((1 << 63) - 1, 1 << 62, 1 << 40, -1):
+            head = {"name": "x", "kind": "jagged", "dtype": "int64", "rows": 1, "item_shape": shape}
+            put_raw(target, [head], struct.pack("<2q", 0, last), b"")
+
+
+def odd_columns(target: Target, rng: random.Random, seconds: float) -> None:
+    """Put columns that the protocol excludes: bytes other than 0 and 1 as bool, objects with a dtype."""
+    del rng, seconds
+    head = {"name": "x", "kind": "dense", "dtype": "bool", "rows": 1, "item_shape": []}
+    if put_raw(target, [head], b"\x07") == "stored":
+        raise FaultError("bool 7 was stored")
+    head = {"name": "x", "kind": "object", "dtype": "int64", "rows": 1, "item_shape": []}
+    if put_raw(target, [head], struct.pack("<2q", 0, 1), b"\x07") == "stored":
+        raise FaultError("an object column with a dtype was stored")
+
+
 def mutated_messages(target: Target, rng: random.Random, seconds: float) -> None:
     """Send every golden request with random faults, in the name of a worker that the run does not have."""
     with own_partition(target) as (peer, name), bare_socket(target) as bare:
@@ -119,6 +160,22 @@ def mutated_messages(target: Target, rng: random.Random, seconds: float) -> None
                 reply = bare.recv_multipart()[0]
                 if FAILED.encode() in reply:
                     raise FaultError(f"the queue failed on a malformed message: {reply!r}")
+
+
+def nested_header(target: Target, rng: random.Random, seconds: float) -> None:
+    """Send headers nested a hundred thousand levels deep, and ids of any length."""
+    del rng, seconds
+    with bare_socket(target) as bare:
+        bodies = [
+            b"\x91" * 100_000 + b"\xc0",
+            b"\x81\xa4type" * 20_000,
+            msgpack.packb({"type": "x" * 1_000_000, "id": "a"}),
+        ]
+        for body in bodies:
+            bare.send_multipart([body])
+            if not bare.poll(5_000):
+                raise FaultError(f"no answer within 5 s to a header that begins with {body[:20]!r}")
+            bare.recv_multipart()
 
 
 # What the queue is made to hold
@@ -256,10 +313,52 @@ def long_names(target: Target, rng: random.Random, seconds: float) -> None:
             peer.close()
 
 
+# What one peer may do to another
+
+
+def stolen_sessions(target: Target, rng: random.Random, seconds: float) -> None:
+    """Act with the session ids that `stats` reveals.
+
+    Raises:
+        FaultError: Another worker's session can be used.
+    """
+    del rng, seconds
+    with own_partition(target) as (peer, _):
+        document = json.loads(peer.call("stats")["document"])
+        for session in document["sessions"]:
+            if session.get("id") and session["id"] != peer.session:
+                header = {"type": "heartbeat", "session": session["id"], "id": f"{peer.lane}.stolen", "phase": "run"}
+                reply, _ = peer.exchange(header, [])
+                if reply["type"] != "error":
+                    raise FaultError(f"stats reveals the session of {session['name']}, which can be used")
+
+
+def lock_out(target: Target, rng: random.Random, seconds: float) -> None:
+    """Take the name of a worker with the largest incarnation and a day of silence.
+
+    Raises:
+        FaultError: The worker cannot return.
+    """
+    del rng, seconds
+    name = f"victim-{secrets.token_hex(4)}"
+    thief = connect(target.queue)
+    with suppress(RefusedError):
+        thief.hello(name, "library", (1 << 63) - 1, silence_s=86_400.0)
+    thief.close()
+    victim = connect(target.queue)
+    try:
+        victim.hello(name, "library", time.time_ns())
+    except RefusedError as error:
+        raise FaultError(f"a worker is locked out of its name: {error}") from error
+    finally:
+        victim.close()
+
+
 ATTACKS: dict[str, Attack] = {
     f"queue.{attack.__name__}": attack
     for attack in (
-        empty_frames, endless_message, parts_of_messages, mutated_messages, empty_rows, parked_gets, parked_claims,
-        documents, kept_answers, object_rows, long_names,
+        empty_frames, endless_message, parts_of_messages, poisoned_offsets, odd_columns, mutated_messages,
+        nested_header, empty_rows, parked_gets, parked_claims, documents, kept_answers, object_rows, long_names,
+        stolen_sessions, lock_out,
     )
 }  # fmt: skip
