@@ -39,6 +39,6 @@ def processor() -> str:
 
 
 def in_process(work: Callable[..., Any], *arguments: Any) -> Any:
-    """Return what a function returns that is called in a process of its own; not one of a package's `__main__`."""
+    """Return the result of a call in a process of its own; the function is not in a `__main__`."""
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
         return pool.submit(work, *arguments).result()

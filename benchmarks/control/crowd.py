@@ -137,5 +137,5 @@ class Crowd(Readers):
 
 
 def read(url: str, run_id: str, log: Path) -> dict[str, Any]:
-    """Return what a crowd has seen; called in a process of its own."""
+    """Return a crowd's answers and failures; called in a process of its own."""
     return asyncio.run(Crowd(url, run_id, log).run())

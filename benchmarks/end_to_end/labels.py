@@ -56,7 +56,7 @@ def label_of(variant: dict[str, Any]) -> str:
 
 
 def conditions_of(result: dict[str, Any]) -> str:
-    """Return what else ran on the machine, and whether all rows are of one machine."""
+    """Return the other work of the machine, and whether all rows are of one machine."""
     calls = result["calls"]
     machines = len({call.get("digest", result["machine"].get("digest")) for call in calls})
     words = [f" Rows are of {machines} machines."] if machines > 1 else []

@@ -35,6 +35,14 @@ def test_withdrawn_sample_arrives_anew() -> None:
     assert taken(samples, 3) == (2, 1)
 
 
+def test_given_back_samples_keep_strict_order() -> None:
+    samples = of("strict")
+    samples.produce([5, 3, 4], ["x"])
+    lease = samples.claim_next("s", "t", 2)
+    samples.give_back(lease.id)
+    assert taken(samples, 3) == (5, 3, 4)
+
+
 def test_unknown_id_is_refused_before_waiting() -> None:
     samples = of("by_id", "x", "y")
     samples.produce([1], ["x"])
