@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
+import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+from torch import nn
 
 from xtoken_core import schema
 from xtoken_core.data_plane.queue_client import AlreadyDone
 from xtoken_core.data_plane.run_client import StepRows
-from xtoken_core.errors import ConfigError
+from xtoken_core.errors import ConfigError, InputError
 from xtoken_core.plan import MicroBatch
 from xtoken_core.queue.run.names import TEACHER
 from xtoken_core.served_requests import requests_field
@@ -23,14 +26,17 @@ from xtoken_core.transports.signal import SignalRing
 from xtoken_core.wire import Column, QueueError
 from xtoken_core.wire.messages import Claimed
 from xtoken_services.common.batches.step_plan import StepPlan, plan_fields, plan_step, ring_shape
+from xtoken_services.common.generation.published_weights import Version, load_weights, read_version, weights_file
 from xtoken_services.common.processes.event_callbacks import EventCallbacks
 from xtoken_services.common.processes.worker import WAIT_S, QueueLink, Worker, worker_session
 from xtoken_services.teacher.base import RefusedSamplesError, Teacher, TeacherBatch
 from xtoken_services.teacher.held_out import measure_held_out
 from xtoken_services.teacher.opening import opened_teacher
-from xtoken_services.teacher.prepare import devices_of
+from xtoken_services.teacher.prepare import TeacherModel, devices_of
 
 log = logging.getLogger("xtoken.teacher")
+POLL_S = 0.01
+"""Seconds between two looks for the weights of a step."""
 
 
 def work(link: QueueLink, *, teacher: int, rank: int, name: str | None) -> None:
@@ -65,7 +71,35 @@ def work(link: QueueLink, *, teacher: int, rank: int, name: str | None) -> None:
             worker.phase("run")
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(device)
-            TeacherLoop(worker, model, transport, teacher=teacher, rank=rank).serve()
+            loop = TeacherLoop(worker, model, transport, teacher=teacher, rank=rank)
+            if isinstance(model, TeacherModel) and teacher in spec.sync_decays:
+                loop.weights = MovingWeights(weights_file(worker.run, teacher), model.model)
+            loop.serve()
+
+
+class MovingWeights:
+    """The published weights that a teacher computes with.
+
+    Args:
+        file: The file.
+        model: They are copied into it.
+    """
+
+    def __init__(self, file: Path, model: nn.Module) -> None:
+        self.file, self.model = file, model
+        self._loaded: Version | None = None
+
+    def load(self, step: int) -> bool:
+        """Load the weights of a step, unless they are loaded already; return False if they are not there yet."""
+        try:
+            version = read_version(self.file)
+            if version.step == step and version != self._loaded:
+                self._loaded = None  # a failure in between leaves a mixture
+                self._loaded = version = load_weights(self.model, self.file)
+        except InputError as error:  # being written, or its trainer has ended, and another one will publish
+            log.debug("%s", error)
+            return False
+        return version.step == step
 
 
 @dataclass(frozen=True)
@@ -97,6 +131,7 @@ class TeacherLoop:
     def __init__(self, worker: Worker, model: Teacher, transport: str, *, teacher: int, rank: int) -> None:
         self.worker, self.queue, self.run = worker, worker.queue, worker.run
         self.model, self.transport = model, transport
+        self.weights: MovingWeights | None = None
         self.teacher, self.rank = teacher, rank
         shared = self.run.same_tokenizer[teacher]
         self.ids_field = schema.INPUT_IDS.name if shared else schema.field_name(schema.TEACHER_INPUT_IDS, teacher)
@@ -144,7 +179,7 @@ class TeacherLoop:
             try:
                 plan = self._window(pair, step, rewinds)
                 for batch in plan.plan.ranks[self.rank] if plan else ():
-                    if self.teacher in batch.teachers:
+                    if self.teacher in batch.teachers and self._moved(step, rewinds):
                         self._signal(pair, batch, rewinds)
                 step += 1
             except QueueError as error:
@@ -181,6 +216,24 @@ class TeacherLoop:
             return plan_step(self.run, step, self.worker.until(ask))
         except AlreadyDone:
             return None
+
+    def _moved(self, step: int, rewinds: int) -> bool:
+        """Wait for the weights of a step, if they move; return False if the step was done meanwhile."""
+        weights = self.weights
+        if weights is None:
+            return True
+
+        def ask() -> bool | None:
+            self.queue.window(step, (), rewinds=rewinds, wait_s=0.0)  # refused after a rewind
+            if weights.load(step):
+                return True
+            time.sleep(POLL_S)
+            return None
+
+        try:
+            return self.worker.until(ask)
+        except AlreadyDone:
+            return False
 
     def _signal(self, pair: Pair, batch: MicroBatch, rewinds: int) -> None:
         """Write a micro-batch's signal into a slot, after a nack of samples that this teacher cannot take."""
