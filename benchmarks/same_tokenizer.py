@@ -4,9 +4,11 @@
 
 8,192 tokens, both models 4,096 wide, one vocabulary of 128,256, bfloat16: the loss and the gradients of hidden states
 and head, ours, `LigerFusedLinearJSDLoss` (liger-kernel; `beta` 0 is the forward KL, weights as ours), compiled by
-`torch.compile` as is its default, and not compiled; and the four matrix products alone. All are timed in turn in one
-process, and the medians of the rounds count. Memory is the peak above hidden states, weights and targets. Before any
-time the two losses' values are compared. Without liger-kernel its rows are left out.
+`torch.compile` as is its default, and not compiled; and the four matrix products alone. In further rows the divergence
+alone, beside `LigerFusedLinearKLDivLoss`, which takes the teacher's probabilities (its product and softmax are in the
+row), and `LigerFusedLinearJSD`, in Triton and in CuTe. All are timed in turn in one process, and the medians of the
+rounds count. Memory is the peak above hidden states, weights and targets. The losses' values are printed beside each
+other. Without liger-kernel its rows are left out.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -71,22 +74,41 @@ class Workload:
         self.weight = random(V, H, scale=H**-0.5).requires_grad_()
         self.teacher_hidden, self.teacher_weight = random(T, H, scale=1.0), random(V, H, scale=H**-0.5)
         self.ids = torch.randint(V, (T,), device=device, generator=generator)
-        self.loss = CrossTokenizerDistillationLoss(
-            LossConfig(vocab_topk=None, kl_loss_weight=0.5, ce_loss_scale=0.5),
-            student_vocab_size=V,
-            teachers=[LossTeacher(V)],
-            device=device,
+        self.loss, self.alone = (
+            CrossTokenizerDistillationLoss(
+                LossConfig(vocab_topk=None, kl_loss_weight=0.5, ce_loss_scale=scale),
+                student_vocab_size=V,
+                teachers=[LossTeacher(V)],
+                device=device,
+            )
+            for scale in (0.5, 0.0)
         )
         mask = torch.ones(1, T, dtype=torch.int64)
         host = {"input_ids": self.ids.cpu()[None], "token_mask": mask, "sample_mask": torch.ones(1)}
         self.blocks = self.loss.token_blocks(host, [T]).to(device)
         self.batch = {name: values.to(device) for name, values in host.items()}
 
-    def ours(self) -> tuple[Tensor, ...]:
+    def ours(self, loss: CrossTokenizerDistillationLoss) -> tuple[Tensor, ...]:
         """Compute our loss and its gradients."""
         student = HeadProjection(self.hidden[None], self.weight)
         teacher = HeadProjection(self.teacher_hidden[None], self.teacher_weight)
-        value, _ = self.loss(self.batch, student, [teacher], blocks=self.blocks)
+        value, _ = loss(self.batch, student, [teacher], blocks=self.blocks)
+        return value, *torch.autograd.grad(value, (self.hidden, self.weight))
+
+    def liger_kl_div(self) -> tuple[Tensor, ...]:
+        """Compute Liger's KL to given probabilities, and its gradients."""
+        from liger_kernel.transformers.fused_linear_kl_div import LigerFusedLinearKLDivLoss
+
+        target = (self.teacher_hidden @ self.teacher_weight.t()).softmax(-1)
+        value = 0.5 * LigerFusedLinearKLDivLoss()(self.hidden, self.weight, target)
+        return value, *torch.autograd.grad(value, (self.hidden, self.weight))
+
+    def liger_jsd(self, kernels: str) -> tuple[Tensor, ...]:
+        """Compute Liger's KL of both sides' states with one of its sets of kernels, and its gradients."""
+        from liger_kernel.ops.fused_linear_jsd import LigerFusedLinearJSDFunction
+
+        sides = self.hidden, self.weight, self.teacher_hidden, self.teacher_weight
+        value = 0.5 * LigerFusedLinearJSDFunction.apply(*sides, None, 0.0, -100, 1.0, None, kernels, "default")
         return value, *torch.autograd.grad(value, (self.hidden, self.weight))
 
     def liger(self, *, compiled: bool) -> Callable[[], tuple[Tensor, ...]]:
@@ -139,9 +161,18 @@ def main() -> int:
         return 2
     shape = SMALL if arguments.small else Shape()
     load = Workload(shape, torch.device("cuda"))
-    losses: dict[str, Callable[[], tuple[Tensor, ...]]] = {"ours": load.ours}
+    losses: dict[str, Callable[[], tuple[Tensor, ...]]] = {
+        "ours": partial(load.ours, load.loss),
+        "ours, KL alone": partial(load.ours, load.alone),
+    }
     if find_spec("liger_kernel"):
-        losses |= {f"{LIGER}, compiled": load.liger(compiled=True), LIGER: load.liger(compiled=False)}
+        losses |= {
+            f"{LIGER}, compiled": load.liger(compiled=True),
+            LIGER: load.liger(compiled=False),
+            f"{LIGER}, fused_linear_kl_div, KL alone": load.liger_kl_div,
+            f"{LIGER}, fused_linear_jsd, KL alone": partial(load.liger_jsd, "nvidia-triton"),
+            f"{LIGER}, fused_linear_jsd in CuTe, KL alone": partial(load.liger_jsd, "nvidia-cutedsl"),
+        }
     measured: dict[str, tuple[int, float]] = {}
     for name, run in list(losses.items()):
         try:

@@ -290,7 +290,7 @@ CONDITIONS |= {
 _QWEN_GERMAN = CONDITIONS["qwen-de-500k"]
 CONDITIONS |= {
     "qwen-de-500k-to-gemma": replace(
-        _QWEN_GERMAN, student=GEMMA3, rates=(2e-5, 5e-5, 1e-4, 2e-4), note="to Gemma 3 270M"
+        _QWEN_GERMAN, student=GEMMA3, rates=(1e-5, 2e-5, 5e-5, 1e-4, 2e-4), note="to Gemma 3 270M"
     ),
     "qwen-de-500k-to-qwen": replace(
         _QWEN_GERMAN, student=QWEN05, rates=(5e-5, 1e-4), contexts=(512, 512), note="to Qwen 0.5B, one tokenizer"

@@ -87,6 +87,10 @@ PLAN = (
     (PROBLEMS, "chain_adaptive", (1e-4, 2e-4, 4e-4)),
     (PROBLEMS, "chain_shots", (2e-4, 4e-4)),
     (PROBLEMS, "chain_fading", (2e-4,)),
+    (TO_GEMMA, "ce", (1e-5,)),
+    (TO_GEMMA, "chain_adaptive", (2e-5,)),
+    (GERMAN, "p_kl_scaled", (1.6e-3,)),
+    (PROBLEMS, "p_kl_scaled", (4e-4,)),
 )
 """Condition, method with its first weights, and learning rates, on the first data seed."""
 OTHER_SEEDS = (
@@ -98,6 +102,7 @@ OTHER_SEEDS = (
     (GERMAN, "p_kl_scaled", 8e-4), (PYTHON, "p_kl_scaled", 1e-4),
     (COLD_START, "ce", START_RATE), (COLD_NO_END, "ce", START_RATE), (ON_POLICY, "on_jsd", 3e-5),
     (PROBLEMS, "ce", 4e-4), (PROBLEMS, "chain_shots", 2e-4),
+    (PROBLEMS, "chain_adaptive", 2e-4),
 )  # fmt: skip
 """What runs on the other data seeds, at the rates that were best on the first one: before what is new on it."""
 FIRST_RUNS = 38

@@ -20,7 +20,6 @@ from xtoken_core.ops.token_kl import TokenKLOptions
 pytest.importorskip("triton")
 keys = pytest.importorskip("tests.support.compile_keys", reason="Triton has another way to bind arguments")
 from xtoken_core.compat.embedding.triton import embedding_backward  # noqa: E402
-from xtoken_core.ops import tensor_maps  # noqa: E402
 from xtoken_core.ops.chain.triton import TritonChainOp  # noqa: E402
 from xtoken_core.ops.chain_topk.triton import TritonChainTopKOp  # noqa: E402
 from xtoken_core.ops.chunk_mean.triton import TritonChunkMeanOp  # noqa: E402
@@ -154,9 +153,8 @@ def cross_entropy(x: Drawn):
     return TritonCrossEntropyOp()(x.student, x.ids(x.T_s, HEAD))
 
 
-def cross_entropy_by_tma(x: Drawn):
-    with patch.object(tensor_maps, "reads_by_tma", lambda device: tensor_maps.TensorDescriptor is not None):
-        return TritonCrossEntropyOp()(x.logits(x.T_s, 128).requires_grad_(), x.ids(x.T_s, 127))
+def cross_entropy_known(x: Drawn):
+    return TritonCrossEntropyOp()(x.student, x.ids(x.T_s, HEAD), upstream=torch.ones(x.B, x.T_s))
 
 
 def chunk_mean(x: Drawn):
@@ -185,7 +183,7 @@ def embedding(x: Drawn):
 OPS = [
     chain, chain_topk, chain_generated, chain_jsd, chain_topk_generated,
     gold, gold_cross_entropy, gold_picked, p_kl, p_kl_cross_entropy, token_kl,
-    cross_entropy, cross_entropy_by_tma, chunk_mean, select_topk_columns, sparse_projection,
+    cross_entropy, cross_entropy_known, chunk_mean, select_topk_columns, sparse_projection,
     sparse_projection_of_columns, embedding,
 ]  # fmt: skip
 

@@ -39,6 +39,13 @@ def test_cross_entropy(monkeypatch, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("variant", ["", "reverse_T2"])
+def test_token_kl(monkeypatch, variant, device):
+    shrink(monkeypatch, "token_kl", BLOCK=16, GRADIENT_BLOCK=32)
+    check("token_kl", CASES["token_kl"][variant].make(torch.float32, torch.device(device)), "student_logits")
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("variant", [pytest.param("", id="forward"), pytest.param("prob", marks=pytest.mark.slow)])
 def test_p_kl(monkeypatch, device, variant):
     tiles = {f"{name}_TILE": (16, 4) for name in ("PROJECT", "CHUNK")}
@@ -134,37 +141,6 @@ def test_gold_of_picked_entries_is_gold_of_whole_lists(monkeypatch, device):
 def test_chunk_mean(monkeypatch, device):
     shrink(monkeypatch, "chunk_mean", BLOCK=8)
     check("chunk_mean", CASES["chunk_mean"][""].make(torch.float32, torch.device(device)), "x")
-
-
-def laid_out(logits, layout):
-    """The same logits as they are, as a cut of more positions, and as a cut of a wider head."""
-    B, T, V = logits.shape
-    whole = logits.new_full((B, T + 2 * (layout != "rows"), V + 64 * (layout == "head")), 99.0)
-    cut = whole[:, whole.shape[1] - T :, :V]
-    return cut.copy_(logits)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("layout", ["rows", "positions", "head"])
-@pytest.mark.parametrize("V", [320, 4224])
-def test_rows_read_by_tma_have_the_bits_of_rows_read_by_pointers(monkeypatch, device, layout, V):
-    tensor_maps = importlib.import_module("xtoken_core.ops.tensor_maps")
-    made, kept = [], tensor_maps.TensorDescriptor
-    if kept is None or (device == "cuda" and not tensor_maps.reads_by_tma(torch.device("cuda"))):
-        pytest.skip("no descriptors here")
-    monkeypatch.setattr(tensor_maps, "TensorDescriptor", lambda *given: made.append(1) or kept(*given))
-    logits = laid_out(torch.randn(2, 3, V, generator=torch.Generator().manual_seed(5)).bfloat16(), layout).to(device)
-    logits[0, 1, 7], logits[0, 1, 300], logits[1, 2, :64] = 9.0, 9.0, -torch.inf
-    targets = torch.tensor([[0, 7, V - 1], [5, 300, 1]], device=device)
-    op = load_backend(BACKENDS["cross_entropy"]["triton"])
-    monkeypatch.setattr(tensor_maps, "reads_by_tma", lambda device: False)
-    by_pointers = op(logits, targets)
-    monkeypatch.setattr(tensor_maps, "reads_by_tma", lambda device: True)
-    by_tma, alone = op(logits, targets), op(logits[1:, 1:], targets[1:, 1:])
-    assert len(made) == 2
-    for actual, expected, single in zip(by_tma, by_pointers, alone, strict=True):
-        assert torch.equal(actual, expected) and torch.equal(single, expected[1:, 1:])
-    assert by_tma[1][0].tolist() == [False, True, False]
 
 
 @pytest.mark.parametrize("device", DEVICES)

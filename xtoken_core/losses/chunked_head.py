@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from xtoken_core.losses.common import Divergence, LossInput, Pairing, ReadTokens
+from xtoken_core.losses.known_gradients import halved, with_gradients
 from xtoken_core.losses.lazy_logits import HeadProjection, HeadRows
 from xtoken_core.losses.masks import next_token_targets
 from xtoken_core.losses.objective import ComparedTeacher, Metrics, Objective, Values, first_with_cross_entropy
@@ -25,7 +25,7 @@ class Gradients(NamedTuple):
     """The gradients of a head's operands; None where none is wanted."""
 
     hidden: Float[Tensor, "B T H"] | None
-    weight: Float[Tensor, "V H"] | None
+    weight: Float[Tensor, "V H"] | tuple[Tensor, Tensor] | None
     bias: Float[Tensor, " V"] | None
 
 
@@ -74,28 +74,12 @@ class ChunkedHead:
         # The weight of each chunk and token in the loss is the gradient of the reduction by its inputs. A linear
         # reduction has the same one everywhere, so it is taken at zero and the blocks are multiplied only once.
         with torch.no_grad():
-            start = self.zeros() if linear else self.values()
-        # Through the reduction only: scalars and [B, P] values, nothing as large as logits.
-        leaves = [x.requires_grad_() for x in start.differentiable]
-        with torch.enable_grad():
-            loss, _ = objective(start)
-        upstream = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+            start = Values.zeros(self.teachers, self.targets, head.dtype) if linear else self.values()
+        upstream = objective.upstream(start)
         with torch.no_grad():
             values, gradients = self.values_and_gradients(upstream)
             loss, metrics = objective(values)
-        result: Tensor = WithGradients.apply(*head.operands, loss, gradients)  # type: ignore[no-untyped-call]  # torch leaves it bare
-        return result, metrics
-
-    def zeros(self) -> Values:
-        """Return values of the right shapes and dtypes, all zero."""
-        dtype = torch.float64 if self.student.dtype == torch.float64 else torch.float32
-        device = self.targets.device
-        divergences = [
-            Divergence(tuple(torch.zeros(self._shape(t), dtype=dtype, device=device) for _ in range(t.loss.parts)))
-            for t in self.teachers
-        ]
-        losses = torch.zeros(self.targets.shape, dtype=dtype, device=device)
-        return Values(tuple(divergences), losses, torch.zeros_like(self.targets, dtype=torch.bool))
+        return with_gradients(head.operands, loss, gradients), metrics
 
     def values(self) -> Values:
         """Compute every divergence and cross-entropy, without gradients."""
@@ -117,14 +101,15 @@ class ChunkedHead:
         for n, rows in enumerate(self.blocks.rows):
             states = self.rows.states(rows)
             logits = self.rows.of(states).requires_grad_()  # [1, R, V], the same memory for every block
+            weights = self._upstream(n, upstream)
             with torch.enable_grad():
-                values = self._block(n, logits, overwrite=only)
-            sums.add(self._gradient(n, logits, values, upstream), states, rows)
-            blocks.append(_detached(values))
+                values = self._block(n, logits, overwrite=only, upstream=weights)
+            sums.add(self._gradient(logits, values, weights), states, rows)
+            blocks.append(values.detached())
             del values  # its graph holds tensors as large as the logits, and the next block needs that memory
         return self._assemble(blocks), sums.result()
 
-    def _block(self, n: int, logits: Tensor, *, overwrite: bool) -> Values:
+    def _block(self, n: int, logits: Tensor, *, overwrite: bool, upstream: Sequence[Tensor] | None = None) -> Values:
         """Compute the values of one block: chunks as the block numbers them, positions in its order."""
         targets = _at(self.targets, self.blocks.rows[n])
         divergences, tokens = [], None
@@ -137,17 +122,24 @@ class ChunkedHead:
                 )
             tokens = tokens or divergence.tokens
             divergences.append(divergence)
-        losses, hits = tokens or get_op("cross_entropy", logits.device)(logits, targets, overwrite=logits.requires_grad)
-        return Values(tuple(divergences), losses, hits)
+        if tokens is None:
+            of_losses = upstream[-1] if upstream and not self.trains_on_kd else None
+            op = get_op("cross_entropy", logits.device)
+            tokens = op(logits, targets, overwrite=logits.requires_grad, upstream=of_losses)
+        return Values(tuple(divergences), *tokens)
 
-    def _gradient(self, n: int, logits: Tensor, values: Values, upstream: Sequence[Tensor]) -> Tensor:
-        """Compute the gradient `[R, V]` of a block's logits, whose memory it may take."""
+    def _upstream(self, n: int, upstream: Sequence[Tensor]) -> list[Tensor]:
+        """Return a block's part of the gradients of `Values.differentiable`."""
         indices = [self._indices(side)[n] for teacher, side in self._sides() for _ in range(teacher.loss.parts)]
-        outputs, weights = [], []
-        for output, whole, rows in zip(values.differentiable, upstream, [*indices, self.blocks.rows[n]], strict=True):
+        weights = []
+        for whole, rows in zip(upstream, [*indices, self.blocks.rows[n]], strict=True):
             padded = torch.cat([whole.flatten(), whole.new_zeros(1)])  # padding indices read the 0 behind the end
-            outputs.append(output)
-            weights.append(padded.index_select(0, rows.clamp(max=whole.numel())).unsqueeze(0).to(output.dtype))
+            weights.append(padded.index_select(0, rows.clamp(max=whole.numel())).unsqueeze(0))
+        return weights
+
+    def _gradient(self, logits: Tensor, values: Values, weights: Sequence[Tensor]) -> Tensor:
+        """Compute the gradient `[R, V]` of a block's logits, whose memory it may take."""
+        outputs = values.differentiable
         # The divergences have no graph then: asking for their gradient would raise.
         if not self.trains_on_kd:
             return _gradient(outputs[-1:], logits, weights[-1:])
@@ -164,16 +156,12 @@ class ChunkedHead:
         """Return the indices of the blocks' values in the flattened shape of the whole."""
         return self.blocks.rows if side.chunks is None else side.chunks
 
-    def _shape(self, teacher: ComparedTeacher) -> tuple[int, int]:
-        B, T = self.targets.shape
-        return (B, T) if teacher.pairing.student_chunk_id is None else (B, teacher.pairing.max_chunks)
-
     def _assemble(self, blocks: Sequence[Values]) -> Values:
         """Scatter the values of all blocks to their positions; 0 where no block has one."""
         divergences = []
         by_teacher = zip(*(b.divergences for b in blocks), strict=True)
         for (teacher, side), pieces in zip(self._sides(), by_teacher, strict=True):
-            indices, shape = self._indices(side), self._shape(teacher)
+            indices, shape = self._indices(side), teacher.shape
             parts = [_scattered(each, indices, shape) for each in zip(*(d.parts for d in pieces), strict=True)]
             agrees, mass, missed = ([getattr(d, name) for d in pieces] for name in ("agrees", "mass", "unreachable"))
             divergences.append(
@@ -208,8 +196,10 @@ class GradientSums:
         device = head.device
         # [B * T + 1, H]; zeros, since positions that no loss reads are in no block and have gradient 0.
         self.hidden = head.hidden.new_zeros(head.hidden.shape[:2].numel() + 1, H) if wanted[0] else None
-        # Not cleared: the first block overwrites it (`onto`), which saves a pass over [V, H].
-        self.weight = torch.empty(V, H, dtype=exact, device=device) if wanted[1] else None
+        # Not cleared: the first block overwrites it (`onto`), which saves a pass over [V, H]. In two parts where it is
+        # rounded in the end: the result then takes the memory of the first.
+        sizes = halved(V) if head.weight.dtype in HALF and exact == torch.float32 else (V,)
+        self.weight = [torch.empty(n, H, dtype=exact, device=device) for n in sizes] if wanted[1] else []
         self.bias = torch.zeros(V, dtype=exact, device=device) if wanted[2] else None
         self.blocks = 0
 
@@ -218,15 +208,17 @@ class GradientSums:
 
         Args:
             gradient: The gradient of its logits.
-            states: Its hidden states.
+            states: Its hidden states, which are overwritten.
             rows: `[R]` int64 indices of its positions in the flattened batch; beyond it: padding.
         """
+        begin = 0
+        for part in self.weight:
+            add_product(part, gradient[:, begin : begin + len(part)].t(), states, onto=self.blocks > 0)
+            begin += len(part)
         if self.hidden is not None:
             # A position is in one block only, so a copy is enough; padding rows all write the extra last row.
             indices = rows.clamp(max=self.hidden.shape[0] - 1)
-            self.hidden.index_copy_(0, indices, gradient @ self.multiplier)
-        if self.weight is not None:
-            add_product(self.weight, gradient.t(), states, onto=self.blocks > 0)
+            self.hidden.index_copy_(0, indices, torch.mm(gradient, self.multiplier, out=states))
         if self.bias is not None:
             self.bias += gradient.sum(0, dtype=self.bias.dtype)
         self.blocks += 1
@@ -234,7 +226,12 @@ class GradientSums:
     def result(self) -> Gradients:
         """Return the sums."""
         hidden = None if self.hidden is None else self.hidden[:-1].view(self.head.hidden.shape)
-        return Gradients(hidden, self.weight, self.bias)
+        match self.weight:
+            case [first, second]:
+                return Gradients(hidden, (first, second), self.bias)
+            case [whole]:
+                return Gradients(hidden, whole, self.bias)
+        return Gradients(hidden, None, self.bias)
 
 
 def add_product(
@@ -253,42 +250,6 @@ def add_product(
         torch.addmm(total, a, b, beta=beta, out_dtype=total.dtype, out=total)
     else:
         total.addmm_(a.to(total.dtype), b.to(total.dtype), beta=beta)
-
-
-class WithGradients(torch.autograd.Function):
-    """A scalar with precomputed gradients: backward scales them in place, so it can run only once."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, value: Tensor, gradients: Gradients
-    ) -> Tensor:
-        """Return the value."""
-        ctx.gradients = gradients
-        ctx.dtypes = [None if x is None else x.dtype for x in (hidden, weight, bias)]
-        return value.clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients, scaled, in the dtypes of the operands.
-
-        Raises:
-            RuntimeError: They have been returned before.
-        """
-        if ctx.gradients is None:
-            raise RuntimeError("a loss from hidden states can be differentiated once: call it again")
-        # Released at once, and scaled in place: a second [V, H] in float32 may not fit.
-        gradients, ctx.gradients = ctx.gradients, None
-        scaled = [
-            None if x is None else _scaled(x, upstream, dtype) for x, dtype in zip(gradients, ctx.dtypes, strict=True)
-        ]
-        return *scaled, None, None
-
-
-def _scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    # In float32 at least: the scale of a loss may be beyond what a half-precision gradient can hold.
-    factor = factor.to(torch.promote_types(x.dtype, torch.float32))
-    return x.mul_(factor) if x.dtype == dtype else torch.mul(x, factor, out=x.new_empty(x.shape, dtype=dtype))
 
 
 def _gradient(outputs: Sequence[Tensor], logits: Tensor, weights: Sequence[Tensor]) -> Tensor:
@@ -324,9 +285,3 @@ def _scattered(parts: Sequence[Tensor], indices: Tensor, shape: tuple[int, int])
     values, size = torch.cat(list(parts)).flatten(), shape[0] * shape[1]
     whole = torch.zeros(size + 1, dtype=values.dtype, device=values.device)
     return whole.scatter(0, indices.flatten().clamp(max=size), values)[:size].view(shape)
-
-
-def _detached(values: Values) -> Values:
-    """Return the values without their graph."""
-    divergences = [d._replace(parts=tuple(p.detach() for p in d.parts), tokens=None) for d in values.divergences]
-    return Values(tuple(divergences), values.losses.detach(), values.hits)

@@ -19,6 +19,7 @@ from xtoken_core.losses.base import Loss
 from xtoken_core.losses.chunk_classes import class_means
 from xtoken_core.losses.chunked_head import ChunkedHead
 from xtoken_core.losses.common import LossTeacher, NumberedBatch, Scalar
+from xtoken_core.losses.known_gradients import cross_entropy_alone
 from xtoken_core.losses.lazy_logits import HeadProjection, Logits, MeanLogits, WholeLogits
 from xtoken_core.losses.masks import student_tokens
 from xtoken_core.losses.objective import (
@@ -55,6 +56,12 @@ RATIOS = ("kl_loss_scale", "weight_", "overlap_ratio")
 """Prefixes of the metrics that are averaged over a step, not added."""
 
 
+def wants_gradient_now(logits: Tensor) -> bool:
+    """Return True unless there is no gradient, or it is in float16."""
+    # float16 is left to backward: before a gradient scaler's factor, gradients are too small for it.
+    return torch.is_grad_enabled() and logits.requires_grad and logits.dtype != torch.float16
+
+
 class CrossTokenizerDistillationLoss:
     """`kl_loss_weight * KD + ce_loss_scale * CE`, or with dynamic scaling `stop_grad(|CE|/|KD|) * KD + CE`.
 
@@ -82,8 +89,7 @@ class CrossTokenizerDistillationLoss:
     `combine_metrics` adds and averages them so. No call waits for the device.
 
     Attributes:
-        observer: Called with the divergences and the cross-entropy of every chunk and token before they are reduced;
-            more than once where a head is multiplied block by block, and the last call has the values.
+        observer: Called with the divergences and the cross-entropy of every chunk and token before they are reduced.
         shares: As of `among`.
     """
 
@@ -171,10 +177,10 @@ class CrossTokenizerDistillationLoss:
     ) -> tuple[Float[Tensor, ""], Metrics]:
         """Compute the loss of one padded or packed micro-batch.
 
-        The head of a student given as a `HeadProjection` is multiplied block by block, and the gradients of its hidden
-        states and head are computed with the loss, so that it can be differentiated once. Dynamic scaling needs both
-        losses before either's gradient and reads all blocks twice. A teacher's `HeadProjection` beside a student's
-        logits is multiplied out for the compared tokens only.
+        The gradient of a cross-entropy alone is computed with the loss. So are those of hidden states and head of a
+        student's `HeadProjection`, block by block; dynamic scaling reads all blocks twice. Such a loss can be
+        differentiated once. A teacher's `HeadProjection` beside a student's logits is multiplied out for the compared
+        tokens only.
 
         Args:
             batch: The columns of `xtoken_core.schema` for this run's teachers; a single teacher's with or without its
@@ -189,8 +195,7 @@ class CrossTokenizerDistillationLoss:
             global_selected_chunks: `select_teacher` only: the step's chunks of the chosen teachers, the sum of
                 `select`'s counts, for the loss; None: this micro-batch's. Each teacher's own metrics are over its own.
             selection: `select_teacher` only: the result of `select` for this micro-batch; None: it is computed again.
-            blocks: For a `HeadProjection`: the result of `token_blocks` for this batch. None: it is computed for a
-                batch on the CPU; on a GPU blocks are whole samples.
+            blocks: For a `HeadProjection`: `token_blocks` of this batch; None: its result, on a GPU whole samples.
             kl_loss_weight: The step's, `LossConfig.kl_weight_at`; None: the first step's. Unused with dynamic scaling.
 
         Returns:
@@ -212,9 +217,9 @@ class CrossTokenizerDistillationLoss:
         if isinstance(student_logits, HeadProjection):
             given = blocks.to(student_logits.device) if blocks is not None else self._blocks(batch, frozen)
             head = ChunkedHead(batch, student_logits, compared, given, trains_on_kd=trains_on_kd)
-            # Both scale the divergence by values: the gradient is then known only after all blocks have been read.
-            linear = not self.config.dynamic_loss_scaling and self.config.importance_cap is None
-            return head.loss(objective, linear=linear)
+            return head.loss(objective, linear=self._linear)
+        if not trains_on_kd and self._linear and wants_gradient_now(student_logits):
+            return cross_entropy_alone(batch, student_logits, compared, objective)
         return objective(evaluate_whole(batch, student_logits, compared, trains_on_kd=trains_on_kd))
 
     def values(self, batch: Mapping[str, Tensor], student_logits: Tensor, teacher_logits: Sequence[Logits]) -> Values:
@@ -264,6 +269,11 @@ class CrossTokenizerDistillationLoss:
         # [B, T]: the last position predicts none.
         needed = torch.cat([mask, mask.new_zeros(mask.shape[0], 1)], dim=1)
         return packed_blocks(needed, extents, rows or self._block_rows)
+
+    @property
+    def _linear(self) -> bool:
+        """True if the gradient is known before the values; these two scale the divergence by values."""
+        return not self.config.dynamic_loss_scaling and self.config.importance_cap is None
 
     @property
     def _block_rows(self) -> int:

@@ -53,6 +53,27 @@ class Values(NamedTuple):
         """The tensors through which the loss has gradients."""
         return [part for divergence in self.divergences for part in divergence.parts] + [self.losses]
 
+    def detached(self) -> Values:
+        """Return the values without their graph."""
+        divergences = [d._replace(parts=tuple(p.detach() for p in d.parts), tokens=None) for d in self.divergences]
+        return Values(tuple(divergences), self.losses.detach(), self.hits)
+
+    @classmethod
+    def zeros(cls, teachers: Sequence[ComparedTeacher], targets: Int[Tensor, "B T_s"], dtype: torch.dtype) -> Values:
+        """Return values of the right shapes, all zero.
+
+        Args:
+            teachers: The teachers that are compared.
+            targets: The ids that the student's positions predict.
+            dtype: The dtype of the student's logits.
+        """
+        exact = torch.float64 if dtype == torch.float64 else torch.float32
+        divergences = [
+            Divergence(tuple(targets.new_zeros(t.shape, dtype=exact) for _ in range(t.loss.parts))) for t in teachers
+        ]
+        losses = targets.new_zeros(targets.shape, dtype=exact)
+        return cls(tuple(divergences), losses, torch.zeros_like(targets, dtype=torch.bool))
+
 
 @dataclass(frozen=True)
 class ComparedTeacher:
@@ -69,6 +90,12 @@ class ComparedTeacher:
     logits: Logits | MeanLogits
     columns: Tensor | None
     pairing: Pairing
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Shape of its divergence: `(B, P)`, with the student's tokenizer `(B, T_s)`."""
+        B, T = self.pairing.student_targets.shape
+        return (B, T) if self.pairing.student_chunk_id is None else (B, self.pairing.max_chunks)
 
     @property
     def subset(self) -> Tensor | None:
@@ -151,6 +178,7 @@ def evaluate_whole(
     teachers: Sequence[ComparedTeacher],
     *,
     trains_on_kd: bool,
+    of_losses: Tensor | None = None,
 ) -> Values:
     """Evaluate every loss on the whole micro-batch at once, differentiable by the student's logits.
 
@@ -159,6 +187,7 @@ def evaluate_whole(
         student_logits: The whole head, any floating dtype.
         teachers: The teachers it is compared with.
         trains_on_kd: True if gradients go through the divergences.
+        of_losses: The gradient with which backward is going to be called for the cross-entropies, if it is known.
     """
     # One teacher at most takes the cross-entropy along: a second one would compute it for nothing.
     with_tokens = first_with_cross_entropy(teachers) if trains_on_kd else None
@@ -171,7 +200,8 @@ def evaluate_whole(
             divergences.append(teacher.loss.compare(inputs))
     tokens = next((each.tokens for each in divergences if each.tokens is not None), None)
     if tokens is None:
-        tokens = get_op("cross_entropy", student_logits.device)(student_logits, next_token_targets(batch))
+        op = get_op("cross_entropy", student_logits.device)
+        tokens = op(student_logits, next_token_targets(batch), upstream=of_losses)
     return Values(tuple(divergences), *tokens)
 
 
@@ -216,6 +246,10 @@ class Objective:
         if self.observer is not None:
             # Before the importance weights: an observer sees the divergences themselves.
             self.observer(values)
+        loss, summary = self._reduced(values)
+        return loss, {name: detached(value, loss) for name, value in summary.items()}
+
+    def _reduced(self, values: Values) -> tuple[Tensor, dict[str, Scalar]]:
         kd, metrics = self._divergence(values)
         ce = mean_over_tokens(self.batch, values.losses, values.hits, self.denominators.tokens)
         scale = self._kl_scale(kd, ce.loss)
@@ -229,7 +263,19 @@ class Objective:
         }
         if self.losses:
             summary |= {"kl_loss": kd, "kl_loss_scale": scale}
-        return loss, {name: detached(value, loss) for name, value in (summary | metrics).items()}
+        return loss, summary | metrics
+
+    def upstream(self, at: Values) -> tuple[Tensor, ...]:
+        """Return the gradient of the loss by each of `Values.differentiable`; of a linear loss it is the same anywhere.
+
+        Args:
+            at: Where it is taken, without graph.
+        """
+        # Through the reduction only: scalars and [B, P] values, nothing as large as logits.
+        leaves = [x.requires_grad_() for x in at.differentiable]
+        with torch.enable_grad():
+            loss, _ = self._reduced(at)
+        return torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
 
     def _divergence(self, values: Values) -> tuple[Tensor, dict[str, Scalar]]:
         """Return the weighted divergence and its metrics; 0 without teachers."""

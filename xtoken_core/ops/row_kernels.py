@@ -21,67 +21,46 @@ def ordered_bits(x):
 
 
 @triton.jit
-def added_exp(total, running, x):
-    """Return `sum exp(. - maximum)` and the maximum after one more value, with one exponential for both."""
-    # Either the new term is rescaled or the old sum is; one exponential of a number that is not positive does both.
-    larger = x > running
-    e = tl.exp(tl.where(larger, running - x, x - running))
-    return tl.where(larger, total * e + 1.0, total + e), tl.where(larger, x, running)
+def largest(x):
+    """Return a block's largest logit, which is at least LOWEST and not NaN."""
+    return tl.max(tl.where(x > LOWEST, x, LOWEST), axis=0)
 
 
 @triton.jit
-def lanes_log_sum_exp(total, running):
-    """Return `log sum exp` over lanes that each hold their maximum and their sum, and the largest maximum."""
-    top = tl.max(running, axis=0)
-    return tl.log(tl.sum(total * tl.exp(running - top), axis=0)) + top, top
+def first_of(x, top, columns):
+    """Return the lowest column that holds a block's largest logit, 0 if it has none above LOWEST."""
+    return tl.where(top > LOWEST, tl.min(tl.where(x == top, columns, 2147483647), axis=0), 0)
 
 
 @triton.jit
-def added_tile(total, running, guess, x, columns, V):
-    """Return the lanes' sums, maxima and the maxima's columns after one more tile; columns from V on are `-inf`."""
-    x = tl.where(columns < V, x.to(tl.float32), float("-inf"))
-    guess = tl.where(x > running, columns, guess)
-    total, running = added_exp(total, running, x)
-    return total, running, guess
+def hand_over(slot_ptr, high, low):
+    """Write two float32 numbers, not both 0, as one word, which the other programs of the row find whole or 0."""
+    high, low = high.to(tl.int32, bitcast=True).to(tl.int64), low.to(tl.int32, bitcast=True).to(tl.int64)
+    # Without its sign, which would spread over the upper half.
+    tl.atomic_xchg(slot_ptr, (high << 32) | (low & 0xFFFFFFFF), sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["T"])
-def row_statistics_kernel(
-    logits_ptr,
-    matrix,
-    targets_ptr,
-    lse_ptr,
-    target_logit_ptr,
-    best_ptr,
-    T,
-    V,
-    stride_b,
-    stride_t,
-    STAGES: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Compute one row's `log sum exp x`, its target's logit and the lowest id of its maximum.
+@triton.jit
+def handed_over(slots_ptr, PARTS: tl.constexpr, SLOTS: tl.constexpr):
+    """Wait for the words of all programs of a row and return their numbers, LOWEST and 0 behind the last.
 
-    With STAGES the row is read by TMA, from `matrix`: all logits in rows of WIDTH (`row_matrix`).
+    Programs are started in the order of their numbers, and those of a row are neighbours: the first row that is not
+    done has all of its own running or next in turn, so that it is done some time, and then the next one is.
     """
-    row = tl.program_id(0).to(tl.int64)
-    offset = row // T * stride_b + row % T * stride_t
-    base = logits_ptr + offset
-    columns = tl.arange(0, BLOCK)
-    running = tl.full((BLOCK,), LOWEST, dtype=tl.float32)
-    total = tl.zeros((BLOCK,), dtype=tl.float32)
-    guess = tl.zeros((BLOCK,), dtype=tl.int32)
-    # By TMA tiles are on their way while earlier ones are added up; a tile can end in the next row, and is masked.
-    if STAGES > 0:
-        for start in tl.range(0, V, BLOCK, num_stages=STAGES):
-            x = tl.reshape(matrix.load([((offset + start) // WIDTH).to(tl.int32), 0]), (BLOCK,))
-            total, running, guess = added_tile(total, running, guess, x, start + columns, V)
-    else:
-        for start in range(0, V, BLOCK):
-            x = tl.load(base + start + columns, mask=start + columns < V, other=float("-inf"))
-            total, running, guess = added_tile(total, running, guess, x, start + columns, V)
-    lse, top = lanes_log_sum_exp(total, running)
-    tl.store(lse_ptr + row, lse)
-    tl.store(best_ptr + row, tl.min(tl.where(running == top, guess, V), axis=0).to(tl.int64))  # lowest id
-    tl.store(target_logit_ptr + row, tl.load(base + tl.load(targets_ptr + row)).to(tl.float32))
+    n = tl.arange(0, SLOTS)
+    words = tl.load(slots_ptr + n, mask=n < PARTS, other=1, volatile=True)
+    while tl.min((words != 0).to(tl.int32), axis=0) == 0:
+        words = tl.load(slots_ptr + n, mask=n < PARTS, other=1, volatile=True)
+    high = (words >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+    low = (words & 0xFFFFFFFF).to(tl.int32).to(tl.float32, bitcast=True)
+    return tl.where(n < PARTS, high, LOWEST), tl.where(n < PARTS, low, 0.0)
+
+
+@triton.jit
+def over_parts(slots_ptr, PARTS: tl.constexpr, SLOTS: tl.constexpr):
+    """Return a row's `log sum exp`, its sum, the factors of its parts' sums, and the first part with its largest."""
+    tops, totals = handed_over(slots_ptr, PARTS, SLOTS)
+    top = tl.max(tops, axis=0)
+    factors = tl.exp(tops - top)
+    total = tl.sum(totals * factors, axis=0)
+    return tl.log(total) + top, total, factors, tl.min(tl.where(tops == top, tl.arange(0, SLOTS), SLOTS), axis=0)

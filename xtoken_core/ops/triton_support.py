@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 
 import torch
 import triton  # type: ignore[import-untyped]
 from torch import Tensor
 
 from xtoken_core.errors import ConfigError
+
+# More than one, so that tests in the interpreter see programs share the work; few, since it runs them in turn.
+INTERPRETED_PROGRAMS = 3
 
 
 def interpreting() -> bool:
@@ -32,9 +36,30 @@ def launching_on(x: Tensor) -> AbstractContextManager[None]:
     return nullcontext()
 
 
+@cache
+def processors(device: torch.device) -> int:
+    """Return a GPU's number of multiprocessors, and few in the interpreter."""
+    if device.type != "cuda":
+        return INTERPRETED_PROGRAMS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
 def power_of_2(n: int) -> int:
     """Return the smallest power of two that is at least `n`, and at least 1."""
     return 1 << max(n - 1, 0).bit_length()
+
+
+def row_parts(x: Tensor, block: int) -> tuple[int, int, int]:
+    """Return how programs share a row that they hold in registers: their number, its power of two, and their columns.
+
+    Args:
+        x: `[..., V]`.
+        block: Columns of a program, a power of two.
+    """
+    # The interpreter runs one program after the other: the first would wait for the second for ever.
+    block = min(block, power_of_2(x.shape[-1])) if x.is_cuda else power_of_2(x.shape[-1])
+    parts = -(-x.shape[-1] // block)
+    return parts, power_of_2(parts), block
 
 
 def rounded_up(n: int, multiple: int = 16) -> int:

@@ -11,6 +11,7 @@ from torch import Tensor
 from xtoken_core.ops.chain import gradient_kernels, launch, node_gradient_kernels, start_kernels
 from xtoken_core.ops.chain.launch import Comparison, NodeResults, Rows, StartResults
 from xtoken_core.ops.side_stream import event_of_second, join, second_stream, wait_for
+from xtoken_core.ops.triton_support import processors
 
 GRADIENT_LANES, GRADIENT_WARPS = 256, 8
 """Lanes over a row, of `start_kernels.ADJACENT` logits each."""
@@ -133,7 +134,7 @@ class Gradient:
         own, other = inputs.plan.student.nodes, inputs.plan.teacher.nodes
         # Room for the longest list on each side, in float32; a program uses it for row after row.
         capacity = own.held.most_tokens, other.fresh.most_tokens
-        most = launch.processors(inputs.device) * NODE_GRADIENT_PROGRAMS_PER_PROCESSOR
+        most = processors(inputs.device) * NODE_GRADIENT_PROGRAMS_PER_PROCESSOR
         programs = max(1, min(most, last - first))
         sums = torch.empty((programs, sum(capacity)), dtype=torch.float32, device=inputs.device)
         bounds = inputs.bounds[1]

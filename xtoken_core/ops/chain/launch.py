@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -20,7 +19,7 @@ from xtoken_core.ops.chain.layout import ChainLayout, SideLayout, chain_layout
 from xtoken_core.ops.chain.live_layout import Live
 from xtoken_core.ops.chain.reference import ChainOptions
 from xtoken_core.ops.side_stream import join, second_stream
-from xtoken_core.ops.triton_support import row_strides
+from xtoken_core.ops.triton_support import processors, row_strides
 
 # Live sets: `chain_live_kernel` copies a start's bits, programs of `chain_clear_kernel` clear what its rules exclude.
 WORDS = 2048
@@ -33,7 +32,7 @@ POINTS, AT_POINT = 32, 32
 """The same for the single position of a rule, which has fewer tokens than an interval: more rules, fewer lanes."""
 TEACHER_LANES, STUDENT_LANES = 1024, 512
 """Lanes over a row, of `start_kernels.ADJACENT` logits each."""
-CLASS_EVENTS = 4
+CLASS_EVENTS = 8
 """Starts at which a program compares a block of classes."""
 BLOCK, SLOTS = 1024, 512
 """Logits of a row, and slots or segments of a node, that are read at once by a node's program."""
@@ -43,9 +42,7 @@ LIVE_WARPS, TEACHER_WARPS, STUDENT_WARPS, CLASS_WARPS, NODE_WARPS = 4, 8, 16, 4,
 CLEAR_WARPS = 4
 STUDENT_REGISTERS, GRADIENT_REGISTERS = 64, 80
 """Most registers of a thread with generated text: two programs of the first kernel, three of the second at once."""
-NODE_PROGRAMS_PER_PROCESSOR = 8
-# More than one, so that tests in the interpreter see programs share the work; few, since it runs them in turn.
-INTERPRETED_PROGRAMS = 3
+NODE_PROGRAMS_PER_PROCESSOR = 16
 
 
 LiveBits = tuple[Tensor, Tensor, Tensor]
@@ -114,14 +111,6 @@ class Rows:
     def positions(self) -> int:
         """`T`."""
         return self.logits.shape[1]
-
-
-@cache
-def processors(device: torch.device) -> int:
-    """Return a GPU's number of multiprocessors, and few in the interpreter."""
-    if device.type != "cuda":
-        return INTERPRETED_PROGRAMS
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 class Comparison:

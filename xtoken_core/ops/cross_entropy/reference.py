@@ -30,10 +30,16 @@ class NativeCrossEntropyOp(Op):
     """Reference backend."""
 
     def forward(
-        self, logits: Float[Tensor, "B T V"], targets: Int[Tensor, "B T"], *, overwrite: bool = False
+        self,
+        logits: Float[Tensor, "B T V"],
+        targets: Int[Tensor, "B T"],
+        *,
+        overwrite: bool = False,
+        upstream: Float[Tensor, "B T"] | None = None,
     ) -> tuple[Float[Tensor, "B T"], Bool[Tensor, "B T"]]:
         """Compute the same as `cross_entropy`; the gradient comes in the dtype of `logits`.
 
-        With `overwrite` a backend may write it over the logits, which are lost then; this one does not.
+        With `overwrite` a backend may write it over the logits, which are lost then, and with `upstream`, the gradient
+        that the losses are going to get, it may compute it at once. This one does neither.
         """
         return cross_entropy(logits, targets)

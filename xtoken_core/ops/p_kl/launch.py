@@ -21,21 +21,22 @@ from xtoken_core.ops.triton_support import power_of_2, row_strides
 
 PADDING = 64
 """Positions (or chunks) of a line; buffers hold whole lines, whatever the batch: layouts stay the same."""
-SLAB = 1024
+SLAB = 2048
 """Positions whose student logits are copied at once; a multiple of PADDING."""
-STUDENT_TILE = (64, 128)
-TEACHER_TILE = (64, 256)
+STUDENT_TILE = (32, 256)
+TEACHER_TILE = (64, 128)
 GRADIENT_TILE = (64, 32)
 """Positions and columns of a tile of logits."""
 PROJECT_TILE = (64, 8)
-PROJECT_AHEAD = 2
-CHUNK_TILE = (64, 4)
+PROJECT_AHEAD = 4
+CHUNK_TILE = (64, 8)
 """Positions (chunks) and compared columns of a tile, and projection entries that are loaded at once."""
 PER = 32, 256
 """Compared columns of one program of the two kernels that go through several tiles, for few columns and for many."""
 MANY = 32_768
 EAGER_SLOTS = 4
 """Most projection entries of a student token that the gradient looks up without asking how many there are."""
+STUDENT_WARPS, TEACHER_WARPS = 8, 8
 PROJECT_WARPS, CHUNK_WARPS, GRADIENT_WARPS = 2, 2, 4
 PARTS, ROWS = 512, 8
 """Parts and rows that a program combines at once."""
@@ -193,7 +194,7 @@ class Comparison:
         strides, positions = (*row_strides(logits), width), (B * T, T, from_row)
         sizes = *positions, self.V, V_head, *strides, self.scale
         kernels.p_kl_student_kernel[(parts, width // rows)](
-            logits, counts, transposed, *sums, *of_head, *sizes, head, rows, columns, PADDING, num_warps=8
+            logits, counts, transposed, *sums, *of_head, *sizes, head, rows, columns, PADDING, num_warps=STUDENT_WARPS
         )
         # Without targets another tensor takes the place of those that are not read.
         known = targets is not None and out.losses is not None
@@ -231,7 +232,7 @@ class Comparison:
         inputs = logits, compared, self.columns, self.projection.offsets
         sizes = B * T, T, self.K, *row_strides(logits), width, self.scale
         kernels.p_kl_teacher_kernel[(parts, width // rows)](
-            *inputs, gathered, *sums, *sizes, rows, columns, PADDING, num_warps=8
+            *inputs, gathered, *sums, *sizes, rows, columns, PADDING, num_warps=TEACHER_WARPS
         )
         kernels.p_kl_teacher_rows_kernel[(width // ROWS,)](*sums, lse, unnamed, B * T, parts, width, PARTS, ROWS)
         return TeacherRows(gathered, lse, unnamed)
