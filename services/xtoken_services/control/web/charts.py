@@ -108,6 +108,16 @@ QUALITY = (
     ),
     Chart("gradient", "Gradient norm", "before clipping", (Line("grad_norm", "norm"),)),
     Chart("weights", "Teacher weights", "weight", (Line("weight_t*", "teacher"),), min_lines=2),
+    Chart("samples", "Samples by teacher", "per step", (Line("samples_t*", "teacher"),), min_lines=2),
+    Chart(
+        "teachers",
+        "Teachers on held-out text",
+        "bits per byte",
+        (Line("teacher_bits_per_byte_*", "teacher:"),),
+        "eval",
+        floor=None,
+        min_lines=2,
+    ),
 )
 RATES = (
     Chart("throughput", "Throughput", "tokens/s", (Line("tokens_per_second", "tokens/s"),)),
