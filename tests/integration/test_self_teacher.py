@@ -58,8 +58,8 @@ def test_a_teacher_that_is_the_student_has_its_files_and_one_weight(tiny: Tiny) 
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"sync": "ema", "content": "hidden"}, r'teacher.0.content = "hidden" does not go with teacher.0.sync'),
-        ({"sync": "ema", "dtype": "bfloat16"}, r"teacher.0.dtype does not go with teacher.0.sync"),
+        ({"sync": "ema", "content": "hidden"}, 'content = "hidden"'),
+        ({"sync": "ema", "dtype": "bfloat16"}, "in its dtype"),
         ({"sync_decay": 0.5}, r"teacher.0.sync_decay belongs to teacher.0.sync"),
     ],
 )

@@ -51,16 +51,11 @@ def check_sync(run: RunSpec) -> None:
             continue
         if teacher.model != run.student.model:
             raise ValueError(f'{name}.sync is for a teacher that is the student: set {name}.model = "student"')
-        obstacles = {
-            f"{name}.url": bool(teacher.url),
-            f"{name}.store": teacher.store is not None,
-            f"{name}.gpus": teacher.gpus > 1,
-            f"{name}.{teacher.quantized}": bool(teacher.quantized),
-            f"{name}.dtype": teacher.dtype != run.student.dtype,
-            f'{name}.content = "hidden"': run.content_of(number) == "hidden",
-            'workers.transport = "queue"': run.workers.transport == "queue",
-            "eval.teacher_kl": run.eval is not None and run.eval.teacher_kl,
-        }
-        first = next((obstacle for obstacle, is_there in obstacles.items() if is_there), None)
-        if first is not None:
-            raise ValueError(f"{first} does not go with {name}.sync, which replaces the weights: unset one of them")
+        whole = teacher.loads_model and teacher.gpus == 1 and not teacher.quantized
+        alike = teacher.dtype == run.student.dtype and run.content_of(number) != "hidden"
+        measured = run.eval is not None and run.eval.teacher_kl
+        if not whole or not alike or measured or run.workers.transport == "queue":
+            raise ValueError(
+                f"{name}.sync replaces the weights of a model that runs beside the student in its dtype: unset url, "
+                'store, gpus, fp8, nf4, dtype, content = "hidden", workers.transport = "queue" and eval.teacher_kl'
+            )

@@ -79,7 +79,7 @@ class TeacherSpec(ModelSpec, ServedSpec):
     """A teacher. One with the student's tokenizer, by its fingerprint, is compared token by token."""
 
     model: Path
-    """As of the student; or `"student"`: the student's own first weights, to teach by a `prompt` or by `sync`."""
+    """As of the student; or `"student"`: the student's own first weights."""
     name: Annotated[str | None, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] = None
     """Name by which texts (`data.sources`, `teachers`) and records (field `teacher`) choose it. Samples that choose
     none are compared with all teachers."""
@@ -91,8 +91,8 @@ class TeacherSpec(ModelSpec, ServedSpec):
     prompt_file: Path | None = None
     """File with the `prompt`, in UTF-8."""
     sync: Literal["ema"] | None = None
-    """`model = "student"`: `ema` makes its weights an exponential moving average of the student's, which every step
-    reads as it was after the step before. Left out, they stay the first ones."""
+    """`model = "student"`: `ema` makes its weights an exponential moving average of the student's. Left out, they are
+    the first ones."""
     sync_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
     """`ema`: the part of the average that a step keeps. Left out: 0.99."""
     projection: Path | None = None
@@ -327,10 +327,7 @@ class RunSpec(ConfigModel):
     @property
     def sync_decays(self) -> dict[int, float]:
         """Per teacher whose weights move the part of their average that a step keeps."""
-        moving = {number: teacher for number, teacher in enumerate(self.teacher) if teacher.sync is not None}
-        return {
-            number: 0.99 if teacher.sync_decay is None else teacher.sync_decay for number, teacher in moving.items()
-        }
+        return {number: teacher.sync_decay or 0.99 for number, teacher in enumerate(self.teacher) if teacher.sync}
 
     @property
     def holds_back(self) -> bool:

@@ -6,10 +6,8 @@ import logging
 import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-from torch import nn
 
 from xtoken_core import schema
 from xtoken_core.data_plane.queue_client import AlreadyDone
@@ -71,35 +69,7 @@ def work(link: QueueLink, *, teacher: int, rank: int, name: str | None) -> None:
             worker.phase("run")
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(device)
-            loop = TeacherLoop(worker, model, transport, teacher=teacher, rank=rank)
-            if isinstance(model, TeacherModel) and teacher in spec.sync_decays:
-                loop.weights = MovingWeights(weights_file(worker.run, teacher), model.model)
-            loop.serve()
-
-
-class MovingWeights:
-    """The published weights that a teacher computes with.
-
-    Args:
-        file: The file.
-        model: They are copied into it.
-    """
-
-    def __init__(self, file: Path, model: nn.Module) -> None:
-        self.file, self.model = file, model
-        self._loaded: Version | None = None
-
-    def load(self, step: int) -> bool:
-        """Load the weights of a step, unless they are loaded already; return False if they are not there yet."""
-        try:
-            version = read_version(self.file)
-            if version.step == step and version != self._loaded:
-                self._loaded = None  # a failure in between leaves a mixture
-                self._loaded = version = load_weights(self.model, self.file)
-        except InputError as error:  # being written, or its trainer has ended, and another one will publish
-            log.debug("%s", error)
-            return False
-        return version.step == step
+            TeacherLoop(worker, model, transport, teacher=teacher, rank=rank).serve()
 
 
 @dataclass(frozen=True)
@@ -131,11 +101,12 @@ class TeacherLoop:
     def __init__(self, worker: Worker, model: Teacher, transport: str, *, teacher: int, rank: int) -> None:
         self.worker, self.queue, self.run = worker, worker.queue, worker.run
         self.model, self.transport = model, transport
-        self.weights: MovingWeights | None = None
         self.teacher, self.rank = teacher, rank
         shared = self.run.same_tokenizer[teacher]
         self.ids_field = schema.INPUT_IDS.name if shared else schema.field_name(schema.TEACHER_INPUT_IDS, teacher)
         self.shape = ring_shape(self.run, teacher)
+        self._weights = weights_file(self.run, teacher) if teacher in self.run.spec.sync_decays else None
+        self._loaded: Version | None = None
 
     def serve(self) -> None:
         """Serve one trainer session after another until the run ends."""
@@ -219,14 +190,21 @@ class TeacherLoop:
 
     def _moved(self, step: int, rewinds: int) -> bool:
         """Wait for the weights of a step, if they move; return False if the step was done meanwhile."""
-        weights = self.weights
-        if weights is None:
+        model, file = self.model, self._weights
+        if file is None or not isinstance(model, TeacherModel):
             return True
 
         def ask() -> bool | None:
             self.queue.window(step, (), rewinds=rewinds, wait_s=0.0)  # refused after a rewind
-            if weights.load(step):
-                return True
+            try:
+                version = read_version(file)
+                if version.step == step and version != self._loaded:
+                    self._loaded = None  # a failure in between leaves a mixture
+                    self._loaded = version = load_weights(model.model, file)
+                if version.step == step:
+                    return True
+            except InputError as error:  # being written, or its trainer has ended, and another one will publish
+                log.debug("%s", error)
             time.sleep(POLL_S)
             return None
 

@@ -101,11 +101,9 @@ class StudentOptimizer:
     def averaged(self, teacher: int) -> Iterator[None]:
         """Give the student the averages of its weights for a while."""
         own = {name: weight.detach().clone() for name, weight in self.weights.items()}
-        try:
-            self._replace(self.averages[teacher])
-            yield
-        finally:
-            self._replace(own)
+        self._replace(self.averages[teacher])
+        yield
+        self._replace(own)
 
     def _replace(self, values: Mapping[str, Tensor]) -> None:
         with torch.no_grad():

@@ -77,8 +77,7 @@ def weights_file(run: ResolvedRun, teacher: int | None = None) -> Path:
     label = re.sub(r"[^A-Za-z0-9_.]+", "_", spec.name)[:40]
     # Of the output, which one run at a time may use: two runs of one name do not meet here.
     digest = hashlib.sha256(os.fsencode(spec.output.absolute())).hexdigest()[:16]
-    reader = "" if teacher is None else f"-t{teacher}"
-    return DIRECTORY / f"{WEIGHTS_PREFIX}{label}-{os.geteuid()}-{digest}{reader}"
+    return DIRECTORY / f"{WEIGHTS_PREFIX}{label}-{os.geteuid()}-{digest}{'' if teacher is None else f'-t{teacher}'}"
 
 
 class WeightsWriter:
