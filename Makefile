@@ -21,7 +21,7 @@ install: $(STAMP)  ## create .venv and install xtoken with its development tools
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	@# Modules are compiled when they are first imported, most of them never: that saves a minute here.
-	$(BIN)/python -m pip install --quiet --no-compile $(PIP_INDEX) -c constraints.txt torch -e ".[dev,triton,lora,tensorboard$$(test -e /proc/driver/nvidia/version && echo ,gpu)]"
+	$(BIN)/python -m pip install --no-compile $(PIP_INDEX) -c constraints.txt torch -e ".[dev,triton,lora,tensorboard$$(test -e /proc/driver/nvidia/version && echo ,gpu)]"
 	@touch $@
 
 LOCK := $(BIN)/uv pip compile --quiet --python $(BIN)/python --generate-hashes --no-header --no-annotate pyproject.toml - --extra all

@@ -14,7 +14,7 @@ import sys
 import types
 import typing
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -82,7 +82,7 @@ REST = """# REST interface
 
 Requests of `xtoken control`, generated from its OpenAPI description (`/openapi.json`, browsable at `/docs`).
 Authentication is described in [operations](operations.md#access-control). Times are ISO 8601 with a zone, sizes bytes.
-A status from 400 on comes with a [Problem](#problem).
+A status from 400 on comes with a [Problem](#problem); any request may answer 400, 401, 403 or 429.
 
 <!-- Written by `{make}` from the control plane's OpenAPI: change services/xtoken_services/control, not this. -->
 
@@ -261,12 +261,15 @@ def rest() -> str:
     )
     answered = {name: schema for name, schema in schemas.items() if _is_answer(name)}
     errors = "\n".join(_object(name, schemas[name]) for name in ERRORS)
-    objects = "\n".join(_object(name, schema) for name, schema in answered.items())
+    others = {"RunStatus": schemas["RunSummary"]["properties"]}
+    objects = "\n".join(_object(name, schema, others.get(name, ())) for name, schema in answered.items())
     return REST.format(make=MAKE, requests=requests, errors=errors, objects=objects.rstrip() + "\n")
 
 
 ERRORS = ("Problem", "FieldError")
 ERROR = "[Problem](#problem)"
+ANY_ERRORS = ("400", "401", "403", "429")
+"""Statuses that any request may have, which the page's head names."""
 
 
 def _is_answer(name: str) -> bool:
@@ -288,7 +291,11 @@ def _request(method: str, path: str, operation: dict[str, Any]) -> str:
     if rows:
         lines += ["| parameter | in | takes | default | meaning |", "|---|---|---|---|---|", *rows, ""]
     lines += ["```sh", _curl(method, path, operation), "```", ""]
-    answers = [f"{status} {_answer(answer)}".strip() for status, answer in sorted(operation["responses"].items())]
+    answers = [
+        f"{status} {_answer(answer)}".strip()
+        for status, answer in sorted(operation["responses"].items())
+        if status not in ANY_ERRORS
+    ]
     lines += [f"Answers: {', '.join(answers)}."]
     return "\n".join([*lines, ""])
 
@@ -321,8 +328,8 @@ def _answer(answer: dict[str, Any]) -> str:
     return "" if text == ERROR else text
 
 
-def _object(name: str, schema: dict[str, Any]) -> str:
-    """Describe one object's fields."""
+def _object(name: str, schema: dict[str, Any], known: Collection[str] = ()) -> str:
+    """Describe one object's fields, but those that another has."""
     text = " ".join(schema.get("description", "").split())
     lines = [f"### {name}", "", *([text, ""] if text else [])]
     if "enum" in schema:
@@ -330,7 +337,9 @@ def _object(name: str, schema: dict[str, Any]) -> str:
     rows = [
         f"| `{field}` | {_schema_in_words(part)} | {' '.join(part.get('description', '').split())} |"
         for field, part in schema.get("properties", {}).items()
+        if field not in known
     ]
+    lines += ["Has the fields of [RunSummary](#runsummary), and:", ""] if known else []
     return "\n".join([*lines, "| field | type | meaning |", "|---|---|---|", *rows, ""])
 
 

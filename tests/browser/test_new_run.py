@@ -154,7 +154,7 @@ def test_run_from_three_fields(open_page: Open, plane: Plane) -> None:
     expect(page.locator("#curve-loss canvas")).to_be_visible()
     picture(page, "23-running")
     expect(page.locator("#run-head .pill")).to_have_text("completed", timeout=WHOLE_RUN_MS)
-    expect(page.locator("#run-head")).to_contain_text("by chain + cross-entropy")
+    expect(page.locator("#run-head")).to_contain_text("by chain and cross-entropy")
     expect(page.locator("#notes")).to_contain_text("defaults: output =")
     expect(page.locator("#held-out")).to_contain_text("since step 0")
     for width, colours in ((WIDE, "light"), (WIDE, "dark"), (NARROW, "light"), (NARROW, "dark")):

@@ -136,7 +136,7 @@ def test_baseline_and_distilled_are_compared(open_page: Open, plane: Plane) -> N
     assert f'path = "{plane.held_out}"' in page.get_by_label("Run file").input_value()
     page.get_by_role("button", name="Start").click()
     expect(page.locator("#run-head .pill")).to_have_text("completed", timeout=WHOLE_RUN_MS)
-    expect(page.locator("#run-head")).to_contain_text("by ALM + 0.1 × cross-entropy")
+    expect(page.locator("#run-head")).to_contain_text("by ALM and cross-entropy (weight 0.1)")
 
     page.locator("#download summary").click()
     with page.expect_download() as download:
@@ -149,7 +149,7 @@ def test_baseline_and_distilled_are_compared(open_page: Open, plane: Plane) -> N
     rows = page.locator("#results tbody tr")
     expect(rows.nth(1).locator(".pill")).to_have_text("completed", timeout=WHOLE_RUN_MS)
     expect(page.locator("#verdict")).to_contain_text("by cross-entropy only")
-    expect(rows.nth(0)).to_contain_text("ALM + 0.1 × cross-entropy")
+    expect(rows.nth(0)).to_contain_text("ALM and cross-entropy (weight 0.1)")
     for name in ("held-out", "ce", "agreement", "throughput"):
         expect(page.locator(f"#curve-{name} .legend li")).to_have_text(
             [re.compile("^pair "), re.compile("^pair-baseline ")]
@@ -224,6 +224,82 @@ def test_charts_of_completions(open_page: Open, remembered: Plane) -> None:
             expect(curve.locator(".legend li")).to_have_text([re.compile(rf"^{label} [\d.]+$") for label in classes])
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
         picture(page, f"20-{'narrow' if width == NARROW else 'wide'}-{colours}-completions")
+
+
+def test_notes_order_checkpoints_and_documents(open_page: Open, remembered: Plane) -> None:
+    checkpoints = remembered.runs / "of-1" / "checkpoints"
+    for step in ("step-00000010", "step-00000020"):
+        (checkpoints / step).mkdir(parents=True, exist_ok=True)
+        (checkpoints / step / "index.json").write_text("{}")
+    page = open_page("/runs/of-1", at=remembered)
+    page.get_by_label("Notes").fill("twice the text")
+    page.get_by_role("button", name="Save").click()
+    expect(page.locator("#run-head")).to_contain_text("twice the text")
+    expect(page.get_by_label("Notes")).to_have_value("twice the text")
+    expect(page.locator("#workers")).to_be_hidden()
+
+    page.get_by_role("navigation", name="Run", exact=True).get_by_role("link", name="Files").click()
+    expect(page.locator("#disk")).to_contain_text("of it checkpoints")
+    page.on("dialog", lambda dialog: dialog.accept())
+    page.get_by_role("button", name="Free checkpoints").click()
+    expect(page.locator("#files h2").filter(has_text="checkpoints/")).to_have_count(1)
+    expect(page.locator("#files h2").filter(has_text="step-00000020")).to_be_visible()
+
+    page.get_by_role("link", name="xtoken, runs").click()
+    page.get_by_role("link", name="Best first").click()
+    expect(page.get_by_role("link", name="Best first")).to_have_attribute("aria-current", "page")
+    expect(page.get_by_role("row").filter(has_text="twice the text")).to_be_visible()
+    page.get_by_role("link", name="Docs").click()
+    page.get_by_role("link", name="REST", exact=True).click()
+    expect(page.get_by_role("heading", name="REST interface")).to_be_visible()
+    page = open_page("/guide/docs/quickstart.md", at=remembered, width=NARROW)
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    picture(page, "24-document")
+
+
+def test_the_first_step_is_a_point(open_page: Open, remembered: Plane) -> None:
+    curves = remembered.runs / "on-policy" / "steps.jsonl"
+    kept = curves.read_text()
+    try:
+        curves.write_text(kept.splitlines(keepends=True)[0])
+        page = open_page("/runs/on-policy", at=remembered)
+        expect(page.locator("#curve-gradient canvas")).to_be_visible()
+        coloured = """canvas => {
+            const { data } = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);
+            let found = 0;
+            for (let i = 0; i < data.length; i += 4) found += data[i + 3] > 0 && data[i + 2] > data[i] + 60;
+            return found;
+        }"""
+        page.wait_for_timeout(500)
+        assert page.locator("#curve-gradient canvas").evaluate(coloured) > 4
+    finally:
+        curves.write_text(kept)
+
+
+def test_no_token_lies_under_the_hint_at_420_px(open_page: Open, plane: Plane) -> None:
+    page = open_page("/align", width=NARROW)
+    fill(page, {"student": str(plane.assets.student), "teacher": str(plane.assets.teacher)})
+    page.get_by_label("Text").fill("def number(self): return 2024\n" * 30)
+    page.get_by_role("button", name="Align").click()
+    page.locator("[data-side='student'] .token").nth(3).click()
+    expect(page.locator("#pointed-at")).to_contain_text("↔")
+    under = """hint => {
+        let found = 0;
+        for (let place = 0; place < document.documentElement.scrollHeight; place += 50) {
+            scrollTo(0, place);
+            const own = hint.getBoundingClientRect();
+            for (const token of document.querySelectorAll('.aligned .token')) {
+                const { left, width, top, height } = token.getBoundingClientRect();
+                const [x, y] = [left + width / 2, top + height / 2];
+                found += x > own.left && x < own.right && y > own.top && y < own.bottom
+                    && y < token.closest('.tokens').getBoundingClientRect().bottom;
+            }
+        }
+        return found;
+    }"""
+    assert page.locator("#pointed-at").evaluate(under) == 0
+    assert page.locator("[data-side='teacher']").evaluate("side => side.getBoundingClientRect().height") < 500
+    picture(page, "25-narrow-align")
 
 
 def test_align(open_page: Open, plane: Plane) -> None:

@@ -107,7 +107,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     tmp_path = tmp_path_factory.mktemp("wheel")
     tree, dist, home = tmp_path / "tree", tmp_path / "dist", tmp_path / "venv"
     tree.mkdir()
-    for name in ("xtoken", "xtoken_core", "services"):
+    for name in ("xtoken", "xtoken_core", "services", "docs"):
         shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tree)
@@ -133,6 +133,8 @@ def test_demo_and_a_run_from_a_wheel(installed: Installed) -> None:
     installed.run(installed.scripts / "python", "-c", DEMO)
     installed.run(installed.scripts / "python", "-c", DISTILL)
     assert (installed.project / "demo-out" / "report.html").is_file()
+    shown = "from xtoken_services.control.web.documents import documents; documents()['docs/quickstart.md']"
+    installed.run(installed.scripts / "python", "-c", shown)
     assert (installed.project / "demo-out" / "runs" / "distilled" / "model" / "model.safetensors").is_file()
 
 

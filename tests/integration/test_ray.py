@@ -19,9 +19,7 @@ LIMIT_S = 1500
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(LIMIT_S + 60),
-    pytest.mark.skipif(
-        importlib.util.find_spec("ray") is None, reason="Ray is not installed: pip install 'xtoken[ray]'"
-    ),
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed: pip install ray"),
 ]
 
 

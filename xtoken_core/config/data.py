@@ -54,8 +54,8 @@ class DataSpec(ConfigModel):
 
     path: Path | tuple[Path, ...] = ()
     """A file or files (`.jsonl`, `.json`, `.csv`, `.txt`, these also with `.gz` or `.zst`, or `.parquet`) here or at an
-    address (`https://`), a directory saved by `datasets`, or the id of a data set on the
-    Hugging Face Hub: `org/name`, `org/name@revision`, with `:PATTERN` for its files. Required without
+    address (`https://`, or one of `fsspec` such as `s3://`), a directory saved by `datasets`, or the id of a data set
+    on the Hugging Face Hub: `org/name`, `org/name@revision`, with `:PATTERN` for its files. Required without
     `data.sources`."""
     field: str = "text"
     """Field of a record that holds the text; `.txt` has none."""

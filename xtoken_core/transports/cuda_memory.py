@@ -48,7 +48,7 @@ def runtime() -> Any:
         return import_module("cuda.bindings.runtime")
     except ImportError as error:
         raise ConfigError(
-            'the transport cuda_ipc needs the package cuda-bindings: pip install "xtoken[gpu]", or set '
+            "the transport cuda_ipc needs the package cuda-bindings: pip install cuda-bindings, or set "
             'workers.transport = "shared_memory"'
         ) from error
 

@@ -24,6 +24,7 @@ from xtoken_services.control.views import Views
 from xtoken_services.control.web import (
     align_page,
     compare_page,
+    documents,
     downloads,
     login,
     new_run,
@@ -101,7 +102,7 @@ def install(app: FastAPI) -> None:
     app.state.gauges = Gauges(app.state.context)
     roots = app.state.context.runs.validator.roots
     app.state.table_builds = TableBuilds(roots.environment if roots is not None else {})
-    for module in (new_run, pages, compare_page, downloads, align_page, tables_page, suggestions, login):
+    for module in (new_run, pages, compare_page, documents, downloads, align_page, tables_page, suggestions, login):
         app.include_router(module.router, include_in_schema=False)
     app.mount("/static", StaticFiles(directory=STATIC))
     app.add_middleware(login.LoginRedirect)

@@ -19,6 +19,7 @@ from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import ConfigError, XtokenError
 from xtoken_services.common.files.allowed_paths import RefusedError
 from xtoken_services.common.files.directory_lock import OccupiedError
+from xtoken_services.common.run.resume import CHECKPOINTS, best_step, checkpoints_in, discard
 from xtoken_services.common.run.status import RunState, RunStatus
 from xtoken_services.control.run import run_of
 from xtoken_services.control.store import RunRow, Store, TakenError, now
@@ -249,16 +250,36 @@ class Runs:
             ConflictError: The run is active, or the directory does not belong to it.
         """
         with self._lock:
-            row = self._ended(run_id, "removed")
-            output = Path(row.output)
+            output = Path(self._ended(run_id, "removed").output)
             if files and output.exists():
-                if output.is_symlink() or read_record(output).run not in (None, run_id):
-                    raise ConflictError(f"{output} does not belong to the run {run_id}: delete it yourself")
-                if self.validator.roots is not None:
-                    self.validator.roots.check(output, "output", write=True)
+                self._check_own(output, run_id)
                 shutil.rmtree(output)
             self.store.remove(run_id)
             self._here.pop(run_id, None)
+
+    def free_checkpoints(self, run_id: str) -> list[str]:
+        """Delete the checkpoints of a run that is over, except its newest and that of its best evaluation.
+
+        Returns:
+            Names of those that were deleted, in the order of their steps.
+
+        Raises:
+            ConflictError: The run is active, or the directory does not belong to it.
+            XtokenError: One cannot be deleted.
+        """
+        with self._lock:
+            output = Path(self._ended(run_id, "freed of its checkpoints").output)
+            directory = output / CHECKPOINTS
+            for place in (output, directory):
+                self._check_own(place, run_id)
+            found = checkpoints_in(directory)
+            freed = [found[step] for step in sorted(found)[:-1] if step != best_step(directory)]
+            try:
+                for checkpoint in freed:
+                    discard(checkpoint)
+            except OSError as error:
+                raise XtokenError(f"cannot delete {error.filename}: {error.strerror}") from error
+            return [checkpoint.name for checkpoint in freed]
 
     def discard(self, run: Run) -> None:
         """Remove a run that failed validation, and the empty directory that was created for it."""
@@ -363,6 +384,13 @@ class Runs:
         if not RunState(row.state).over or (run is not None and not run.over.is_set()):
             raise ConflictError(f"the run {run_id!r} is {row.state}: it can be {action} once it is over")
         return row
+
+    def _check_own(self, directory: Path, run_id: str) -> None:
+        """Refuse to delete in a directory that is a link, or has another run's record."""
+        if directory.is_symlink() or read_record(directory).run not in (None, run_id):
+            raise ConflictError(f"{directory} does not belong to the run {run_id}: delete it yourself")
+        if self.validator.roots is not None:
+            self.validator.roots.check(directory, "output", write=True)
 
     def _check_output(self, output: Path) -> None:
         self._check_taken(output)

@@ -28,7 +28,7 @@ from xtoken_services.common.run.status import RunState, RunSummary
 from xtoken_services.control.tables import AttemptRow, Base, GroupRow, NoteRow, RunRow
 
 FILE = ".control.sqlite3"
-VERSION = 1
+VERSION = 2
 """The number of the schema in `tables`, written to `PRAGMA user_version`; raise it with every change of a table."""
 BUSY_S = 10.0
 SUMMARY = ("seq", *RunSummary.model_fields)

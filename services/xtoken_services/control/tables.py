@@ -34,6 +34,7 @@ class RunRow(Base):
         queue: Address of the queue (`url`, `token_file`) and the run's private directory (`private`), once assigned.
         key: Idempotency key of the request that created the run.
         digest: SHA-256 of that request's specification.
+        description: What a user has written about the run.
     """
 
     __tablename__ = "runs"
@@ -56,6 +57,7 @@ class RunRow(Base):
     queue: Mapped[dict[str, Any] | None]
     key: Mapped[str | None] = mapped_column(unique=True)
     digest: Mapped[str | None]
+    description: Mapped[str] = mapped_column(default="")
 
     def status(self) -> RunStatus:
         """Return the run as the database knows it."""

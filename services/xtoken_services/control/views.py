@@ -67,7 +67,7 @@ class View:
         self.refresh()
         status = row.status() if run is None else run.status()
         workers = status.workers or workers_of(self._runs.store.attempts(self.run_id, launch=row.launch))
-        status = status.model_copy(update={"ended": row.ended, "workers": workers})
+        status = status.model_copy(update={"ended": row.ended, "workers": workers, "description": row.description})
         return with_files(status, self.steps, self.eval)
 
     def is_over(self) -> bool:

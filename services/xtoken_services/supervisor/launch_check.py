@@ -19,11 +19,11 @@ def check_launch(spec: RunSpec) -> None:
     """
     workers = spec.workers
     if workers.launcher == "ray" and not _installed("ray"):
-        raise RefusedError("workers.launcher", "Ray is not installed: install it by pip install 'xtoken[ray]'")
+        raise RefusedError("workers.launcher", "Ray is not installed: install it by pip install ray")
     if workers.launcher == "local":  # by this very interpreter; a cluster's nodes may have what is missing here
-        for field, package, extra in _needed(spec):
+        for field, package in _needed(spec):
             if not _installed(package):
-                raise RefusedError(field, f"needs {package}: install it by pip install 'xtoken[{extra}]'", joint=" ")
+                raise RefusedError(field, f"needs {package}: install it by pip install {package}", joint=" ")
     gpus = count_gpus() if workers.launcher == "local" and workers.device != "cpu" else 0
     divided = next((number for number, teacher in enumerate(spec.teacher) if teacher.gpus > 1), None)
     if divided is not None and gpus and spec.gpus_needed > gpus:
@@ -39,19 +39,19 @@ def check_launch(spec: RunSpec) -> None:
         )
 
 
-def _needed(spec: RunSpec) -> Iterator[tuple[str, str, str]]:
-    """Yield the optional packages that workers import: the setting, the package, and the extra that has it."""
+def _needed(spec: RunSpec) -> Iterator[tuple[str, str]]:
+    """Yield the optional packages that workers import: the setting and the package."""
     for number, teacher in enumerate(spec.teacher):
         if teacher.nf4 and (teacher.store is None or teacher.store_missing == "compute"):
-            yield f"teacher.{number}.nf4", "bitsandbytes", "bitsandbytes"
+            yield f"teacher.{number}.nf4", "bitsandbytes"
     if spec.train.lora is not None:
-        yield "train.lora", "peft", "lora"
+        yield "train.lora", "peft"
     if spec.train.optimizer == "adamw8bit":
-        yield "train.optimizer", "torchao", "torchao"
+        yield "train.optimizer", "torchao"
     if spec.report.tensorboard:
-        yield "report.tensorboard", "tensorboard", "tensorboard"
+        yield "report.tensorboard", "tensorboard"
     if spec.report.wandb != "off":
-        yield "report.wandb", "wandb", "wandb"
+        yield "report.wandb", "wandb"
 
 
 def _installed(package: str) -> bool:

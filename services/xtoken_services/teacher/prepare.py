@@ -130,7 +130,7 @@ def _format(spec: TeacherSpec, device: torch.device, what: str) -> type[Quantize
         from xtoken_services.teacher.nf4 import Nf4Linear
     except ImportError as error:
         raise ConfigError(
-            f"{what}: nf4 needs bitsandbytes ({error}): install it by pip install 'xtoken[bitsandbytes]'"
+            f"{what}: nf4 needs bitsandbytes ({error}): install it by pip install bitsandbytes"
         ) from error
     return Nf4Linear
 

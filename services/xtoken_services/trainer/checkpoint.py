@@ -25,6 +25,7 @@ from xtoken_services.common.run.resume import (
     check_identity,
     checkpoint_name,
     checkpoints_in,
+    discard,
     newest_checkpoint,
     read_run_document,
     unreadable,
@@ -261,14 +262,6 @@ class Checkpoints:
                 discard(checkpoints[step])
         for scratch in self.directory.glob(".step-*.tmp"):
             shutil.rmtree(scratch, ignore_errors=True)
-
-
-def discard(checkpoint: Path) -> None:
-    """Remove a checkpoint; it loses its name first, so that no part of it is ever taken for a whole one."""
-    scratch = checkpoint.with_name(f".{checkpoint.name}.old.tmp")
-    shutil.rmtree(scratch, ignore_errors=True)
-    checkpoint.rename(scratch)
-    shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _reason(error: BaseException) -> str:

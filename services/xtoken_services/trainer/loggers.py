@@ -67,9 +67,7 @@ class TensorBoardLogger:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            raise ConfigError(
-                "report.tensorboard needs tensorboard: install it by pip install 'xtoken[tensorboard]'"
-            ) from error
+            raise ConfigError("report.tensorboard needs tensorboard: install it by pip install tensorboard") from error
         self._writer = SummaryWriter(str(run.spec.output / "tensorboard"), purge_step=step, flush_secs=FLUSH_S)
         kept = last_line(run.spec.output / "eval.jsonl")
         if kept.get("step") == step:
@@ -92,7 +90,7 @@ class WandbLogger:
         try:
             import wandb  # type: ignore[import-not-found,unused-ignore]  # an extra
         except ImportError as error:
-            raise ConfigError("report.wandb needs wandb: install it by pip install 'xtoken[wandb]'") from error
+            raise ConfigError("report.wandb needs wandb: install it by pip install wandb") from error
         spec = run.spec
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "xtoken"),

@@ -205,7 +205,7 @@ def _adamw_8bit() -> type[Optimizer]:
         from torchao.optim import AdamW8bit  # type: ignore[import-not-found,unused-ignore]  # an extra
     except ImportError as error:
         raise ConfigError(
-            f"train.optimizer = \"adamw8bit\" needs torchao ({error}): install it by pip install 'xtoken[torchao]'"
+            f'train.optimizer = "adamw8bit" needs torchao ({error}): install it by pip install torchao'
         ) from error
     chosen: type[Optimizer] = AdamW8bit
     return chosen

@@ -232,7 +232,7 @@ def add_adapters(model: PreTrainedModel, spec: LoraSpec) -> Any:
     try:
         from peft import LoraConfig, get_peft_model  # type: ignore[import-not-found,unused-ignore]  # an extra
     except ImportError as error:
-        raise ConfigError("train.lora needs peft: install it by pip install 'xtoken[lora]'") from error
+        raise ConfigError("train.lora needs peft: install it by pip install peft") from error
     config = LoraConfig(
         r=spec.rank,
         lora_alpha=spec.alpha,  # type: ignore[arg-type,unused-ignore]  # it only divides it

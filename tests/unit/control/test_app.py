@@ -6,6 +6,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -288,6 +289,54 @@ def test_remove_run(client: TestClient, runs: Runs) -> None:
     assert kept.exists() and not gone.exists()
     assert client.get("/v1/runs").json()["runs"] == []
     assert client.delete("/v1/runs/kept").status_code == 404
+
+
+def with_checkpoints(output: Path, *steps: int) -> Path:
+    for step in steps:
+        (output / f"checkpoints/step-{step:08d}").mkdir(parents=True)
+        (output / f"checkpoints/step-{step:08d}/rank-0.safetensors").write_bytes(b"0")
+    return output / "checkpoints"
+
+
+def test_all_but_the_newest_and_the_best_checkpoint_are_freed(client: TestClient, runs: Runs) -> None:
+    output = put(runs)
+    assert client.delete("/v1/runs/old-1/checkpoints").json() == []
+    checkpoints = with_checkpoints(output, 10, 20, 30, 40)
+    (checkpoints / "best").symlink_to("step-00000020")
+    answer = client.delete("/v1/runs/old-1/checkpoints")
+    assert (answer.status_code, answer.json()) == (200, ["step-00000010", "step-00000030"])
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["best", "step-00000020", "step-00000040"]
+    assert (output / "steps.jsonl").is_file() and list((checkpoints / "step-00000020").iterdir())
+    assert client.delete("/v1/runs/nothing/checkpoints").status_code == 404
+
+
+@pytest.mark.parametrize("why", ["active", "another run's", "a link"])
+def test_checkpoints_that_a_run_needs_or_does_not_own_are_kept(
+    client: TestClient, runs: Runs, tmp_path: Path, why: str
+) -> None:
+    output = put(runs, state=RunState.RUNNING if why == "active" else RunState.STOPPED)
+    checkpoints = with_checkpoints(output, 10, 20)
+    if why == "another run's":
+        (output / "run.json").write_text('{"run": "somebody-else"}')
+    elif why == "a link":
+        checkpoints.rename(tmp_path / "elsewhere")
+        checkpoints.symlink_to(tmp_path / "elsewhere")
+    assert client.delete("/v1/runs/old-1/checkpoints").status_code == 409
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["step-00000010", "step-00000020"]
+
+
+def test_a_run_is_described_and_stays_so(client: TestClient, runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(runs)
+    living = SimpleNamespace(status=runs.store.run("old-1").status)  # as of its start, like that of a run under way
+    for text in ("first", "twice the text\n<b>"):
+        answer = client.put("/v1/runs/old-1/description", json=text)
+        assert (answer.status_code, answer.json()["description"]) == (200, text)
+    assert client.get("/v1/runs").json()["runs"][0]["description"] == text
+    for wrong in ("x" * 4001, 7, None):
+        assert client.put("/v1/runs/old-1/description", json=wrong).status_code == 422
+    monkeypatch.setattr(runs, "get", lambda _: living)
+    assert client.get("/v1/runs/old-1").json()["description"] == text
+    assert client.put("/v1/runs/nothing/description", json=text).status_code == 404
 
 
 def test_directory_of_another_run_is_kept(client: TestClient, runs: Runs) -> None:

@@ -6,6 +6,7 @@ The page of completions: tokens of both sides, colours of the divergence, files 
 import io
 import json
 import math
+import posixpath
 import re
 import tarfile
 import tomllib
@@ -25,6 +26,7 @@ from xtoken_services.control.auth import COOKIE, Auth
 from xtoken_services.control.runs import Runs
 from xtoken_services.control.web.charts import charts_of
 from xtoken_services.control.web.compare_page import differing_settings
+from xtoken_services.control.web.documents import documents
 
 TOKEN = "a-token-that-is-long-enough"
 SIDE = {
@@ -51,6 +53,7 @@ PAGES = [
     "/align",
     "/tables",
     "/docs",
+    "/?sort=result",
     *(f"/runs/odd-1{page}" for page in RUN_PAGES),
 ]
 
@@ -300,6 +303,67 @@ def test_completions_of_an_evaluation(client: TestClient, runs: Runs) -> None:
     assert "<b>2 + 2 = </b>&lt;b&gt;4&lt;/b&gt;" in page and 'id="samples" hidden' not in page
 
 
+def test_the_list_is_sorted_by_result(client: TestClient, runs: Runs) -> None:
+    for name, bits in (("a", 1.5), ("b", None), ("c", 1.25), ("d", 2.0)):
+        output = put(runs, name)
+        if bits is not None:
+            (output / "eval.jsonl").write_text(json.dumps(measured(bits, 4)) + "\n")
+
+    def order(query: str) -> list[str]:
+        return re.findall(r'id="row-(\w)"', client.get(f"/?{query}").text)
+
+    assert order("") == ["d", "c", "b", "a"]
+    assert order("sort=result") == ["c", "a", "d", "b"]
+    assert order("sort=result&tab=active") == []
+    assert client.get("/?sort=other").status_code == 404
+
+
+def test_tasks_without_held_out_text_are_shown(client: TestClient, runs: Runs) -> None:
+    lines = [{"step": 0, "task_accuracy_sums": 0.25}, {"step": 4, "task_accuracy_sums": 0.5}]
+    (put(runs, "a") / "eval.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page = client.get("/runs/a").text
+    assert "Task sums" in page and "+25.0" in page and 'id="held-out"' not in page
+
+
+def test_files_have_sizes_and_checkpoints_are_freed_once_a_run_is_over(client: TestClient, runs: Runs) -> None:
+    for name, state in (("a", RunState.STOPPED), ("b", RunState.RUNNING)):
+        output = put(runs, name, state)
+        for step in ("step-00000001", "step-00000002"):
+            (output / "checkpoints" / step).mkdir(parents=True)
+            (output / "checkpoints" / step / "rank-0.safetensors").write_bytes(bytes(1536))
+    assert "<b>3.0 KiB</b> of it checkpoints" in client.get("/runs/a/files").text
+    assert "Free checkpoints" not in client.get("/runs/b/files").text
+    assert client.post("/runs/a/free").headers["location"] == "/runs/a/files"
+    assert "<b>1.5 KiB</b> of it checkpoints" in client.get("/runs/a/files").text
+
+
+def test_notes_of_a_user_are_shown_with_the_run(client: TestClient, runs: Runs) -> None:
+    put(runs, "a")
+    assert client.post("/runs/a/description", data={"text": " for <b>\r\nme "}).headers["location"] == "/runs/a"
+    for path in ("/", "/runs/a", "/runs/a/log"):
+        assert "for &lt;b&gt;\nme" in client.get(path).text
+
+
+def test_documents_are_served_and_lead_to_each_other(client: TestClient) -> None:
+    first = client.get("/").text
+    start = re.search(r'href="(/guide/[^"]+)"', first)
+    assert start and "<h1" in client.get(start[1]).text
+    for name in documents():
+        answer = client.get(f"/guide/{name}")
+        assert answer.status_code == 200, name
+        if not name.endswith(".md"):
+            continue
+        assert " style=" not in answer.text, "the policy forbids it"
+        for link in re.findall(r'(?:href|src)="([^"]+)"', answer.text.partition("<article")[2]):
+            file, _, anchor = link.partition("#")
+            target = posixpath.normpath(posixpath.join(posixpath.dirname(name), file)) if file else name
+            if not link.startswith("http") and target.startswith("docs/"):
+                assert target in documents(), (name, link)
+                assert not anchor or f'id="{anchor}"' in client.get(f"/guide/{target}").text, (name, link)
+    for name in ("docs/none.md", "docs/../pyproject.toml", "docs/generate.py", "CONTRIBUTING.md"):
+        assert client.get("/guide/" + name.replace("..", "%2e%2e")).status_code == 404
+
+
 def test_baseline_of_a_shell_is_listed(client: TestClient, runs: Runs, tmp_path: Path) -> None:
     output = put(runs, "a")
     assert "Train its baseline" in client.get("/runs/a").text
@@ -334,6 +398,9 @@ def test_a_run_on_completions_alone_has_no_baseline(client: TestClient, runs: Ru
     assert refused.status_code == 422 and "rollout.fraction = 1" in refused.text
 
 
+RUNS = ("a", "a-baseline")
+
+
 def test_comparison_of_a_run_with_its_baseline(client: TestClient, runs: Runs) -> None:
     for name, bits, changes in (("a", 1.25, {}), ("a-baseline", 1.5, {"teacher": [], "loss": CROSS_ENTROPY_ONLY})):
         output = put(runs, name)
@@ -344,7 +411,8 @@ def test_comparison_of_a_run_with_its_baseline(client: TestClient, runs: Runs) -
     page = client.get("/compare", params={"run": ["a", "a-baseline"]}).text
     assert "better by 0.2500" in page
     samples = page[page.index('id="compared-samples"') :]
-    assert all(f"<b>Once &lt;b&gt;</b> upon {name}</p>" in samples for name in ("a", "a-baseline"))
+    assert samples.count("<b>Once &lt;b&gt;</b>") == 1
+    assert [re.search(rf">{name}</span><span> upon (\S+)</span>", samples)[1] for name in RUNS] == list(RUNS)  # type: ignore[index]
     differing = page[page.index('id="differing"') :]
     assert "teacher.model" in differing and "loss.kl_loss_weight" in differing and "loss.mode" not in differing
     assert "student.model" not in differing and "output" not in differing

@@ -3,6 +3,7 @@
 import copy
 import csv
 import gzip
+import importlib.util
 import json
 import threading
 from collections.abc import Iterator
@@ -286,6 +287,18 @@ def test_what_cannot_be_fetched_whole_is_refused(
         fetch_inputs({"data": {"path": f"{server[0]}/{name}"}}, Path(), {})
     assert str(caught.value).startswith("data.path: ") and "secret" not in str(caught.value)
     assert not (cache.exists() and list(cache.iterdir()))
+
+
+def test_text_in_a_store_of_objects_is_fetched_by_fsspec(cache: Path) -> None:
+    fsspec = pytest.importorskip("fsspec")
+    with fsspec.open("memory://bucket/a.jsonl", "wb") as file:
+        file.write(b'{"text": "a"}\n')
+    document = {"data": {"path": "memory://bucket/a.jsonl"}}
+    fetch_inputs(document, Path(), {})
+    assert values(Path(document["data"]["path"])) == [{"text": "a"}]
+    if importlib.util.find_spec("s3fs") is None:
+        with pytest.raises(InputError, match=r"data\.path: cannot fetch s3://bucket/b\.jsonl: Install s3fs"):
+            fetch_inputs({"data": {"path": "s3://bucket/b.jsonl"}}, Path(), {})
 
 
 def test_a_control_plane_refuses_remote_text(tmp_path: Path) -> None:

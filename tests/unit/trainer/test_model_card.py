@@ -34,16 +34,16 @@ SAME: dict[str, Any] = {"projection": None}
 
 @cases(
     "teachers, names, loss",
-    ([OWN], "`teacher-0`, with a tokenizer of its own.", "chain + cross-entropy"),
-    ([SAME], "`teacher-0`.", "KL + cross-entropy"),
-    ([OWN, OWN], "`teacher-0` and `teacher-1`, with tokenizers of their own.", "chain + cross-entropy"),
-    ([SAME, SAME], "`teacher-0` and `teacher-1`.", "KL + cross-entropy"),
+    ([OWN], "`teacher-0`, with a tokenizer of its own.", "chain and cross-entropy"),
+    ([SAME], "`teacher-0`.", "KL and cross-entropy"),
+    ([OWN, OWN], "`teacher-0` and `teacher-1`, with tokenizers of their own.", "chain and cross-entropy"),
+    ([SAME, SAME], "`teacher-0` and `teacher-1`.", "KL and cross-entropy"),
     (
         [SAME, OWN],
         "`teacher-0` and `teacher-1`, one of them with a tokenizer of its own.",
-        "KL + chain + cross-entropy",
+        "KL + chain and cross-entropy",
     ),
-    ([OWN, SAME, OWN], "`teacher-2`, 2 of them with tokenizers of their own.", "chain + KL + cross-entropy"),
+    ([OWN, SAME, OWN], "`teacher-2`, 2 of them with tokenizers of their own.", "chain + KL and cross-entropy"),
     ids=["own", "same", "both own", "both same", "mixed", "three"],
 )
 def test_teachers_and_loss_are_told_as_they_are(
@@ -60,12 +60,12 @@ def test_teachers_and_loss_are_told_as_they_are(
 
 def test_a_mode_of_ones_own_is_told(tmp_path: Path) -> None:
     text = card(tmp_path, [OWN, SAME], loss={"gold_loss": True})
-    assert "- loss: gold + KL + 0.1 × cross-entropy, at temperature 1\n" in text
+    assert "- loss: gold + KL and cross-entropy (weight 0.1), at temperature 1\n" in text
 
 
 def test_a_weight_that_changes_is_stated_at_both_ends(tmp_path: Path) -> None:
     text = card(tmp_path, [OWN], loss={"kl_loss_weight": 2.0, "kl_loss_weight_end": 0.5})
-    assert "- loss: (2 to 0.5) × chain + cross-entropy, at temperature 1\n" in text
+    assert "- loss: chain (weight 2 to 0.5) and cross-entropy, at temperature 1\n" in text
 
 
 def test_a_weight_that_ends_as_it_begins_is_stated_once(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def gguf_model(name: str, file: Path) -> Path:
     if (target / "config.json").is_file():
         return target
     if importlib.util.find_spec("gguf") is None:
-        raise InputError(f"{name}: {file} is read by the package gguf: install it by pip install 'xtoken[gguf]'")
+        raise InputError(f"{name}: {file} is read by the package gguf: install it by pip install gguf")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=".converting-", dir=target.parent))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import urlsplit
@@ -15,6 +16,7 @@ from xtoken_services.common.processes.progress import spinner
 
 SILENCE_S = 60.0
 """Seconds without a byte after which a server is given up."""
+PART_BYTES = 1 << 22
 
 
 def fetch_text(name: str, path: Any) -> tuple[Any, list[str]]:
@@ -22,12 +24,12 @@ def fetch_text(name: str, path: Any) -> tuple[Any, list[str]]:
 
     Args:
         name: The setting, for messages.
-        path: Its value; an address is of `http` or `https`, with a file's name at its end.
+        path: Its value; an address has `://`, and a file's name at its end.
 
     Raises:
         InputError: It cannot be fetched whole, or has the name of no text.
     """
-    if not isinstance(path, str) or not path.startswith(("http://", "https://")):
+    if not isinstance(path, str) or "://" not in path:
         return path, []
     parts = urlsplit(path)
     shown = f"{parts.scheme}://{parts.hostname or ''}{parts.path}"  # without keys, which may be in the rest
@@ -40,7 +42,7 @@ def fetch_text(name: str, path: Any) -> tuple[Any, list[str]]:
             target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with spinner(f"fetching {shown}"):
                 _fetch(path, target)
-    except Exception as error:  # of the HTTP client, or the disk
+    except Exception as error:  # of the HTTP client, the file system of the address, or the disk
         answer = getattr(error, "response", None)  # whose error names the whole address
         reason = f"HTTP {answer.status_code}" if answer is not None else first_line(error)
         raise InputError(f"{name}: cannot fetch {shown}: {reason}") from error
@@ -49,16 +51,24 @@ def fetch_text(name: str, path: Any) -> tuple[Any, list[str]]:
 
 def _fetch(address: str, target: Path) -> None:
     """Write the bytes at an address to a file; an answer that ends early raises."""
-    import httpx
-
-    headers = {"Accept-Encoding": "identity"}  # a file that is compressed arrives as it is
-    with (
-        httpx.stream("GET", address, headers=headers, follow_redirects=True, timeout=SILENCE_S) as answer,
-        atomic_path(target) as scratch,
-        scratch.open("wb") as out,
-    ):
-        answer.raise_for_status()
-        for part in answer.iter_raw():
+    with atomic_path(target) as scratch, scratch.open("wb") as out:
+        for part in _parts(address):
             out.write(part)
             if out.tell() > MOST_TEXT_BYTES:
                 raise ValueError(f"more than {MOST_TEXT_BYTES >> 30} GiB")
+
+
+def _parts(address: str) -> Iterator[bytes]:
+    """Yield the bytes at an address of HTTP, or of what `fsspec` can open, which names a package that it lacks."""
+    if not address.startswith(("http://", "https://")):
+        import fsspec  # type: ignore[import-untyped] # it has no stubs
+
+        with fsspec.open(address, "rb") as file:
+            yield from iter(lambda: file.read(PART_BYTES), b"")
+        return
+    import httpx
+
+    headers = {"Accept-Encoding": "identity"}  # a file that is compressed arrives as it is
+    with httpx.stream("GET", address, headers=headers, follow_redirects=True, timeout=SILENCE_S) as answer:
+        answer.raise_for_status()
+        yield from answer.iter_raw()

@@ -39,12 +39,12 @@ def divergence_name(spec: Mapping[str, Any], same_tokenizer: Sequence[bool] = ()
 
 
 def loss_in_words(spec: Mapping[str, Any], same_tokenizer: Sequence[bool] = ()) -> str:
-    """Return a run's loss as a sum of weighted terms.
+    """Return the terms of a run's loss, each with its weight if that is not 1.
 
     >>> loss_in_words({"teacher": [{}], "loss": {"mode": "chain", "kl_loss_weight": 1.0, "ce_loss_scale": 0.1}})
-    'chain + 0.1 × cross-entropy'
+    'chain and cross-entropy (weight 0.1)'
     >>> loss_in_words({"teacher": [{}], "loss": {"mode": "chain", "kl_loss_weight_end": 0.0}})
-    '(1 to 0) × chain + cross-entropy'
+    'chain (weight 1 to 0) and cross-entropy'
     """
     loss, divergence = loss_of(spec), divergence_name(spec, same_tokenizer)
     if not divergence:
@@ -52,9 +52,13 @@ def loss_in_words(spec: Mapping[str, Any], same_tokenizer: Sequence[bool] = ()) 
     if loss.dynamic_loss_scaling:
         return f"{divergence} scaled to {CROSS_ENTROPY}"
     first, last = kd_weights(loss)
-    terms = [weighted(divergence, first, last)] if first or last else []
-    terms += [weighted(CROSS_ENTROPY, loss.ce_loss_scale)] if loss.ce_loss_scale else []
-    return " + ".join(terms) or "0"
+    weights = (divergence, first, last), (CROSS_ENTROPY, loss.ce_loss_scale, loss.ce_loss_scale)
+    terms = [
+        name if begin == end == 1 else f"{name} (weight {begin:g}{'' if begin == end else f' to {end:g}'})"
+        for name, begin, end in weights
+        if begin or end
+    ]
+    return " and ".join(terms) or "nothing: every weight is 0"
 
 
 def kd_weights(loss: LossConfig) -> tuple[float, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,14 @@ def best_step(directory: Path) -> int | None:
     except OSError:
         return None
     return int(match[1]) if match else None
+
+
+def discard(checkpoint: Path) -> None:
+    """Remove a checkpoint; it loses its name first, so that no part of it is ever taken for a whole one."""
+    scratch = checkpoint.with_name(f".{checkpoint.name}.old.tmp")
+    shutil.rmtree(scratch, ignore_errors=True)
+    checkpoint.rename(scratch)
+    shutil.rmtree(scratch, ignore_errors=True)
 
 
 def write_run_document(run: ResolvedRun, cursor: Mapping[str, Any]) -> str:

@@ -97,6 +97,8 @@ class RunSummary(Document):
     """Optimiser steps taken."""
     steps: int | None = None
     """Optimiser steps of the complete run."""
+    description: str = ""
+    """What a user has written about the run."""
 
 
 class RunStatus(RunSummary):

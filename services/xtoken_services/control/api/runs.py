@@ -31,6 +31,7 @@ VALIDATION_WAIT_S = 3.0
 """Seconds to wait for the validation of a run's files before responding."""
 MAX_DRY_RUNS = 2
 MAX_PAGE = 200
+MAX_DESCRIPTION = 4000
 MAX_CURSOR = 2**62
 UNUSED_ADDRESS = "ipc:///tmp/queue"
 
@@ -131,6 +132,28 @@ def remove_run(run_id: RunId, context: Context, files: bool = False) -> Response
     context.runs.remove(run_id, files=files)
     context.views.drop(run_id)
     return Response(status_code=204)
+
+
+@router.delete("/{run_id}/checkpoints", responses=problems_of(404, 409, 422))
+def free_checkpoints(run_id: RunId, context: Context) -> list[str]:
+    """Delete the checkpoints of a run that is over, except its newest and that of its best evaluation.
+
+    The model and all curves stay. Returns the names of those that were deleted.
+    """
+    context.view(run_id)
+    return context.runs.free_checkpoints(run_id)
+
+
+@router.put("/{run_id}/description", responses=problems_of(404, 422))
+def describe_run(
+    run_id: RunId,
+    context: Context,
+    text: Annotated[str, Body(max_length=MAX_DESCRIPTION, openapi_examples={"text": {"value": "twice the text"}})],
+) -> RunStatus:
+    """Replace what is written about a run, in any state; the body is the text as a JSON string."""
+    context.view(run_id)
+    context.runs.store.change(run_id, description=text)
+    return context.status(run_id)
 
 
 def discard_if_invalid(context: AppContext, run: Run) -> None:

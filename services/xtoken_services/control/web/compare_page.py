@@ -37,6 +37,10 @@ def compare(request: Request, context: Context, run: RunIds = []) -> Response:  
     chosen = [run_view(context, context.status(run_id)) for run_id in ids]
     others = [row for row in context.runs.store.page(MAX_CHOICES) if row["id"] not in ids]
     verdict, finding = _finding(chosen)
+    samples: dict[str, list[tuple[int, str]]] = {}
+    for number, view in enumerate(chosen):
+        for prompt, completion in view.samples:
+            samples.setdefault(prompt, []).append((number, completion))
     part = "compare_results.html" if "hx-request" in request.headers else "compare.html"
     return page(
         request,
@@ -49,6 +53,7 @@ def compare(request: Request, context: Context, run: RunIds = []) -> Response:  
         room=len(ids) < MAX_RUNS,
         verdict=verdict,
         finding=finding,
+        samples=samples,
         tasks=list(dict.fromkeys(name for view in chosen for name, *_ in view.tasks)),
     )
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Annotated
 from urllib.parse import parse_qsl
+
+from fastapi import Depends, HTTPException, Request
 
 MAX_FIELDS = 2000
 
@@ -15,3 +18,14 @@ def parse_form(body: bytes) -> dict[str, str]:
     """
     pairs = parse_qsl(body.decode("utf-8"), keep_blank_values=True, max_num_fields=MAX_FIELDS)
     return {name: value.replace("\r\n", "\n") for name, value in pairs}
+
+
+async def _submitted(request: Request) -> dict[str, str]:
+    try:
+        return parse_form(await request.body())
+    except ValueError as error:
+        raise HTTPException(400, "Malformed form.") from error
+
+
+Form = Annotated[dict[str, str], Depends(_submitted)]
+"""Fields of the form in a request's body."""

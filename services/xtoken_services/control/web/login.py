@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from xtoken_services.control.api.dependencies import Context
 from xtoken_services.control.auth import COOKIE, RETRY_AFTER, TOO_MANY_WRONG, address_of
 from xtoken_services.control.sessions import SESSION_S
-from xtoken_services.control.web.form import parse_form
+from xtoken_services.control.web.form import Form
 from xtoken_services.control.web.render import PageRoute, page
 
 LOGIN = "/login"
@@ -34,12 +34,8 @@ def show_login(
 
 
 @router.post(LOGIN)
-async def log_in(request: Request, context: Context) -> Response:
+async def log_in(request: Request, context: Context, fields: Form) -> Response:
     """Check the token, start a session and set its cookie; the answer to a wrong token is delayed."""
-    try:
-        fields = parse_form(await request.body())
-    except ValueError as error:
-        raise HTTPException(400, "Malformed form.") from error
     token, to = (fields.get(name, "") for name in ("token", "next"))
     wrong, address = context.auth.wrong_tokens, address_of(request.scope)
     if wrong.blocks(address):

@@ -14,7 +14,6 @@ from fastapi import APIRouter, HTTPException, Query, Request, Response
 from fastapi.responses import RedirectResponse
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
-from starlette.concurrency import run_in_threadpool
 
 from xtoken_core.config.loss import MODE_NAMES
 from xtoken_core.config.spec import RunSpec
@@ -27,7 +26,7 @@ from xtoken_services.control.api.models import DryRun
 from xtoken_services.control.api.runs import discard_if_invalid, dry_run_of
 from xtoken_services.control.api.short_specs import complete, read_document, start_short
 from xtoken_services.control.isolated.toml_text import parse_toml
-from xtoken_services.control.web.form import parse_form
+from xtoken_services.control.web.form import Form
 from xtoken_services.control.web.render import PageRoute, page
 
 FIELDS = {
@@ -77,16 +76,8 @@ def show_form(
 
 
 @router.post("/runs/new")
-async def submit(request: Request, context: Context) -> Response:
+def submit(request: Request, context: Context, values: Form) -> Response:
     """Check or start the run."""
-    try:
-        values = parse_form(await request.body())
-    except ValueError as error:
-        raise HTTPException(400, "Malformed form.") from error
-    return await run_in_threadpool(_submit, request, context, values)
-
-
-def _submit(request: Request, context: AppContext, values: dict[str, str]) -> Response:
     text = values.get("toml", "")
     errors: Errors = {}
     try:

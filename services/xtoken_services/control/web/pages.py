@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from bisect import bisect_right
 from pathlib import Path
@@ -13,14 +14,26 @@ from pydantic import BaseModel, Field, ValidationError
 
 from xtoken_core.config.spec import RunSpec
 from xtoken_services.common.run.baseline import baseline_of, baseline_output
+from xtoken_services.common.run.resume import CHECKPOINTS
 from xtoken_services.common.run.run_text import resolved_text, to_toml, without_defaults
 from xtoken_services.common.run.status import RunState
 from xtoken_services.control.api.dependencies import AppContext, Context, RunId
 from xtoken_services.control.api.files import MAX_FILES
-from xtoken_services.control.api.runs import MAX_CURSOR, discard_if_invalid, remove_run, resume_run, stop_run
+from xtoken_services.control.api.runs import (
+    MAX_CURSOR,
+    MAX_DESCRIPTION,
+    describe_run,
+    discard_if_invalid,
+    free_checkpoints,
+    remove_run,
+    resume_run,
+    stop_run,
+)
 from xtoken_services.control.artifacts import list_files
 from xtoken_services.control.logs import last_attempts, logs_in, merged, tail
+from xtoken_services.control.views import KEPT_VIEWS
 from xtoken_services.control.web.charts import charts_of
+from xtoken_services.control.web.form import Form
 from xtoken_services.control.web.gauges import gauges_of
 from xtoken_services.control.web.render import PageRoute, page
 from xtoken_services.control.web.run_view import RunView, run_views
@@ -55,19 +68,25 @@ def list_runs(
     tab: Tab = "",
     name: Annotated[str, Query(max_length=64)] = "",
     cursor: Cursor = None,
+    sort: Literal["", "result"] = "",
 ) -> Response:
-    """Show the runs; for an htmx request only their table."""
-    rows = context.runs.store.page(PAGE_SIZE + 1, before=cursor, states=TABS[tab], name=name.strip())
+    """Show the runs, newest first or by result; for an htmx request only their table."""
+    most = KEPT_VIEWS if sort else PAGE_SIZE + 1
+    rows = context.runs.store.page(most, before=cursor, states=TABS[tab], name=name.strip())
+    runs = run_views(context, rows if sort else rows[:PAGE_SIZE])
+    if sort:
+        runs = sorted(runs, key=lambda run: math.inf if run.bits is None else run.bits)[:PAGE_SIZE]
     counts = context.runs.store.counts()
     tabs = [
         (key, label, sum(counts.get(state, 0) for state in TABS[key] or RunState)) for key, label in TAB_LABELS.items()
     ]
-    following = rows[PAGE_SIZE - 1]["seq"] if len(rows) > PAGE_SIZE else None
+    following = rows[PAGE_SIZE - 1]["seq"] if len(rows) > PAGE_SIZE and not sort else None
     part = "runs_table.html" if "hx-request" in request.headers else "runs.html"
     return page(
         request,
         part,
-        runs=run_views(context, rows[:PAGE_SIZE]),
+        runs=runs,
+        sort=sort,
         tabs=tabs,
         tab=tab,
         name=name,
@@ -89,7 +108,7 @@ def show_run(request: Request, run_id: RunId, context: Context) -> Response:
     gauges_of(request).watch(run_id)
     variables = _variables(context, run_id)
     charts = charts_of(variables["run"].spec, variables["run"].same_tokenizer)
-    return page(request, "run.html", tab="overview", groups=charts, **variables)
+    return page(request, "run.html", tab="overview", groups=charts, longest=MAX_DESCRIPTION, **variables)
 
 
 @router.get("/runs/{run_id}/live")
@@ -153,7 +172,10 @@ def show_files(request: Request, run_id: RunId, context: Context) -> Response:
             continue
         folders.setdefault(folder, []).append({**file, "name": name})
     part = "files.html" if "hx-request" in request.headers else "run_files.html"
-    return page(request, part, tab="files", folders=folders, more=more, **_variables(context, run_id))
+    sizes = {
+        begin: sum(file["bytes"] for file in files if file["path"].startswith(begin)) for begin in ("", CHECKPOINTS)
+    }
+    return page(request, part, tab="files", folders=folders, more=more, sizes=sizes, **_variables(context, run_id))
 
 
 @router.get("/runs/{run_id}/rollouts")
@@ -175,6 +197,20 @@ def stop(run_id: RunId, context: Context, now: bool = False) -> Response:
 def resume(run_id: RunId, context: Context) -> Response:
     """Resume a run and show it."""
     resume_run(run_id, context)
+    return RedirectResponse(f"/runs/{run_id}", 303)
+
+
+@router.post("/runs/{run_id}/free")
+def free(run_id: RunId, context: Context) -> Response:
+    """Delete the checkpoints of a run that nothing needs, and show its files."""
+    free_checkpoints(run_id, context)
+    return RedirectResponse(f"/runs/{run_id}/files", 303)
+
+
+@router.post("/runs/{run_id}/description")
+def describe(run_id: RunId, context: Context, form: Form) -> Response:
+    """Replace what is written about a run, and show it."""
+    describe_run(run_id, context, form.get("text", "").strip()[:MAX_DESCRIPTION])
     return RedirectResponse(f"/runs/{run_id}", 303)
 
 

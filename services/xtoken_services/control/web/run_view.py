@@ -45,7 +45,7 @@ class RunView:
         self.id, self.name, self.output = status.id, status.name, str(status.output)
         self.state, self.tone = status.state, TONES[status.state]
         self.active = not status.state.over
-        self.error, self.launch = status.error, status.launch
+        self.error, self.launch, self.description = status.error, status.launch, status.description
         self.began, self.ended = status.began or status.created, status.ended
         self.step, self.steps, self.text_read = status.step, status.steps, status.text_read
         self.workers, self.spec = status.workers, status.spec
@@ -114,7 +114,7 @@ class RunView:
 
     @property
     def loss(self) -> str:
-        """The loss as a sum of weighted terms."""
+        """The loss in words."""
         return loss_in_words(self.spec, self.same_tokenizer)
 
     @property

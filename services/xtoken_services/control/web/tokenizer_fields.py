@@ -5,22 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from fastapi import Depends, HTTPException, Request
+from fastapi import Depends
 
 from xtoken_core.errors import ConfigError
 from xtoken_services.common.files.allowed_paths import RefusedError, Roots
 from xtoken_services.common.tokenizers.special_tokens import parse_special_tokens
-from xtoken_services.control.web.form import parse_form
+from xtoken_services.control.web.form import Form
 
 EMPTY = {"kind": "chain", "student": "", "teacher": "", "text": "", "special_tokens": ""}
 
 
-async def _submitted(request: Request) -> dict[str, str]:
+async def _submitted(form: Form) -> dict[str, str]:
     """Return the fields of a form, empty those that it lacks."""
-    try:
-        return EMPTY | parse_form(await request.body())
-    except ValueError as error:
-        raise HTTPException(400, "Malformed form.") from error
+    return EMPTY | form
 
 
 Submitted = Annotated[dict[str, str], Depends(_submitted)]

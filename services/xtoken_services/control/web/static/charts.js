@@ -181,7 +181,7 @@
       const axis = { font, stroke: colour("--faint"), grid: { stroke: colour("--grid"), width: 1 }, ticks: { show: false } };
       const few = this.source === "eval";
       const series = (line, alpha) => ({
-        stroke: colour(`--series-${line.colour}`), alpha, width: alpha < 1 ? 1 : 1.75, spanGaps: true, dash: line.dash, points: { show: few, size: 5 },
+        stroke: colour(`--series-${line.colour}`), alpha, width: alpha < 1 ? 1 : 1.75, spanGaps: true, dash: line.dash, points: { show: (plot) => few || plot.data[0].length < 2, size: 5 },
       });
       const whole = (_, all) => all.map((value) => (Number.isInteger(value) ? value.toLocaleString("en-US") : ""));
       return {
