@@ -104,6 +104,7 @@ def test_a_restored_state_goes_on_bit_for_bit(name: str) -> None:
     second.after_restore(state)
     trained(second, range(3, 6))
     assert all(torch.equal(a, b) for a, b in zip(whole.state().values(), second.state().values(), strict=True))
+    assert all(torch.equal(average, second.averages[1][name]) for name, average in whole.averages[1].items())
 
 
 @pytest.mark.parametrize("precision", [BF16, None])
