@@ -61,7 +61,7 @@ class Bound:
         return "holds, aim reached" if reached else "holds"
 
     def _limit(self, limit: float) -> str:
-        return ("at most " if self.most else "at least ") + self.form.format(limit)
+        return ("≤" if self.most else "≥") + self.form.format(limit)
 
     def _within(self, limit: float) -> bool:
         assert self.value is not None
@@ -94,8 +94,7 @@ def collation_bounds(result: dict[str, Any], workers: dict[str, Any]) -> list[Bo
 
 def divided_bound(result: dict[str, Any]) -> Bound:
     """Return the bound of a teacher over two GPUs, the worst of all rows."""
-    what = "a teacher's rate on two GPUs, relative to one"
-    return Bound(what, min(result["times_one"].values()), 1.5, 1.8, "{:.2f}")
+    return Bound("divided teacher, of one GPU's rate", min(result["times_one"].values()), 1.5, 1.8, "{:.2f}")
 
 
 def control_bounds(result: dict[str, Any]) -> list[Bound]:
@@ -120,32 +119,29 @@ def control_bounds(result: dict[str, Any]) -> list[Bound]:
     ]
 
 
-def kill_bounds(kills: dict[str, Any], resume: dict[str, Any]) -> list[Bound]:
-    """Return the bounds of killed and resumed runs."""
-    small = kills["summary"]
+def kill_bounds(small: dict[str, Any], errors: list[str]) -> list[Bound]:
+    """Return the bounds of killed runs, from their summary."""
+    limit = small["memory_limit"] / MIB
+    return [
+        at_most("kills that the peer did not report", small["unreported"], 0),
+        at_most("slowest report of a kill, s", small["slowest_report_s"], small["deadline_s"], "{:.1f}"),
+        at_most("GPU memory not returned, MiB", small["memory_not_returned"] / MIB, limit, "{:.0f}"),
+        at_most("growth of a run's GPU memory, MiB", small["most_growth_of_a_run"] / MIB, limit, "{:.0f}"),
+        at_most("runs that failed or did not train each id once", len(errors), 0),
+    ]
+
+
+def resume_bounds(resume: dict[str, Any]) -> list[Bound]:
+    """Return the bounds of a killed and resumed run."""
     reported = [kill["reported_s"] for kill in resume["kills"]]
     slowest = max((seconds for seconds in reported if seconds is not None), default=None)
     wrong_ids = int(not resume["each_id_once"]) + int(not resume["same_ids_in_order"])
-    difference, noise = resume["difference"]["mean"], resume["noise"]["mean"]
-    mib, seconds, whole = "{:.0f}", "{:.1f}", "whole run: "
+    difference, noise = (resume[name]["mean"] for name in ("difference", "noise"))
+    whole, memory, limit = "whole run: ", resume["memory_not_returned"] / MIB, resume["memory_limit"] / MIB
     return [
-        at_least("kills of teachers and trainers", sum(small["kills"].values()), 100),
-        at_most("kills that the peer did not report", small["unreported"], 0),
-        at_most("slowest report of a kill, s", small["slowest_report_s"], small["deadline_s"], seconds),
-        at_most("GPU memory not returned, MiB", small["memory_not_returned"] / MIB, small["memory_limit"] / MIB, mib),
-        at_most(
-            "growth of a run's GPU memory, MiB", small["most_growth_of_a_run"] / MIB, small["memory_limit"] / MIB, mib
-        ),
-        at_most("runs that failed or did not train each id once", len(kills["errors"]), 0),
         at_most(f"{whole}kills that the peer did not report", reported.count(None), 0),
-        at_most(f"{whole}slowest report of a kill, s", slowest, resume["deadline_s"], seconds),
+        at_most(f"{whole}slowest report of a kill, s", slowest, resume["deadline_s"], "{:.1f}"),
         at_most(f"{whole}ids not trained once, or in another order", wrong_ids, 0),
-        at_most(
-            f"{whole}mean difference of the loss, relative to that of two undisturbed runs",
-            difference / noise, resume["times_noise_allowed"],
-        ),
-        at_most(
-            f"{whole}GPU memory not returned, MiB",
-            resume["memory_not_returned"] / MIB, resume["memory_limit"] / MIB, mib,
-        ),
-    ]  # fmt: skip
+        at_most(f"{whole}mean difference of the loss", difference / noise, resume["times_noise_allowed"]),
+        at_most(f"{whole}GPU memory not returned, MiB", memory, limit, "{:.0f}"),
+    ]

@@ -11,13 +11,10 @@ logits and the gradient, each once; the fraction is of a copy's bandwidth in the
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,15 +22,14 @@ from torch import Tensor
 
 from benchmarks.chain_tables import DrawnText, draw_tables, draw_text
 from benchmarks.gpu_tests import machine
+from benchmarks.harness import command_line, write_result
 from benchmarks.ops import Shape
-from benchmarks.timing import copy_bandwidth, nbytes, timed_by_events, timed_by_graph
+from benchmarks.timing import copy_bandwidth, nbytes, peak_bytes, timed_by_events, timed_by_graph
+from benchmarks.whole_losses import batch_of
 from xtoken_core.chain.tables import ChainTables
 from xtoken_core.config.loss import LossConfig
 from xtoken_core.losses import CrossTokenizerDistillationLoss, LossTeacher
 from xtoken_core.ops.registry import BACKENDS, ENVIRONMENT
-
-ROOT = Path(__file__).parents[1]
-
 
 SMALL = Shape(48, 1024, 1536)
 FORMS: dict[str, dict[str, Any]] = {"forward": {}, "reverse": {"reverse_kl": True}, "jsd": {"beta": 0.5}}
@@ -63,18 +59,12 @@ def chain_loss(
         teachers=[LossTeacher(shape.teacher_vocab, tables=tables)],
         device=device,
     )
-    pairs = torch.ones(1, text.chunks, dtype=torch.bool)
-    batch = {
-        "input_ids": text.ids[0],
-        "token_mask": (text.chunk_id[0] >= 0).long(),
-        "sample_mask": torch.ones(1),
+    masks = [(chunks >= 0).long() for chunks in text.chunk_id]
+    batch = batch_of(text.ids[0], text.chunk_id, text.chunks) | {
+        "token_mask": masks[0],
         "weights_version": torch.zeros(1, dtype=torch.int64),
         "teacher_input_ids": text.ids[1],
-        "teacher_token_mask": (text.chunk_id[1] >= 0).long(),
-        "alignment_student_chunk_id": text.chunk_id[0],
-        "alignment_teacher_chunk_id": text.chunk_id[1],
-        "alignment_pair_valid": pairs,
-        "alignment_pair_is_correct": pairs,
+        "teacher_token_mask": masks[1],
     }
     batch = {name: values.to(device) for name, values in batch.items()}
     return lambda student, teacher: loss(batch, student, [teacher])[0]
@@ -89,13 +79,7 @@ def measure(
         value = loss(student, teacher)
         return value.detach(), torch.autograd.grad(value, student)[0]
 
-    both()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    both()
-    torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_allocated() - before
+    peak = peak_bytes(both)
     torch.cuda.empty_cache()
     try:
         timed_by = "graph"
@@ -109,25 +93,11 @@ def measure(
     return Row(name, timed_by, forward_ms, both_ms, peak, least, least / bandwidth / both_ms * 1e3)
 
 
-def print_kernels(loss: Callable[[Tensor, Tensor], Tensor], student: Tensor, teacher: Tensor) -> None:
-    """Print the kernels of one forward and backward, the longest first."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CUDA]) as found:
-        torch.autograd.grad(loss(student, teacher), student)
-        torch.cuda.synchronize()
-    events = sorted(found.key_averages(), key=lambda event: -event.device_time_total)
-    for event in events[:14]:
-        print(f"    {event.device_time_total / 1e3:9.3f} ms  {event.count:4}  {event.key[:90]}", flush=True)
-
-
 def main() -> int:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "chain.json")
+    parser = command_line(__doc__, "chain")
     parser.add_argument("--backends", default=",".join(sorted(BACKENDS["chain"])), help="names, separated by commas")
     parser.add_argument("--forms", default=",".join(FORMS), help="of the divergence, separated by commas")
-    parser.add_argument("--profile", action="store_true", help="print the time of every kernel of each row")
     parser.add_argument("--small", action="store_true", help="a shape that takes no time, to try this file")
     arguments = parser.parse_args()
     device, shape = torch.device("cuda"), SMALL if arguments.small else Shape()
@@ -157,8 +127,6 @@ def main() -> int:
             f"peak {row.peak_bytes / 2**30:6.2f} GiB  {row.share_of_copy:5.1%} of a copy",
             flush=True,
         )
-        if arguments.profile:
-            print_kernels(loss, student, teacher)
         torch.cuda.empty_cache()
     report = {
         **machine(),
@@ -166,8 +134,7 @@ def main() -> int:
         "shape": {name: getattr(shape, name) for name in ("tokens", "student_vocab", "teacher_vocab")},
         "rows": [asdict(r) for r in rows],
     }
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(report, indent=2) + "\n")
+    write_result(arguments.out, report)
     return 0
 
 

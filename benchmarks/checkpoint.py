@@ -35,12 +35,12 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from benchmarks.harness import command_line, write_result
 from xtoken_core.atomic import sync_tree
 from xtoken_services.supervisor.launchers.local import LOOPBACK, free_port
 from xtoken_services.trainer.checkpoint_files import build_index, read_index, read_tensors, write_index, write_rank_file
 from xtoken_services.trainer.staging import local_part
 
-RESULTS = Path(__file__).parent / "results" / "checkpoint.json"
 WIDTH = 1024
 ROWS = 4096
 FORMS = ("safetensors", "dcp", "dcp_hf")
@@ -202,11 +202,10 @@ def summary(values: list[float]) -> dict[str, float]:
 
 def main() -> None:
     """Measure one and two ranks, and write the result file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, "checkpoint")
     parser.add_argument("--megabytes", type=int, default=768, help="size of the whole state")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--directory", type=Path, default=None, help="where checkpoints are written; must exist")
-    parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.rank:
@@ -221,7 +220,7 @@ def main() -> None:
     }
     result["ranks"] = {str(ranks): start(arguments, ranks) for ranks in (1, 2)}
     result["load_after"] = round(os.getloadavg()[0], 2)
-    arguments.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    write_result(arguments.out, result)
     print(json.dumps(result["ranks"], indent=2))
 
 

@@ -9,15 +9,11 @@ multilingual text is sampled from sentences in twelve scripts.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
-import json
 import os
 import platform
 import random
 import statistics
-import subprocess
-import sys
 import sysconfig
 import tempfile
 import time
@@ -29,20 +25,19 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("RAYON_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-ROOT = Path(__file__).resolve().parent.parent
-RESULT = ROOT / "benchmarks" / "results" / "collate.json"
 
-import numpy as np  # noqa: E402
-import tokenizers  # noqa: E402
-import torch  # noqa: E402
-import transformers  # noqa: E402
+import numpy as np
+import tokenizers
+import torch
+import transformers
 
-from tests.support import vocabularies  # noqa: E402
-from xtoken_core.alignment import TokenAligner, TokenTable  # noqa: E402
-from xtoken_core.collate import CrossTokenizerCollator  # noqa: E402
-from xtoken_core.config.loss import LossConfig  # noqa: E402
-from xtoken_core.losses.masks import loss_counts  # noqa: E402
-from xtoken_core.projection import build_projection, write_projection  # noqa: E402
+from benchmarks.harness import command_line, in_process, processor, write_result
+from tests.support import vocabularies
+from xtoken_core.alignment import TokenAligner, TokenTable
+from xtoken_core.collate import CrossTokenizerCollator
+from xtoken_core.config.loss import LossConfig
+from xtoken_core.losses.masks import loss_counts
+from xtoken_core.projection import build_projection, write_projection
 
 CAPS = (512, 2048, 8192)
 BATCH = 8
@@ -199,11 +194,9 @@ def whole_collator(name: str, student: Any, teacher: Any, texts: dict[str, str],
 
 def projection() -> dict[str, Any]:
     """Measure vocabularies of 130,000 tokens, tokenizers loaded; built by two processes, which must write the same."""
-    command = [sys.executable, "-m", "benchmarks.collate", "--projection"]
     built = []
     for _ in range(2):
-        printed = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True).stdout
-        built.append(json.loads(printed))
+        built.append(in_process(built_projection))
         print(f"[{time.perf_counter() - _BEGAN:5.0f} s] projection: {built[-1]['seconds']:.2f} s", flush=True)
     hashes = {process["sha256"] for process in built}
     return {"seconds": max(p["seconds"] for p in built), "identical": len(hashes) == 1, "sha256": sorted(hashes)}
@@ -233,14 +226,9 @@ def _equal(rows: list[list[int]]) -> list[list[int]]:
 
 def main() -> None:
     """Run, print and keep the figures."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = command_line(__doc__, "collate")
     parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--out", type=Path, default=RESULT)
-    parser.add_argument("--projection", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.projection:
-        print(json.dumps(built_projection()))
-        return
     torch.set_num_threads(1)
     texts = corpora()
     large, small, pieces = vocabularies.tekken(), vocabularies.tekken(32000), vocabularies.sentencepiece_bpe()
@@ -252,7 +240,7 @@ def main() -> None:
     built = projection()
     result = {
         "machine": {
-            "processor": _processor(),
+            "processor": processor(),
             "cores": os.cpu_count(),
             "load": os.getloadavg()[0],
             "python": platform.python_version(),
@@ -267,22 +255,8 @@ def main() -> None:
         "collator": collate,
         "projection": built,
     }
-    print(f"\n{'pair':<28}{'corpus':<14}{'cap':>6}{'align M/s':>11}{'x TRL':>8}{'collate k/s':>13}{'/tokenizing':>12}")
-    for a, c in zip(align, collate, strict=True):
-        print(
-            f"{a['pair']:<28}{a['corpus']:<14}{a['cap']:>6}{a['student_tokens_per_s'] / 1e6:>11.1f}"
-            f"{a['times_offset_walk']:>8.1f}{c['student_tokens_per_s'] / 1e3:>13.0f}{c['rate_of_tokenizing']:>12.2f}"
-        )
     print(f"projection of two 130k vocabularies: {built['seconds']:.2f} s, identical {built['identical']}")
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-
-
-def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor()
+    write_result(options.out, result)
 
 
 if __name__ == "__main__":

@@ -7,8 +7,6 @@ vocabularies are tekken's (130,000 tokens) and its first 32,000 merges; document
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import platform
 import signal
@@ -24,14 +22,14 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from transformers import AutoTokenizer
 
-from benchmarks.collate import ROOT, _processor, corpora
+from benchmarks.collate import corpora
+from benchmarks.harness import command_line, processor, write_result
 from tests.support import vocabularies
 from tests.support.collators import CollatorCrew
 from tests.support.tiny_run import make_model, write_jsonl
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.projection import build_projection, write_projection
 
-RESULT = ROOT / "benchmarks" / "results" / "collate_workers.json"
 NAMES = ("collator-0", "collator-1")
 CONTEXT = 2048
 DOCUMENTS = 600
@@ -100,10 +98,9 @@ def turns(crew: CollatorCrew, count: int, seconds: float) -> list[dict[str, dict
 
 def main() -> None:
     """Run, print and keep the figures."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = command_line(__doc__, "collate_workers")
     parser.add_argument("--turns", type=int, default=9)
     parser.add_argument("--seconds", type=float, default=4.0)
-    parser.add_argument("--out", type=Path, default=RESULT)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         crew = CollatorCrew(run_spec(Path(directory)))
@@ -116,7 +113,7 @@ def main() -> None:
             crew.close()
     result: dict[str, Any] = {
         "machine": {
-            "processor": _processor(),
+            "processor": processor(),
             "cores": os.cpu_count(),
             "load": os.getloadavg()[0],
             "python": platform.python_version(),
@@ -130,7 +127,7 @@ def main() -> None:
         "turns": found,
     }
     print(f"{result['rows_per_s']} rows/s of {CONTEXT} tokens, two are {result['two_of_one']:.2f} times one")
-    options.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    write_result(options.out, result)
 
 
 if __name__ == "__main__":

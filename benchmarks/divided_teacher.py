@@ -10,18 +10,15 @@ import argparse
 import json
 import platform
 import statistics
-import subprocess
 import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from benchmarks.end_to_end.assets import COMMON, QWEN3_4B, SMALL
-from xtoken_core.atomic import atomic_write
+from benchmarks.end_to_end.assets import COMMON, QWEN3_4B, SMALL, write_model
+from benchmarks.harness import command_line, in_process, write_result
 
-ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results" / "divided_teacher.json"
 QWEN3_8B: dict[str, Any] = {**QWEN3_4B, "hidden_size": 4096, "intermediate_size": 12288}
 DOCUMENT = 2048
 WARMUP, PASSES = 3, 10
@@ -29,29 +26,17 @@ WARMUP, PASSES = 3, 10
 
 def main() -> int:
     """Measure one GPU and two, write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, "divided_teacher")
     parser.add_argument("--work", type=Path, default=Path("runs", "divided-teacher"))
-    parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--layers", type=int, default=36)
     parser.add_argument("--documents", type=int, nargs="+", default=[4, 8, 16], help="of a row, one row after another")
     parser.add_argument("--small", action="store_true", help="a thin model: to try the harness on a CPU")
     formats = parser.add_mutually_exclusive_group()
     formats.add_argument("--fp8", action="store_true", help="linear layers in 8 bits")
     formats.add_argument("--nf4", action="store_true", help="linear layers in 4 bits")
-    parser.add_argument("--gpus", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.gpus:
-        print(json.dumps(measured(arguments)))
-        return 0
     make_models(arguments)
-    found = {}
-    for gpus in (1, 2):
-        own = ["--gpus", str(gpus), "--work", str(arguments.work), "--layers", str(arguments.layers)]
-        own += ["--documents", *map(str, arguments.documents), *(["--small"] if arguments.small else [])]
-        own += [f"--{name}" for name in ("fp8", "nf4") if getattr(arguments, name)]
-        command = [sys.executable, "-m", "benchmarks.divided_teacher", *own]
-        done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
-        found[str(gpus)] = json.loads(done.stdout.splitlines()[-1])
+    found = {str(gpus): in_process(measured, arguments, gpus) for gpus in (1, 2)}
     rates = [found[gpus]["tokens_per_second"] for gpus in ("1", "2")]
     report = {
         **machine(),
@@ -63,7 +48,7 @@ def main() -> int:
         "times_one": {documents: rates[1][documents] / rate for documents, rate in rates[0].items()},
         "deviation": deviation(arguments.work),
     }
-    atomic_write(arguments.out, json.dumps(report, indent=1) + "\n")
+    write_result(arguments.out, report)
     print(json.dumps({name: report[name] for name in ("times_one", "deviation")}), flush=True)
     return 0
 
@@ -80,24 +65,17 @@ def machine() -> dict[str, Any]:
 
 def make_models(arguments: argparse.Namespace) -> None:
     """Write the teacher and a thin student, if they are not there."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     large = {**QWEN3_8B, **COMMON, "tie_word_embeddings": False, "num_hidden_layers": arguments.layers}
     thin = {**large, **SMALL, "vocab_size": 512}
     for name, shape in (("student", thin), ("teacher", thin if arguments.small else large)):
         directory = arguments.work / name
-        if (directory / "config.json").exists():
-            continue
-        torch.manual_seed(0)
-        values = dict(shape)
-        config = AutoConfig.for_model(values.pop("model_type"), **values)
-        with torch.device(device):
-            AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(directory)
+        if not (directory / "config.json").exists():
+            write_model(directory, AutoConfig.for_model(**shape), seed=0)
 
 
-def measured(arguments: argparse.Namespace) -> dict[str, Any]:
+def measured(arguments: argparse.Namespace, gpus: int) -> dict[str, Any]:
     """Return tokens per second by documents of a row, and bytes of weights; keep the states of a document."""
     import torch
     from safetensors.torch import save_file
@@ -106,7 +84,7 @@ def measured(arguments: argparse.Namespace) -> dict[str, Any]:
     from xtoken_services.teacher.prepare import devices_of, prepared_model
     from xtoken_services.teacher.shards import send_tokens, started_shards
 
-    run = run_of(arguments)
+    run = run_of(arguments, gpus)
     devices = devices_of(run.spec, 0, 0)
     rates: dict[str, float] = {}
     with started_shards(run, 0, devices) if len(devices) > 1 else nullcontext(), torch.inference_mode():
@@ -123,20 +101,18 @@ def measured(arguments: argparse.Namespace) -> dict[str, Any]:
                     torch.cuda.synchronize()
                 seconds.append(time.perf_counter() - began)
             rates[str(documents)] = row.width / statistics.median(seconds[WARMUP:])
-        save_file(
-            {"states": states[0, :DOCUMENT].float().cpu()}, arguments.work / f"states-{arguments.gpus}.safetensors"
-        )
+        save_file({"states": states[0, :DOCUMENT].float().cpu()}, arguments.work / f"states-{gpus}.safetensors")
     return {"tokens_per_second": rates, "weight_bytes": model.nbytes}
 
 
-def run_of(arguments: argparse.Namespace) -> Any:
+def run_of(arguments: argparse.Namespace, gpus: int) -> Any:
     """Return a run with this teacher, as far as loading it needs one."""
     from xtoken_core.config.resolved import ResolvedModel, ResolvedRun
     from xtoken_core.config.spec import RunSpec
 
     work = arguments.work.absolute()
     models = {name: {"model": work / name, "context_length": DOCUMENT} for name in ("student", "teacher")}
-    teacher = {**models["teacher"], "dtype": "bfloat16", "gpus": arguments.gpus, "gpu": 0}
+    teacher = {**models["teacher"], "dtype": "bfloat16", "gpus": gpus, "gpu": 0}
     teacher |= {"fp8": arguments.fp8, "nf4": arguments.nf4}
     tokens = DOCUMENT * max(arguments.documents)
     raw = {"output": work / "out", "student": models["student"], "teacher": [teacher], "data": {"path": work / "text"}}

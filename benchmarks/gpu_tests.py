@@ -11,7 +11,6 @@ measured with, and a test on the CPU fails once they differ.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+from benchmarks.harness import command_line, write_result
 from benchmarks.kernel_hash import kernel_hash
 
 ROOT = Path(__file__).parents[1]
@@ -149,8 +149,7 @@ def joined(before: dict[str, Any], report: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> int:
     """Run, count, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser = command_line(__doc__, "gpu_tests")
     parser.add_argument("--parts", nargs="+", choices=PARTS)
     arguments = parser.parse_args()
     import torch
@@ -160,14 +159,13 @@ def main() -> int:
         return 2
     parts = arguments.parts or [part for part in PARTS if part != "two_gpus" or torch.cuda.device_count() > 1]
     report = json.loads(arguments.out.read_text()) if arguments.parts and arguments.out.exists() else {}
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
     seen: Counter[str] = Counter()
     for part in parts:  # each is kept as soon as it is done
         with tempfile.TemporaryDirectory() as folder:
             tests = run_part(part, Path(folder))
         seen.update(tests.values())
         report = joined(report, {**machine(), "kernel_hash": kernel_hash(), "parts": [part], "tests": tests})
-        arguments.out.write_text(json.dumps(report, indent=2) + "\n")
+        write_result(arguments.out, report)
     return 1 if seen["failed"] or not seen["passed"] else 0
 
 

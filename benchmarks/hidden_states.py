@@ -12,12 +12,10 @@ have not passed on this GPU gets no time.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from statistics import median
 
 import torch
@@ -25,9 +23,11 @@ from torch import Tensor
 
 from benchmarks.chain_tables import draw_tables, draw_text
 from benchmarks.gpu_tests import RESULTS, machine
+from benchmarks.harness import command_line, write_result
 from benchmarks.kernel_hash import kernel_hash
 from benchmarks.operators import HIDDEN_TESTS
-from benchmarks.timing import timed_by_events
+from benchmarks.timing import peak_bytes, timed_by_events
+from benchmarks.whole_losses import batch_of
 from xtoken_core.config import LossConfig
 from xtoken_core.losses import CrossTokenizerDistillationLoss, HeadProjection, LossTeacher
 
@@ -99,20 +99,6 @@ def chain_batch(shape: Shape) -> tuple[dict[str, Tensor], LossTeacher]:
     batch = batch_of(ids[0], sides, max(text.chunks for text in texts))
     batch |= {"teacher_input_ids": ids[1], "teacher_token_mask": mask}
     return batch, LossTeacher(shape.teacher_vocab, tables=tables)
-
-
-def batch_of(ids: Tensor, sides: list[Tensor], most: int) -> dict[str, Tensor]:
-    """Return the columns of a batch with `most` chunks a sample."""
-    valid = torch.arange(most) < sides[0].amax(1, keepdim=True) + 1
-    return {
-        "input_ids": ids,
-        "token_mask": torch.ones(ids.shape, dtype=torch.int64),
-        "sample_mask": torch.ones(len(ids)),
-        "alignment_student_chunk_id": sides[0],
-        "alignment_teacher_chunk_id": sides[1],
-        "alignment_pair_valid": valid,
-        "alignment_pair_is_correct": valid,
-    }
 
 
 class Workload:
@@ -207,12 +193,7 @@ def measure(name: str, shape: Shape, device: torch.device, rows: int | None) -> 
     config, maxima = CONFIGS[base]
     config = config.model_copy(update={"vocab_topk": shape.vocab_topk}) if config.vocab_topk else config
     load = Workload(shape, config, device, rows, maxima=maxima)
-    load.step()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    load.step()
-    peak = torch.cuda.max_memory_allocated() - before
+    peak = peak_bytes(load.step)
     timed = load.step, load.products(own=False), load.products(own=True)
     rounds = [[timed_by_events(each, repeats=REPEATS) for each in timed] for _ in range(ROUNDS)]
     ms, products, own = (median(times) for times in zip(*rounds, strict=True))
@@ -231,8 +212,7 @@ def tests_pass() -> bool:
 
 def main() -> int:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=RESULTS.parent / "hidden_states.json")
+    parser = command_line(__doc__, "hidden_states")
     parser.add_argument("--only", default=",".join([*CONFIGS, f"p_kl{LONG}"]), help="names, separated by commas")
     parser.add_argument("--rows", type=int, help="student positions of a block; as the loss chooses")
     parser.add_argument("--small", action="store_true", help="small shapes, to see that everything runs")
@@ -256,8 +236,7 @@ def main() -> int:
                 flush=True,
             )
     report = {**machine(), "shape": asdict(shape), "rows": [asdict(row) for row in rows]}
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(report, indent=2) + "\n")
+    write_result(arguments.out, report)
     return 0 if passing else 1
 
 

@@ -131,12 +131,17 @@ def _kills() -> dict[str, Any]:
 
 
 def _bounds() -> dict[str, Any]:
+    kills = result("worker_kills")
     tables = {
         "The queue": queue_bounds(result("queue")),
         "Alignment, collation, projection": bounds.collation_bounds(result("collate"), result("collate_workers")),
         "Whole runs": [*bounds_of(end_to_end_results()), bounds.divided_bound(result("divided_teacher"))],
         "On-policy distillation": on_policy.bounds(result("on_policy")),
-        "Kills and resume": bounds.kill_bounds(result("worker_kills"), result("resume")),
+        "Kills and resume": [
+            bounds.at_least("kills of teachers and trainers", sum(kills["summary"]["kills"].values()), 100),
+            *bounds.kill_bounds(kills["summary"], kills["errors"]),
+            *bounds.resume_bounds(result("resume")),
+        ],
         "The control plane": bounds.control_bounds(result("control")),
     }
     return {"tables": tables}

@@ -27,15 +27,14 @@ import tomli_w
 import torch
 import transformers
 
+from benchmarks.harness import command_line, write_result
 from benchmarks.other_tree import ROOT, environment
 from benchmarks.sizing_page import BELOW, WITHIN, is_right, sums
-from xtoken_core.atomic import atomic_write
 from xtoken_core.config.resolved import parse_resolved_run
 from xtoken_services.common.run.machine import Machine
 from xtoken_services.common.run.memory_estimate import SHARED, Where, places_of
 from xtoken_services.common.run.resume import RESOLVED
 
-OUT = Path(__file__).parent / "results" / "sizing.json"
 POLL_S = 0.02
 STEPS = 2
 CONTEXT = 256
@@ -204,11 +203,6 @@ def is_same(row: dict[str, Any], other: dict[str, Any]) -> bool:
     return all(row[name] == other[name] for name in ("case", "device", "student", "teacher", "tokens"))
 
 
-def known_peak(out: Path, row: dict[str, Any]) -> dict[str, Any]:
-    """Return the peak that a result file has for a row's case."""
-    return next(each["peak"] for each in rows_of(out) if is_same(each, row))
-
-
 def machine_of(device: str) -> dict[str, Any]:
     """Return the hardware and the versions."""
     gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
@@ -224,15 +218,13 @@ def machine_of(device: str) -> dict[str, Any]:
 
 def main() -> int:
     """Measure, write the result, and return 1 if an estimate is out of bounds."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, "sizing")
     parser.add_argument("work", type=Path)
     parser.add_argument("--only", nargs="*", default=list(CASES), choices=CASES)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--tokens", type=int, default=2048, help="train.micro_batch_tokens")
     parser.add_argument("--student", type=Path)
     parser.add_argument("--teacher", type=Path)
-    parser.add_argument("--out", type=Path, default=OUT)
-    parser.add_argument("--estimate", action="store_true", help="renew the estimates of runs that are in WORK")
     arguments = parser.parse_args()
     work, wrong = arguments.work.resolve(), 0
     make_inputs(work)
@@ -240,7 +232,7 @@ def main() -> int:
         made = document(case, work, arguments)
         run_file, output = work / f"{case}.toml", Path(made["output"])
         run_file.write_text(tomli_w.dumps(made), encoding="utf-8")
-        for old in () if arguments.estimate else (output, work / "store"):
+        for old in (output, work / "store"):
             shutil.rmtree(old, ignore_errors=True)
         row = {
             "case": case,
@@ -249,11 +241,9 @@ def main() -> int:
             "tokens": made["train"]["micro_batch_tokens"],
             "machine": machine_of(arguments.device),
         }
-        row["peak"] = (
-            known_peak(arguments.out, row) if arguments.estimate else measure(run_file, output, work / f"{case}.log")
-        )
+        row["peak"] = measure(run_file, output, work / f"{case}.log")
         row["estimate"] = estimate(output)
-        atomic_write(arguments.out, (json.dumps(kept(arguments.out, row), indent=1) + "\n").encode())
+        write_result(arguments.out, kept(arguments.out, row))
         wrong += not is_right(row)
         print(case, ratios(row), "" if is_right(row) else "out of bounds", flush=True)
     return 1 if wrong else 0

@@ -9,8 +9,6 @@ that runs on the machine only adds to a time.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import subprocess
 import sys
@@ -23,10 +21,9 @@ from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 
+from benchmarks.harness import command_line, write_result
 from benchmarks.other_tree import ROOT, checkout, environment
-from xtoken_core.atomic import atomic_write
 
-OUT = Path(__file__).parent / "results" / "startup.json"
 RUN_FILE = "distilled.toml"
 POLL_S = 0.02
 LIMIT_S = 600.0
@@ -78,13 +75,10 @@ def first_step(tree: Path, demo: Path, output: Path) -> dict[str, float]:
     began = time.monotonic()
     process = command(tree, "run", str(file))
     try:
-        steps, evaluations = output / "steps.jsonl", output / "eval.jsonl"
-        evaluated = 0.0
+        steps = output / "steps.jsonl"
         while not (steps.is_file() and steps.stat().st_size):
             time.sleep(POLL_S)
             seconds = time.monotonic() - began
-            if not evaluated and evaluations.is_file() and evaluations.stat().st_size:
-                evaluated = seconds
             if process.poll() is not None or seconds > LIMIT_S:
                 raise RuntimeError(f"{tree}: no first step after {seconds:.0f} s")
         seconds = time.monotonic() - began
@@ -97,7 +91,7 @@ def first_step(tree: Path, demo: Path, output: Path) -> dict[str, float]:
             process.terminate()  # the second signal stops without a checkpoint
             process.wait()
         file.unlink()
-    return {"seconds": seconds, "cpu_seconds": cpu, "evaluated_seconds": evaluated}
+    return {"seconds": seconds, "cpu_seconds": cpu}
 
 
 def measurements(demo: Path, scratch: Path) -> dict[str, Callable[[Path, str], dict[str, float]]]:
@@ -118,11 +112,10 @@ def smallest(rounds: list[dict[str, float]]) -> dict[str, float]:
 
 def main() -> int:
     """Measure both trees in turn, and write the table as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, "startup")
     parser.add_argument("demo", type=Path, help="the directory of a finished `xtoken demo`")
     parser.add_argument("--commit", help="another commit to measure beside this tree")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=OUT)
     arguments = parser.parse_args()
     demo = arguments.demo.resolve()
     rounds: dict[str, dict[str, list[dict[str, float]]]] = {}
@@ -141,7 +134,7 @@ def main() -> int:
         "commit": arguments.commit, "rounds": arguments.rounds, "must_s": MUST_S,
         "results": {name: {label: smallest(each) for label, each in of.items()} for name, of in rounds.items()},
     }  # fmt: skip
-    atomic_write(arguments.out, json.dumps(document, indent=1) + "\n")
+    write_result(arguments.out, document)
     print(f"written: {arguments.out}")
     return 0
 

@@ -7,8 +7,6 @@ checksums verified, by one thread). The result goes to `benchmarks/results/store
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import platform
 import shutil
@@ -23,6 +21,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.harness import command_line, write_result
 from xtoken_core.data_plane.buffers import array_of
 from xtoken_core.teacher_store.codec import pack
 from xtoken_core.teacher_store.identity import StoreIdentity
@@ -31,7 +30,6 @@ from xtoken_core.teacher_store.store import TeacherStore, empty_values, parts_of
 from xtoken_core.transports.ring import TOPK_SCALARS, TopKSettings
 from xtoken_services.teacher.prepare import TeacherModel
 
-RESULTS = Path(__file__).parent / "results" / "store.json"
 LENGTH = 256
 KS = (16, 64, 256)
 SHARD_BYTES = 64 << 20
@@ -86,7 +84,6 @@ def measure(identity: StoreIdentity, values: list[np.ndarray]) -> dict[str, Any]
             writing.append(time.perf_counter() - began)
             store.refresh()
             size = store.nbytes
-            index = next(directory.glob("shard-*.json")).stat().st_size
             out = empty_values(identity, LENGTH)
             began = time.perf_counter()
             for record in range(len(values)):
@@ -99,23 +96,19 @@ def measure(identity: StoreIdentity, values: list[np.ndarray]) -> dict[str, Any]
         "tokens": tokens,
         "bytes_per_token_raw": raw / tokens,
         "bytes_per_token": size / tokens,
-        "index_bytes_per_record": index / len(values),
         "pack_tokens_per_second": tokens / min(packing),
         "write_tokens_per_second": tokens / min(writing),
-        "write_megabytes_per_second": raw / min(writing) / 1e6,
         "read_tokens_per_second": tokens / min(reading),
-        "read_megabytes_per_second": raw / min(reading) / 1e6,
     }
 
 
 def main() -> None:
     """Measure, and write the result file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, "store")
     parser.add_argument("--model", type=Path, required=True, help="a model's directory")
     parser.add_argument("--text", type=Path, required=True, help="a text file")
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
-    parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(given.model)
     loaded = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32)
@@ -146,7 +139,7 @@ def main() -> None:
         "load_average": os.getloadavg()[0],
         "forms": forms,
     }
-    given.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    write_result(given.out, result)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,17 @@ def nbytes(x: Tensor) -> int:
     return x.numel() * x.element_size()
 
 
+def peak_bytes(function: Callable[[], object]) -> int:
+    """Return the peak of a second call's memory above what is allocated before."""
+    function()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    function()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
 def timed_by_events(function: Callable[[], object], *, repeats: int = 20) -> float:
     """Measure the median of `repeats` runs after 3 that warm up, in milliseconds."""
     times = []

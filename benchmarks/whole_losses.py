@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -48,6 +48,20 @@ def projection_with_common_tokens(
     return indices, weights
 
 
+def batch_of(ids: Tensor, sides: Sequence[Tensor], most: int) -> dict[str, Tensor]:
+    """Return the columns of a batch with `most` chunks a sample."""
+    valid = torch.arange(most, device=ids.device) < sides[0].amax(1, keepdim=True) + 1
+    return {
+        "input_ids": ids,
+        "token_mask": torch.ones_like(ids),
+        "sample_mask": torch.ones(len(ids), device=ids.device),
+        "alignment_student_chunk_id": sides[0],
+        "alignment_teacher_chunk_id": sides[1],
+        "alignment_pair_valid": valid,
+        "alignment_pair_is_correct": valid,
+    }
+
+
 def whole_loss(
     name: str, backend: str, tokens: int, vocabularies: tuple[int, int], device: torch.device
 ) -> Callable[[Tensor, Tensor], Tensor]:
@@ -69,14 +83,5 @@ def whole_loss(
         device=device,
     )
     ids = torch.arange(tokens, device=device).unsqueeze(0)
-    pairs = torch.ones(1, tokens, dtype=torch.bool, device=device)
-    batch = {
-        "input_ids": ids % vocabularies[0],
-        "token_mask": torch.ones_like(ids),
-        "sample_mask": torch.ones(1, device=device),
-        "alignment_student_chunk_id": ids,
-        "alignment_teacher_chunk_id": ids,
-        "alignment_pair_valid": pairs,
-        "alignment_pair_is_correct": pairs,
-    }
+    batch = batch_of(ids % vocabularies[0], (ids, ids), tokens)
     return lambda student, teacher: loss(batch, student, [teacher])[0]

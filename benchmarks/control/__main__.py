@@ -13,20 +13,18 @@ another; by alternating runs without and with them, and by one run whose readers
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 from benchmarks.control.crowd import bench_crowd
-from benchmarks.control.plane import ROOT, plane, quantile, start_tiny, wait
+from benchmarks.control.plane import plane, quantile, start_tiny, tiny_assets, wait
 from benchmarks.control.readers import bench_readers, bench_windows
+from benchmarks.harness import command_line, write_result
 
-RESULTS = ROOT / "benchmarks" / "results" / "control.json"
 STORED = 10_000
 REQUESTS = 2_000
 
@@ -51,12 +49,9 @@ def bench_list() -> dict[str, Any]:
 
 def bench_first_step() -> dict[str, Any]:
     """Measure seconds from the POST until the first optimiser step is written down; models and tokenizers are there."""
-    from tests.support.tiny_run import make_assets
-
     seconds = []
     with plane() as there:
-        (there.directory / "assets").mkdir()
-        assets = make_assets(there.directory / "assets")
+        assets = tiny_assets(there)
         for number in range(3):
             run_id, output, began = start_tiny(there, assets, f"first-{number}", 10)
             wait(lambda output=output: (output / "steps.jsonl").exists() and (output / "steps.jsonl").stat().st_size)
@@ -67,13 +62,12 @@ def bench_first_step() -> dict[str, Any]:
 
 def main() -> None:
     """Run the parts that are named and keep their results."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, "control")
     parts = {
         "list": bench_list, "first-step": bench_first_step, "readers": bench_readers, "windows": bench_windows,
         "crowd": bench_crowd,
     }  # fmt: skip
     parser.add_argument("parts", nargs="*", help=f"of {', '.join(parts)}")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="result file, of which other parts are kept")
     options = parser.parse_args()
     if set(options.parts) - set(parts):
         parser.error(f"the parts are {', '.join(parts)}")
@@ -84,7 +78,7 @@ def main() -> None:
             "at": time.strftime("%F"),
         }
         print(json.dumps({name: known[name]}, indent=2), flush=True)
-        options.out.write_text(json.dumps(known, indent=2) + "\n")
+        write_result(options.out, known)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -9,8 +10,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from tests.support.control_token import bearer
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 600.0
+LENGTH = re.compile(r"content-length: (\d+)")
 
 
 class Plane:
@@ -113,6 +115,64 @@ def store_runs(directory: Path, count: int) -> None:
             for n in range(count)
         )  # fmt: skip
     store.close()
+
+
+class Readers:
+    """Readers of one run over plain sockets, so that their own cost stays small.
+
+    Args:
+        url: URL of the control plane.
+        run_id: The run.
+    """
+
+    def __init__(self, url: str, run_id: str) -> None:
+        self.host, _, port = url.removeprefix("http://").partition(":")
+        self.port, self.run_id = int(port), run_id
+        headers = {"Host": f"{self.host}:{port}"} | bearer()
+        self._headers = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+
+    @asynccontextmanager
+    async def connected(self, waits_s: float) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+        """Yield a connection after a wait."""
+        reader, writer = await asyncio.open_connection(self.host, self.port)
+        try:
+            await asyncio.sleep(waits_s)
+            yield reader, writer
+        finally:
+            writer.close()
+
+    def send(self, writer: asyncio.StreamWriter, path: str) -> None:
+        """Send a GET."""
+        writer.write(f"GET {path} HTTP/1.1\r\n{self._headers}\r\n".encode())
+
+    async def get(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, path: str) -> tuple[bool, bytes]:
+        """Return whether a GET is answered by 200, and the answer's body."""
+        self.send(writer, path)
+        head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower()
+        length = LENGTH.search(head)
+        assert length is not None, head
+        return " 200 " in head.split("\r\n")[0], await reader.readexactly(int(length[1]))
+
+
+async def end(tasks: Sequence[asyncio.Task[None]]) -> None:
+    """Cancel tasks.
+
+    Raises:
+        SystemExit: One has ended before.
+    """
+    for task in tasks:
+        task.cancel()
+    ended = await asyncio.gather(*tasks, return_exceptions=True)
+    if wrong := [error for error in ended if not isinstance(error, asyncio.CancelledError)]:
+        raise SystemExit(f"a reader has ended early: {wrong[0]!r}")
+
+
+def tiny_assets(there: Plane) -> Any:
+    """Write the models and text of tiny runs below the control plane's directory."""
+    from tests.support.tiny_run import make_assets
+
+    (there.directory / "assets").mkdir()
+    return make_assets(there.directory / "assets")
 
 
 def quantile(values: list[float], share: float) -> float:

@@ -21,8 +21,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.control.plane import ROOT, Plane, lines, plane, quantile, start_tiny, wait
-from tests.support.control_token import bearer
+from benchmarks.control.plane import ROOT, Plane, Readers, end, lines, plane, quantile, start_tiny, tiny_assets, wait
 
 READERS, EVERY_S = 200, 2.0
 OVER = re.compile(rb'"state":"(completed|failed|stopped|interrupted)"')
@@ -42,7 +41,7 @@ def bench_readers() -> dict[str, Any]:
     loads: list[dict[str, Any]] = []
     cores = two_cores()
     with plane(core=cores[1]) as there:
-        assets = _assets(there)
+        assets = tiny_assets(there)
         one_run(there, assets, "to-warm-up", cores, readers=False)
         for number in range(2 * PAIRS):
             readers = number % 4 in (1, 2)  # each pair the other way round: what drifts is in both
@@ -68,7 +67,7 @@ def bench_windows() -> dict[str, Any]:
     """
     cores = two_cores()
     with plane(core=cores[1]) as there:
-        run_id, output = _pinned(there, _assets(there), "windows", cores, WINDOW_STEPS)
+        run_id, output = _pinned(there, tiny_assets(there), "windows", cores, WINDOW_STEPS)
         wait(lambda: len(lines(output)) > WARM_STEPS, every_s=0.5)
         printed = subprocess.run(
             [*_load_command(there, run_id, cores), "--windows", str(WINDOWS)],
@@ -142,13 +141,6 @@ def two_cores() -> list[int]:
     return cores
 
 
-def _assets(there: Plane) -> Any:
-    from tests.support.tiny_run import make_assets
-
-    (there.directory / "assets").mkdir()
-    return make_assets(there.directory / "assets")
-
-
 def _pinned(there: Plane, assets: Any, name: str, cores: list[int], steps: int) -> tuple[str, Path]:
     """Start a tiny run whose workers all keep to the first core; return its id and its output."""
     run_id, output, _ = start_tiny(there, assets, name, steps)
@@ -171,14 +163,11 @@ def pin(pid: int, core: int) -> None:
             os.sched_setaffinity(thread.id, {core})
 
 
-class Load:
-    """Readers of one run over plain sockets, so that their own cost stays small."""
+class Load(Readers):
+    """Readers of one run, who read until it is over or in windows."""
 
     def __init__(self, url: str, run_id: str) -> None:
-        self.host, _, port = url.removeprefix("http://").partition(":")
-        self.port, self.run_id = int(port), run_id
-        headers = {"Host": f"{self.host}:{port}"} | bearer()
-        self.headers = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        super().__init__(url, run_id)
         self.times: list[float] = []
         self.failed = 0
         self.over = asyncio.Event()
@@ -196,13 +185,8 @@ class Load:
             began = time.time()
             tasks = [asyncio.create_task(one) for one in self._everybody()]
             await asyncio.sleep(WINDOW_S)
-            for task in tasks:
-                task.cancel()
-            ended = await asyncio.gather(*tasks, return_exceptions=True)
+            await end(tasks)
             spans.append((began, time.time()))
-            wrong = [error for error in ended if not isinstance(error, asyncio.CancelledError)]
-            if wrong:
-                raise SystemExit(f"a reader has ended early: {wrong[0]!r}")
         await asyncio.sleep(WINDOW_S)
         return {**self.seen(), "spans": spans}
 
@@ -219,25 +203,17 @@ class Load:
     async def read(self, number: int) -> None:
         """Read as one reader: the list, the run, its curves, in turn."""
         paths = ["/v1/runs", f"/v1/runs/{self.run_id}", f"/v1/runs/{self.run_id}/metrics"]
-        reader, writer = await asyncio.open_connection(self.host, self.port)
-        try:
-            await asyncio.sleep(EVERY_S * (number % READERS) / READERS)
+        async with self.connected(EVERY_S * (number % READERS) / READERS) as connection:
             while not self.over.is_set():
                 began = time.perf_counter()
                 path = paths[number % len(paths)]
-                writer.write(f"GET {path} HTTP/1.1\r\n{self.headers}\r\n".encode())
-                head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower()
-                length = re.search(r"content-length: (\d+)", head)
-                assert length is not None, head
-                body = await reader.readexactly(int(length[1]))
+                answered, body = await self.get(*connection, path)
                 if path == paths[1] and OVER.search(body):
                     self.over.set()
                 self.times.append(time.perf_counter() - began)
-                self.failed += " 200 " not in head.split("\r\n")[0]
+                self.failed += not answered
                 number += 1
                 await asyncio.sleep(max(0.0, EVERY_S - (time.perf_counter() - began)))
-        finally:
-            writer.close()
 
 
 def main() -> None:

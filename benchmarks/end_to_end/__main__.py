@@ -22,7 +22,6 @@ import json
 import platform
 import signal
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -31,25 +30,22 @@ from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from benchmarks.end_to_end.assets import PAIRS, Assets, make_assets, make_tokenizers
+from benchmarks.end_to_end.assets import PAIRS, Assets, assets_of, make_assets, make_tokenizers, with_lengths
 from benchmarks.end_to_end.mps import mps_daemon
-from benchmarks.end_to_end.pipeline import complete
+from benchmarks.end_to_end.pipeline import complete, pipeline
 from benchmarks.end_to_end.variants import DEFAULT, LOSSES, VARIANTS, Variant, context_of, run_spec
+from benchmarks.harness import in_process, write_result
 from benchmarks.lengths import DISTRIBUTIONS
 from xtoken_core.config.loss import PAIR_KINDS
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.projection.fingerprint import tokenizer_fingerprint
 from xtoken_services.common.tables.pair_files import cache_of, pair_file
 
-if TYPE_CHECKING:
-    from benchmarks.end_to_end.assets import Assets
-
-ROOT = Path(__file__).parents[2]
 PUBLIC_STEPS = {"steps": 5, "warmup": 1}
 """TRL's loss takes seconds for what the others do in milliseconds."""
-HIDDEN = ("serial", "public", "checkpointing", "out", "work", "prepare")
+HIDDEN = ("out", "work", "prepare")
 """Arguments that are no settings of a call."""
 SAME = ("samples", "context", "steps", "warmup", "small")
 """Settings that all calls of a file have in common."""
@@ -61,14 +57,8 @@ def main() -> int:
     """Measure the chosen variants, write JSON after every part."""
     arguments = parsed()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # a run that is under way is ended too
-    if arguments.serial:
-        print(json.dumps(_serial(arguments)))
-        return 0
     if arguments.public_loss and importlib.util.find_spec("trl") is None:
         raise SystemExit("--public-loss needs TRL: pip install -e '.[bench]', or leave it out")
-    from benchmarks.end_to_end.__main__ import prepared
-    from benchmarks.end_to_end.assets import PAIRS
-
     pair, *others = {VARIANTS[name].pair for name in arguments.variants}
     if others:
         raise SystemExit("--variants: a result file is of one pair of models: name those of the small models alone")
@@ -84,9 +74,12 @@ def main() -> int:
     for name in arguments.variants:
         variant = VARIANTS[name]
         for loop, public in _loops(variant, arguments):
-            if report["serial"].get(loop, {}).get("digest", report["machine"].get("digest")) != call["digest"]:
+            if (
+                report["serial"].get(loop, {"digest": ""}).get("digest", report["machine"].get("digest"))
+                != call["digest"]
+            ):
                 began = time.monotonic()
-                found = _serial_process(arguments, variant, public=public)
+                found = _serial(arguments, variant, public=public)
                 report["serial"][loop] = {**found, "digest": call["digest"]}
                 write(report, arguments.out)
                 _say(f"serial loop, {loop}", report["serial"][loop], began)
@@ -131,9 +124,6 @@ def _loops(variant: Variant, arguments: argparse.Namespace) -> Iterator[tuple[st
 def _measure(
     variant: Variant, name: str, assets: Assets, arguments: argparse.Namespace, enter: Callable[[dict[str, Any]], None]
 ) -> dict[str, Any]:
-    from benchmarks.end_to_end.assets import with_lengths
-    from benchmarks.end_to_end.pipeline import pipeline
-
     samples, steps = variant.samples or arguments.samples, arguments.steps + arguments.warmup
     if variant.lengths:
         lengths = DISTRIBUTIONS[variant.lengths]
@@ -166,18 +156,15 @@ def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=4)
     parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--seed", type=int, default=0, help="of the documents' lengths, where they are drawn")
-    parser.add_argument("--checkpointing", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--small", action="store_true", help="thin models: to try the harness on a CPU")
     parser.add_argument("--no-serial", action="store_true", help="leave the plain loop out")
     parser.add_argument("--public-loss", action="store_true", help="beside gold, a serial loop with TRL's loss too")
-    parser.add_argument("--public", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument(
         "--go-on", action="store_true", help="add what the result file lacks; same GPUs, versions and settings"
     )
     parser.add_argument("--prepare", action="store_true", help="make models, text and tables, and measure nothing")
     parser.add_argument("--also", default="", help="what else the machine does meanwhile, for the page")
     parser.add_argument("--timeout", type=float, default=400.0, help="seconds for one variant")
-    parser.add_argument("--serial", choices=LOSSES, help=argparse.SUPPRESS)
     arguments = parser.parse_args(words)
     work = arguments.work or Path("runs", "end-to-end-small" if arguments.small else "end-to-end")
     arguments.work = work.absolute()  # paths in a run file are relative to the file
@@ -185,36 +172,18 @@ def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
     return arguments
 
 
-def _serial_process(arguments: argparse.Namespace, variant: Variant, *, public: bool = False) -> dict[str, Any]:
-    command = [sys.executable, "-m", "benchmarks.end_to_end", "--serial", variant.loss, "--work", str(arguments.work)]
-    counts = PUBLIC_STEPS if public else {name: getattr(arguments, name) for name in ("steps", "warmup")}
-    for name, value in {**counts, "samples": arguments.samples, "context": arguments.context}.items():
-        command += [f"--{name}", str(value)]
-    command += ["--public"] if public else []
-    command += ["--checkpointing"] if variant.checkpointing else []
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
-    return dict(json.loads(done.stdout.splitlines()[-1]))
-
-
-def _serial(arguments: argparse.Namespace) -> dict[str, Any]:
+def _serial(arguments: argparse.Namespace, variant: Variant, *, public: bool) -> dict[str, Any]:
+    """Return the figures of the serial loop that a variant is compared with, from a process of its own."""
     import torch
 
-    from benchmarks.end_to_end.assets import Assets
     from benchmarks.end_to_end.serial import serial_loop
 
-    work = arguments.work
-    assets = Assets(work / "student", work / "teacher", work / "projection.safetensors", work / "text.jsonl")
-    return serial_loop(
-        assets,
-        LOSSES[arguments.serial],
-        context=arguments.context,
-        samples=arguments.samples,
-        steps=arguments.steps,
-        warmup=arguments.warmup,
-        checkpointing=arguments.checkpointing,
-        public=arguments.public,
-        device=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
-    )
+    counts = PUBLIC_STEPS if public else {name: getattr(arguments, name) for name in ("steps", "warmup")}
+    settings = {name: getattr(arguments, name) for name in ("context", "samples")} | counts
+    settings |= {"checkpointing": variant.checkpointing, "public": public}
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    loop = partial(serial_loop, assets_of(arguments.work), LOSSES[variant.loss], **settings, device=device)
+    return dict(in_process(loop))
 
 
 def _machine() -> dict[str, Any]:
@@ -288,8 +257,8 @@ def chain_tables(place: Path, plain: dict[str, object]) -> Path:
         place: Directory of student and teacher.
         plain: The run as plain values.
     """
-    sides = place / "student", place / "teacher"
-    assets = Assets(*sides, place / "projection.safetensors", place / "text.jsonl")
+    assets = assets_of(place)
+    sides = assets.student, assets.teacher
     spec = RunSpec.model_validate({**complete(plain, assets, place / "out"), "eval": None})
     prints = tokenizer_fingerprint(sides[0]), tokenizer_fingerprint(sides[1])
     pairs = spec.teacher[0].special_tokens
@@ -335,10 +304,7 @@ def _differences(before: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
 def write(report: dict[str, Any], out: Path) -> None:
     """Write the report with its comparisons, as JSON."""
     compare(report)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    part = out.with_suffix(".part")
-    part.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    part.replace(out)
+    write_result(out, report)
 
 
 def compare(report: dict[str, Any]) -> None:

@@ -22,69 +22,24 @@ from benchmarks.lengths import Lengths
 from xtoken_core.atomic import atomic_write
 from xtoken_core.projection import build_projection, write_projection
 
-LLAMA_1B: dict[str, Any] = {
-    "model_type": "llama",
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "vocab_size": 128256,
-    "rope_theta": 500000.0,
-}
-QWEN3_4B: dict[str, Any] = {
-    "model_type": "qwen3",
-    "hidden_size": 2560,
-    "intermediate_size": 9728,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 151936,
-    "rope_theta": 1000000.0,
-}
-QWEN3_45B: dict[str, Any] = {
-    **QWEN3_4B,
-    "hidden_size": 5120,
-    "intermediate_size": 25600,
-    "num_hidden_layers": 90,
-    "num_attention_heads": 64,
-    "tie_word_embeddings": False,
-}
+SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+
+
+def _shape(model_type: str, *sizes: int, head_dim: int, vocab_size: int, **more: Any) -> dict[str, Any]:
+    """Return a configuration of `SIZES` and a width of heads."""
+    named = dict(zip(SIZES, sizes, strict=True))
+    return {"model_type": model_type, **named, "head_dim": head_dim, "vocab_size": vocab_size, **more}
+
+
+LLAMA_1B = _shape("llama", 2048, 8192, 16, 32, 8, head_dim=64, vocab_size=128256, rope_theta=500000.0)
+QWEN3_4B = _shape("qwen3", 2560, 9728, 36, 32, 8, head_dim=128, vocab_size=151936, rope_theta=1000000.0)
+QWEN3_45B = {**QWEN3_4B, **dict(zip(SIZES, (5120, 25600, 90, 64, 8), strict=True)), "tie_word_embeddings": False}
 """Qwen3-32B's layers, 90 instead of 64: 91 GB in bfloat16, more than a GPU of 80 GB has."""
-SMOLLM2_135M: dict[str, Any] = {
-    "model_type": "llama",
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "head_dim": 64,
-    "vocab_size": 49152,
-    "rope_theta": 100000.0,
-}
-GEMMA3_270M: dict[str, Any] = {
-    "model_type": "gemma3_text",
-    "hidden_size": 640,
-    "intermediate_size": 2048,
-    "num_hidden_layers": 18,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 1,
-    "head_dim": 256,
-    "query_pre_attn_scalar": 256,
-    "sliding_window": 512,
-    "vocab_size": 262144,
-}
+SMOLLM2_135M = _shape("llama", 576, 1536, 30, 9, 3, head_dim=64, vocab_size=49152, rope_theta=100000.0)
+WINDOWS = {"query_pre_attn_scalar": 256, "sliding_window": 512}
+GEMMA3_270M = _shape("gemma3_text", 640, 2048, 18, 4, 1, head_dim=256, vocab_size=262144, **WINDOWS)
 COMMON: dict[str, Any] = {"max_position_embeddings": 8192, "tie_word_embeddings": True, "rms_norm_eps": 1e-6}
-SMALL: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-}
+SMALL = {**dict(zip(SIZES, (64, 128, 2, 4, 2), strict=True)), "head_dim": 16}
 """Replaces the shapes above where only the harness is tried; the heads stay as wide as the tokenizers need."""
 TEACHER_MERGES = 150_000
 STUDENT_ALONE = 20_000
@@ -127,8 +82,6 @@ PAIRS = {
     "135m_270m": Pair(SMOLLM2_135M, GEMMA3_270M, 48_000),
     "135m_45b": Pair(SMOLLM2_135M, QWEN3_45B, 48_000),
 }
-
-
 """Models by the name of their directory below the work directory; the first pair is in it."""
 
 
@@ -147,6 +100,12 @@ class Assets:
     teacher: Path
     projection: Path
     text: Path
+
+
+def assets_of(directory: Path) -> Assets:
+    """Return the assets below a directory, made or not."""
+    names = "student", "teacher", "projection.safetensors", "text.jsonl"
+    return Assets(*(directory / name for name in names))
 
 
 def make_tokenizers(directory: Path, pair: Pair = PAIRS[""]) -> None:
@@ -182,12 +141,7 @@ def make_assets(
         projected: Make the projection too.
     """
     models, directory = PAIRS[pair], directory / pair
-    assets = Assets(
-        student=directory / "student",
-        teacher=directory / "teacher",
-        projection=directory / "projection.safetensors",
-        text=directory / "text.jsonl",
-    )
+    assets = assets_of(directory)
     if not (assets.student / "tokenizer.json").exists():
         make_tokenizers(directory, models)
     shapes = {assets.student: models.student, assets.teacher: models.teacher}

@@ -1,6 +1,6 @@
 """The same training through xtoken's own processes: queue, collators, teacher, trainer, started by `xtoken run`.
 
-The time line of a run, read from its files while it runs: printed, and kept with its figures.
+Its steps are read while it runs, and some are printed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
+
+import tomli_w
 
 from benchmarks.end_to_end.assets import Assets
 from xtoken_core.config.loss import PAIR_KINDS, LossConfig
@@ -34,8 +36,6 @@ TAIL = 24
 FRAMES = ("/typer/", "<frozen runpy>", "Extension modules:")
 DUMPS = {"PYTHONFAULTHANDLER": "1"}
 """Makes a process that is aborted write its stacks."""
-SAYS = {"teacher loaded": ("teacher-0-0.*.log", " loaded from "), "ring open": ("trainer-0.*.log", " is open")}
-"""Events by the log that has them, and the words that say so."""
 EVERY = 5
 """Steps between two lines of the output."""
 PARTS = ("data_wait", "teacher_wait", "forward_seconds", "loss_seconds", "backward_seconds")
@@ -51,7 +51,7 @@ def pipeline(
     env: Mapping[str, str] | None = None,
     partial: Callable[[dict[str, Any]], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Run a RunSpec to its end and read its own records; its time line is printed.
+    """Run a RunSpec to its end and read its own records.
 
     Args:
         assets: What it reads.
@@ -64,7 +64,7 @@ def pipeline(
 
     Returns:
         Unpadded student tokens per wall second after the warm-up; medians of every number in `steps.jsonl`; seconds
-        from the command to the first step's end and to events before; and rank 0's peaks of memory in bytes: the
+        from the command to the first step's end; and rank 0's peaks of memory in bytes: the
         trainer's above parameters, gradients and moments, which all are bfloat16, its teacher's above its weights, and
         the ring's.
 
@@ -73,75 +73,76 @@ def pipeline(
     """
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
-    file, log = directory / "run.toml", directory / "xtoken-run.log"
-    file.write_text(_toml(complete(spec, assets, directory / "out")), encoding="utf-8")
-    timeline, told = Timeline(directory / "out", log, lambda line: print(line, flush=True)), 0
+    (directory / "run.toml").write_text(tomli_w.dumps(complete(spec, assets, directory / "out")), encoding="utf-8")
+    rows: list[dict[str, Any]] = []
+    began, told = time.time(), 0
 
     def figures() -> dict[str, Any]:
-        return _figures(timeline, warmup, ranks=spec["workers"].get("ranks", 1), student=assets.student)
+        found = _figures(rows, warmup, ranks=spec["workers"].get("ranks", 1), student=assets.student)
+        return {"command_to_first_step_s": rows[0]["time"] - began, **found}
 
     def follow() -> bool:
         nonlocal told
-        timeline.poll()
-        if len(timeline.rows) - warmup >= told + LEAST_STEPS:
-            told = len(timeline.rows) - warmup
+        known = len(rows)
+        rows[:] = step_rows(directory / "out")
+        for row in rows[known:]:
+            if row["step"] < 2 or row["step"] % EVERY == EVERY - 1:
+                parts = ", ".join(f"{name} {row[name]:.3f}" for name in PARTS if name in row)
+                print(
+                    f"{row['time'] - began:6.1f} s  step {row['step'] + 1}: {row['seconds']:.3f} s ({parts})",
+                    flush=True,
+                )
+        if len(rows) - warmup >= told + LEAST_STEPS:
+            told = len(rows) - warmup
             partial(figures())
-        return len(timeline.rows) >= spec["train"]["max_steps"]
+        return len(rows) >= spec["train"]["max_steps"]
 
-    with log.open("w", encoding="utf-8") as out:
-        command = [sys.executable, "-m", "xtoken_services.cli", "run", str(file)]
-        code = _run(command, out, timeout_s, {**os.environ, **DUMPS, **(env or {})}, directory, follow)
-    timeline.poll()
+    code = run_command(directory, timeout_s, env, follow)
+    follow()
     for weights in ("checkpoints", "model"):  # ten gigabytes, and no reader
         shutil.rmtree(directory / "out" / weights, ignore_errors=True)
     least = {0: 1, None: LEAST_STEPS}  # killed: the steps before count
-    if code not in least or len(timeline.rows) < warmup + least[code]:
+    if code not in least or len(rows) < warmup + least[code]:
         outcome = f"was not done after {timeout_s:g} s," if code is None else f"ended with {code}"
-        events = ", ".join(f"{name} after {s:g} s" for name, s in timeline.events.items()) or "nothing"
-        raise RuntimeError(f"xtoken run {outcome} after {len(timeline.rows)} steps ({events}):\n" + _tail(directory))
+        raise RuntimeError(f"xtoken run {outcome} after {len(rows)} steps:\n" + tail(directory))
     return {**figures(), **_teacher_memory(directory / "out" / "logs")}
 
 
-def _figures(timeline: Timeline, warmup: int, *, ranks: int, student: Path) -> dict[str, Any]:
+def _figures(rows: list[dict[str, Any]], warmup: int, *, ranks: int, student: Path) -> dict[str, Any]:
     """Return the figures of the steps after the warm-up, as many as there are."""
-    rows, kept = timeline.rows, timeline.rows[warmup:]
+    kept = rows[warmup:]
     numbers = {name for row in kept for name, value in row.items() if isinstance(value, float)}
     state = 4 * sum(file.stat().st_size for file in student.glob("*.safetensors")) // ranks
     before = rows[warmup - 1]["time"] if warmup else rows[0]["time"] - rows[0]["seconds"]
     return {
         "tokens_per_second": sum(row["tokens"] for row in kept) / (kept[-1]["time"] - before),
-        "command_to_first_step_s": timeline.events["first step"],
-        "events_s": dict(timeline.events),
-        "first_step_s": {name: rows[0][name] for name in ("seconds", *PARTS) if name in rows[0]},
         "median": {name: statistics.median(row[name] for row in kept if name in row) for name in sorted(numbers)},
-        "slowest_step_s": max(row["seconds"] for row in kept),
         "peak_bytes_above_state": max(row["memory_peak_bytes"] for row in kept) - state,
         "steps": len(kept),
         "losses": [row["loss"] for row in rows],
     }
 
 
-def _run(
-    command: list[str],
-    out: IO[str],
-    timeout_s: float,
-    env: Mapping[str, str],
-    directory: Path,
-    follow: Callable[[], bool],
+def run_command(
+    directory: Path, timeout_s: float, env: Mapping[str, str] | None = None, follow: Callable[[], bool] = lambda: False
 ) -> int | None:
-    """Return a run's exit status; None: it was out of time and is killed, its workers' stacks are in their logs.
+    """Run `xtoken run` on `run.toml` of a directory, whose output is `out` there; its words go to `xtoken-run.log`.
 
     Args:
-        command: Its command.
-        out: Takes what it prints.
+        directory: Directory of the run.
         timeout_s: It is ended after so long.
-        env: Its environment.
-        directory: Where its output is.
+        env: Variables that its processes have beyond this one's.
         follow: Called several times a second; returns whether its steps are done.
+
+    Returns:
+        Its exit status; None: it was out of time and is killed, its workers' stacks are in their logs.
     """
-    process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=dict(env))
-    until = time.monotonic() + timeout_s
-    done = False
+    command = [sys.executable, "-m", "xtoken_services.cli", "run", str(directory / "run.toml")]
+    with (directory / "xtoken-run.log").open("w", encoding="utf-8") as out:
+        process = subprocess.Popen(
+            command, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, **DUMPS, **(env or {})}
+        )
+    until, done = time.monotonic() + timeout_s, False
     try:
         while (code := process.poll()) is None and time.monotonic() < until:
             if follow() and not done:
@@ -190,79 +191,13 @@ def complete(spec: dict[str, Any], assets: Assets, output: Path) -> dict[str, An
     }
 
 
-def _toml(spec: dict[str, Any]) -> str:
-    """Format tables one level deep, as a RunSpec of one teacher has them; JSON's scalars are TOML's."""
-    plain = [f"{name} = {json.dumps(value)}" for name, value in spec.items() if not isinstance(value, dict)]
-    for name, table in spec.items():
-        if isinstance(table, dict):
-            plain += ["", f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in table.items())]
-    return "\n".join(plain) + "\n"
-
-
-def _lines(path: Path) -> list[str]:
-    return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-
-
-def _tail(directory: Path) -> str:
+def tail(directory: Path) -> str:
     """Return the ends of the command's output and of its workers' logs, without the frames of a command-line parser."""
     logs = [directory / "xtoken-run.log", *sorted((directory / "out").rglob("*.log"))]
-    kept = {log.name: [line for line in _lines(log) if not any(word in line for word in FRAMES)] for log in logs}
+    kept = {
+        log.name: [line for line in _text(log).splitlines() if not any(word in line for word in FRAMES)] for log in logs
+    }
     return "\n".join(f"{name}:\n" + "\n".join(lines[-TAIL:]) for name, lines in kept.items())
-
-
-class Timeline:
-    """Reader of a run's output directory, in seconds since its command.
-
-    Args:
-        output: The run's output; it need not exist yet.
-        console: What the command prints.
-        say: Takes lines of text.
-
-    Attributes:
-        events: Seconds by event, in the order in which they were seen.
-        rows: The records of the steps so far.
-    """
-
-    def __init__(self, output: Path, console: Path, say: Callable[[str], None]) -> None:
-        self.events: dict[str, float] = {}
-        self.rows: list[dict[str, Any]] = []
-        self._output, self._console, self._say = output, console, say
-        self._began = time.time()
-        self._last = ""
-
-    def poll(self) -> None:
-        """Read what is new, and say it."""
-        self._follow_console()
-        if (self._output / "resolved.json").exists():
-            self._note("files checked")
-        for event, (name, words) in SAYS.items():
-            if event not in self.events and any(words in _text(log) for log in self._output.glob(f"logs/{name}")):
-                self._note(event)
-        known = len(self.rows)
-        self.rows = step_rows(self._output)
-        for row in self.rows[known:]:
-            self._step(row)
-
-    def _follow_console(self) -> None:
-        """Print what the run does before its first step; percentages alone are left out."""
-        line = (_text(self._console).splitlines() or [""])[-1].partition(": ")[2]
-        plain = "".join(letter for letter in line if not letter.isdigit())
-        if plain != self._last and not self.rows:
-            self._last = plain
-            self._say(f"{time.time() - self._began:6.1f} s  {line}")
-
-    def _note(self, event: str, at: float | None = None) -> None:
-        if event not in self.events:
-            self.events[event] = round((at or time.time()) - self._began, 2)
-            self._say(f"{self.events[event]:6.1f} s  == {event}")
-
-    def _step(self, row: dict[str, Any]) -> None:
-        number = row["step"] + 1
-        if number == 1:
-            self._note("first step", row["time"])
-        if number <= 2 or number % EVERY == 0:
-            parts = ", ".join(f"{name} {row[name]:.3f}" for name in PARTS if name in row)
-            self._say(f"{row['time'] - self._began:6.1f} s  step {number}: {row['seconds']:.3f} s ({parts})")
 
 
 def step_rows(output: Path) -> list[dict[str, Any]]:

@@ -30,14 +30,13 @@ from typing import IO, Any
 import psutil
 import torch
 
+from benchmarks.harness import command_line, write_result
 from tests.support.tiny_run import TinyAssets, make_assets, steps_of, tiny_spec
-from xtoken_core.atomic import atomic_write
 from xtoken_core.config.spec import RunSpec
 from xtoken_services.common.run.resolve import resolve_run
 from xtoken_services.control.runs import Runs
 from xtoken_services.supervisor.launchers.local import LOOPBACK, free_port
 
-RESULT = Path(__file__).parents[1] / "results" / "node_groups.json"
 NODES = 2
 LIMIT = 1e-3
 ONE_HOST = {
@@ -194,8 +193,7 @@ def machine() -> dict[str, Any]:
 
 def main(report: Callable[[str], None] = print) -> int:
     """Run all parts; return 1 if one does not hold."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=RESULT)
+    parser = command_line(__doc__, "node_groups")
     parser.add_argument("--work", type=Path, help="directory for models, runs and logs; a temporary one if left out")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART")
@@ -211,7 +209,7 @@ def main(report: Callable[[str], None] = print) -> int:
             results[part] = harness.run(part)
             results[part]["holds"] = holds(results[part])
             known = {**machine(), "records": arguments.records, "limit": LIMIT, "parts": results}
-            atomic_write(arguments.out, json.dumps(known, indent=1) + "\n")
+            write_result(arguments.out, known)
             shown = {name: value for name, value in results[part].items() if name not in ("losses", "account")}
             report(f"{part}: {json.dumps(shown)}")
     return 0 if all(result["holds"] for result in results.values()) else 1

@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks.end_to_end.mps import serves_this_process
 from benchmarks.gpu_tests import machine
-from xtoken_core.atomic import atomic_write
+from benchmarks.harness import command_line, write_result
 
 PROMPT_CHARACTERS = 250
 RECORD_CHARACTERS = 400
@@ -32,7 +32,7 @@ PARTS = {"ours": 30.0, "trl": 30.0, "weights": 15.0, "generation": 20.0}
 
 def main() -> None:
     """Measure both sides and their parts; the file is written after each."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, "on_policy")
     parser.add_argument("--student", type=Path, required=True)
     parser.add_argument("--teacher", type=Path, required=True)
     parser.add_argument("--text", type=Path, required=True, help="a .jsonl file with `text`; prompts are beginnings")
@@ -53,7 +53,6 @@ def main() -> None:
     parser.add_argument("--weights", default="cuda_ipc", help="of this package's runs, as rollout.weights")
     parser.add_argument("--part-seconds", type=float, default=240.0, help="each run is ended after so long")
     parser.add_argument("--work", type=Path, default=Path("/tmp/xtoken-on-policy"))
-    parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "results" / "on_policy.json")
     options = parser.parse_args()
     options.work.mkdir(parents=True, exist_ok=True)
     options.prompts = options.work / "prompts.jsonl"
@@ -104,7 +103,7 @@ def measure(options: argparse.Namespace) -> None:
         else:
             report[part] = [*report.get(part, []), *rows]
             print(f"{part}: {json.dumps(rows)}", flush=True)
-        atomic_write(options.out, json.dumps(report, indent=1) + "\n")
+        write_result(options.out, report)
 
 
 def stages(options: argparse.Namespace, left: Any) -> Iterator[tuple[str, list[dict[str, Any]] | str]]:
@@ -164,26 +163,15 @@ def _trl(options: argparse.Namespace, batch: int, seconds: float) -> dict[str, A
     """
     file, log = options.work / f"trl-{batch}.json", options.work / f"trl-{batch}.log"
     file.unlink(missing_ok=True)
-    command = [sys.executable, "-m", MODULE, "--student", options.student, "--teacher", options.teacher]
-    command += [
-        "--prompts",
-        options.prompts,
-        "--batch",
-        batch,
-        "--steps",
-        options.trl_steps,
-        "--context",
-        options.context,
-    ]
-    command += ["--new-tokens", options.new_tokens, "--seconds", max(seconds - 15, 10), "--out", file]
-    command += ["--extended"] if options.extended else []
+    kept = {
+        name: getattr(options, name) for name in ("student", "teacher", "prompts", "context", "new_tokens", "extended")
+    }
+    own = {"batch": batch, "steps": options.trl_steps, "seconds": max(seconds - 15, 10), "out": file}
     with log.open("w", encoding="utf-8") as out:
         environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
         try:
-            subprocess.run(
-                [str(part) for part in command], stdout=out, stderr=subprocess.STDOUT, timeout=seconds, env=environment,
-                check=False,
-            )  # fmt: skip
+            command = [sys.executable, "-m", MODULE, json.dumps({**kept, **own}, default=str)]
+            subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, timeout=seconds, env=environment, check=False)
         except subprocess.TimeoutExpired:
             out.write("out of time\n")
     row: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}

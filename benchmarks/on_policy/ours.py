@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.end_to_end.pipeline import _tail, _toml
+import tomli_w
+
+from benchmarks.end_to_end.pipeline import run_command, step_rows, tail
 
 WARM_UP = 8
 PARTS = ("forward_seconds", "loss_seconds", "backward_seconds", "optimizer_seconds")
@@ -30,7 +29,7 @@ def run_file(options: Any, batch: int, output: Path, *, steps: int, mode: str) -
         mode: The loss.
     """
     context = options.context
-    return _toml(
+    return tomli_w.dumps(
         {
             "eval": "none",
             "output": str(output),
@@ -68,21 +67,13 @@ def measure(options: Any, batch: int, *, steps: int, timeout_s: float, mode: str
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
     text = run_file(options, batch, directory / "out", steps=steps, mode=mode)
-    (directory / "run.toml").write_text(text)
-    with (directory / "xtoken-run.log").open("w", encoding="utf-8") as log:
-        command = [sys.executable, "-m", "xtoken_services.cli", "run", str(directory / "run.toml")]
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-        try:
-            process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            process.kill()  # its guard ends what it has started
-            process.wait()
-    file = directory / "out" / "steps.jsonl"
-    rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    (directory / "run.toml").write_text(text, encoding="utf-8")
+    code = run_command(directory, timeout_s)
+    rows = step_rows(directory / "out")
     for weights in ("checkpoints", "model"):
         shutil.rmtree(directory / "out" / weights, ignore_errors=True)
     if len(rows) < WARM_UP + 2:
-        raise RuntimeError(f"xtoken run ended with {process.returncode} after {len(rows)} steps:\n{_tail(directory)}")
+        raise RuntimeError(f"xtoken run ended with {code} after {len(rows)} steps:\n{tail(directory)}")
     return {"batch": batch, "mode": mode, "weights": options.weights, **result(rows)}
 
 

@@ -1,9 +1,8 @@
 """TRL's GOLD trainer on its student's own completions, timed step by step.
 
-    python -m benchmarks.on_policy.trl_gold --student DIR --teacher DIR --prompts FILE --batch N --out FILE
-
-It runs alone in a process. The trainer generates with transformers, trains on all of a step's completions in one
-micro-batch, and is given what makes it fast: bfloat16 weights, no recomputed activations, a fused optimiser.
+`benchmarks.on_policy` runs it alone in a process, with its settings as JSON. The trainer generates with transformers,
+trains on all of a step's completions in one micro-batch, and is given what makes it fast: bfloat16 weights, no
+recomputed activations, a fused optimiser.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -50,19 +50,10 @@ def now() -> float:
 
 
 def main() -> None:
-    """Train, and write a line of figures per step."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--student", type=Path, required=True)
-    parser.add_argument("--teacher", type=Path, required=True)
-    parser.add_argument("--prompts", type=Path, required=True, help="a .jsonl file of `prompt` and `completion`")
-    parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--steps", type=int, default=4, help="beyond two steps of warm-up")
-    parser.add_argument("--new-tokens", type=int, default=128)
-    parser.add_argument("--context", type=int, default=384)
-    parser.add_argument("--extended", action="store_true", help="align by bytes: byte-level tokenizers alone")
-    parser.add_argument("--seconds", type=float, default=120.0, help="no step begins after so long")
-    parser.add_argument("--out", type=Path, required=True)
-    train(parser.parse_args())
+    """Train as the one argument says, a JSON object, and write a line of figures per step."""
+    options = argparse.Namespace(**json.loads(sys.argv[1]))
+    options.prompts, options.out = Path(options.prompts), Path(options.out)
+    train(options)
 
 
 def train(options: argparse.Namespace) -> None:

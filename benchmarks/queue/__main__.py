@@ -11,7 +11,6 @@ As many are written before as are timed, since a queue's journal has had as many
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
@@ -27,6 +26,7 @@ from typing import Any
 
 import psutil
 
+from benchmarks.harness import command_line, processor, write_result
 from benchmarks.queue import crowd, latency, ours, plain, workload
 from benchmarks.queue.bounds import queue_bounds
 from benchmarks.queue.workload import BATCH, BATCHES, batch, buffers_of
@@ -40,7 +40,6 @@ HERE = Path(__file__).parent
 NAMESPACE = ours.ROOT / "tests" / "support" / "loopback.sh"
 PEER_PYTHON = ours.ROOT / ".venv-transferqueue" / "bin" / "python"
 PEER_S = 240.0
-RESULT = ours.ROOT / "benchmarks" / "results" / "queue.json"
 FSYNC_S = 0.1
 
 
@@ -123,12 +122,8 @@ def machine() -> dict[str, Any]:
     start = time.perf_counter()
     copied = bytearray(block)
     memcpy = len(copied) / (time.perf_counter() - start)
-    model = ""
-    if Path("/proc/cpuinfo").exists():
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
     return {
-        "processor": model or platform.processor() or platform.machine(),
+        "processor": processor(),
         "cpus": psutil.cpu_count(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "kernel": platform.release(),
@@ -158,8 +153,6 @@ def measure(peer_python: Path, rounds_wanted: int = ROUNDS) -> dict[str, Any]:
         result |= rates(places, rounds_wanted)
         result["journal"] = journal(places, rounds_wanted)
         result["latency"] = latency.measure(places.address(), places.url("ipc"))
-        result["at_once"] = ours.measure_at_once(places.address(), 1)
-        result["tensordict"] = ours.measure_tensordicts(places.address())
         result["crowd"] = crowd.measure(places.address("tcp"))
         result["idle"] = ours.measure_idle(places.address())
     result["took_s"] = time.perf_counter() - start
@@ -177,15 +170,14 @@ def rounded(value: Any) -> Any:
 
 def main() -> int:
     """Measure, write, print the bounds."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=RESULT, help="where the JSON goes")
+    parser = command_line(__doc__, "queue")
     parser.add_argument(
         "--transferqueue", type=Path, default=PEER_PYTHON, metavar="PYTHON", help="of the environment that has it"
     )
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="of put and get, whose medians are compared")
     options = parser.parse_args()
     result = rounded(measure(options.transferqueue, options.rounds))
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    write_result(options.out, result)
     bounds = queue_bounds(result)
     for bound in bounds:
         print(f"{bound.verdict:5}  {bound.what}: {bound.value_text} ({bound.must_text})")

@@ -29,15 +29,14 @@ def queue_bounds(result: dict[str, Any]) -> list[Bound]:
 
 
 def _rates(result: dict[str, Any]) -> list[Bound]:
-    """Return the rates relative to raw pyzmq, and to TransferQueue's better figure, over TCP, on this machine alone."""
+    """Return the rates relative to raw pyzmq, and to TransferQueue's better figure."""
     bounds, peer = [], result["transferqueue"]
     for call in ("put", "get"):
         for key, rates in result["ours"].items():
             transport, in_flight = key.split("_")
             if "skipped" not in peer and in_flight == "1":
                 best = max(size[call] for size in peer["batch"].values())
-                what = f"{call}, {transport}, relative to TransferQueue, on {result['machine']['processor']}"
-                bounds.append(Bound(what, rates[call] / best, form="{:.1f}"))
+                bounds.append(Bound(f"{call}, {transport}, of TransferQueue", rates[call] / best, form="{:.1f}"))
             what = f"{call}, {transport}, {in_flight} in flight, relative to raw pyzmq"
             bounds.append(at_least(what, rates[call] / result["plain"][key][call], 0.6))
     return bounds

@@ -12,7 +12,6 @@ status is 1 if a ratio is more than 5% worse than that of the commit.
 
 from __future__ import annotations
 
-import argparse
 import json
 import platform
 import statistics
@@ -25,14 +24,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.bounds import Bound
+from benchmarks.harness import command_line, write_result
 from benchmarks.other_tree import ROOT, checkout, environment
 from benchmarks.queue import source_tree
 from benchmarks.queue.__main__ import IN_FLIGHT, ROUNDS, TRANSPORTS, machine, rounded
 from benchmarks.queue.bounds import latency_bounds, queue_bounds
 from benchmarks.queue.workload import quantiles
-from xtoken_core.atomic import atomic_write
 
-RESULT = ROOT / "benchmarks" / "results" / "queue_compare.json"
 WORST = 0.95
 BLOCKS = 30
 """Blocks of calls and of requests to the engine per size and side in each round."""
@@ -216,12 +214,11 @@ def this_commit() -> str:
 
 def main() -> int:
     """Compare, write the result, print each ratio; 1 if one is more than 5% worse."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, "queue_compare")
     parser.add_argument("commit", help="the commit to compare with")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="how often everything is measured")
     parser.add_argument("--blocks", type=int, default=BLOCKS, help="of calls and requests per size, side and round")
     parser.add_argument("--only-calls", action="store_true", help="leave out rates, journal and crowd")
-    parser.add_argument("--out", type=Path, default=RESULT, help="where the JSON goes")
     options = parser.parse_args()
     here = this_commit()
     with checkout(options.commit) as directory:
@@ -229,7 +226,7 @@ def main() -> int:
             options.commit, directory, here, options.rounds, options.blocks, only_calls=options.only_calls
         ):
             result = rounded(one)
-            atomic_write(options.out, json.dumps(result, indent=1) + "\n")
+            write_result(options.out, result)
     for row in result["ratios"]:
         print(
             f"{'holds' if row['of_commit'] >= WORST else 'fails'}  {row['of_commit']:.3f}  "

@@ -8,7 +8,6 @@ or the memory of a single run's queue grew by more than 5% after the first tenth
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import statistics
@@ -21,6 +20,7 @@ from typing import Any
 
 import zmq
 
+from benchmarks.harness import command_line, write_result
 from benchmarks.queue import ours
 from benchmarks.queue.__main__ import machine, rounded
 from benchmarks.queue.latency import small_sample
@@ -265,12 +265,11 @@ def _memory(memory: list[tuple[int, int]]) -> dict[str, Any]:
 
 def main() -> int:
     """Measure, write the result; 1 if an id was wrong or memory grew."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, "queue_runs")
     parser.add_argument("--runs", type=int, default=100)
     parser.add_argument("--steps", type=int, default=200, help="of each run")
     parser.add_argument("--processes", type=int, default=4, help="that play the workers")
     parser.add_argument("--transport", choices=("ipc", "tcp"), default="tcp")
-    parser.add_argument("--out", type=Path, required=True, help="where the JSON goes")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="xb-") as name:
         url = f"ipc://{name}/q" if options.transport == "ipc" else f"tcp://{LOOPBACK}:{free_port(LOOPBACK)}"
@@ -286,7 +285,7 @@ def main() -> int:
         },
         "passed": complete and not found["errors"] and not grown, **rounded(found),
     }  # fmt: skip
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    write_result(options.out, result)
     print(json.dumps({key: value for key, value in result.items() if key != "rss_mib_by_steps"}, indent=1))
     return 0 if result["passed"] else 1
 

@@ -13,19 +13,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.queue.workload import (
-    BATCH,
-    BATCHES,
-    FIELDS,
-    PASSES,
-    PATIENCE_S,
-    Phase,
-    alone,
-    batch,
-    batch_ids,
-    memory,
-    rate,
-)
+from benchmarks.queue.workload import BATCH, BATCHES, FIELDS, PASSES, PATIENCE_S, alone, batch, batch_ids, memory, rate
 from xtoken_core.compat.task_client import TaskClient
 from xtoken_core.data_plane.address import Address
 from xtoken_core.data_plane.zmq_transport import ZmqTransport
@@ -73,18 +61,16 @@ def connect(address: Address, name: str) -> TaskClient:
     return client
 
 
-def put(address: Address, in_flight: int, again: bool = True) -> dict[str, Any]:
-    """Measure samples per second put into a queue that was never so full before, and `again` once that was cleared."""
+def put(address: Address, in_flight: int) -> dict[str, Any]:
+    """Measure samples per second put into a queue that was never so full before, and again once that was cleared."""
     client, columns = connect(address, "producer"), batch()
 
     def send(number: int) -> None:
         client.put(PARTITION, batch_ids(number), columns)
 
     found = {"put_at_first": rate(send, in_flight)}
-    if again:
-        client.clear(PARTITION)
-        found["put"] = rate(send, in_flight)
-    return found
+    client.clear(PARTITION)
+    return found | {"put": rate(send, in_flight)}
 
 
 def get(address: Address, in_flight: int) -> dict[str, Any]:
@@ -104,33 +90,16 @@ def get(address: Address, in_flight: int) -> dict[str, Any]:
     return found | {"get_shuffled": rate(read, in_flight)}
 
 
-def consume(address: Address, in_flight: int, wait_s: float = 0.0) -> dict[str, Any]:
+def consume(address: Address, in_flight: int) -> dict[str, Any]:
     """Measure samples per second claimed with all their fields and acknowledged."""
     client = connect(address, "consumer")
 
     def take(_number: int) -> None:
-        claimed = client.claim(PARTITION, TASK, count=BATCH, fields=FIELDS, wait_s=wait_s)
+        claimed = client.claim(PARTITION, TASK, count=BATCH, fields=FIELDS)
         assert claimed is not None
         client.ack(PARTITION, TASK, claimed[0].ids)
 
     return {"claim_ack": rate(take, in_flight)}
-
-
-def tensordicts(address: Address) -> dict[str, Any]:
-    """Measure samples per second of TensorDicts put, and got."""
-    import torch
-
-    from xtoken_core.compat.samples import KVBatchMeta, get_samples, put_samples
-    from xtoken_core.compat.tensors import tensordict_from_columns
-
-    torch.set_num_threads(1)
-    client, td = connect(address, "tensors"), tensordict_from_columns(batch())
-    metas: dict[int, KVBatchMeta] = {}
-
-    def send(number: int) -> None:
-        metas[number] = put_samples(client, PARTITION, batch_ids(number), td)
-
-    return {"put_tensordict": rate(send), "get_tensordict": rate(lambda number: get_samples(client, metas[number]))}
 
 
 def first_put(address: Address) -> None:
@@ -170,24 +139,6 @@ def measure_put(address: Address, *extra: str) -> float:
     with server(address, *extra):
         first_put(address)
         return float(alone(put, address, 1)["put"])
-
-
-def measure_at_once(address: Address, in_flight: int) -> dict[str, float]:
-    """Measure samples per second through the queue with a producer and a consumer at work at the same time."""
-    with server(address) as process:
-        first_put(address)
-        start = process.cpu_times()
-        consumer = Phase(consume, address, in_flight, 30.0)
-        producer = Phase(put, address, in_flight, False)
-        found = {"put_at_once": producer.result()["put_at_first"], "get_at_once": consumer.result()["claim_ack"]}
-        used = process.cpu_times()
-    return found | {"server_cpu_s": used.user + used.system - start.user - start.system}
-
-
-def measure_tensordicts(address: Address) -> dict[str, float]:
-    """Measure TensorDicts in and out."""
-    with server(address):
-        return alone(tensordicts, address)
 
 
 def measure_idle(address: Address) -> dict[str, float]:

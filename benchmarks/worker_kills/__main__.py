@@ -7,7 +7,6 @@ pairs again and train; then the GPU's memory is compared. Writes JSON.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -20,6 +19,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.bounds import kill_bounds
+from benchmarks.harness import command_line, write_result
 from benchmarks.worker_kills.lane import VICTIMS, Lane, trained_ids
 from tests.support.forks import ForkLauncher
 from tests.support.tiny_run import make_assets, tiny_spec
@@ -28,7 +29,6 @@ from xtoken_services.common.processes.worker import SILENCE_S, WAIT_S
 from xtoken_services.common.run.status import RunState
 from xtoken_services.supervisor.launchers.local import LocalLauncher
 
-RESULT = Path(__file__).parents[1] / "results" / "worker_kills.json"
 DEADLINE_S = SILENCE_S + WAIT_S
 """A lost session is noticed after its silence at the latest, and heard of with the next answer."""
 MIB = 1 << 20
@@ -80,10 +80,7 @@ class Outcome:
 
     def holds(self) -> bool:
         """Return whether every bound holds."""
-        found = self.summary()
-        reported = found["unreported"] == 0 and (found["slowest_report_s"] or 0.0) <= DEADLINE_S
-        freed = max(found["memory_not_returned"], found["most_growth_of_a_run"]) <= LIMIT
-        return reported and freed and not self.errors
+        return all(bound.holds for bound in kill_bounds(self.summary(), self.errors))
 
 
 def kill_repeatedly(
@@ -176,13 +173,12 @@ def memory_at_rest(limit: int, on_gpu: bool, seconds: float = 20.0) -> int:
 
 def main() -> int:
     """Kill, write, say what came of it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, "worker_kills")
     parser.add_argument("--runs", type=int, default=8)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=100, help="at most")
     parser.add_argument("--no-fork", action="store_true", help="start every worker as `xtoken run` does")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--out", type=Path, default=RESULT)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="worker-kills-") as place:
         outcome = kill_repeatedly(
@@ -194,7 +190,7 @@ def main() -> int:
             fork=not arguments.no_fork,
         )
     result = {"holds": outcome.holds(), "summary": outcome.summary(), **asdict(outcome)}
-    arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write_result(arguments.out, result)
     print(json.dumps({"holds": outcome.holds(), **outcome.summary(), "errors": outcome.errors}, indent=1))
     return 0 if outcome.holds() else 1
 

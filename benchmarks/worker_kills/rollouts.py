@@ -7,7 +7,6 @@ weights older than the bound was trained, and neither weights nor sockets are le
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
@@ -18,6 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness import command_line, write_result
 from benchmarks.worker_kills.lane import Lane
 from tests.support.forks import ForkLauncher
 from tests.support.tiny_run import make_assets, tiny_spec
@@ -26,7 +26,6 @@ from xtoken_services.common.generation.published_weights import weights_file
 from xtoken_services.common.run.resolve import resolve_run
 from xtoken_services.common.run.status import RunState
 
-RESULT = Path(__file__).parents[1] / "results" / "rollout_kills.json"
 VICTIMS = {"rollout-0": 5, "trainer-0": 4, "queue": 1}
 """What is killed, and how often of ten kills."""
 RECORDS = 60_000
@@ -76,6 +75,7 @@ def kill_repeatedly(directory: Path, *, kills: int, seed: int = 3) -> Outcome:
     spec = tiny_spec(
         assets, directory / "run", records=RECORDS, rollout={**rollout, "max_staleness": MAX_STALENESS},
         workers={"collators": 1, "device": "cpu", "max_restarts": 1000}, train={"checkpoint_every": 3},
+        loss={"mode": "p_kl", "beta": None},
     )  # fmt: skip
     weights = weights_file(resolve_run(spec))
     launcher = ForkLauncher()
@@ -145,13 +145,12 @@ def _check(outcome: Outcome, output: Path, weights: Path) -> None:
 
 def main() -> int:
     """Kill, write, and print the result."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, "rollout_kills")
     parser.add_argument("--kills", type=int, default=100)
-    parser.add_argument("--out", type=Path, default=RESULT)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="rollout-kills-") as directory:
         outcome = kill_repeatedly(Path(directory), kills=arguments.kills)
-    arguments.out.write_text(json.dumps(asdict(outcome), indent=1) + "\n", encoding="utf-8")
+    write_result(arguments.out, asdict(outcome))
     print(json.dumps({**asdict(outcome), "back_s": max(outcome.back_s, default=None)}, indent=1))
     return 1 if outcome.errors else 0
 

@@ -21,13 +21,14 @@ from typing import Any
 
 import torch
 
+from benchmarks.bounds import resume_bounds
+from benchmarks.harness import command_line, write_result
 from benchmarks.worker_kills.__main__ import DEADLINE_S, LIMIT, memory_at_rest, used
 from benchmarks.worker_kills.lane import VICTIMS, Lane
 from tests.support.forks import ForkLauncher
 from xtoken_core.config.spec import RunSpec
 from xtoken_services.common.run.status import RunState
 
-RESULT = Path(__file__).parents[1] / "results" / "resume.json"
 RUNS = ("undisturbed", "undisturbed again", "killed")
 NEVER = 1_000_000
 TIMES_NOISE = 2.0
@@ -95,15 +96,6 @@ def verdict(lines: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     }
 
 
-def holds(result: dict[str, Any]) -> bool:
-    """Return whether every bound holds."""
-    seconds_to_report = [kill["reported_s"] for kill in result["kills"]]
-    reported = all(seconds is not None and seconds <= DEADLINE_S for seconds in seconds_to_report)
-    near = result["difference"]["mean"] <= TIMES_NOISE * result["noise"]["mean"]
-    same = result["each_id_once"] and result["same_ids_in_order"]
-    return bool(reported and near and same and result["memory_not_returned"] <= LIMIT)
-
-
 def _differences(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> dict[str, float]:
     found = [abs(a["loss"] - b["loss"]) for a, b in zip(ours, theirs, strict=True)]
     return {"mean": statistics.fmean(found), "largest": max(found)}
@@ -143,7 +135,7 @@ def _real_shapes(work: Path, arguments: argparse.Namespace) -> SpecOf:
 
 def main() -> int:
     """Run, write, say what came of it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, "resume")
     parser.add_argument("--work", type=Path, default=Path("runs/end-to-end"), help="models, text and runs")
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--steps", type=int, default=40)
@@ -152,15 +144,14 @@ def main() -> int:
     parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--layers", type=int, help="of both models, if not all")
     parser.add_argument("--small", action="store_true", help="thin models: to try the script on a CPU")
-    parser.add_argument("--out", type=Path, default=RESULT)
     arguments = parser.parse_args()
     arguments.warmup = 0
     spec_of = _real_shapes(arguments.work, arguments)
     result = compare(spec_of, arguments.work, kills=arguments.kills, checkpoint_every=arguments.checkpoint_every)
     result["machine"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     result["layers"] = arguments.layers
-    result["holds"] = holds(result)
-    arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    result["holds"] = all(bound.holds for bound in resume_bounds(result))
+    write_result(arguments.out, result)
     print(json.dumps({name: value for name, value in result.items() if name not in ("losses", "kills")}, indent=1))
     return 0 if result["holds"] else 1
 

@@ -8,13 +8,13 @@ For the gradient a group's graph is kept, or with many logits the group is evalu
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
 from xtoken_core.alignment.tables import token_table
 from xtoken_core.config.loss import LossConfig
@@ -89,130 +89,22 @@ class Side:
         return self.log_p.flatten().index_select(0, rows * self.log_p.shape[1] + columns)
 
 
-class Positions(NamedTuple):
+class Whole(NamedTuple):
     """One side of a micro-batch.
 
     Attributes:
-        targets: `[N]` the token that each position of the flattened batch predicts.
+        logits: `[N, V]` of the flattened batch.
+        targets: `[N]` the token that each position predicts.
         first: `[C]` first position of each chunk.
         size: `[C]` its positions.
         width: Positions of a sample, `T`.
     """
 
+    logits: Tensor
     targets: Tensor
     first: Tensor
     size: Tensor
     width: int
-
-
-@dataclass(frozen=True)
-class Group:
-    """Successive chunks.
-
-    Attributes:
-        chunks: The chunks.
-        rows: By side, the positions of these chunks and the one behind them.
-        tokens: By side, its tokens.
-        positions: By side, targets, first positions and sizes on the logits' device, from the group's first row on.
-        memo: The result of the loss's `prepare`, once it has been computed.
-    """
-
-    chunks: slice
-    rows: tuple[slice, slice]
-    tokens: tuple[Tokens, Tokens]
-    positions: tuple[tuple[Tensor, Tensor, Tensor], ...]
-    memo: list[Any] = field(default_factory=list)
-
-
-def make_groups(student: Positions, teacher: Positions, limits: Sequence[int]) -> list[Group]:
-    """Return all chunks in groups of at most `limits` positions a side, where a chunk has no more.
-
-    Args:
-        student: The student's side.
-        teacher: The teacher's side, of the same chunks.
-        limits: Largest number of positions, by side.
-    """
-    sides = (student, teacher)
-    lists = [(side.targets.tolist(), side.first.tolist(), side.size.tolist()) for side in sides]
-    groups, start, spans = [], 0, [[0, 0], [0, 0]]
-    for chunk in range(len(lists[0][1]) + 1):
-        if chunk < len(lists[0][1]):
-            own = [(first[chunk], first[chunk] + size[chunk]) for _, first, size in lists]
-            wider = [[min(span[0], a), max(span[1], b)] for span, (a, b) in zip(spans, own, strict=True)]
-            if chunk > start and all(b - a < limit for (a, b), limit in zip(wider, limits, strict=True)):
-                spans = wider
-                continue
-        if chunk > start:
-            groups.append(_group(slice(start, chunk), spans, sides, lists))
-        start, spans = chunk, [list(each) for each in own]
-    return groups
-
-
-def _group(
-    chunks: slice, spans: list[list[int]], sides: tuple[Positions, Positions], lists: list[tuple[list[int], ...]]
-) -> Group:
-    rows, tokens, positions = [], [], []
-    for (low, high), side, (targets, first, size) in zip(spans, sides, lists, strict=True):
-        high = min(high + 1, len(targets))
-        rows.append(slice(low, high))
-        tokens.append(Tokens(targets[low:high], [x - low for x in first[chunks]], size[chunks], low, side.width))
-        positions.append((side.targets[low:high], side.first[chunks] - low, side.size[chunks]))
-    return Group(chunks, (rows[0], rows[1]), (tokens[0], tokens[1]), tuple(positions))
-
-
-class InGroups(torch.autograd.Function):
-    """Values of all chunks, group by group."""
-
-    @staticmethod
-    def forward(ctx: Any, student: Tensor, teacher: Tensor, loss: Any, groups: list[Group], keep: bool) -> Tensor:
-        """Return `[C]` values.
-
-        Args:
-            ctx: The operation's context.
-            student: `[N, V_s]` logits.
-            teacher: `[M, V_t]` logits; no gradient.
-            loss: A `ReferenceLoss`.
-            groups: Of all chunks.
-            keep: Keep each group's graph for the gradient instead of evaluating it once more.
-        """
-        ctx.loss, ctx.groups, ctx.graphs = loss, groups, []
-        keep = keep and ctx.needs_input_grad[0]
-        ctx.save_for_backward(student, teacher)
-        if not keep:
-            return torch.cat([_values(loss, group, student[group.rows[0]], teacher) for group in groups])
-        ctx.graphs = [_graph(loss, group, student, teacher) for group in groups]
-        return torch.cat([values.detach() for _, values in ctx.graphs])
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None, None, None]:
-        """Return the gradient of the student's logits."""
-        student, teacher = ctx.saved_tensors
-        gradient = torch.zeros_like(student)
-        for group in ctx.groups:
-            leaf, values = ctx.graphs.pop(0) if ctx.graphs else _graph(ctx.loss, group, student, teacher)
-            gradient[group.rows[0]] += torch.autograd.grad(values, leaf, upstream[group.chunks])[0]
-        return gradient, None, None, None, None
-
-
-def _graph(loss: Any, group: Group, student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the group's logits of the student as a leaf, and its values."""
-    leaf = student[group.rows[0]].detach().requires_grad_()
-    with torch.enable_grad():
-        return leaf, _values(loss, group, leaf, teacher)
-
-
-def _values(loss: Any, group: Group, student: Tensor, teacher: Tensor) -> Tensor:
-    if not group.memo:
-        group.memo.append(loss.prepare(*group.tokens))
-    sides = [
-        Side(loss.log_probabilities(logits), *positions, max(tokens.size))
-        for logits, positions, tokens in zip(
-            (student, teacher[group.rows[1]]), group.positions, group.tokens, strict=True
-        )
-    ]
-    values: Tensor = loss.values(*sides, group.memo[0])
-    return values
 
 
 class ReferenceLoss(ChunkLoss):
@@ -258,22 +150,60 @@ class ReferenceLoss(ChunkLoss):
         assert pairing.teacher_targets is not None
         found = [_layout(each, P) for each in pairing.chunk_ids]
         chunk = torch.nonzero((found[0][1] > 0) & (found[1][1] > 0)).squeeze(1)
-        whole, positions = [], []
+        sides = []
         widths = len(self.student_bytes), len(self.teacher_bytes)
-        values = (student_logits, pairing.student_targets), (inputs.teacher_logits, pairing.teacher_targets)
+        values = (student_logits, pairing.student_targets), (inputs.teacher_logits.detach(), pairing.teacher_targets)
         for (logits, targets), width, (first, size) in zip(values, widths, found, strict=True):
             logits = cut(logits, width)
             targets = targets.clamp(min=0, max=logits.shape[-1] - 1).flatten()
-            whole.append(logits.flatten(0, 1))
-            positions.append(Positions(targets, first[chunk], size[chunk], len(targets) // max(B, 1)))
+            sides.append(Whole(logits.flatten(0, 1), targets, first[chunk], size[chunk], len(targets) // max(B, 1)))
         dtype = torch.promote_types(student_logits.dtype, torch.float32)
         result = torch.zeros(B * P, dtype=dtype, device=student_logits.device)
         if len(chunk):
-            groups = make_groups(*positions, limits=[self.elements // width for width in widths])
             keep = student_logits.numel() <= self.kept
-            values_of = InGroups.apply(*whole, self, groups, keep)  # type: ignore[no-untyped-call]  # torch leaves it bare
-            result = result.index_add(0, chunk, values_of.to(dtype))
+            of_groups = [self._of_group(sides, group, keep=keep) for group in self._groups(sides)]
+            result = result.index_add(0, chunk, torch.cat(of_groups).to(dtype))
         return Divergence((result.view(B, P),))
+
+    def _groups(self, sides: Sequence[Whole]) -> Iterator[slice]:
+        """Yield all chunks in groups of at most `elements` probabilities a side, where a chunk has no more."""
+        limits = [self.elements // side.logits.shape[1] for side in sides]
+        ends = [torch.stack((side.first, side.first + side.size), 1).tolist() for side in sides]
+        start, spans = 0, [each[0] for each in ends]
+        for chunk, own in enumerate(zip(*ends, strict=True)):
+            wider = [[min(a, c), max(b, d)] for (a, b), (c, d) in zip(spans, own, strict=True)]
+            if chunk > start and any(b - a >= limit for (a, b), limit in zip(wider, limits, strict=True)):
+                yield slice(start, chunk)
+                start, wider = chunk, list(own)
+            spans = wider
+        yield slice(start, len(ends[0]))
+
+    def _of_group(self, sides: Sequence[Whole], chunks: slice, *, keep: bool) -> Tensor:
+        """Return the values of successive chunks.
+
+        Args:
+            sides: Both sides.
+            chunks: The chunks.
+            keep: Keep the graph for the gradient instead of evaluating the group once more.
+        """
+        rows, tokens, places = [], [], []
+        for side in sides:
+            first, size = side.first[chunks], side.size[chunks]
+            low = int(first.min())
+            rows.append(slice(low, min(int((first + size).max()) + 1, len(side.targets))))  # and the one behind them
+            places.append((side.targets[rows[-1]], first - low, size))
+            tokens.append(Tokens(*(each.tolist() for each in places[-1]), low, side.width))
+        prepared = self.prepare(*tokens)
+
+        def values(student: Tensor) -> Tensor:
+            both = zip((student, sides[1].logits[rows[1]]), places, tokens, strict=True)
+            return self.values(*(Side(self.log_probabilities(x), *at, max(own.size)) for x, at, own in both), prepared)
+
+        logits = sides[0].logits[rows[0]]
+        if keep:
+            return values(logits)
+        again: Tensor = checkpoint(values, logits, use_reentrant=False, preserve_rng_state=False)
+        return again
 
     def log_probabilities(self, logits: Tensor) -> Tensor:
         """Return log-probabilities, in float32 or better."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from experiments.real import methods, plan, predictions, word_problems
 from experiments.real.picture import bars
-from experiments.real.summary import BASELINE, CHAIN, FIRST_SEED, TASK, VALIDATION, Outcome, outcomes
+from experiments.real.summary import BASELINE, CHAIN, FIRST_SEED, TASK, VALIDATION, Outcome, markdown_table, outcomes
 from xtoken_services.trainer.best import LEAST_PATIENCE
 
 RESULT = Path(__file__).parent / "results" / "strong.json"
@@ -54,26 +54,24 @@ def table(result: Mapping[str, Any]) -> str:
     Args:
         result: Content of the result file.
     """
-    lines = [
-        "| text | teacher, alone | before | cross-entropy | default: chain, adaptive | its gain, each data seed | "
-        "part of the way to the teacher | steps to cross-entropy's best | English: before, cross-entropy, default |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    head = (
+        "text | teacher, alone | before | cross-entropy | default: chain, adaptive | its gain, each data seed | "
+        "part of the way to the teacher | steps to cross-entropy's best | English: before, cross-entropy, default"
+    )
     found = _by_method(result)
-    names = [name for name in result["conditions"] if name in TEXTS]
-    return "\n".join([*lines, *(_line(result, found, name) for name in names)])
+    rows = (_line(result, found, name) for name in result["conditions"] if name in TEXTS)
+    return markdown_table(head.split(" | "), rows)
 
 
 def losses(result: Mapping[str, Any]) -> str:
     """Return the gains of every loss over cross-entropy on each text, on the first data seed, in Markdown."""
     found = _by_method(result)
     shown = (ADAPTIVE, *OTHERS)
-    lines = [f"| text | {' | '.join(methods.TITLES[name] for name in shown)} |", f"|---|{'---|' * len(shown)}"]
+    rows = []
     for name in TEXTS:
         gains = [_gain(result, found, name, method) for method in shown]
-        cells = (NOT_RUN if gain is None else f"{gain:+.3f}" for gain in gains)
-        lines.append(f"| {name_of_text(result, name)} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        rows.append([name_of_text(result, name), *(NOT_RUN if gain is None else f"{gain:+.3f}" for gain in gains)])
+    return markdown_table(["text", *(methods.TITLES[name] for name in shown)], rows)
 
 
 def picture(result: Mapping[str, Any]) -> str:
@@ -108,8 +106,7 @@ def forms(result: Mapping[str, Any]) -> str:
     """Return the forms of the weight with a teacher that the student passes: bits per byte, best and last step."""
     names = [name for name in TEXTS if result["conditions"][name]["teacher"] == methods.GEMMA3]
     texts = [f"{result['conditions'][name]['size'] / 1e6:g} MB: best step, last step" for name in names]
-    lines = [f"| weight of the divergence | {' | '.join(texts)} |", f"|---|{'---|' * len(names)}"]
-    found = _by_method(result)
+    found, rows = _by_method(result), []
     for method in (BASELINE, CHAIN, FADING, *methods.DROPPED, ADAPTIVE):
         cells = []
         for name in names:
@@ -117,17 +114,14 @@ def forms(result: Mapping[str, Any]) -> str:
             text = f"{result['conditions'][name]['source']}.test"
             last = _curve(result, outcome)[-1][f"{VALIDATION}_{text}"]
             cells.append(f"{outcome.bits[text]:.3f}, {last:.3f}")
-        lines.append(f"| {methods.TITLES[method]} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        rows.append([methods.TITLES[method], *cells])
+    return markdown_table(["weight of the divergence", *texts], rows)
 
 
 def students(result: Mapping[str, Any]) -> str:
     """Return every method of the other students: its best rate, bits per byte, and its part of the way."""
-    lines = [
-        "| student | method | rate | bits per byte | part of the way from cross-entropy to the teacher | English |",
-        "|---|---|---|---|---|---|",
-    ]
-    found = _by_method(result)
+    head = "student | method | rate | bits per byte | part of the way from cross-entropy to the teacher | English"
+    found, rows = _by_method(result), []
     for name in (plan.TO_GEMMA, plan.TO_QWEN):
         condition = result["conditions"][name]
         text = f"{condition['source']}.test"
@@ -136,9 +130,10 @@ def students(result: Mapping[str, Any]) -> str:
             if outcome := found.get((name, method), {}).get(FIRST_SEED):
                 bits = outcome.bits[text]
                 share = "" if method == BASELINE else f"{(ce - bits) / (ce - teacher):.0%}"
-                cells = (condition["note"], methods.TITLES[method], f"{outcome.rate:g}", f"{bits:.3f}", share)
-                lines.append(f"| {' | '.join(cells)} | {outcome.bits[ENGLISH]:.3f} |")
-    return "\n".join(lines)
+                name_of_student = condition["note"].removeprefix("to ")
+                cells = (name_of_student, methods.TITLES[method], f"{outcome.rate:g}", f"{bits:.3f}", share)
+                rows.append([*cells, f"{outcome.bits[ENGLISH]:.3f}"])
+    return markdown_table(head.split(" | "), rows)
 
 
 def p_kl(result: Mapping[str, Any]) -> str:
@@ -164,13 +159,13 @@ def problems(result: Mapping[str, Any]) -> str:
     for run in result["runs"]:
         if run["condition"] == plan.PROBLEMS:
             runs[run["method"], run["rate"]][run["seed"]] = run
-    lines = [
-        "| | rate | right answers at the end, each data seed | before, half-way, at the end | bits per byte of "
-        "held-out answers, before and at the end | English |",
-        "|---|---|---|---|---|---|",
-    ]
+    head = (
+        "rate | right answers at the end, each data seed | before, half-way, at the end | bits per byte of "
+        "held-out answers, before and at the end | English"
+    )
+    lines = []
     if teacher := result["teachers"].get(plan.PROBLEMS):
-        lines.append(f"| the teacher, shown two solved problems | | {teacher[right]:.1%} | | | |")
+        lines.append(["the teacher, shown two solved problems", "", f"{teacher[right]:.1%}", "", "", ""])
     for (method, rate), by_seed in sorted(
         runs.items(), key=lambda item: fmean(run["curve"][-1][right] for run in item[1].values())
     ):
@@ -184,8 +179,8 @@ def problems(result: Mapping[str, Any]) -> str:
             ", ".join(f"{fmean(row[answers] for row in rows):.3f}" for rows in (starts, ends)),
             f"{fmean(row[f'{VALIDATION}_{ENGLISH}'] for row in ends):.3f}",
         )
-        lines.append(f"| {methods.TITLES[method]} | {rate:g} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append([methods.TITLES[method], f"{rate:g}", *cells])
+    return markdown_table(["", *head.split(" | ")], lines)
 
 
 def on_policy(result: Mapping[str, Any]) -> str:
@@ -195,11 +190,11 @@ def on_policy(result: Mapping[str, Any]) -> str:
     for run in result["runs"]:
         if run["condition"] in (plan.COLD_NO_END, methods.COLD_START, plan.ON_POLICY):
             runs[run["condition"], run["method"], run["rate"]][run["seed"]] = run
-    lines = [
-        "| | rate | right answers, each data seed | change from the cold start, mean | entropy of completions, nats: "
-        "begin, most | completions that end: begin, fewest |",
-        "|---|---|---|---|---|---|",
-    ]
+    head = (
+        "rate | right answers, each data seed | change from the cold start, mean | entropy of completions, nats: "
+        "begin, most | completions that end: begin, fewest"
+    )
+    lines = []
     cold = {
         seed: run["curve"][-1][right] for seed, run in runs[methods.COLD_START, BASELINE, methods.START_RATE].items()
     }
@@ -216,8 +211,16 @@ def on_policy(result: Mapping[str, Any]) -> str:
             "" if begin is None else f"{begin:.2f}, {most:.2f}",
             "" if ended is None else f"{ended:.0%}, {fewest:.0%}",
         )
-        lines.append(f"| {title} | {rate:g} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append([title, f"{rate:g}", *cells])
+    return markdown_table(["", *head.split(" | ")], lines)
+
+
+TWO_TEACHERS = {
+    "chain_routed": "taught by each on its own text",
+    "chain": "taught by Qwen alone",
+    "chain_second": "taught by the trained Gemma alone",
+    "chain_both": "taught by both on everything",
+}
 
 
 def two_texts(result: Mapping[str, Any]) -> str:
@@ -239,7 +242,7 @@ def two_texts(result: Mapping[str, Any]) -> str:
         TEACHER_NAMES[methods.GEMMA3]: [gemma["curve"][0]],
         f"the same after {gemma['steps']} steps of German": [gemma["curve"][-1]],
         "the student before": [student["curve"][0]],
-    } | {methods.TITLES[method]: [run["curve"][-1] for run in found] for method, found in runs.items()}
+    } | {TWO_TEACHERS[method]: [run["curve"][-1] for run in found] for method, found in runs.items()}
     lines = ["| | manual-de | python-packages | English |", "|---|---|---|---|"]
     for title, ends in rows.items():
         lines.append(f"| {title} | {' | '.join(' '.join(f'{end[text]:.3f}' for end in ends) for text in texts)} |")
@@ -253,19 +256,19 @@ def early_ends(result: Mapping[str, Any]) -> str:
     curves = [[(row["step"], row[VALIDATION]) for row in run["curve"][1:]] for run in runs]
     best = [min(curve, key=lambda at: at[1]) for curve in curves]
     steps = sum(curve[-1][0] for curve in curves)
-    lines = [
-        f"| `eval.patience` | of {len(curves)} runs end early | before their best step | these lose, bits per byte | "
-        f"steps left out, of {steps - sum(step for step, _ in best):,} after the best |",
-        "|---|---|---|---|---|",
-    ]
+    head = (
+        f"`eval.patience` | of {len(curves)} runs end early | before their best step | these lose, bits per byte | "
+        f"steps left out, of {steps - sum(step for step, _ in best):,} after the best"
+    )
+    lines = []
     for patience in PATIENCES:
         ends = [end_of(curve, patience or max(LEAST_PATIENCE, math.ceil(len(curve) / 2))) for curve in curves]
         losses = [bits - least for (_, bits), (_, least) in zip(ends, best, strict=True) if bits > least]
         early = sum(step < curve[-1][0] for (step, _), curve in zip(ends, curves, strict=True))
         lost = f"{min(losses):.4f} to {max(losses):.4f}" if losses else "0"
         cells = (patience or '"half" (default)', early, len(losses), lost, f"{steps - sum(step for step, _ in ends):,}")
-        lines.append(f"| {' | '.join(map(str, cells))} |")
-    return "\n".join(lines)
+        lines.append(cells)
+    return markdown_table(head.split(" | "), lines)
 
 
 def end_of(curve: Sequence[tuple[int, float]], patience: int) -> tuple[int, float]:
@@ -287,7 +290,7 @@ def _by_method(result: Mapping[str, Any]) -> dict[tuple[str, str], dict[int, Out
     return found
 
 
-def _line(result: Mapping[str, Any], found: Mapping[tuple[str, str], Mapping[int, Outcome]], name: str) -> str:
+def _line(result: Mapping[str, Any], found: Mapping[tuple[str, str], Mapping[int, Outcome]], name: str) -> list[str]:
     condition = result["conditions"][name]
     text = f"{condition['source']}.test"
     ces, defaults = found[name, BASELINE], found[name, ADAPTIVE]
@@ -299,7 +302,7 @@ def _line(result: Mapping[str, Any], found: Mapping[tuple[str, str], Mapping[int
     gain, behind = fmean(own), fmean(ces[seed].bits[text] for seed in seeds) - teacher
     each = f" ({', '.join(f'{one:.3f}' for one in own)})" if len(own) > 1 else ""
     english = (before[f"{VALIDATION}_{ENGLISH}"], ce.bits[ENGLISH], default.bits[ENGLISH])
-    cells = [
+    return [
         name_of_text(result, name),
         f"{TEACHER_NAMES[condition['teacher']]}: {teacher:.3f}",
         f"{before[f'{VALIDATION}_{text}']:.3f}",
@@ -310,7 +313,6 @@ def _line(result: Mapping[str, Any], found: Mapping[tuple[str, str], Mapping[int
         ", ".join(_steps(result, ces[seed], defaults[seed]) for seed in seeds),
         ", ".join(f"{bits:.3f}" for bits in english),
     ]
-    return f"| {' | '.join(cells)} |"
 
 
 def _curve(result: Mapping[str, Any], outcome: Outcome) -> list[dict[str, float]]:

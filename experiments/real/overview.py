@@ -23,12 +23,6 @@ SWEPT = ("chat-500k", "chat-500k-small-rates")
 """A text at the usual learning rate, and the same with a sweep of smaller ones."""
 LEAST, MOST, STEP = -0.25, 0.20, 0.05
 NOT_RUN = "not run"
-OLD_WINDOWS = (
-    "When these figures were measured, evaluations put BOS only before the first of several windows of a document. "
-    "**Gemma's own figure on python-code is therefore too high.** The others stand: SmolLM2's tokenizer adds no BOS, "
-    "and documents of the other texts fit one window of Gemma, but for a few tokens."
-)
-"""Note below the table."""
 
 
 def picture(result: Mapping[str, Any]) -> str:
@@ -39,9 +33,7 @@ def picture(result: Mapping[str, Any]) -> str:
     """
     result = with_sweeps(result)
     rows = [*_by_method(result), *_by_text(result)]
-    starred = any("*" in name for name, _, _ in rows)
-    notes = "; *: some learning rates only" * starred
-    legend = f"bits per byte below cross-entropy alone, held-out text{notes}"
+    legend = "bits per byte below cross-entropy alone, held-out text"
     words = "; ".join(f"{name}: {value:+.3f}" for name, value, _ in rows)
     return bars("What a teacher with another tokenizer adds", f"{legend}. {words}.", legend, rows, (LEAST, MOST, STEP))
 
@@ -59,7 +51,7 @@ def with_sweeps(result: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """Return the table of the default against cross-entropy in Markdown, with a note on the teacher's own figures.
+    """Return the table of the default against cross-entropy in Markdown.
 
     The texts on which it gains least come first.
 
@@ -67,11 +59,8 @@ def table(result: Mapping[str, Any]) -> str:
         result: Content of the result file.
     """
     result = with_sweeps(result)
-    titles = " | ".join(methods.TITLES[name] for name in OTHERS)
-    lines = [
-        f"| text | teacher alone | cross-entropy | chain, fading | its gain | {titles} |",
-        f"|---|---|---|---|---|{'---|' * len(OTHERS)}",
-    ]
+    head = ["text", "teacher alone", "cross-entropy", "chain, fading", "its gain"]
+    lines = []
     for name in sorted(_compared(result), key=lambda name: _least_gain(result, name)):
         rows, condition = _rows(result, name), result["conditions"][name]
         teacher = _teacher(result, name)
@@ -80,103 +69,63 @@ def table(result: Mapping[str, Any]) -> str:
         default = rows.get(summary.DEFAULT)
         reached = f"{default.test:.3f}" if default else NOT_RUN
         gains = [f"**{_gain(default)}**", *(_gain(rows.get(other)) for other in OTHERS)]
-        cells = [name_of(condition), f"{teacher:.3f}" if teacher else "", ce, reached, *gains]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, "", OLD_WINDOWS])
+        lines.append([name_of(condition), f"{teacher:.3f}" if teacher else "", ce, reached, *gains])
+    return summary.markdown_table([*head, *(methods.TITLES[name] for name in OTHERS)], lines)
 
 
-def worse(result: Mapping[str, Any]) -> str:
-    """Return in sentences where the default is worse than cross-entropy, and where chain with one weight is.
+def compared(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Return where the default is worse than cross-entropy, or within noise of it, and where chain with one weight is.
 
     Args:
         result: Content of the result file.
+
+    Returns:
+        `behind`, `constant`: texts on which the default and chain with one weight are worse, with the loss and the
+        student's and teacher's bits per byte where the student passes; `close`: texts on which the default's gain is
+        within the noise; `validation`: texts on which it is worse on validation, with the loss; `forgotten`: what it
+        forgets more than cross-entropy after a text; `swept`: rate, figures and gains of `SWEPT`.
     """
     result = with_sweeps(result)
-    default, constant = (_losses(result, method) for method in (summary.DEFAULT, summary.CHAIN))
-    if default:
-        lines = [f"**Chain that fades is worse than cross-entropy** by {' and by '.join(default)}."]
-    else:
-        lines = [
-            "On every one of these texts chain that fades was at least as good on the test split as "
-            f"cross-entropy.{_within_noise(result)}{_on_validation(result)}"
-        ]
-    lines += _forgotten(result)
-    unknown = [name for name in _compared(result) if summary.DEFAULT not in _rows(result, name)]
-    if unknown:
-        lines.append(f"It has not run on {'; '.join(name_of(result['conditions'][name]) for name in unknown)}.")
-    if constant:
-        lines.append(f"**With one weight to the end chain is worse than cross-entropy** by {'; by '.join(constant)}.")
-    return "\n".join(lines)
-
-
-def fitted_rates(result: Mapping[str, Any]) -> str:
-    """Return in sentences what a sweep of the learning rate leaves of the default's gain; empty where it has not run.
-
-    Args:
-        result: Content of the result file.
-    """
+    names = {name: name_of(result["conditions"][name]) for name in _compared(result)}
+    rows = {name: _rows(result, name) for name in names}
+    shipped = summary.as_shipped(summary.outcomes(result))
+    bits = {(o.condition, o.method): o.bits["validation"] for o in shipped if o.seed == summary.FIRST_SEED}
+    gains = {name: row.gain for name, of in rows.items() if (row := of.get(summary.DEFAULT)) and row.gain is not None}
+    later = {name: bits[name, summary.DEFAULT] - bits[name, summary.BASELINE] for name in gains}
     usual, fitted = (_rows(result, name) for name in SWEPT)
-    if not all({summary.BASELINE, summary.DEFAULT} <= rows.keys() for rows in (usual, fitted)):
-        return ""
-    ce = [rows[summary.BASELINE].test for rows in (usual, fitted)]
-    gains = [_gain(rows[summary.DEFAULT]) for rows in (usual, fitted)]
-    text = name_of(result["conditions"][SWEPT[0]])
-    rate = result["conditions"][SWEPT[0]]["rates"][0]
-    return (
-        f"**On {text}, most of the gain came from a poor learning rate.** At {rate:g} cross-entropy reaches "
-        f"{ce[0]:.3f}, at smaller rates {ce[1]:.3f}, and the gain of chain that fades shrinks from {gains[0]} to "
-        f"{gains[1]}. On handbook-de, 0.5 MB, where all losses have a sweep, {rate:g} is cross-entropy's best."
-    )
+    return {
+        "noise": NOISE,
+        "behind": _losses(result, summary.DEFAULT),
+        "constant": _losses(result, summary.CHAIN),
+        "close": [names[name] for name, gain in gains.items() if abs(gain) < NOISE],
+        "validation": [(names[name], loss) for name, loss in later.items() if loss > NOISE],
+        "forgotten": [(names[name], lost) for name in gains if (lost := _forgotten(rows[name]))],
+        "swept": {
+            "text": name_of(result["conditions"][SWEPT[0]]),
+            "rate": result["conditions"][SWEPT[0]]["rates"][0],
+            "ce": [each[summary.BASELINE].test for each in (usual, fitted)],
+            "gains": [_gain(each[summary.DEFAULT]) for each in (usual, fitted)],
+        },
+    }
 
 
-def _within_noise(result: Mapping[str, Any]) -> str:
-    """Return in a sentence where the default's gain is less than the noise of a data seed; empty if nowhere."""
-    gains = {name: _rows(result, name).get(summary.DEFAULT) for name in _compared(result)}
-    small = [name for name, row in gains.items() if row and row.gain is not None and abs(row.gain) < NOISE]
-    texts = "; ".join(name_of(result["conditions"][name]) for name in small)
-    return f" Its gain is within the noise of {NOISE:g} bits per byte on {texts}." if small else ""
+def _forgotten(rows: Mapping[str, summary.Row]) -> list[tuple[str, float]]:
+    """Return the other texts that the default forgets more than cross-entropy does, each at its best learning rate."""
+    ce, default = rows[summary.BASELINE].others, rows[summary.DEFAULT].others
+    losses = ((text.removesuffix(".test"), default[text] - ce[text]) for text in sorted(default))
+    return [(text, loss) for text, loss in losses if loss > NOISE]
 
 
-def _on_validation(result: Mapping[str, Any]) -> str:
-    """Return in a sentence where the default is worse on validation by more than the noise; empty if nowhere."""
-    found = summary.as_shipped(summary.outcomes(result))
-    bits = {(o.condition, o.method): o.bits["validation"] for o in found if o.seed == summary.FIRST_SEED}
-    behind = []
-    for name in _compared(result):
-        if (name, summary.DEFAULT) in bits:
-            loss = bits[name, summary.DEFAULT] - bits[name, summary.BASELINE]
-            if loss > NOISE:
-                behind.append(f"{loss:.3f} on {name_of(result['conditions'][name])}")
-    return f" **On validation it is worse** by {'; by '.join(behind)}." if behind else ""
-
-
-def _forgotten(result: Mapping[str, Any]) -> list[str]:
-    """Return in a sentence what the default forgets more than cross-entropy does, each at its best learning rate."""
-    found = []
-    for name in _compared(result):
-        rows = _rows(result, name)
-        if summary.DEFAULT in rows:
-            ce, default = rows[summary.BASELINE].others, rows[summary.DEFAULT].others
-            losses = {text.removesuffix(".test"): default[text] - ce[text] for text in sorted(default)}
-            lines = [f"{text} {loss:.3f}" for text, loss in losses.items() if loss > NOISE]
-            if lines:
-                found.append(f"after {name_of(result['conditions'][name])}: {', '.join(lines)}")
-    if not found:
-        return []
-    return [f"**Each at its best learning rate, it forgets more of other text**, in bits per byte {'; '.join(found)}."]
-
-
-def _losses(result: Mapping[str, Any], method: str) -> list[str]:
-    """Return by how much and where a method is worse than cross-entropy by more than the noise of a data seed."""
+def _losses(result: Mapping[str, Any], method: str) -> list[tuple[str, float, tuple[float, float] | None]]:
+    """Return where a method is worse than cross-entropy by more than the noise of a data seed."""
     found = []
     for name in _compared(result):
         rows = _rows(result, name)
         gain = (rows[method].gain if method in rows else None) or 0.0
         if gain < -NOISE:
             teacher, ce = _teacher(result, name), rows[summary.BASELINE].test
-            passed = teacher is not None and ce < teacher
-            why = f", where the student alone passes the teacher ({ce:.3f} and {teacher:.3f})" if passed else ""
-            found.append(f"{-gain:.3f} bits per byte on {name_of(result['conditions'][name])}{why}")
+            passed = (ce, teacher) if teacher is not None and ce < teacher else None
+            found.append((name_of(result["conditions"][name]), -gain, passed))
     return found
 
 
@@ -220,17 +169,10 @@ def _compared(result: Mapping[str, Any]) -> list[str]:
 
 
 def _by_method(result: Mapping[str, Any]) -> list[tuple[str, float, str]]:
-    """Return title, gain and kind of bar of every method, the best first; those of fewer learning rates are marked."""
-    gains = {row.method: (row.gain, "") for row in _rows(result, CONDITION).values()}
-    for partial in sorted(summary.partial_sweeps(result, CONDITION), key=lambda sweep: -len(sweep.rates)):
-        gains.setdefault(partial.method, (partial.below[summary.BASELINE], " *"))
-    known = [
-        (methods.TITLES[name], gain, mark)
-        for name, (gain, mark) in gains.items()
-        if gain is not None and name not in NOT_SHOWN
-    ]
-    ranked = sorted(known, key=lambda row: -row[1])
-    return [(f"German: {title}{mark}", gain, "a" if gain > 0 else "b") for title, gain, mark in ranked]
+    """Return title, gain and kind of bar of every method, the best first."""
+    gains = {name: row.gain for name, row in _rows(result, CONDITION).items() if name not in NOT_SHOWN}
+    ranked = sorted(((gain, name) for name, gain in gains.items() if gain is not None), reverse=True)
+    return [(f"German: {methods.TITLES[name]}", gain, "a" if gain > 0 else "b") for gain, name in ranked]
 
 
 def _by_text(result: Mapping[str, Any]) -> Sequence[tuple[str, float, str]]:

@@ -43,8 +43,7 @@ def values(result: dict[str, Any]) -> dict[str, Any]:
     return {
         "machine": result["machine"],
         "overview": overview.table(result),
-        "worse": overview.worse(result),
-        "fitted": overview.fitted_rates(result),
+        "chain": overview.compared(result),
         "transfers": sum(_transfers(entry["chosen"], f"{entry['others'][0]}.test") for entry in text),
         "compared": len(text),
         "tasks": [entry for entry in compared if entry.get("tasks")],

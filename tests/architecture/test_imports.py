@@ -8,7 +8,6 @@ import tomllib
 from pathlib import Path
 
 import httpx
-import pytest
 
 from tests.architecture.conftest import ROOT, run_code, run_without, started_without
 from tests.support.control_token import bearer
@@ -45,14 +44,14 @@ def test_importing_the_library_imports_nothing_but_itself() -> None:
     assert loaded - bare == {"xtoken_core"}
 
 
-@pytest.mark.parametrize("part", ["queue", "wire", "config", "plan", "schema", "errors"])
-def test_the_rules_of_the_queue_stand_on_no_sockets_and_no_tensors(part: str) -> None:
-    assert not loaded_by(f"xtoken_core.{part}") & {"torch", "numpy", "zmq", "transformers", "tensordict"}
+def test_the_rules_of_the_queue_stand_on_no_sockets_and_no_tensors() -> None:
+    parts = (f"xtoken_core.{part}" for part in ("queue", "wire", "config", "plan", "schema", "errors"))
+    assert not loaded_by(*parts) & {"torch", "numpy", "zmq", "transformers", "tensordict"}
 
 
-@pytest.mark.parametrize("package", ["xtoken_services.queue", "xtoken_services.supervisor", "xtoken_services.control"])
-def test_a_process_without_models_has_no_torch_in_any_of_its_modules(package: str) -> None:
-    assert not loaded_by(package) & set(MODELS)
+def test_a_process_without_models_has_no_torch_in_any_of_its_modules() -> None:
+    packages = (f"xtoken_services.{package}" for package in ("queue", "supervisor", "control"))
+    assert not loaded_by(*packages) & set(MODELS)
 
 
 def test_the_supervisor_needs_no_web_server_and_no_database() -> None:

@@ -7,7 +7,7 @@ import psutil
 from tests.contract.fuzz import MEMORY, fuzz, grew_too_much
 from tests.contract.processes import queue_process, tcp_address
 
-COUNT = 20_000
+COUNT = 5_000
 
 
 def test_mutated_messages_do_no_harm(short_tmp: Path) -> None:

@@ -9,7 +9,7 @@ from tests.contract.killing import kill_repeatedly
 
 @pytest.mark.parametrize(
     ("kills", "fsync"),
-    [(3, "always"), pytest.param(200, "interval", marks=[pytest.mark.slow, pytest.mark.timeout(3600)])],
+    [(1, "always"), pytest.param(200, "interval", marks=[pytest.mark.slow, pytest.mark.timeout(3600)])],
 )
 def test_kills_under_load(short_tmp: Path, kills: int, fsync: str) -> None:
     found = kill_repeatedly(short_tmp / f"k{kills}", kills, fsync=fsync)

@@ -75,13 +75,13 @@ def journalled_machine(directory: Path, *, served: bool) -> QueueMachine:
     return Dying()
 
 
-@pytest.mark.parametrize("examples", [15, pytest.param(2000, marks=[pytest.mark.slow, pytest.mark.timeout(7200)])])
+@pytest.mark.parametrize("examples", [5, pytest.param(2000, marks=[pytest.mark.slow, pytest.mark.timeout(7200)])])
 def test_queues_answer_as_the_model(short_tmp: Path, monkeypatch: pytest.MonkeyPatch, examples: int) -> None:
     monkeypatch.setattr(server, "TICK_S", TICK_S)
     run_state_machine_as_test(lambda: machine(short_tmp), settings=settings(PROFILE, max_examples=examples))
 
 
-@pytest.mark.parametrize("examples", [10, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(7200)])])
+@pytest.mark.parametrize("examples", [3, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(7200)])])
 def test_killed_queues_recover_as_the_model(short_tmp: Path, monkeypatch: pytest.MonkeyPatch, examples: int) -> None:
     monkeypatch.setattr(server, "TICK_S", TICK_S)
     made = settings(PROFILE, max_examples=examples)

@@ -19,6 +19,7 @@ EXAMPLES = 400
 Patch = pytest.MonkeyPatch
 MUTATIONS: dict[str, Callable[[Patch], None]] = {}
 ON_THE_SERVER = {"a-put-wakes-nobody"}
+SLOW = {"an-ack-is-taken-once", *ON_THE_SERVER}
 
 
 def mutation(make: Callable[[Patch], None]) -> Callable[[Patch], None]:
@@ -50,9 +51,7 @@ def a_put_wakes_nobody(patch: Patch) -> None:
     patch.setattr(driving, "PATIENCE_S", 1.0)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow) if n in ON_THE_SERVER else n for n in MUTATIONS]
-)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in MUTATIONS])
 def test_mutation_is_detected(name: str, monkeypatch: pytest.MonkeyPatch, short_tmp: Path) -> None:
     monkeypatch.setattr(server, "TICK_S", driving.TICK_S)
     MUTATIONS[name](monkeypatch)

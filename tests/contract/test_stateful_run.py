@@ -37,7 +37,7 @@ def machine(directory: Path | None) -> RunMachine:
     return Both()
 
 
-@pytest.mark.parametrize("examples", [20, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
+@pytest.mark.parametrize("examples", [6, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
 def test_queues_run_as_the_model(short_tmp: Path, monkeypatch: Patch, examples: int) -> None:
     monkeypatch.setattr(server, "TICK_S", TICK_S)
     run_state_machine_as_test(lambda: machine(short_tmp), settings=settings(PROFILE, max_examples=examples))

@@ -2,6 +2,7 @@
 
 import shutil
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -17,6 +18,7 @@ from tests.support.forks import ForkLauncher
 from tests.support.tiny_run import RUN_NAME, TinyAssets, make_assets, steps_of, tiny_spec
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.data_plane.address import Address
+from xtoken_services.cli.app import main
 from xtoken_services.common.run.resolve import resolve_run
 from xtoken_services.common.run.status import RunStatus
 from xtoken_services.supervisor.launchers.local import LocalLauncher
@@ -117,6 +119,7 @@ class Crew:
 
 
 Start = Callable[..., Crew]
+Refusal = Callable[..., str]
 
 
 @dataclass(frozen=True)
@@ -195,6 +198,24 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[RunSpec], Crew]
     assert children == [], f"processes are left: {children}"
     left = [path for path in Path("/dev/shm").iterdir() if RUN_NAME in path.name]
     assert left == [], f"shared memory is left: {left}"
+
+
+@pytest.fixture
+def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Refusal:
+    """Return the one line of the error of `xtoken`, run in this process; a traceback or a zero exit fails."""
+
+    def refusal(*arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["xtoken", *arguments])
+        with pytest.raises(SystemExit) as left:
+            main()
+        said = capsys.readouterr()
+        assert left.value.code != 0, said.out
+        assert "Traceback" not in said.err + said.out
+        lines = [line for line in said.err.splitlines() if line.startswith("error: ")]
+        assert len(lines) == 1, said.err
+        return lines[0]
+
+    return refusal
 
 
 @pytest.fixture(scope="session")

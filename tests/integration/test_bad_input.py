@@ -1,10 +1,7 @@
 """What a user gets for bad input: one clear line that names the thing, a non-zero exit, nothing half-written."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,36 +9,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
-from tests.integration.conftest import Crew, Tiny
+from tests.integration.conftest import Crew, Refusal, Tiny
 from tests.support.tiny_run import TinyAssets, documents, tiny_spec, write_jsonl, write_run
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import ConfigError
+from xtoken_services.cli.app import app
 from xtoken_services.common.run.status import RunState
 
 Change = Callable[[Path, TinyAssets], dict[str, Any]]
-
-
-def xtoken(
-    *arguments: str, timeout: float = 120, program: tuple[str, ...] = ("-m", "xtoken_services.cli")
-) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *program, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-
-
-def only_line(done: subprocess.CompletedProcess[str]) -> str:
-    """The one line of the error; fails on a traceback or a zero exit."""
-    assert done.returncode != 0, done.stdout
-    assert "Traceback" not in done.stderr + done.stdout
-    lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert len(lines) == 1, done.stderr
-    return lines[0]
 
 
 def raw_spec(assets: TinyAssets, directory: Path) -> dict[str, Any]:
@@ -152,40 +129,44 @@ CASES: list[tuple[Change, list[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("change", "words"), CASES, ids=[case[0].__name__ for case in CASES])
-def test_a_run_with_bad_input_says_what_is_wrong(tiny: Tiny, change: Change, words: list[str]) -> None:
-    raw = raw_spec(tiny.assets, tiny.path)
-    for place, value in change(tiny.path, tiny.assets).items():
+def changed_run(directory: Path, assets: TinyAssets, change: Change) -> str:
+    """A run file with the change."""
+    raw = raw_spec(assets, directory)
+    for place, value in change(directory, assets).items():
         part, name = place.split(".")
         (raw["teacher"][0] if part == "teacher" else raw[part])[name] = value
-    line = only_line(xtoken("run", str(write_run(tiny.path, raw))))
+    return str(write_run(directory, raw))
+
+
+@pytest.mark.parametrize(("change", "words"), [pytest.param(*case, id=case[0].__name__) for case in CASES])
+def test_a_run_with_bad_input_says_what_is_wrong(
+    tiny: Tiny, refusal: Refusal, change: Change, words: list[str]
+) -> None:
+    line = refusal("run", changed_run(tiny.path, tiny.assets, change))
     assert all(word in line for word in words), line
     assert not (tiny.path / "out" / "model").exists()
 
 
-def test_dry_run_refuses_what_a_start_refuses(assets: TinyAssets, tmp_path: Path) -> None:
-    raw = raw_spec(assets, tmp_path)
-    for place, value in narrow_head(tmp_path, assets).items():
-        part, name = place.split(".")
-        (raw["teacher"][0] if part == "teacher" else raw[part])[name] = value
-    file = str(write_run(tmp_path, raw))
-    assert only_line(xtoken("run", file, "--dry-run")) == only_line(xtoken("run", file))
+def test_dry_run_refuses_what_a_start_refuses(assets: TinyAssets, tmp_path: Path, refusal: Refusal) -> None:
+    file = changed_run(tmp_path, assets, narrow_head)
+    assert refusal("run", file, "--dry-run") == refusal("run", file)
 
 
+@pytest.mark.slow
 def test_dry_run_writes_nothing(assets: TinyAssets, tmp_path: Path) -> None:
     raw = raw_spec(assets, tmp_path)
     del raw["eval"]
     raw["data"]["path"] = str(write_jsonl(tmp_path / "long.jsonl", documents(200, seed=2)))
-    done = xtoken("run", str(write_run(tmp_path, raw)), "--dry-run")
-    assert done.returncode == 0, done.stderr
+    done = CliRunner().invoke(app, ["run", str(write_run(tmp_path, raw)), "--dry-run"])
+    assert done.exit_code == 0, done.stderr
     assert "[student]" in done.stdout and "eval: 2% of the records of data.path" in done.stdout
     assert not (tmp_path / "out").exists()
 
 
-def test_a_missing_run_file_and_one_that_is_no_toml(tmp_path: Path) -> None:
-    assert "nothing.toml" in only_line(xtoken("run", str(tmp_path / "nothing.toml")))
+def test_a_missing_run_file_and_one_that_is_no_toml(tmp_path: Path, refusal: Refusal) -> None:
+    assert "nothing.toml" in refusal("run", str(tmp_path / "nothing.toml"))
     (tmp_path / "broken.toml").write_text("a = [")
-    assert "broken.toml is not TOML" in only_line(xtoken("run", str(tmp_path / "broken.toml")))
+    assert "broken.toml is not TOML" in refusal("run", str(tmp_path / "broken.toml"))
 
 
 @pytest.mark.slow
@@ -251,7 +232,7 @@ def test_code_is_run_only_if_that_is_asked_for(
     resolve_run(spec)
 
 
-def test_a_checkpoint_of_another_run_is_refused(assets: TinyAssets, tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_run_is_refused(assets: TinyAssets, tmp_path: Path, refusal: Refusal) -> None:
     from xtoken_services.common.run.resolve import resolve_run
     from xtoken_services.trainer.checkpoint import Checkpoints, Cursor
 
@@ -263,7 +244,7 @@ def test_a_checkpoint_of_another_run_is_refused(assets: TinyAssets, tmp_path: Pa
     raw["seed"] = 8
     record = spec.output / "run.json"
     record.write_text('{"state": "completed"}')
-    line = only_line(xtoken("run", str(write_run(tmp_path, raw))))
+    line = refusal("run", str(write_run(tmp_path, raw)))
     assert "belongs to another run" in line
     assert "seed" in line
     assert record.read_text() == '{"state": "completed"}', "what the other run has left stays as it is"

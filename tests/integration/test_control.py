@@ -20,6 +20,7 @@ import torch
 from tests.integration.conftest import Tiny
 from tests.support.control_token import bearer
 from tests.support.tiny_run import RUN_NAME, TinyAssets, steps_of, tiny_spec, write_run
+from tests.support.waiting import until
 from xtoken_core.config.spec import RunSpec
 from xtoken_services.common.files.allowed_paths import Roots
 from xtoken_services.common.run.inspection import inspect_run
@@ -97,18 +98,11 @@ def gone(pids: list[int]) -> bool:
     return not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids)
 
 
-def eventually(condition: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + 30
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return condition()
-
-
 @pytest.fixture(autouse=True)
 def nothing_left_in_shared_memory() -> Iterator[None]:
     before = set(Path("/dev/shm").glob("xtoken*"))
     yield
-    assert eventually(lambda: set(Path("/dev/shm").glob("xtoken*")) <= before)
+    until(lambda: set(Path("/dev/shm").glob("xtoken*")) <= before)
 
 
 @pytest.mark.slow
@@ -179,6 +173,7 @@ def test_interrupting_a_run_in_place_stops_it_in_order(tmp_path: Path, assets: T
     assert len(list((spec.output / "checkpoints").iterdir())) == 1, "the trainer has saved where it was"
 
 
+@pytest.mark.slow
 def test_the_inspection_of_a_run_without_its_cache_makes_it_again(tmp_path: Path, assets: TinyAssets) -> None:
     spec = tiny_spec(assets, tmp_path, records=240, eval={})
     environment = Roots.of([tmp_path, assets.student.parent], [tmp_path]).environment
@@ -263,7 +258,7 @@ def test_killing_a_run_in_place_takes_everything_with_it(tmp_path: Path, assets:
     pids = workers_of(spec.output)
     command.process.kill()
     command.ended()
-    assert eventually(lambda: gone(pids) and not list(command.temporary.iterdir()))
+    until(lambda: gone(pids) and not list(command.temporary.iterdir()))
 
 
 @pytest.mark.timeout(3 * WHOLE_RUN_S)

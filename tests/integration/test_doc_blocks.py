@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from tests.contract.processes import free_port
 from tests.doc_blocks import ROOT, commands_of, fenced
 from xtoken_services.demo.run import Training, run_demo
 
@@ -58,13 +58,6 @@ def write_run_file(page: Path, directory: Path) -> None:
     for key, value in SMALL.items():
         block = re.sub(rf"^{key} = \d+", f"{key} = {value}", block, flags=re.MULTILINE)
     (directory / name[1]).write_text(block, encoding="utf-8")
-
-
-def free_port() -> int:
-    """Return a port that no process listens at."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def steps_of(block: str) -> Iterator[str]:

@@ -71,6 +71,17 @@ def test_a_run_trains_every_position_once_and_leaves_a_model(tiny: Tiny, forking
     assert out.shape[1] > prompt["input_ids"].shape[1]
 
 
+def whole_and_killed(tiny: Tiny, steps: int, **settings: Any) -> tuple[Path, Path]:
+    """Outputs of two runs with these settings; the trainer of the second is killed after so many steps."""
+    whole, broken = (tiny.spec(name, **settings) for name in ("whole", "broken"))
+    tiny.start(whole).complete()
+    crew = tiny.start(broken)
+    crew.wait_for_steps(steps)
+    crew.kill("trainer-0")
+    crew.complete()
+    return whole.output, broken.output
+
+
 @pytest.mark.slow
 def test_an_adaptive_weight_follows_the_evaluations_also_after_a_kill(tiny: Tiny) -> None:
     tiny = replace(tiny, assets=make_assets(tiny.path / "assets"))
@@ -80,23 +91,17 @@ def test_an_adaptive_weight_follows_the_evaluations_also_after_a_kill(tiny: Tiny
         "loss": {"mode": "chain", "kl_loss_weight": 2.0, "kl_loss_weight_end": "adaptive"},
         "eval": {"path": held_out, "every": 2},
     }
-    whole = tiny.spec("whole", **settings)
-    tiny.start(whole).complete()
-    lines = steps_of(whole.output)
-    rows = [json.loads(line) for line in (whole.output / "eval.jsonl").read_text().splitlines()]
+    whole, broken = whole_and_killed(tiny, 7, **settings)
+    lines = steps_of(whole)
+    rows = [json.loads(line) for line in (whole / "eval.jsonl").read_text().splitlines()]
     bits = {row["step"]: row["bits_per_byte"] for row in rows}
     for line in lines:
         last = [bits[step] for step in range(2, line["step"] + 1, 2)][-3:] or [bits[0]]
         behind = sum(last) / len(last) - rows[0]["teacher_bits_per_byte"]
         assert line["kl_loss_scale"] == pytest.approx(2 * min(max(1 + behind / 0.1, 0.0), 1.0), rel=1e-6)
     assert lines[0]["kl_loss_scale"] == 2.0 and lines[-1]["kl_loss_scale"] < 2.0, "the student passes its teacher"
-    broken = tiny.spec("broken", **settings)
-    crew = tiny.start(broken)
-    crew.wait_for_steps(7)
-    crew.kill("trainer-0")
-    crew.complete()
     for name in ("ids", "loss", "kl_loss_scale"):
-        assert [line[name] for line in steps_of(broken.output)] == [line[name] for line in lines]
+        assert [line[name] for line in steps_of(broken)] == [line[name] for line in lines]
 
 
 @pytest.mark.slow
@@ -107,9 +112,8 @@ def test_without_held_out_text_the_first_pass_decides_the_weight_also_after_a_ki
         "data": {"epochs": 2},
         "train": {"samples_per_step": 128, "micro_batch_tokens": 2048, "checkpoint_every": 3},
     }
-    whole = tiny.spec("whole", **settings)
-    tiny.start(whole).complete()
-    lines = steps_of(whole.output)
+    whole, broken = whole_and_killed(tiny, 6, **settings)
+    lines = steps_of(whole)
     assert [line["step"] for line in lines if "text_bytes_t0" in line] == list(range(8)), "the first of two passes"
     windows = [(0.0, 0.0)]
     for line in lines:
@@ -122,13 +126,8 @@ def test_without_held_out_text_the_first_pass_decides_the_weight_also_after_a_ki
         windows += [(nats, size)] + [(0.0, 0.0)] * (size >= 1 << 16)
     assert lines[0]["kl_loss_scale"] == 2.0 and lines[-1]["kl_loss_scale"] < 2.0, "the student passes its teacher"
     assert len({line["kl_loss_scale"] for line in lines[8:]}) == 1, "constant after the first pass"
-    broken = tiny.spec("broken", **settings)
-    crew = tiny.start(broken)
-    crew.wait_for_steps(6)
-    crew.kill("trainer-0")
-    crew.complete()
     for name in ("ids", "loss", "kl_loss_scale"):
-        assert [line[name] for line in steps_of(broken.output)] == [line[name] for line in lines]
+        assert [line[name] for line in steps_of(broken)] == [line[name] for line in lines]
 
 
 @pytest.mark.slow
@@ -151,21 +150,14 @@ def workers(crew: Crew) -> list[WorkerStatus]:
 
 @pytest.mark.slow
 def test_killed_student_resumes_bit_for_bit(tiny: Tiny) -> None:
-    loss = {"kl_loss_weight_end": 0.0}
-    whole = tiny.spec("whole", loss=loss)
-    tiny.start(whole).complete()
-    broken = tiny.spec("broken", loss=loss)
-    crew = tiny.start(broken)
-    crew.wait_for_steps(7)
-    crew.kill("trainer-0")
-    crew.complete()
-    expected, found = steps_of(whole.output), steps_of(broken.output)
+    whole, broken = whole_and_killed(tiny, 7, loss={"kl_loss_weight_end": 0.0})
+    expected, found = steps_of(whole), steps_of(broken)
     assert [line["ids"] for line in found] == [line["ids"] for line in expected]
     assert [line["loss"] for line in found] == [line["loss"] for line in expected]
     assert [line["kl_loss_scale"] for line in found] == pytest.approx([1 - step / 11 for step in range(12)])
-    weights = [load_file(spec.output / "model" / "model.safetensors") for spec in (whole, broken)]
+    weights = [load_file(output / "model" / "model.safetensors") for output in (whole, broken)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
-    assert len(list((broken.output / "logs").glob("trainer-0.*.log"))) == 2
+    assert len(list((broken / "logs").glob("trainer-0.*.log"))) == 2
 
 
 @pytest.mark.slow

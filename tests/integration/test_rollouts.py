@@ -49,6 +49,7 @@ def on_policy(
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_two_runs_train_on_the_same_completions(
     writing: TinyAssets, tmp_path: Path, start: Start, forking: ForkLauncher
 ) -> None:  # fmt: skip
@@ -224,6 +225,7 @@ def test_a_stopped_run_resumes_with_completions_by_its_checkpoint(
     assert one == two
 
 
+@pytest.mark.slow
 def test_a_run_that_gets_worse_on_its_task_ends_with_the_student_that_was_best(
     tmp_path: Path, start: Start, forking: ForkLauncher
 ) -> None:

@@ -179,6 +179,7 @@ def test_a_context_beyond_the_models_is_refused(assets: TinyAssets, tmp_path: Pa
         resolve._check_context("student", wide, {**config, "rope_scaling": {**scaled, "factor": 2.0}})
 
 
+@pytest.mark.slow
 def test_a_dry_run_refuses_a_text_without_a_usable_record_as_the_start_does(assets: TinyAssets, tmp_path: Path) -> None:
     spec = refusing(assets, tmp_path, chats(tmp_path, 40))
     with pytest.raises(XtokenError, match=r"none of 40 samples, evenly spread over the run, can be used; the first: "):
@@ -197,21 +198,24 @@ def test_a_look_at_long_documents_reads_two_mebibytes_at_most(assets: TinyAssets
     assert found == {"positions": 6, "skipped": 0, "truncated": 5, "reason": ""}
 
 
-def test_a_dry_run_warns_of_cut_documents_and_of_evaluation_text_that_is_trained_on(tiny: Tiny) -> None:
+@pytest.mark.slow
+def test_a_dry_run_warns_of_cut_documents(tiny: Tiny) -> None:
     long = write_jsonl(tiny.path / "long.jsonl", [" ".join(documents(20, seed=n)) for n in range(24)])
-    copied = tiny.path / "copied.jsonl"
-    shutil.copyfile(long, copied)
-    other = write_jsonl(tiny.path / "other.jsonl", documents(9, seed=77))
-    spec = tiny.spec(data={"path": long}, eval={"path": copied})
-    lines = check_run(spec, None)
+    lines = check_run(tiny.spec(data={"path": long}), None)
     assert any(
         line.startswith("text: 100% of 24 samples are cut; 64 tokens each on average, about 1,536") for line in lines
     )
-    assert "eval.path is also training text: bits per byte of it say nothing about other text" in lines
     assert any(line.startswith("24 of 24 samples are cut at a context") for line in lines), lines
-    both = {"path": [long, other]}
-    among = file_warnings(resolve_run(tiny.spec(data=both, eval={"path": other})))
-    assert any(line.startswith("eval.path is also training text") for line in among)
+
+
+def test_evaluation_text_that_is_trained_on_is_warned_about(tiny: Tiny) -> None:
+    long = write_jsonl(tiny.path / "long.jsonl", documents(24, seed=1))
+    copied = tiny.path / "copied.jsonl"
+    shutil.copyfile(long, copied)
+    other = write_jsonl(tiny.path / "other.jsonl", documents(9, seed=77))
+    for data, held_out in ((long, copied), ([long, other], other)):
+        lines = file_warnings(resolve_run(tiny.spec(data={"path": data}, eval={"path": held_out})))
+        assert "eval.path is also training text: bits per byte of it say nothing about other text" in lines
     fresh = resolve_run(tiny.spec(data={"path": other}, eval={"path": copied}))
     assert list(file_warnings(fresh)) == []
 

@@ -91,7 +91,7 @@ def check(arguments, reference=None):
 @pytest.mark.parametrize("device", DEVICES)
 @cases(
     "pair, k, changed",
-    pytest.param((WHOLE, SPLIT), 3, {}, id="student_is_whole"),
+    pytest.param((WHOLE, SPLIT), 3, {}, id="student_is_whole", marks=slow),
     pytest.param((SPLIT, WHOLE), 4, {"temperature": 2.0}, id="teacher_is_whole", marks=slow),
     pytest.param((BY_THREE, UNGROUPED), 5, {}, id="words_end_inside_tokens"),
     pytest.param((BY_THREE, UNGROUPED), 1000, {}, id="words_end_inside_tokens_all_listed", marks=slow),
@@ -161,9 +161,10 @@ def test_without_cross_entropy(device):
     assert_within(*gradients, GRADIENT["chunk", torch.float32], "gradient")
 
 
+@slow
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("device", DEVICES)
-@cases("pair", pytest.param((SPLIT, WHOLE), marks=slow), (WHOLE, SPLIT), ids=["teacher_is_whole", "student_is_whole"])
+@cases("pair", (SPLIT, WHOLE), (WHOLE, SPLIT), ids=["teacher_is_whole", "student_is_whole"])
 def test_tokens_that_end_without_a_term_are_inside_their_nodes(device, pair):
     """A tokenizer without end terms has members whose last piece reaches no node (see `PieceTrie`)."""
     *arguments, tables, settings = case(pair, device, len(pair[1].vocab))

@@ -97,7 +97,12 @@ def test_axis_b_values_and_gradients_are_the_references(name, case, short, devic
 
 
 @pytest.mark.parametrize(
-    ("name", "variant"), [("p_kl", ""), ("p_kl_cross_entropy", "wide_head_T2"), ("gold_cross_entropy", "wide_head_T2")]
+    ("name", "variant"),
+    [
+        pytest.param("p_kl", "", marks=pytest.mark.slow),
+        ("p_kl_cross_entropy", "wide_head_T2"),
+        pytest.param("gold_cross_entropy", "wide_head_T2", marks=pytest.mark.slow),
+    ],
 )
 def test_axis_b_of_the_large_kernels_in_float32(name, variant):
     check_against_the_reference(name, CASES[name][variant], "triton", CPU, torch.float32)

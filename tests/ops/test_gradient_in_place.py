@@ -15,6 +15,7 @@ from xtoken_core.ops.registry import BACKENDS, load_backend
 pytest.importorskip("triton")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 every_device = pytest.mark.parametrize("device", DEVICES)
+slow = pytest.mark.slow
 
 
 def losses_of(inputs, logits, *, overwrite):
@@ -39,7 +40,7 @@ def test_the_gradient_takes_the_memory_of_the_logits_and_is_the_same(device):
 
 
 @every_device
-@pytest.mark.parametrize("weight", [None, 0.25, 0.0])
+@pytest.mark.parametrize("weight", [pytest.param(None, marks=slow), 0.25, pytest.param(0.0, marks=slow)])
 def test_the_loss_trains_what_gave_the_logits_as_without_the_option(device, weight, monkeypatch):
     monkeypatch.setenv("XTOKEN_OPS", "p_kl_cross_entropy=triton")
     case = make_case(dtype=torch.float32)

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.ops.tolerances import OUTPUT, assert_within
 from tests.support.device import without_waiting
+from tests.support.examples import examples
 from xtoken_core.ops.registry import BACKENDS, load_backend
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -44,7 +45,7 @@ def equals(op, logits, targets, *settings):
 
 
 @every_backend
-@settings(deadline=None, max_examples=6)
+@examples(2, 6)
 @given(seed=st.integers(0, 10**6), k=st.integers(1, 40), levels=st.integers(1, 6))
 def test_ties_go_to_the_lowest_id(short, seed, k, levels):
     logits = torch.randint(levels, (1, 2, 150), generator=torch.Generator().manual_seed(seed)) - levels / 2
@@ -67,7 +68,7 @@ def test_hundreds_of_ties_at_the_border_in_bfloat16(short, device):
 @every_device
 @pytest.mark.parametrize(
     "dtype",
-    [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)],
+    [torch.float32, *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in (torch.bfloat16, torch.float16))],
     ids=["fp32", "bf16", "fp16"],
 )
 @pytest.mark.parametrize(
@@ -87,7 +88,9 @@ def test_the_reference_is_matched(short, device, dtype, vocab, head, k, T):
 
 @pytest.mark.parametrize("short", ["triton"])
 @every_device
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf], ids=["nan", "inf", "minus_inf"])
+@pytest.mark.parametrize(
+    "value", [torch.nan, pytest.param(torch.inf, marks=pytest.mark.slow), -torch.inf], ids=["nan", "inf", "minus_inf"]
+)
 def test_what_is_not_finite_is_as_in_the_reference(short, device, value):
     logits = rows(1, 5, 200)
     logits[0, 0, 3] = value
@@ -126,10 +129,10 @@ def test_a_rest_far_below_the_listed_tokens_keeps_its_digits(short):
 @pytest.mark.parametrize("short", ["triton"])
 @every_device
 def test_positions_of_strided_samples_are_read_where_they_are(short, device):
-    wide = rows(4, 6, 90).to(device)
-    equals(backend(short), wide[::2, 1:5], torch.ones(2, 4, dtype=torch.long, device=device), 4, 80, 1.0)
+    wide = rows(3, 4, 90).to(device)
+    equals(backend(short), wide[::2, 1:3], torch.ones(2, 2, dtype=torch.long, device=device), 4, 80, 1.0)
     swapped = wide.transpose(1, 2).contiguous().transpose(1, 2)
-    equals(backend(short), swapped, torch.ones(4, 6, dtype=torch.long, device=device), 4, 80, 1.0)
+    equals(backend(short), swapped, torch.ones(3, 4, dtype=torch.long, device=device), 4, 80, 1.0)
 
 
 @pytest.mark.gpu

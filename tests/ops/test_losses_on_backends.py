@@ -10,7 +10,7 @@ from xtoken_core.ops.registry import BACKENDS
 
 TRITON = ",".join(f"{name}=triton" for name, backends in BACKENDS.items() if "triton" in backends)
 
-QUICK = {"gold_padded", "p_kl_T2", "p_kl_reverse", "p_kl_full_vocab", "p_kl_padded"}
+QUICK = {"gold_padded", "p_kl_T2", "p_kl_reverse"}
 """Of each kernel; seconds each in the interpreter. The others run by `-m slow` and on a GPU."""
 INTERPRETED = [pytest.param(case, marks=[pytest.mark.slow] * (case["name"] not in QUICK)) for case in CASES]
 

@@ -81,9 +81,7 @@ def test_the_student_s_waiting_is_the_worst_sum_of_both_waits() -> None:
     one = {"p_kl_wide": waits(True, 0.004, 0.001), "gold_wide": {"wide": True, "failed": "no memory"}}
     two = {"teacher_apart": waits(True, 0.002, 0.009), "p_kl_hidden": waits(False, 0.5, 0.5)}
     results = {name: {"serial": {}, "variants": variants} for name, variants in {"one": one, "two": two}.items()}
-    (bound,) = (
-        found for found in bounds_of(results) if found.what.startswith("student waits for rows or for its teacher")
-    )
+    (bound,) = (found for found in bounds_of(results) if found.what.startswith("waits: "))
     assert bound.value == pytest.approx(0.011)
     assert (bound.must, bound.aim, bound.verdict) == (0.02, 0.005, "holds")
 
@@ -112,7 +110,7 @@ def test_memory_counts_the_teacher_and_its_ring_and_needs_the_serial_loop_beside
         "serial": {"p_kl": {"peak_bytes_above_state": 10}},
         "variants": {"p_kl_hidden": {"serial": "p_kl", "wide": False, **parts}},
     }
-    (share,) = (b.value for b in bounds_of({"one": result}) if "hidden states, activations kept" in b.what)
+    (share,) = (b.value for b in bounds_of({"one": result}) if "P-KL, hidden, kept" in b.what)
     assert share == pytest.approx(0.4)
     result["serial"] = {}
-    assert all(b.value is None for b in bounds_of({"one": result}) if "hidden states" in b.what)
+    assert all(b.value is None for b in bounds_of({"one": result}) if "P-KL, hidden" in b.what)

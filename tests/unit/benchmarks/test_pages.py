@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,8 @@ from benchmarks import pages
 from experiments.real import page as real_models
 
 WRITERS: dict[str, tuple[Callable[[], dict[Path, str]], set[Path]]] = {
-    "benchmarks.pages": (pages.rendered, {part.page for part in pages.PARTS}),
-    "experiments.real.page": (real_models.rendered, {*real_models.PAGES.values(), *real_models.PICTURES}),
+    "benchmarks.pages": (cache(pages.rendered), {part.page for part in pages.PARTS}),
+    "experiments.real.page": (cache(real_models.rendered), {*real_models.PAGES.values(), *real_models.PICTURES}),
 }
 
 

@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.bounds import resume_bounds
 from benchmarks.worker_kills.__main__ import LIMIT, Outcome
-from benchmarks.worker_kills.whole_run import RUNS, holds, verdict
+from benchmarks.worker_kills.whole_run import RUNS, verdict
 
 GOOD = {"victim": "trainer-0", "paired": True, "step": 3, "reported_s": 1.0, "paired_s": 4.0}
 
@@ -39,4 +40,5 @@ def lines(offset: float, ids: list[int]) -> list[dict[str, Any]]:
 def test_a_resumed_run_is_held_to_its_noise_and_its_ids(offset: float, ids: list[int], good: bool) -> None:
     order = [0, 1, 2]
     found = verdict(dict(zip(RUNS, (lines(0.0, order), lines(1e-6, order), lines(offset, ids)), strict=True)))
-    assert holds({**found, "kills": [GOOD], "memory_not_returned": 0}) is good
+    bounds = resume_bounds({**found, "kills": [GOOD], "memory_not_returned": 0, "memory_limit": 1, "deadline_s": 2.0})
+    assert all(bound.holds for bound in bounds) is good

@@ -145,7 +145,7 @@ CROSSED = TinyTokenizer(ALPHABET, [(b"\xa9", b"\xc3"), (b"\xc3", b"\xa9"), (b"a"
 
 # CROSSED merges the bytes of "é" with the next letter's first: it writes the token "aé\xc3" with more tokens than "aé".
 @long
-@examples(25, 2000, QUICK)
+@examples(10, 2000, QUICK)
 @example(BROKEN, CROSSED, ["1"], ChainOptions(False, False, False), 0)
 @example(CROSSED, BROKEN, ["1", "aéé"], ChainOptions(), 0)
 @CASES
@@ -154,7 +154,7 @@ def test_equals_loops(student, teacher, documents, chosen, seed):
 
 
 @long
-@examples(25, 2000, QUICK)
+@examples(10, 2000, QUICK)
 @example(UNGROUPED, BY_THREE, ["12.", "12 12", "..s", "'."], ChainOptions(), 0)
 @example(BY_THREE, UNGROUPED, ["12.", "12 12", "..s", "'."], ChainOptions(), 4)
 @example(BY_THREE, UNGROUPED, ["12.12 1", "1"], ChainOptions(), len(UNGROUPED.vocab) - 1)  # all are listed
@@ -166,7 +166,7 @@ def test_digit_groups_equal_loops(student, teacher, documents, chosen, seed):
 
 # The Unigram may cut "111" before or after "11" with the same sum of scores.
 @long
-@examples(15, 2000, QUICK)
+@examples(8, 2000, QUICK)
 @example(
     TinyTokenizer(ALPHABET, [(b"1", b"1"), (b"11", b"1")], "none"),
     TinyTokenizer(ALPHABET, [(b"1", b"1")], "none"),
@@ -198,7 +198,7 @@ def listed(teacher: TinyTokenizer, seed: int, beta: float | None) -> int:
 
 
 @long
-@examples(25, 2000, QUICK)
+@examples(10, 2000, QUICK)
 @example(CROSSED, BROKEN, ["1", "aéé"], ChainOptions(), 0, None)
 @given(*GIVEN, BETAS)
 def test_generated_rows_equal_loops(student, teacher, documents, chosen, seed, beta):

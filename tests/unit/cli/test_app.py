@@ -32,16 +32,21 @@ from xtoken_services.supervisor.run_record import RunResult
 HEAVY = ("torch", "transformers", "fastapi", "pydantic", "numpy", "zmq", "rich")
 
 
+def status_of(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """Return the exit status of `xtoken` in this process."""
+    monkeypatch.setattr(sys, "argv", ["xtoken", *arguments])
+    with pytest.raises(SystemExit) as left:
+        cli.main()
+    assert isinstance(left.value.code, int)
+    return left.value.code
+
+
 def fail_with(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> int:
     def broken(*_: object, **__: object) -> None:
         raise error
 
     monkeypatch.setattr(cli, "app", broken)
-    monkeypatch.setattr(sys, "argv", ["xtoken", "--help"])
-    with pytest.raises(SystemExit) as left:
-        cli.main()
-    assert isinstance(left.value.code, int)
-    return left.value.code
+    return status_of(monkeypatch, "--help")
 
 
 @pytest.mark.parametrize(
@@ -174,36 +179,41 @@ def test_bad_run_file_loads_nothing_heavy(tmp_path: Path) -> None:
     )
 
 
-def test_no_control_plane(tmp_path: Path) -> None:
-    model = f'model = "{tmp_path}"\ncontext_length = 8\n'
-    file = tmp_path / "run.toml"
-    file.write_text(f'output = "out"\n[student]\n{model}[teacher]\n{model}projection = "p"\n[data]\npath = "d.txt"\n')
-    done = xtoken("run", str(file), "--control", "http://127.0.0.1:9")
-    assert done.returncode == 1
-    assert done.stderr.startswith("error: no control plane at http://127.0.0.1:9: ")
-    assert len(done.stderr.splitlines()) == 1
+def test_no_control_plane(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert status_of(monkeypatch, "run", str(run_file(tmp_path)), "--control", "http://127.0.0.1:9") == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: no control plane at http://127.0.0.1:9: ")
 
 
 @pytest.mark.parametrize("how", ["port", "root", "host"])
-def test_control_plane_that_cannot_start_leaves_no_files(how: str, tmp_path: Path) -> None:
+def test_control_plane_that_cannot_start_leaves_no_files(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
         root = ["--port", "0", "--root", str(tmp_path / "none")]
         wrong = {"port": ["--port", port], "root": root, "host": ["--host", "0.0.0.0"]}[how]
-        done = xtoken("control", "--runs-dir", str(tmp_path / "runs"), *wrong)
+        status = status_of(monkeypatch, "control", "--runs-dir", str(tmp_path / "runs"), *wrong)
     said = {
         "port": (1, f"error: cannot serve at 127.0.0.1:{port}: Address already in use: choose another --port"),
         "root": (2, f"error: --root {tmp_path / 'none'} is not a directory"),
         "host": (2, "error: host 0.0.0.0 is reachable from other machines: a token is required (--token-file)"),
     }[how]
-    assert (done.returncode, done.stderr.splitlines()[-1]) == said, done.stderr
+    assert (status, capsys.readouterr().err.splitlines()[-1]) == said
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
-@pytest.mark.parametrize("server", ["queue", "control"])
+@pytest.mark.parametrize(
+    ("server", "number"),
+    [
+        ("queue", signal.SIGINT),
+        ("control", signal.SIGTERM),
+        pytest.param("queue", signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param("control", signal.SIGINT, marks=pytest.mark.slow),
+    ],
+)
 def test_servers_exit_with_0_on_a_signal(server: str, number: signal.Signals, tmp_path: Path) -> None:
     words = {
         "queue": ["queue", "--bind", f"ipc://{tmp_path / 'private' / 'queue'}"],

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
+from tests.support.waiting import until
 from tests.unit.control.stored_runs import HERE
 from tests.unit.supervisor.scripted_run import resolved_run, use_scripted_workers
 from xtoken_core.data_plane.queue_client import QueueClient
@@ -58,10 +59,3 @@ def counted(method: Any, name: str, sent: list[str]) -> Any:
         return method(self, *arguments, **options)
 
     return counting
-
-
-def until(condition: Any) -> None:
-    deadline = time.monotonic() + 90
-    while not condition():
-        assert time.monotonic() < deadline, "timed out"
-        time.sleep(0.05)

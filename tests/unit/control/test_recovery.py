@@ -183,6 +183,7 @@ def test_run_completed_without_control_plane(planes: Planes) -> None:
     assert planes.last()["trainer-0"].exit_code == 0
 
 
+@pytest.mark.slow
 def test_run_without_processes_is_interrupted(planes: Planes) -> None:
     planes.begin_and_kill()
     os_process.kill_marked(f"{planes.run().id}/")

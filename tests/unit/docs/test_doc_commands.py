@@ -2,12 +2,12 @@
 
 import importlib.util
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import typer
+from click.testing import CliRunner
+from huggingface_hub.cli import hf
 
 from tests.doc_blocks import PAGES, ROOT, commands_of, shell_commands
 from tests.support.cases import cases
@@ -55,10 +55,9 @@ def check_python(words: list[str]) -> None:
 
 def check_hf(words: list[str]) -> None:
     """Look the options up in the help of huggingface_hub's own command."""
-    command = [sys.executable, "-m", "huggingface_hub.cli.hf", words[0], "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert [word for word in words if word.startswith("-") and word not in done.stdout] == []
+    done = CliRunner().invoke(hf.app, [words[0], "--help"])
+    assert done.exit_code == 0, done.output
+    assert [word for word in words if word.startswith("-") and word not in done.output] == []
 
 
 CHECKS = {"xtoken": check_xtoken, "make": check_make, "python": check_python, "python3": check_python, "hf": check_hf}

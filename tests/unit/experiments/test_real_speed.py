@@ -28,6 +28,7 @@ def state(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.slow
 def test_every_part_of_a_step_is_measured(state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "speed.json"
     options = ["--device", "cpu", "--documents", "4", "--repeats", "2", "--state", str(state), "--out", str(out)]

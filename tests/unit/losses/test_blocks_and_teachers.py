@@ -12,9 +12,9 @@ from xtoken_core.chain.build import cached_tables
 from xtoken_core.config import LossConfig
 from xtoken_core.losses import CrossTokenizerDistillationLoss, HeadProjection
 from xtoken_core.losses.chunk_classes import class_means
-from xtoken_core.losses.known_gradients import _scaled
 from xtoken_core.losses.common import ChunkView, partial_mean
 from xtoken_core.losses.gold import first_rows
+from xtoken_core.losses.known_gradients import _scaled
 from xtoken_core.losses.lazy_logits import HeadRows, logit_rows
 from xtoken_core.losses.masks import kept_chunk_ids
 from xtoken_core.losses.objective import ComparedTeacher

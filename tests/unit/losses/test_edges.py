@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.examples import examples
 from tests.unit.losses.loss_cases import V_S, make_case, run
 from xtoken_core.config import LossConfig
 from xtoken_core.errors import ConfigError, InputError
@@ -62,7 +63,7 @@ def test_a_model_costs_nothing_against_itself(config):
     assert abs(kd) < 1e-7
 
 
-@settings(deadline=None, max_examples=20)
+@examples(8, 20)
 @given(seed=st.integers(0, 10**6), k=st.sampled_from([1, 3, 8, 31]))
 def test_with_prob_average_every_chunk_is_a_true_divergence(seed, k):
     case = make_case(seed=seed)
@@ -71,7 +72,7 @@ def test_with_prob_average_every_chunk_is_a_true_divergence(seed, k):
     assert abs(metrics["chunk_mass_t0"] - 1) < 1e-6
 
 
-@settings(deadline=None, max_examples=20)
+@examples(8, 20)
 @given(seed=st.integers(0, 10**6), k=st.sampled_from([1, 3, 8, 31]))
 def test_log_prob_average_is_bounded_by_its_mass_and_never_clamped(seed, k):
     case = make_case(seed=seed)

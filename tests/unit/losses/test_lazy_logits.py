@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.examples import examples
 from tests.unit.losses.loss_cases import V_S, Case, make_case
 from xtoken_core import schema
 from xtoken_core.config import LossConfig
@@ -120,7 +121,7 @@ def test_averaged_logits():
     check(case, LossConfig(teacher_aggregation="averaged_logits", temperature=2.0))
 
 
-@settings(deadline=None, max_examples=15)
+@examples(5, 15)
 @given(
     seed=st.integers(0, 10**6), lengths=st.lists(st.integers(1, 12), min_size=1, max_size=5), rows=st.integers(1, 40)
 )

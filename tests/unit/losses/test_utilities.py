@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.examples import examples
+from tests.support.preloaded import PRELOADED
 from tests.unit.losses.loss_cases import V_S, make_case, run
 from tests.unit.losses.loss_loops import token_map
 from xtoken_core import losses
@@ -151,7 +152,7 @@ def _rank(rank, path, rows):
 
 def test_two_ranks_make_the_same_step_as_one(tmp_path):
     rows = [[0, 2], [1, 3]]
-    mp.spawn(_rank, args=(str(tmp_path), rows), nprocs=2)
+    mp.start_processes(_rank, args=(str(tmp_path), rows), nprocs=2, start_method=PRELOADED)
     ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)]
     for name in SPLIT:
         whole = gradient_of_step(name, step_case(name), dp_all_reduce_sum)

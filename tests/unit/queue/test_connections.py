@@ -1,12 +1,12 @@
 """The bound of the connections of one address."""
 
 import socket
-import time
 from collections.abc import Iterator
 
 import pytest
 import zmq
 
+from tests.support.waiting import until
 from xtoken_services.queue import connections
 from xtoken_services.queue.connections import Connections
 
@@ -39,10 +39,7 @@ def test_another_machine_has_a_quarter_of_the_connections_and_its_newest_stay(
         for peer in peers[: 6 - left]:
             while peer.recv(100):  # to the end: the server closes it
                 pass
-        deadline = time.monotonic() + 20
-        while len(followed.open()) != left:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        until(lambda: len(followed.open()) == left)
         assert all(peer.recv(1) for peer in peers[6 - left :]), "they are greeted"
     finally:
         for peer in peers:

@@ -121,14 +121,8 @@ RUNS |= {
     "routes-of-prompts": replace(PROMPTS, teachers=2, routes=((0,), (1,)), crashes=1, crashing=ROLLOUT),
 }
 
-LONG = (
-    "two-crashes", "teacher-crashes", "two-slots", "two-collators", "nack-and-crash", "ahead-sessions-lapse",
-    "nacks-below-the-limit", "lost-answer-and-crash", "prompts-teacher-crashes", "prompts-nacks",
-    "prompts-rollout-crashes", "prompts-sessions-lapse", "prompts-queue-lost", "prompts-and-text", "prompts-tombstones",
-    "routes-to-one-teacher-only", "routes-teacher-crashes", "routes-trainer-crashes", "routes-queue-lost",
-    "routes-nacks", "routes-of-prompts",
-)  # fmt: skip
-"""Runs whose states take several seconds to visit."""
+QUICK = {"plain", "tombstones", "two-ranks", "lost-answers", "trainer-crashes", "prompts", "cold-start", "routes"}
+"""Runs of the default suite."""
 LARGE_RUNS = {
     "no-teacher-two-crashes": replace(NO_TEACHER, collators=2, block_size=1, crashes=2, checkpoints=FIRST_STEP),
     "no-teacher-sessions-lapse": replace(NO_TEACHER, lapses=2, checkpoints=FIRST_STEP),
@@ -151,7 +145,7 @@ LARGE_RUNS = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name in LONG else name for name in RUNS]
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in RUNS]
 )
 def test_every_state_of_a_run_is_right(name: str) -> None:
     outcome = explore(RUNS[name])
@@ -221,6 +215,7 @@ def test_claims_out_of_plan_order_deadlock() -> None:
     assert violation_without_a_rule("plain", in_plan_order=False).startswith("stuck")
 
 
+@pytest.mark.slow
 def test_handles_that_outlive_their_teacher_are_read() -> None:
     found = violation_without_a_rule("teacher-crashes", protocol=HandlesOutliveTheirTeacher)
     assert found.startswith("foreign signal")

@@ -35,25 +35,6 @@ def test_withdrawn_sample_arrives_anew() -> None:
     assert taken(samples, 3) == (2, 1)
 
 
-def test_given_back_samples_keep_strict_order() -> None:
-    samples = of("strict")
-    samples.produce([5, 3, 4], ["x"])
-    lease = samples.claim_next("s", "t", 2)
-    samples.give_back(lease.id)
-    assert taken(samples, 3) == (5, 3, 4)
-
-
-@pytest.mark.parametrize("order", ["strict", "arrival"])
-def test_a_claim_that_lacks_a_field_changes_nothing(order: str) -> None:
-    samples = of(order)
-    samples.produce([1], ["x", "y"])
-    samples.produce([2, 3], ["x"])
-    with pytest.raises(QueueError, match="sample 2 has no y"):
-        samples.claim_next("s", "t", 3, ["y"])
-    assert (samples.given_back, samples.leases) == (0, {})
-    assert taken(samples, 3) == (1, 2, 3)
-
-
 def test_unknown_id_is_refused_before_waiting() -> None:
     samples = of("by_id", "x", "y")
     samples.produce([1], ["x"])

@@ -343,3 +343,9 @@ def test_only_the_two_sides_of_a_ring_use_it() -> None:
         ask_slot(run, ring, [0, 1], stranger)
     with pytest.raises(QueueError, match="belongs to another trainer"):
         opened(run, ring, stranger)
+
+
+def test_a_slot_that_does_not_exist_is_named() -> None:
+    run = make_run()
+    with pytest.raises(QueueError, match="has 1 slots, none is number 1"):
+        release(run, open_ring(run).id, 1, 0)

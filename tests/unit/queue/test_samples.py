@@ -3,7 +3,6 @@
 from collections import Counter
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,24 +18,6 @@ def one_task(order: Any, *requires: str, attempts: int = 3) -> OrderedSamples:
 def claimed(samples: OrderedSamples, count: int, session: str = "s") -> tuple[int, ...]:
     lease = samples.claim_next(session, "use", count)
     return lease.ids if lease else ()
-
-
-def test_producing_again_is_no_news() -> None:
-    samples = one_task("strict", "x", "y")
-    assert samples.produce([1, 2], ["x"]) == [1, 2]
-    assert samples.produce([1, 2], ["x"]) == []
-    assert samples.produce([2], ["x", "y"]) == [2]
-    assert claimed(samples, 1) == ()
-
-
-@pytest.mark.parametrize("order", ["strict", "arrival"])
-def test_a_withdrawn_field_makes_its_task_wait(order: str) -> None:
-    samples = one_task(order, "x", "y")
-    samples.produce([1], ["x", "y"])
-    samples.withdraw(1, "y")
-    assert claimed(samples, 1) == ()
-    samples.produce([1], ["y"])
-    assert claimed(samples, 1) == (1,)
 
 
 def test_given_back_sample_without_field_waits() -> None:

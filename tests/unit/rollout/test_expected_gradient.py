@@ -155,6 +155,7 @@ def test_the_mean_gradient_is_that_of_the_expected_divergence_of_the_decisions(s
     torch.testing.assert_close(found, case.gradient(sum(decisions(case, form))), rtol=1e-7, atol=1e-10)
 
 
+@pytest.mark.slow
 def test_the_size_of_the_term_that_is_left_out_is_documented():
     page = " ".join((ROOT / "docs" / "on_policy.md").read_text("utf-8").split())
     stated = re.search(r"of the norm of the kept one: ([^;]+); ([^;]+) with three", page)

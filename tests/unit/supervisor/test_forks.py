@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -13,6 +12,7 @@ import psutil
 import pytest
 
 from tests.support.runs import resolved_run
+from tests.support.waiting import until
 from tests.unit.supervisor.scripted_run import alive
 from xtoken_core.errors import ConfigError
 from xtoken_services.supervisor import os_process
@@ -159,13 +159,6 @@ child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"],
 open({file!r}, "w").write(str(child.pid))
 {then}
 """
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline, "it never came"
-        time.sleep(0.02)
 
 
 def read_pid(file: Path) -> int:

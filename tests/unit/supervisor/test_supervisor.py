@@ -5,13 +5,13 @@ import os
 import signal
 import socket
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.support.cases import cases
+from tests.support.waiting import until
 from tests.unit.supervisor.scripted_run import ScriptedRun, alive
 from xtoken_core.data_plane.address import Address, create_token
 from xtoken_services.common.run import machine
@@ -51,6 +51,7 @@ def test_run_completes_and_its_incarnations_continue_after_existing_logs(scripte
     assert (status.step, status.steps, status.skipped) == (6, 6, 24)
 
 
+@pytest.mark.slow
 def test_resumed_run_shows_the_step_of_its_checkpoint(scripted: ScriptedRun) -> None:
     supervisor = scripted.start(steps=6, step=3, trainer_0=["start:kill"])
     steps = [supervisor.status().step]
@@ -71,6 +72,7 @@ def test_killed_workers_are_restarted(scripted: ScriptedRun) -> None:
         assert record(scripted)["workers"][name]["attempt"] == 2
 
 
+@pytest.mark.slow
 def test_a_worker_killed_for_lack_of_memory_ends_the_run(
     scripted: ScriptedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -104,14 +106,18 @@ TWICE = "after 2 restarts without progress"
 
 @cases(
     "worker, deed, error, status, started",
-    ("trainer-0", "step2:always exit 7", f"trainer-0 exited with status 7, {TWICE}: told to leave", 1, 3),
+    pytest.param(
+        *("trainer-0", "step2:always exit 7", f"trainer-0 exited with status 7, {TWICE}: told to leave", 1, 3),
+        marks=pytest.mark.slow,
+    ),
     ("teacher-0-0", "hold:always kill", f"teacher-0-0 was killed by signal 9, {TWICE} (leased: 0, 1, 2, 3)", 1, 3),
-    (
+    pytest.param(
         "teacher-0-0",
         "hold:always exit 7",
         f"teacher-0-0 exited with status 7, {TWICE} (leased: 0, 1, 2, 3): told to leave",
         1,
         3,
+        marks=pytest.mark.slow,
     ),
     ("trainer-0", "work:exit 2", "trainer-0: told to leave", 2, 1),
     ("collator-0", "work:always give_up too much is dead", "too much is dead", 1, 1),
@@ -126,6 +132,7 @@ def test_what_ends_a_run_is_named(
     assert record(scripted)["error"] == ending.error
 
 
+@pytest.mark.slow
 def test_progress_resets_failures(scripted: ScriptedRun) -> None:
     scripted.start(steps=12, trainer_0=[f"step{step}:kill {step}" for step in (2, 4, 6, 8)])
     assert scripted.wait().state == RunState.COMPLETED
@@ -133,8 +140,9 @@ def test_progress_resets_failures(scripted: ScriptedRun) -> None:
     assert scripted.steps_done() == list(range(12))
 
 
+@pytest.mark.slow
 def test_frozen_workers_with_and_without_a_session_are_restarted(scripted: ScriptedRun) -> None:
-    limits = Limits(max_restarts=1, hang_timeout_s=3, grace_s=1, first_delay_s=0.05)
+    limits = Limits(max_restarts=1, hang_timeout_s=10, grace_s=1, first_delay_s=0.05)
     scripted.start(steps=6, collator_0=["work:freeze"], teacher_0_0=["start:freeze"], limits=limits)
     assert scripted.wait().state == RunState.COMPLETED
     assert [attempts(scripted, name) for name in ("collator-0", "teacher-0-0")] == [2, 2]
@@ -153,6 +161,7 @@ def test_a_writer_that_writes_nothing_is_restarted(scripted: ScriptedRun) -> Non
     assert (supervisor.status().step, supervisor.status().workers[0].phase) == (1, "run")
 
 
+@pytest.mark.slow
 def test_dead_rank_restarts_all_trainers(scripted: ScriptedRun) -> None:
     scripted.start(steps=12, ranks=2, trainer_0=[HELD_UNTIL_RESTARTED])
     scripted.until_step(2)
@@ -172,6 +181,7 @@ def test_dead_rank_restarts_all_trainers(scripted: ScriptedRun) -> None:
     assert len({env["MASTER_PORT"] for env in environments}) == 1
 
 
+@pytest.mark.slow
 def test_early_exit_is_restarted(scripted: ScriptedRun) -> None:
     scripted.start(steps=20, collator_0=["work:exit 0"])
     assert scripted.wait().state == RunState.COMPLETED
@@ -199,6 +209,7 @@ def test_stop_kills_deaf_workers_and_all_children(scripted: ScriptedRun) -> None
     assert scripted.wait().state == RunState.STOPPED
 
 
+@pytest.mark.slow
 def test_stop_now_does_not_wait(scripted: ScriptedRun) -> None:
     limits = Limits(grace_s=3600)
     supervisor = scripted.start(steps=1000, trainer_0=["start:deaf"], limits=limits)
@@ -213,6 +224,7 @@ def moment(run: ScriptedRun, name: str) -> float:
     return float((run.state / name).read_text())
 
 
+@pytest.mark.slow
 def test_trainers_exit_before_the_others_are_signalled(scripted: ScriptedRun) -> None:
     others = {"teacher_0_0": ["start:linger 0"], "collator_0": ["start:linger 0"]}
     limits = Limits(grace_s=60)
@@ -244,6 +256,7 @@ def test_a_trainer_that_uses_up_the_grace_and_one_that_failed_are_named(
     assert not (scripted.state / "teacher-0-0.left").exists(), "there is one grace in all"
 
 
+@pytest.mark.slow
 def test_failures_during_shutdown_are_named(scripted: ScriptedRun, caplog: pytest.LogCaptureFixture) -> None:
     limits = Limits(grace_s=60)
     supervisor = scripted.start(
@@ -262,6 +275,7 @@ def test_failures_during_shutdown_are_named(scripted: ScriptedRun, caplog: pytes
     assert attempts(scripted, "trainer-0") == 1
 
 
+@pytest.mark.slow
 def test_failure_before_stop_now_is_named(scripted: ScriptedRun) -> None:
     limits = Limits(grace_s=3600)
     supervisor = scripted.start(
@@ -270,15 +284,13 @@ def test_failure_before_stop_now_is_named(scripted: ScriptedRun) -> None:
     scripted.until_step(2)
     pid = scripted.pid("trainer-0")
     supervisor.stop()
-    for _ in range(600):
-        if not alive(pid):
-            break
-        time.sleep(0.05)
+    until(lambda: not alive(pid))
     supervisor.stop(now=True)
     ending = scripted.wait()
     assert ending.error == "trainer-0 exited with status 2 while the run was stopped: told to leave"
 
 
+@pytest.mark.slow
 def test_worker_waiting_for_a_restart_has_not_failed_during_shutdown(scripted: ScriptedRun) -> None:
     limits = Limits(max_restarts=2, hang_timeout_s=20, grace_s=3, first_delay_s=600)
     supervisor = scripted.start(steps=1000, collator_0=["work:exit 7"], limits=limits)
@@ -312,7 +324,7 @@ def test_a_queue_that_never_answers_ends_the_run(scripted: ScriptedRun) -> None:
     assert (ending.state, ending.error[:31]) == (RunState.FAILED, "queue did not answer within 1 s")
 
 
-@pytest.mark.parametrize("waiting", [False, True], ids=["running", "failed"])
+@pytest.mark.parametrize("waiting", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["running", "failed"])
 def test_recovered_group_continues_its_incarnation(scripted: ScriptedRun, waiting: bool) -> None:
     """The next start of a recovered group has the next number, or its log would be another start's."""
     recovered = {"collator-0": RecoveredGroup(incarnation=4, handles={}, waiting=waiting, restarts=2)}

@@ -1,44 +1,45 @@
 import json
-import os
 import shutil
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import pytest
+
+from tests.support.preloaded import CONTEXT
+from tests.unit.teacher.ring_peer import serve
 
 
 class Peer:
     """A real second process at a ring."""
 
     def __init__(self):
-        self.process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("ring_peer.py"))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
+        self.pipe, other = CONTEXT.Pipe()
+        self.process = CONTEXT.Process(target=serve, args=(other,))
+        self.process.start()
+        other.close()
 
     def ask(self, do, **arguments):
         """The whole answer, an error included; None if the process has died."""
         try:
-            self.process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
-            self.process.stdin.flush()
-        except BrokenPipeError:
+            self.pipe.send_bytes(json.dumps({"do": do, **arguments}).encode())
+            return json.loads(self.pipe.recv_bytes())
+        except (EOFError, ConnectionError):
             return None
-        line = self.process.stdout.readline()
-        return json.loads(line) if line else None
 
     def do(self, do, **arguments):
         answer = self.ask(do, **arguments)
         assert answer is not None and "error" not in answer, answer
         return answer["ok"]
 
+    def ended(self):
+        """The exit status, once nothing more is asked."""
+        self.pipe.close()
+        self.process.join()
+        return self.process.exitcode
+
     def kill(self):
         self.process.kill()
-        return self.process.wait()
+        return self.ended()
 
 
 @pytest.fixture
@@ -53,8 +54,6 @@ def peers():
     yield start
     for peer in started:
         peer.kill()
-        peer.process.stdin.close()
-        peer.process.stdout.close()
 
 
 @pytest.fixture

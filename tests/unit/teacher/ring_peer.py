@@ -1,8 +1,8 @@
-"""The other process of a ring: takes one JSON command per line on stdin, answers with one on stdout."""
+"""The other process of a ring: takes JSON commands by a pipe, and answers each."""
 
+import atexit
 import json
 import re
-import sys
 from pathlib import Path
 
 import torch
@@ -69,10 +69,17 @@ COMMANDS = {
     "forget": lambda ring=1: RINGS.close(ring),
 }
 
-for line in sys.stdin:
-    command = json.loads(line)
-    try:
-        answer = {"ok": COMMANDS[command.pop("do")](**command)}
-    except XtokenError as error:
-        answer = {"error": type(error).__name__, "message": str(error)}
-    print(json.dumps(answer), flush=True)
+
+def serve(pipe):
+    """Answer until the other end is closed, then end as an interpreter does."""
+    while True:
+        try:
+            command = json.loads(pipe.recv_bytes())
+        except EOFError:
+            break
+        try:
+            answer = {"ok": COMMANDS[command.pop("do")](**command)}
+        except XtokenError as error:
+            answer = {"error": type(error).__name__, "message": str(error)}
+        pipe.send_bytes(json.dumps(answer).encode())
+    atexit._run_exitfuncs()  # a forked process leaves by `os._exit`

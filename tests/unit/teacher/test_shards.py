@@ -58,9 +58,8 @@ def divided_run(directory: Path, kind: str, *, gpus: int = 2, packed: bool = Tru
     return run.model_copy(update={"spec": RunSpec.model_validate({**raw, "teacher": [teacher]}), "packed": packed})
 
 
-@pytest.mark.parametrize(
-    "kind", [kind if kind == "qwen3" else pytest.param(kind, marks=pytest.mark.slow) for kind in sorted(FAMILIES)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", sorted(FAMILIES))
 def test_a_divided_teacher_gives_the_results_of_a_whole_one(tmp_path: Path, kind: str) -> None:
     run = divided_run(tmp_path, kind)
     spec = run.spec.teacher[0]

@@ -86,7 +86,7 @@ def test_a_student_cannot_write_into_the_ring(shm, peers):
     ring.slot_view(0, 1, 1).fill_(3.0)
     ring.write_generation(0, 1)
     assert student.ask("scribble", refs=slot_refs(1, 0, 1, 1), width=1) is None
-    assert student.process.wait() == -signal.SIGSEGV
+    assert student.ended() == -signal.SIGSEGV
     assert (ring.slot_view(0, 1, 1) == 3.0).all()
 
 
@@ -262,8 +262,7 @@ def test_a_ring_that_nobody_closed_goes_with_its_owner(shm, peers):
     teacher = peers()
     teacher.do("create", shape=dataclasses.asdict(SHAPE), directory=str(shm))
     assert len(list(shm.iterdir())) == 1
-    teacher.process.stdin.close()
-    assert teacher.process.wait() == 0 and list(shm.iterdir()) == []
+    assert teacher.ended() == 0 and list(shm.iterdir()) == []
 
 
 def test_sweep_takes_abandoned_files_only(shm):

@@ -64,9 +64,9 @@ def test_text_annotations_and_log_calls_are_left_alone(tmp_path: Path) -> None:
 
 def test_a_draw_repeats_and_its_mutants_differ_from_the_source(tmp_path: Path) -> None:
     source = (Path(__file__).parents[3] / "xtoken_core" / "plan.py").read_text(encoding="utf-8")
-    first = mutants_of(tmp_path, source, count=30)
-    assert first == mutants_of(tmp_path, source, count=30)
-    assert len(first) == 30
+    first = mutants_of(tmp_path, source, count=5)
+    assert first == mutants_of(tmp_path, source, count=5)
+    assert len(first) == 5
     assert ast.unparse(ast.parse(source)) not in first
 
 

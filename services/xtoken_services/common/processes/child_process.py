@@ -35,6 +35,8 @@ BUILD_SILENCE_S = 900.0
 CHILD = "XTOKEN_CHILD"
 """Variable of a child: one that it starts stays in its session, so that a kill of the group reaches both."""
 SINGLE_THREADED = {"OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+MOST_THREADS = 8
+"""Threads of a child with `threads`: their stacks, 64 MiB each in many GPU containers, count as its memory."""
 PASSED = {"PATH", "HOME", "USER", "LOGNAME", "TZ", "TMPDIR", CHILD, MARK, VARIABLE, URLS, *QUIET, *SINGLE_THREADED}
 PASSED_FAMILIES = ("LANG", "LC_", "LD_", "PYTHON", "XDG_", "CUDA_", "OMP_", "MKL_", "OPENBLAS_", "HF_HOME", "HF_HUB_")
 """Variables that a child inherits, and beginnings of their names; keys and tokens are not among them."""
@@ -56,7 +58,7 @@ class Child:
         module: Its module, run by `python -P -m`.
         memory: Largest data segment in bytes; a lower limit of this process holds for the child too.
         environment: Variables to add to those in `PASSED`.
-        threads: Let it use all cores.
+        threads: Let it use several cores.
     """
 
     def __init__(
@@ -68,6 +70,8 @@ class Child:
         threads: bool = False,
     ) -> None:
         inherited = {k: v for k, v in os.environ.items() if k in PASSED or k.startswith(PASSED_FAMILIES)}
+        cores = min(MOST_THREADS, len(os.sched_getaffinity(0)))
+        given = {"OMP_NUM_THREADS": str(cores)} if threads else SINGLE_THREADED
         self._is_leader = CHILD not in os.environ
         self._memory = memory
         self._process = subprocess.Popen(
@@ -76,7 +80,7 @@ class Child:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env={**inherited, **({} if threads else SINGLE_THREADED), **(environment or {}), CHILD: "1"},
+            env={**inherited, **given, **(environment or {}), CHILD: "1"},
             start_new_session=self._is_leader,  # Ctrl+C in a terminal reaches this process, which decides
         )
         # Set from here, before the child has anything foreign to read: `preexec_fn` is not safe beside other threads.

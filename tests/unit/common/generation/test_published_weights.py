@@ -210,6 +210,7 @@ def publish_for_ever(file: Path, *, device: bool = False) -> None:
             writer.write(dict(model.named_parameters()), Version(step, 1))
 
 
+@pytest.mark.slow
 def test_a_trainer_killed_while_it_publishes_leaves_whole_weights(tmp_path: Path) -> None:
     """Most kills hit a write: it takes longer than what lies between two."""
     file, half_written, other = tmp_path / "w", 0, Tied(7, width=40_000)

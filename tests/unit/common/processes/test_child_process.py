@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.cases import cases
+from tests.support.waiting import until
 from tests.unit.control.stored_runs import spec
 from xtoken_core import errors
 from xtoken_core.config.spec import RunSpec
@@ -25,6 +26,7 @@ from xtoken_services.common.tokenizers.vocabulary import vocabulary_size
 from xtoken_services.control.isolated import toml_text
 from xtoken_services.control.isolated.toml_text import parse_toml
 
+slow = pytest.mark.slow
 BEGIN = "from xtoken_services.common.processes.child_process import answer_requests, ask_child\n"
 
 
@@ -49,6 +51,16 @@ def test_results(run: Callable[..., Any]) -> None:
     assert run(printed, {"text": "\ud800" + "x" * 2_000_000}) == {"text": "\ud800" + "x" * 2_000_000}
 
 
+@pytest.mark.parametrize("threads", [False, True])
+def test_threads_are_few_whatever_the_machine_has(
+    run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, threads: bool
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(96))
+    monkeypatch.setenv("OMP_NUM_THREADS", "96")
+    told = run("import os; return os.environ['OMP_NUM_THREADS']", threads=threads)
+    assert told == ("8" if threads else "1")
+
+
 def test_progress(run: Callable[..., Any], tmp_path: Path) -> None:
     seen = []
 
@@ -67,7 +79,7 @@ def all_gone(pids: list[int]) -> bool:
     return not any(f.exists() and f.read_text().split()[2] not in "ZX" for f in states)
 
 
-@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("nested", [False, pytest.param(True, marks=slow)])
 def test_deadline_ends_the_child_and_its_children(
     run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nested: bool
 ) -> None:
@@ -83,10 +95,7 @@ def test_deadline_ends_the_child_and_its_children(
         run(program, silence_s=3.0)
     pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
     assert time.monotonic() - began < 30 and len(pids) == 2
-    until = time.monotonic() + 10
-    while not all_gone(pids) and time.monotonic() < until:
-        time.sleep(0.05)
-    assert all_gone(pids)
+    until(lambda: all_gone(pids))
 
 
 def test_a_child_that_reads_nothing_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,9 +158,12 @@ def convert(directory: Path) -> None:
 
 @cases(
     "call",
-    read_by_transformers,
-    convert,
-    lambda directory: pair_file(PairCache(directory), "chain", directory, directory, ("a", "b"), "teacher"),
+    pytest.param(read_by_transformers, marks=slow),
+    pytest.param(convert, marks=slow),
+    pytest.param(
+        lambda directory: pair_file(PairCache(directory), "chain", directory, directory, ("a", "b"), "teacher"),
+        marks=slow,
+    ),
     lambda directory: check_importable("no_such_module:A"),
     lambda directory: parse_toml("a = "),
 )

@@ -1,0 +1,44 @@
+"""What benchmarks share: the command line, the result file, the processor, a process of its own for a measurement."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from xtoken_core.atomic import atomic_write
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def command_line(doc: str | None, name: str) -> argparse.ArgumentParser:
+    """Return a parser with `--out`, which is `results/NAME.json` if it is left out."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=RESULTS / f"{name}.json", help="the result file")
+    return parser
+
+
+def write_result(out: Path, result: Any) -> None:
+    """Write a result as JSON, whole or not at all."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    atomic_write(out, json.dumps(result, indent=1) + "\n")
+
+
+def processor() -> str:
+    """Return the name of the processor."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor() or platform.machine())
+
+
+def in_process(work: Callable[..., Any], *arguments: Any) -> Any:
+    """Return what a function returns that is called in a process of its own; not one of a package's `__main__`."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        return pool.submit(work, *arguments).result()
