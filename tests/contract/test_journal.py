@@ -268,6 +268,23 @@ class KeptRun:
         }  # fmt: skip
 
 
+def test_a_row_s_teachers_come_back_with_it(kept: Kept) -> None:
+    run = KeptRun(kept, teachers=2)
+    block = run.lease()
+    columns = {"input_ids": ints([0], [1]), "teachers": ("dense", "int64", (), [b"\2" + bytes(7)] * 2)}
+    run.collator.call("put", partition="r", ids=[0, 1], columns=columns, lease=block["lease"])
+    for _ in range(2):
+        kept.restart()
+        trainer, teacher = run.trainer(), kept.worker("teacher")
+        named = teacher.call("await_trainer", partition="r", rank=0)["trainer"]
+        ring = teacher.call("announce_ring", partition="r", teacher=1, rank=0, trainer=named, handle=b"")["ring"]
+        trainer.call("opened_ring", partition="r", teacher=1, ring=ring)
+        claim = teacher.call("claim_slot", partition="r", ring=ring, rewinds=run.rewinds, ids=[0, 1])
+        teacher.call("complete", partition="r", lease=claim["lease"])
+        batch = trainer.call("claim_batch", partition="r", rewinds=run.rewinds, ids=[0, 1])
+        assert [slot["teacher"] for slot in batch["slots"]] == [1], "teacher 0 has nothing to say about these rows"
+
+
 def test_a_failed_run_comes_back_with_the_blocks_after_the_one_that_failed_it(kept: Kept) -> None:
     run = KeptRun(kept, max_dead=0)
     first, second = run.lease(), run.lease()

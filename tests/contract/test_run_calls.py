@@ -145,6 +145,38 @@ def test_a_window_waits_for_all_its_positions(run: Run) -> None:
     assert window["columns"] == {"input_ids": ints([0, 1], [1, 2], [3, 4])}
 
 
+def bits(*rows: int) -> Any:
+    """A dense int64 column."""
+    return ("dense", "int64", (), [row.to_bytes(8, "little", signed=True) for row in rows])
+
+
+def test_a_micro_batch_waits_for_the_teachers_of_its_rows_only(place: Place) -> None:
+    run = opened(place, teachers=2)
+    for _ in range(2):
+        block = run.collator.call("lease_block", partition=run.partition)
+        ids = [block["first"], block["first"] + 1]
+        columns = {"input_ids": ints([1], [2]), "teachers": bits(0b01, 0b10)}
+        run.collator.call("put", partition=run.partition, ids=ids, columns=columns, lease=block["lease"])
+    trainer = run.trainer()
+    teacher, ring = run.teacher(trainer)
+    run.publish(teacher, ring, 0, 2)
+    assert [slot["teacher"] for slot in run.batch(trainer, 0, 2)["slots"]] == [0]
+    assert run.batch(trainer, 1, 3, wait_s=0.05) is None
+
+
+@pytest.mark.parametrize(
+    "column", [ints([1], [1]), ("dense", "int32", (), [b"\1\0\0\0"] * 2), bits(1, 0), bits(1, 4), bits(1, -1)],
+    ids=["jagged", "int32", "no-teacher", "third-of-two", "negative"],
+)  # fmt: skip
+def test_rows_of_other_teachers_than_the_run_has_are_refused(place: Place, column: Any) -> None:
+    run = opened(place, teachers=2)
+    block = run.collator.call("lease_block", partition=run.partition)
+    put = {"partition": run.partition, "ids": [0, 1], "lease": block["lease"]}
+    columns = {"input_ids": ints([1], [2]), "teachers": column}
+    assert code_of(run.collator, "put", columns=columns, **put) == "bad_request"
+    run.collator.call("put", columns=columns | {"teachers": bits(1, 3)}, **put)
+
+
 def test_a_whole_run(run: Run) -> None:
     trainer = run.trainer()
     teacher, ring = run.teacher(trainer)

@@ -2,12 +2,14 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from tests.integration.conftest import Tiny
-from tests.support.tiny_run import documents, steps_of
+from tests.support.tiny_run import documents, make_assets, steps_of
+from tests.support.trained_student import train_briefly
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.dataset import Record
@@ -96,6 +98,31 @@ def test_a_store_holds_and_a_run_reads_the_teachers_own_records_only(tiny: Tiny)
     tiny.start(stored).complete(80)
     for line in steps_of(stored.output):
         assert line["store_hits"] == line["samples_t1"] == sum(1 in routes[i] for i in line["ids"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_completions_are_compared_by_the_teachers_of_their_prompts_also_after_kills(tiny: Tiny) -> None:
+    writing = replace(tiny, assets=make_assets(tiny.path / "writing"))
+    train_briefly(writing.assets.student)
+    rollout = {"max_new_tokens": 10, "prompt_characters": 40, "max_staleness": 0}
+    whole, broken = (
+        routed(writing, name, rollout=rollout, train={"checkpoint_every": 2, "max_steps": 6}) for name in ("a", "b")
+    )
+    tiny.start(whole).complete()
+    lines, routes = steps_of(whole.output), routes_of(resolve_run(whole))
+    assert sum(line["completions"] for line in lines) > 36, "hardly any of 48 completions is lost"
+    for line in lines:
+        for teacher in range(2):
+            own = sum(teacher in routes[i] for i in line["ids"])
+            assert line[f"samples_t{teacher}"] == own and (line.get(f"kl_loss_t{teacher}", 0) > 0) == (own > 0)
+    crew = tiny.start(broken)
+    for steps, victim in ((2, "rollout-0"), (3, "teacher-1-0"), (5, "trainer-0")):
+        crew.wait_for_steps(steps)
+        crew.kill(victim)
+    crew.complete()
+    for name in ("ids", "loss", "kl_loss_t0", "kl_loss_t1", "samples_t1", "completion_tokens"):
+        assert [line.get(name) for line in steps_of(broken.output)] == [line.get(name) for line in lines]
 
 
 def test_an_unknown_name_in_the_text_is_refused_before_the_first_step(tiny: Tiny) -> None:

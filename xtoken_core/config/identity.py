@@ -43,6 +43,7 @@ class TeacherIdentity(ModelIdentity):
         fp8: Its matrix products are in float8.
         nf4: Its weights are in NormalFloat 4.
         topk: Tokens of a position that it is given by; None: it is given by all.
+        sync_decay: Part of the moving average of the student's weights that a step keeps; None: its weights stay.
     """
 
     projection: str
@@ -52,6 +53,7 @@ class TeacherIdentity(ModelIdentity):
     fp8: bool = False
     nf4: bool = False
     topk: int | None = None
+    sync_decay: float | None = None
 
 
 class RunIdentity(ConfigModel):

@@ -151,9 +151,10 @@ class ResolvedRun(ConfigModel):
                 fp8=teacher.fp8,
                 nf4=teacher.nf4,
                 topk=teacher.topk if teacher.content == "topk" else None,
+                sync_decay=spec.sync_decays.get(number),
             )
-            for teacher, files, projection in zip(
-                spec.teacher, self.teachers, self.projection_fingerprints, strict=True
+            for number, (teacher, files, projection) in enumerate(
+                zip(spec.teacher, self.teachers, self.projection_fingerprints, strict=True)
             )
         )
         return RunIdentity(

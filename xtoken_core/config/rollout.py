@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from xtoken_core.config.base import Count
-from xtoken_core.config.loss import Positive
+from xtoken_core.config.loss import PUBLIC_NAMES, Positive
 from xtoken_core.config.served import ServedSpec
 
 if TYPE_CHECKING:
@@ -108,7 +108,8 @@ def loss_defaults(loss: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         loss: The settings that are given.
     """
-    chain = loss.get("mode", "chain") == "chain" and not loss.get("teacher_modes")
+    usual = "chain" if loss.keys().isdisjoint(PUBLIC_NAMES) else "p_kl"
+    chain = loss.get("mode", usual) == "chain" and not loss.get("teacher_modes")
     return {"kl_loss_weight_end": None} | ({"beta": BETA} if chain and not loss.get("reverse_kl") else {})
 
 

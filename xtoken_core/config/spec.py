@@ -15,6 +15,7 @@ from xtoken_core.config.eval import EvalSpec
 from xtoken_core.config.loss import LossConfig, Positive
 from xtoken_core.config.rollout import LEARNING_RATE, RolloutSpec, check_rollout, loss_defaults
 from xtoken_core.config.routing import Routes, check_routes
+from xtoken_core.config.self_teacher import check_sync, is_student, with_teachers
 from xtoken_core.config.served import ServedSpec, check_served, check_waiting
 from xtoken_core.config.train import ReportSpec, TrainSpec
 from xtoken_core.config.validation_errors import describe
@@ -77,6 +78,8 @@ class StudentSpec(ModelSpec):
 class TeacherSpec(ModelSpec, ServedSpec):
     """A teacher. One with the student's tokenizer, by its fingerprint, is compared token by token."""
 
+    model: Path
+    """As of the student; or `"student"`: the student's own first weights."""
     name: Annotated[str | None, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] = None
     """Name by which texts (`data.sources`, `teachers`) and records (field `teacher`) choose it. Samples that choose
     none are compared with all teachers."""
@@ -87,6 +90,11 @@ class TeacherSpec(ModelSpec, ServedSpec):
     without it."""
     prompt_file: Path | None = None
     """File with the `prompt`, in UTF-8."""
+    sync: Literal["ema"] | None = None
+    """`model = "student"`: `ema` makes its weights an exponential moving average of the student's. Left out, they are
+    the first ones."""
+    sync_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """`ema`: the part of the average that a step keeps. Left out: 0.99."""
     projection: Path | None = None
     """Projection file for this student and teacher (`xtoken projection build`); default: modes that read one build it
     when the run starts, and keep it in the user's cache."""
@@ -228,21 +236,18 @@ class RunSpec(ConfigModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _one_teacher_or_several(cls, value: Any) -> Any:
-        if isinstance(value, dict) and isinstance(value.get("teacher"), dict):
-            return {**value, "teacher": [value["teacher"]]}
-        return value
-
-    @model_validator(mode="before")
-    @classmethod
     def _defaults_of_loss(cls, value: Any) -> Any:
         given = value.get("loss", {}) if isinstance(value, dict) else None
         if isinstance(given, LossConfig):  # one made in Python means what a run file with its settings does
             given = {name: getattr(given, name) for name in given.model_fields_set}
         if not isinstance(given, dict):
             return value
-        with_teachers = {} if value.get("rollout") is None else loss_defaults(given)
-        return {**value, "loss": {**(with_teachers if value.get("teacher") else CROSS_ENTROPY_ONLY), **given}}
+        defaults = {} if value.get("rollout") is None else loss_defaults(given)
+        student = value.get("student")
+        model = student.get("model") if isinstance(student, dict) else None
+        if any(isinstance(teacher, dict) and is_student(teacher, model) for teacher in value.get("teacher") or ()):
+            defaults = {"kl_loss_weight_end": None} | defaults  # it is not measured as it teaches
+        return {**value, "loss": {**(defaults if value.get("teacher") else CROSS_ENTROPY_ONLY), **given}}
 
     @model_validator(mode="before")
     @classmethod
@@ -252,6 +257,11 @@ class RunSpec(ConfigModel):
         if rollout is None or after or not isinstance(given, dict):
             return value
         return {**value, "train": {"learning_rate": LEARNING_RATE} | given}
+
+    @model_validator(mode="before")  # the last one is the first to run
+    @classmethod
+    def _list_of_teachers(cls, value: Any) -> Any:
+        return with_teachers(value) if isinstance(value, dict) and "teacher" in value else value
 
     @model_validator(mode="after")
     def _consistent(self) -> RunSpec:
@@ -296,6 +306,7 @@ class RunSpec(ConfigModel):
             )
         self.loss.check_weights([t.weight for t in self.teacher])
         check_routes(self)
+        check_sync(self)
         if self.rollout is not None and self.data.long == "split":
             raise ValueError('data.long = "split" divides texts, and [rollout] takes them as prompts: set it to "cut"')
         if self.rollout is not None:
@@ -312,6 +323,11 @@ class RunSpec(ConfigModel):
         """Return the kind of signal that a teacher sends."""
         hidden = self.workers.transport == "queue" or self.teacher[teacher].store is not None
         return self.teacher[teacher].content or ("hidden" if hidden else "logits")
+
+    @property
+    def sync_decays(self) -> dict[int, float]:
+        """Per teacher whose weights move the part of their average that a step keeps."""
+        return {number: teacher.sync_decay or 0.99 for number, teacher in enumerate(self.teacher) if teacher.sync}
 
     @property
     def holds_back(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -11,7 +12,7 @@ import torch
 from xtoken_core import schema
 from xtoken_core.data_plane.queue_client import AlreadyDone
 from xtoken_core.data_plane.run_client import StepRows
-from xtoken_core.errors import ConfigError
+from xtoken_core.errors import ConfigError, InputError
 from xtoken_core.plan import MicroBatch
 from xtoken_core.queue.run.names import TEACHER
 from xtoken_core.served_requests import requests_field
@@ -23,14 +24,17 @@ from xtoken_core.transports.signal import SignalRing
 from xtoken_core.wire import Column, QueueError
 from xtoken_core.wire.messages import Claimed
 from xtoken_services.common.batches.step_plan import StepPlan, plan_fields, plan_step, ring_shape
+from xtoken_services.common.generation.published_weights import Version, load_weights, read_version, weights_file
 from xtoken_services.common.processes.event_callbacks import EventCallbacks
 from xtoken_services.common.processes.worker import WAIT_S, QueueLink, Worker, worker_session
 from xtoken_services.teacher.base import RefusedSamplesError, Teacher, TeacherBatch
 from xtoken_services.teacher.held_out import measure_held_out
 from xtoken_services.teacher.opening import opened_teacher
-from xtoken_services.teacher.prepare import devices_of
+from xtoken_services.teacher.prepare import TeacherModel, devices_of
 
 log = logging.getLogger("xtoken.teacher")
+POLL_S = 0.01
+"""Seconds between two looks for the weights of a step."""
 
 
 def work(link: QueueLink, *, teacher: int, rank: int, name: str | None) -> None:
@@ -101,6 +105,8 @@ class TeacherLoop:
         shared = self.run.same_tokenizer[teacher]
         self.ids_field = schema.INPUT_IDS.name if shared else schema.field_name(schema.TEACHER_INPUT_IDS, teacher)
         self.shape = ring_shape(self.run, teacher)
+        self._weights = weights_file(self.run, teacher) if teacher in self.run.spec.sync_decays else None
+        self._loaded: Version | None = None
 
     def serve(self) -> None:
         """Serve one trainer session after another until the run ends."""
@@ -144,7 +150,7 @@ class TeacherLoop:
             try:
                 plan = self._window(pair, step, rewinds)
                 for batch in plan.plan.ranks[self.rank] if plan else ():
-                    if self.teacher in batch.teachers:
+                    if self.teacher in batch.teachers and self._moved(step, rewinds):
                         self._signal(pair, batch, rewinds)
                 step += 1
             except QueueError as error:
@@ -181,6 +187,31 @@ class TeacherLoop:
             return plan_step(self.run, step, self.worker.until(ask))
         except AlreadyDone:
             return None
+
+    def _moved(self, step: int, rewinds: int) -> bool:
+        """Wait for the weights of a step, if they move; return False if the step was done meanwhile."""
+        model, file = self.model, self._weights
+        if file is None or not isinstance(model, TeacherModel):
+            return True
+
+        def ask() -> bool | None:
+            self.queue.window(step, (), rewinds=rewinds, wait_s=0.0)  # refused after a rewind
+            try:
+                version = read_version(file)
+                if version.step == step and version != self._loaded:
+                    self._loaded = None  # a failure in between leaves a mixture
+                    self._loaded = version = load_weights(model.model, file)
+                if version.step == step:
+                    return True
+            except InputError as error:  # being written, or its trainer has ended, and another one will publish
+                log.debug("%s", error)
+            time.sleep(POLL_S)
+            return None
+
+        try:
+            return self.worker.until(ask)
+        except AlreadyDone:
+            return False
 
     def _signal(self, pair: Pair, batch: MicroBatch, rewinds: int) -> None:
         """Write a micro-batch's signal into a slot, after a nack of samples that this teacher cannot take."""

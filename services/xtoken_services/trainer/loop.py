@@ -26,7 +26,7 @@ from xtoken_services.trainer.kd_weight import KdWeight
 from xtoken_services.trainer.loggers import MetricLogger, make_loggers
 from xtoken_services.trainer.metrics import flops_per_token, kl_fraction, peak_flops, peak_memory, to_floats
 from xtoken_services.trainer.optimizer import StudentOptimizer
-from xtoken_services.trainer.publish import WeightsPublisher
+from xtoken_services.trainer.publish import AveragesPublisher, WeightsPublisher
 from xtoken_services.trainer.step import StepRunner
 from xtoken_services.trainer.student import Student
 from xtoken_services.trainer.timing import DeviceTimer
@@ -56,7 +56,10 @@ class TrainerLoop:
         self.worker, self.queue, self.run = worker, worker.queue, worker.run
         self.student, self.runner, self.group, self.evaluator = student, runner, group, evaluator
         spec = self.run.spec
-        self.optimizer = StudentOptimizer(student, spec.train, self.run.steps, restart=self.run.restart)
+        self.optimizer = StudentOptimizer(
+            student, spec.train, self.run.steps, restart=self.run.restart, decays=spec.sync_decays
+        )
+        self.averages = AveragesPublisher(self.run, self.optimizer, writes=group.is_node_leader)
         self.checkpoints = Checkpoints(spec.output / CHECKPOINTS, self.run, group)
         self.best = BestFollower(self.run, group, self.checkpoints)
         self.kd_weight = KdWeight(self.run, group)
@@ -106,6 +109,7 @@ class TrainerLoop:
             raise
         finally:
             self.publisher.close()
+            self.averages.close()
             for logger in self.loggers:
                 logger.close()
         self.checkpoints.wait()
@@ -150,6 +154,8 @@ class TrainerLoop:
         self.rewinds = self.group.broadcast_in_node(rewinds)
         if not self.best.ends_run:
             self.publisher.after_rewind(self.cursor.step, self.rewinds)
+            self.checkpoints.stage.wait()  # the averages take the weights' place for a moment
+            self.averages.publish(self.cursor.step)
 
     # One step
 
@@ -239,6 +245,7 @@ class TrainerLoop:
         if self.group.is_node_leader:
             self.queue.ack_window(step.step, rewinds=self.rewinds)
         self.publisher.after_step(self.cursor.step, self.rewinds)
+        self.averages.publish(self.cursor.step)
         spec = self.run.spec
         if self.cursor.nonfinite_in_a_row >= MAX_NONFINITE_STEPS:
             raise ConfigError(

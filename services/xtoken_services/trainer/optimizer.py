@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -27,19 +29,31 @@ class StudentOptimizer:
     Attributes:
         weights: The trainable weights, by name.
         parts: torch's optimisers; each weight is in one of them.
+        averages: Per teacher whose weights move the average of the trainable weights, in float32, by name.
 
     Args:
         student: Its trainable weights are updated.
         spec: The run's settings.
         steps: Optimiser steps of the run.
         restart: As for `learning_rate`.
+        decays: Per teacher whose weights move the part of their average that a step keeps.
     """
 
     def __init__(
-        self, student: Student, spec: TrainSpec, steps: int, *, restart: tuple[int, float] | None = None
+        self,
+        student: Student,
+        spec: TrainSpec,
+        steps: int,
+        *,
+        restart: tuple[int, float] | None = None,
+        decays: Mapping[int, float] = MappingProxyType({}),
     ) -> None:
-        self.student, self.spec, self.steps, self.restart = student, spec, steps, restart
+        self.student, self.spec, self.steps, self.restart, self.decays = student, spec, steps, restart, decays
         self.weights = student.trainable
+        self.averages = {
+            teacher: {name: weight.detach().to(torch.float32, copy=True) for name, weight in self.weights.items()}
+            for teacher in decays
+        }
         self.parts = _optimizers(student, self.weights, spec)
         fused = student.device.type == "cuda"
         for part in self.parts:
@@ -76,9 +90,26 @@ class StudentOptimizer:
                 else:
                     group["lr"] = rate
             part.step()
+        for teacher, decay in self.decays.items():
+            for name, average in self.averages[teacher].items():
+                average.lerp_(self.weights[name].detach().float(), 1 - decay)
         self.zero_grad()
         self.student.sync_weights()
         return rate
+
+    @contextmanager
+    def averaged(self, teacher: int) -> Iterator[None]:
+        """Give the student the averages of its weights for a while."""
+        own = {name: weight.detach().clone() for name, weight in self.weights.items()}
+        self._replace(self.averages[teacher])
+        yield
+        self._replace(own)
+
+    def _replace(self, values: Mapping[str, Tensor]) -> None:
+        with torch.no_grad():
+            for name, weight in self.weights.items():
+                weight.copy_(values[name])
+        self.student.sync_weights()
 
     def zero_grad(self) -> None:
         """Clear gradients."""
@@ -92,6 +123,8 @@ class StudentOptimizer:
             state[f"model.{name}"] = weight.detach()
             moments = _plain_tensors(self._state[name])
             state |= {f"optimizer.{name}.{moment}": value for moment, value in moments.items() if moment != STEP}
+        for teacher, average in self.averages.items():
+            state |= {f"average.{teacher}.{name}": value for name, value in average.items()}
         state["optimizer.steps"] = torch.stack([count for _, count in self._counts()])
         return state
 

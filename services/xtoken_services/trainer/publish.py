@@ -5,13 +5,54 @@ from __future__ import annotations
 import logging
 import secrets
 
+from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.errors import XtokenError
 from xtoken_services.common.batches.step_plan import StepPlan
 from xtoken_services.common.generation.published_weights import Version, WeightsWriter, weights_file
 from xtoken_services.common.processes.worker import Worker
+from xtoken_services.trainer.optimizer import StudentOptimizer
 from xtoken_services.trainer.student import Student
 
 log = logging.getLogger("xtoken.trainer")
+
+
+class AveragesPublisher:
+    """Publishes the moving averages of the student's weights that teachers compute with (`teacher.sync`).
+
+    The teacher of a step waits for the average as it was after the step before. No later one can come meanwhile, since
+    the step needs what it says.
+
+    Args:
+        run: The run.
+        optimizer: Has the averages.
+        writes: False on a rank that only takes part, if the student is sharded.
+    """
+
+    def __init__(self, run: ResolvedRun, optimizer: StudentOptimizer, *, writes: bool) -> None:
+        self.steps, self.optimizer = run.steps, optimizer
+        self._tag = secrets.randbits(62) + 1
+        self._writers = {
+            teacher: WeightsWriter(weights_file(run, teacher), on_device=True) if writes else None
+            for teacher in optimizer.averages
+        }
+
+    def publish(self, step: int) -> None:
+        """Publish the averages before a step; all ranks of a sharded student call.
+
+        Args:
+            step: Optimiser steps behind them.
+        """
+        for teacher, writer in self._writers.items():
+            if step < self.steps and (writer is not None or self.optimizer.student.sharded):
+                with self.optimizer.averaged(teacher):
+                    weights = self.optimizer.student.full_weights(keeps=writer is not None)
+                    if writer is not None:
+                        writer.write(weights, Version(step, self._tag))
+
+    def close(self) -> None:
+        """Remove what was published."""
+        for writer in filter(None, self._writers.values()):
+            writer.close()
 
 
 class WeightsPublisher:

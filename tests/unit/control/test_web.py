@@ -258,6 +258,14 @@ def test_charts_by_class_of_chunk_have_completions_apart() -> None:
     assert not any(name.startswith("classes") for name in drawn("steps", row, ONE))
 
 
+def test_teachers_of_different_samples_have_lines_of_their_own() -> None:
+    row = {"samples_t0": 3.0, "samples_t1": 5.0}
+    assert drawn("steps", row, TWO)["samples"] == {"teacher 0": 3.0, "teacher 1": 5.0}
+    bits = {f"teacher_bits_per_byte{text}": 1.0 for text in ("", "_german", "_german_t0", "_t1")}
+    shown = {"teacher", "teacher: german", "teacher: german_t0", "teacher: t1"}
+    assert set(drawn("eval", bits, TWO)["held-out"]) == shown
+
+
 def test_losses_have_their_names_and_weights() -> None:
     one = drawn("steps", ONE_TEACHER, ONE)["loss"]
     assert one == pytest.approx({"total": 2.5, "chain": 2.25, "0.1 × cross-entropy": 0.15})

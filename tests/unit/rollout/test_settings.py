@@ -160,3 +160,8 @@ def test_completions_have_defaults_of_their_own(
     raw = spec({}).model_dump() | {"loss": {"mode": "chain", **loss}, "rollout": {"max_new_tokens": 8, **rollout}}
     made = RunSpec.model_validate(raw | {"train": {"samples_per_step": 8, "micro_batch_tokens": 4096}})
     assert (made.loss.beta, made.loss.kl_loss_weight_end, made.train.learning_rate) == (beta, None, rate)
+
+
+def test_a_setting_of_p_kl_alone_means_p_kl_on_completions_too() -> None:
+    raw = spec({}).model_dump() | {"loss": {"vocab_topk": 64}, "rollout": {"max_new_tokens": 8}}
+    assert (RunSpec.model_validate(raw).loss.mode, RunSpec.model_validate(raw).loss.beta) == ("p_kl", None)

@@ -94,7 +94,7 @@ def test_a_restored_state_goes_on_bit_for_bit(name: str) -> None:
     spec = TrainSpec.model_validate({"learning_rate": 0.01, "optimizer": name})
     sizes = LARGER if name == "adamw8bit" else {}
     students = [Student(make_model(**sizes), settings(BF16)) for _ in range(3)]
-    whole, first, second = (StudentOptimizer(student, spec, steps=9) for student in students)
+    whole, first, second = (StudentOptimizer(student, spec, steps=9, decays={1: 0.9}) for student in students)
     trained(whole, range(6))
     trained(first, range(3))
     kept = {name: value.clone() for name, value in first.state().items()}
@@ -104,6 +104,24 @@ def test_a_restored_state_goes_on_bit_for_bit(name: str) -> None:
     second.after_restore(state)
     trained(second, range(3, 6))
     assert all(torch.equal(a, b) for a, b in zip(whole.state().values(), second.state().values(), strict=True))
+    assert all(torch.equal(average, second.averages[1][name]) for name, average in whole.averages[1].items())
+
+
+@pytest.mark.parametrize("precision", [BF16, None])
+def test_the_average_of_the_weights_takes_their_place_for_a_while(precision: dict[str, str] | None) -> None:
+    student = Student(make_model(), settings(precision))
+    optimizer = StudentOptimizer(student, TrainSpec(learning_rate=0.1), steps=9, decays={1: 0.75})
+    expected = {name: weight.detach().double() for name, weight in student.trainable.items()}
+    for step in range(3):
+        gradients(student, (step,))
+        optimizer.step(step)
+        expected = {name: 0.75 * old + 0.25 * student.trainable[name].detach() for name, old in expected.items()}
+    own = {name: value.clone() for name, value in student.full_weights().items()}
+    with optimizer.averaged(1):
+        averages = {name: value.clone() for name, value in student.full_weights().items()}
+    for name, value in averages.items():
+        torch.testing.assert_close(value.double(), expected[name], rtol=1e-2 if precision else 1e-5, atol=1e-6)
+        assert torch.equal(student.full_weights()[name], own[name]) and not torch.equal(value, own[name])
 
 
 @pytest.mark.parametrize(

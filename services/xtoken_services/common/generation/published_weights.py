@@ -64,16 +64,20 @@ class Version:
     tag: int
 
 
-def weights_file(run: ResolvedRun) -> Path:
-    """Return the file that the trainer publishes to; every process of the run computes the same."""
+def weights_file(run: ResolvedRun, teacher: int | None = None) -> Path:
+    """Return the file that the trainer publishes to; every process of the run computes the same.
+
+    Args:
+        run: The run.
+        teacher: The teacher that the weights are for; None: rollout workers.
+    """
     spec = run.spec
-    assert spec.rollout is not None
-    if spec.rollout.weights == "directory":
+    if teacher is None and spec.rollout is not None and spec.rollout.weights == "directory":
         return spec.output / FILE_NAME
     label = re.sub(r"[^A-Za-z0-9_.]+", "_", spec.name)[:40]
     # Of the output, which one run at a time may use: two runs of one name do not meet here.
     digest = hashlib.sha256(os.fsencode(spec.output.absolute())).hexdigest()[:16]
-    return DIRECTORY / f"{WEIGHTS_PREFIX}{label}-{os.geteuid()}-{digest}"
+    return DIRECTORY / f"{WEIGHTS_PREFIX}{label}-{os.geteuid()}-{digest}{'' if teacher is None else f'-t{teacher}'}"
 
 
 class WeightsWriter:

@@ -12,6 +12,7 @@ from typing import Any
 
 from xtoken_core.config.base import NONE, absolute_path
 from xtoken_core.config.eval import HELD_OUT_PERCENT, NOT_IN_A_NAME
+from xtoken_core.config.self_teacher import with_teachers
 from xtoken_core.config.spec import RunSpec, padded_length, parse_run_spec, read_run_file
 from xtoken_core.errors import ConfigError, InputError
 from xtoken_core.regular_files import read_json_object
@@ -215,6 +216,7 @@ def expanded(document: Mapping[str, Any]) -> dict[str, Any]:
         teachers = expanded["teacher"]
         teachers = teachers if isinstance(teachers, list) else [teachers]
         expanded["teacher"] = [{"model": each} if isinstance(each, str) else each for each in teachers]
+        return with_teachers(expanded)
     return expanded
 
 

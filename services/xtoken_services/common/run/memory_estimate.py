@@ -262,6 +262,11 @@ def all_uses(run: ResolvedRun, *, rings: bool, on_gpu: bool = True, evaluates: b
         yield MemoryUse("the copy for checkpoints", checkpoint_bytes(spec), name, Where.HOST)
         for number in range(len(spec.teacher)):
             yield from _of_teacher(run, number, rank, of_rank, rings=rings)
+        for number in spec.sync_decays:
+            what = f"the average of the weights for {spec.teacher_name(number)}{of_rank}"
+            average = weight_bytes(spec.student.model, "float32") // shards(spec)
+            yield MemoryUse(what, average, name, gpu=rank)
+            yield MemoryUse(f"{what}, for checkpoints", average, name, Where.HOST)
     yield from _rollout_uses(spec, on_gpu=on_gpu)
     yield from _process_uses(run, on_gpu=on_gpu)
 

@@ -74,6 +74,7 @@ HELD_OUT = Chart(
     (
         Line("bits_per_byte", "bits per byte"),
         Line("teacher_bits_per_byte", "teacher"),
+        Line("teacher_bits_per_byte_*", "teacher:"),
         Line("bits_per_byte_*", "of", "of another text"),
     ),
     "eval",
@@ -108,6 +109,7 @@ QUALITY = (
     ),
     Chart("gradient", "Gradient norm", "before clipping", (Line("grad_norm", "norm"),)),
     Chart("weights", "Teacher weights", "weight", (Line("weight_t*", "teacher"),), min_lines=2),
+    Chart("samples", "Samples by teacher", "per step", (Line("samples_t*", "teacher"),), min_lines=2),
 )
 RATES = (
     Chart("throughput", "Throughput", "tokens/s", (Line("tokens_per_second", "tokens/s"),)),
