@@ -172,19 +172,21 @@ def test_no_completion_is_of_the_first_weights_though_its_server_is_killed(
 ) -> None:
     """The trainer's weights give every completion the log-probabilities with which it was sampled."""
     end = AutoTokenizer.from_pretrained(writing.student).eos_token_id
-    kills = int(os.environ.get("SERVER_KILLS", "5"))
-    steps, form = 3 * kills + 3, {"mode": "chain", "beta": 0.5, "importance_cap": 2.0}
+    kills = int(os.environ.get("SERVER_KILLS", "5"))  # 50 take five minutes: --timeout=2000
+    steps, form = 4 * kills + 4, {"mode": "chain", "beta": 0.5, "importance_cap": 2.0}
     with server_process("generating", writing.student, end) as (url, pids):
         spec = on_policy(
             writing, tmp_path, records=8 * steps, url=url, url_engine=engine, temperature=0.0, url_timeout_s=30.0,
-            train={"learning_rate": 5e-4}, **form,
+            train={"learning_rate": 1e-4}, **form,
         )  # fmt: skip
         crew = start(spec, forking)
         for kill in range(kills):
             crew.wait_for_steps(1 + 3 * kill)
             kill_at_random(pids, kill, 0.3)
         lines = crew.complete()
-    assert sorted(i for line in lines for i in (*line["ids"], *line["skipped"])) == list(range(8 * steps))
+    # A tiny model also writes bytes that are no text; a step of such alone has no line.
+    skipped = [int(i) for i in json.loads((spec.output / "summary.json").read_text())["skipped_reasons"]]
+    assert sorted([*skipped, *(i for line in lines for i in line["ids"])]) == list(range(8 * steps))
     assert len(pids) == kills + 1 and not any(line["dead"] for line in lines)
     assert [line["importance_weight_t0"] for line in lines] == pytest.approx([1.0] * len(lines), abs=1e-4)
 
