@@ -172,7 +172,7 @@ def test_no_completion_is_of_the_first_weights_though_its_server_is_killed(
 ) -> None:
     """The trainer's weights give every completion the log-probabilities with which it was sampled."""
     end = AutoTokenizer.from_pretrained(writing.student).eos_token_id
-    kills = int(os.environ.get("SERVER_KILLS", "5"))  # 50 take five minutes: --timeout=2000
+    kills = int(os.environ.get("SERVER_KILLS", "5"))  # 50 take minutes: --timeout=2000
     steps, form = 4 * kills + 4, {"mode": "chain", "beta": 0.5, "importance_cap": 2.0}
     with server_process("generating", writing.student, end) as (url, pids):
         spec = on_policy(
