@@ -51,6 +51,7 @@ def kill_at_random(pids: list[int], seed: int, longest_s: float) -> None:
 
 def serve(kind: str, model: str, port: str, end: str = "-1") -> None:
     """Start a server again and again; each is forked from this process, which has imported everything."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # it ends with the test
     for module in ("tests.support.generating_server", "transformers.models.llama.modeling_llama"):
         importlib.import_module(module)
     while True:
