@@ -27,8 +27,8 @@ Handler = Callable[[str, str, Any, dict[str, str]], Answer]
 
 
 @contextmanager
-def serving(handler: Handler) -> Iterator[str]:
-    """Serve a handler's answers on a free port; yield the address."""
+def serving(handler: Handler, port: int = 0) -> Iterator[str]:
+    """Serve a handler's answers on a port, 0: a free one; yield the address."""
 
     class Requests(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -53,7 +53,7 @@ def serving(handler: Handler) -> Iterator[str]:
             with suppress(ConnectionError, BrokenPipeError):
                 super().handle()
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Requests)
+    server = ThreadingHTTPServer(("127.0.0.1", port), Requests)
     server.daemon_threads = True
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
     thread.start()

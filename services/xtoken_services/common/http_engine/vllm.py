@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
+import numpy as np
 
 from xtoken_services.common.http_engine.engine import Continuation, Engine, Sampling
 from xtoken_services.common.http_engine.errors import EngineError, EngineRefusalError
 from xtoken_services.common.http_engine.pool import EnginePool, Replica
 from xtoken_services.common.http_engine.scores import (
+    NOTHING,
     LogProb,
     PromptScores,
     ScoresBuilder,
@@ -83,11 +85,21 @@ class VllmEngine(Engine):
         builder = ScoresBuilder(len(ids), k, self.vocab_size)
         listed = choice.prompt_logprobs or []
         check_length(listed, len(ids), "prompt_logprobs")
+        width = k + 1  # k of them, and the text's own if it is none of these
+        names: list[int] = []
+        values: list[float] = []
         for position, (token, entries) in enumerate(zip(ids[1:], listed[1:], strict=True)):
-            if entries is None or token not in entries:
-                raise EngineRefusalError("prompt_logprobs of an answer lacks the text's own token: check url_engine")
-            values = [(name, entry.logprob) for name, entry in entries.items()]
-            builder.add(position, values, entries[token].logprob)
+            if entries is None or token not in entries or len(entries) > width:
+                raise EngineRefusalError(
+                    "prompt_logprobs of an answer lacks the text's own token, or lists more than were requested: check "
+                    "url_engine"
+                )
+            builder.add_own(position, entries[token].logprob)
+            missing = width - len(entries)
+            names += [*entries, *[-1] * missing]
+            values += [*(entry.logprob for entry in entries.values()), *[NOTHING] * missing]
+        shape = len(ids) - 1, width
+        builder.add_rows(0, np.array(names, dtype=np.int64).reshape(shape), np.array(values).reshape(shape))
         if choice.logprobs and choice.logprobs.top_logprobs:
             after = choice.logprobs.top_logprobs[0] or {}
             builder.add(len(ids) - 1, [(token_id(name), value) for name, value in after.items()], None)

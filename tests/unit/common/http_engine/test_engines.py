@@ -108,7 +108,7 @@ def test_a_documented_answer(stack: ExitStack, models: dict[str, Path], kind: st
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
-@pytest.mark.parametrize("change", ["own", "count", "number", "lack"])
+@pytest.mark.parametrize("change", ["own", "count", "number", "lack", "many"])
 def test_an_answer_of_another_form(stack: ExitStack, models: dict[str, Path], kind: str, change: str) -> None:
     answer = copy.deepcopy(RECORDED[kind][1]["answer"])
     listed = answer["choices"][0]["prompt_logprobs"] if kind == "vllm" else answer["meta_info"]["input_token_logprobs"]
@@ -118,6 +118,9 @@ def test_an_answer_of_another_form(stack: ExitStack, models: dict[str, Path], ki
         listed.append(None)
     elif change == "number":
         listed[2] = {"315": {"logprob": 2.5}} if kind == "vllm" else ["a", 315, None]
+    elif change == "many":  # k + 2 tokens of a position
+        more = {str(token): {"logprob": -2.0} for token in (315, 7, 8, 9)}
+        listed[2] = more if kind == "vllm" else [-1.0, 315, None, 7]
     else:
         (answer["choices"][0] if kind == "vllm" else answer["meta_info"]).clear()
     engine = engine_of(stack, kind, models["meant"], lambda *_: (200, {}, answer))
