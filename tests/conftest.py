@@ -1,9 +1,11 @@
 """Set up before any test module is imported."""
 
 import atexit
+import logging
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,3 +27,12 @@ def pytest_configure(config: pytest.Config) -> None:
     # Before a test module is imported: its properties read this.
     if "not slow" not in config.option.markexpr:
         os.environ[EVERY] = "1"
+
+
+@pytest.fixture(autouse=True)
+def _log() -> Iterator[None]:
+    """Restore the package's logger: a command in this process replaces its handler by one that writes to the test's."""
+    log = logging.getLogger("xtoken")
+    kept = log.handlers, log.propagate, log.level
+    yield
+    log.handlers, log.propagate, log.level = kept

@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 
+import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig, SFTTrainer
@@ -21,6 +22,7 @@ def train(student_dir: str, teacher_dir: str, text: str, out: str, **settings: o
     student, teacher = (AutoModelForCausalLM.from_pretrained(directory) for directory in (student_dir, teacher_dir))
     lines = [line for line in Path(text).read_text(encoding="utf-8").splitlines() if line.strip()]
     defaults = {"max_steps": 20, "learning_rate": 1e-3, "per_device_train_batch_size": 2, "logging_steps": 1}
+    defaults |= {"bf16": torch.cuda.is_available(), "use_cpu": not torch.cuda.is_available()}
     config = SFTConfig(
         out,
         gradient_accumulation_steps=2,

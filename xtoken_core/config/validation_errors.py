@@ -11,11 +11,13 @@ from pydantic import BaseModel, ValidationError
 FieldPath = tuple[int | str, ...]
 NAMED_ELSEWHERE = {
     "lr": "train.learning_rate",
+    "learning_rate": "train.learning_rate",
     "lr_scheduler_type": "train.schedule",
     "batch_size": "train.samples_per_step",
     "per_device_train_batch_size": "train.samples_per_step",
     "gradient_accumulation_steps": "train.micro_batch_tokens",
     "num_train_epochs": "data.epochs",
+    "num_epochs": "data.epochs",
     "max_length": "student.context_length",
     "max_grad_norm": "train.grad_clip",
     "save_steps": "train.checkpoint_every",

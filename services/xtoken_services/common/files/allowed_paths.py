@@ -128,7 +128,8 @@ class Roots:
             target = path.resolve()
             if not _within(target, allowed):
                 kind = "is written: it must lie under" if write else "lies under none of"
-                raise RefusedError(field, f"{path} {kind} this control plane's roots ({names})")
+                shown = f"{path}, which is {target}," if str(target) != os.path.normpath(path.absolute()) else path
+                raise RefusedError(field, f"{shown} {kind} this control plane's roots ({names}), which --root adds to")
             for link in () if write else _links(target):
                 if not _within(link.resolve(), allowed):
                     raise RefusedError(field, f"{link} leads out of this control plane's roots ({names})")

@@ -31,7 +31,9 @@ def check_weights(what: str, directory: Path) -> None:
     """
     files = weight_files(directory)
     if not files:
-        raise InputError(f"the {what}'s directory {directory} holds no .safetensors weights")
+        raise InputError(
+            f"the {what}'s directory {directory} holds no .safetensors weights: write them by `save_pretrained`"
+        )
     for path in files:
         try:
             with descriptor_path(path, within=readable_roots()) as opened, safe_open(opened, framework="numpy"):

@@ -9,7 +9,6 @@ from typing import Any
 import tomli_w
 
 from xtoken_core.config.base import NONE, ConfigModel, NoneWord
-from xtoken_core.config.loss import LossConfig
 from xtoken_core.config.spec import RunSpec
 from xtoken_services.common.run.defaults import FILLED
 
@@ -66,8 +65,9 @@ def without_defaults(spec: RunSpec) -> dict[str, Any]:
     if document.get("loss"):
         document["loss"] |= {name: complete["loss"][name] for name in BY_OTHERS}
         left_out = {name: value for name, value in document["loss"].items() if name != WEIGHT_END}
-        if LossConfig.model_validate(left_out).kl_loss_weight_end == spec.loss.kl_loss_weight_end:
-            document["loss"] = left_out
+        shorter = document | {"loss": left_out}
+        if RunSpec.model_validate(shorter).loss.kl_loss_weight_end == spec.loss.kl_loss_weight_end:
+            return shorter
     return document
 
 
