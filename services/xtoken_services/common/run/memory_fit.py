@@ -53,6 +53,9 @@ def fit_memory(defaults: RunDefaults, base: Path, *, on_gpu: bool) -> None:
                 break
     except Exception:  # the checks of the settings and the models' files report what is wrong with them
         return
+    # A rank's part of a step has no more, whatever fits.
+    ranks = spec.workers.ranks * spec.workers.nodes
+    tokens = min(tokens, -(-spec.train.samples_per_step // ranks) * longest)
     if not on_gpu and not defaults.stored and tokens >= CPU_TOKENS:
         return
     for name, value in savers.items():

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from tests.unit.control.stored_runs import spec
 from tests.unit.dataset.test_dataset_index import write_saved_dataset
-from xtoken_core.config.spec import RunSpec
+from xtoken_core.config.spec import RunSpec, padded_length
 from xtoken_core.dataset.held_out import is_held_out
 from xtoken_core.errors import ConfigError, InputError, XtokenError
 from xtoken_services.cli.starter import find_inputs, starter_text
@@ -245,6 +245,15 @@ def test_llama_1b_from_qwen3_4b_fits_24_gib(tmp_path: Path, monkeypatch: pytest.
     assert 1280 <= spec.train.micro_batch_tokens < 16384
     roomy, _ = load_run(tmp_path / "run.toml", machine=Machine(16, 80 << 30))
     assert roomy.train.master_weights and roomy.train.micro_batch_tokens >= 1280
+
+
+@pytest.mark.parametrize("machine", [Machine(cores=2, memory_bytes=24 << 30), GPU_24], ids=["cpu", "gpu"])
+def test_a_micro_batch_has_no_more_tokens_than_a_step(workspace: Path, machine: Machine) -> None:
+    sizes = ["student.context_length=64", "teacher.0.context_length=100", "train.samples_per_step=3"]
+    spec, _ = load_run(workspace / "short.toml", sizes, machine=machine)
+    assert spec.train.micro_batch_tokens == 3 * padded_length(100)
+    spec, _ = load_run(workspace / "short.toml", [*sizes, "workers.ranks=2"], machine=machine)
+    assert spec.train.micro_batch_tokens == 2 * padded_length(100)
 
 
 def test_init_finds_models_and_text(workspace: Path) -> None:
