@@ -13,7 +13,7 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -336,9 +336,11 @@ class DatabaseFile:
             raise StoreError(f"the control plane's database {path} must be a regular file of this user")
         self._inode, self._size = status.st_ino, 0
         for name in ("", *SIDE_FILES):
-            file = Path(f"{path}{name}")
-            if file.is_file() and not file.is_symlink() and stat.S_IMODE(file.stat().st_mode) & 0o077:
-                file.chmod(0o600)
+            with suppress(FileNotFoundError):  # another process may end its transaction, and remove the file
+                file = Path(f"{path}{name}")
+                mode = file.lstat().st_mode
+                if stat.S_ISREG(mode) and stat.S_IMODE(mode) & 0o077:
+                    file.chmod(0o600)
         self._check_at = 0.0
         self.check()
 
