@@ -86,12 +86,7 @@ def pipeline(
         known = len(rows)
         rows[:] = step_rows(directory / "out")
         for row in rows[known:]:
-            if row["step"] < 2 or row["step"] % EVERY == EVERY - 1:
-                parts = ", ".join(f"{name} {row[name]:.3f}" for name in PARTS if name in row)
-                print(
-                    f"{row['time'] - began:6.1f} s  step {row['step'] + 1}: {row['seconds']:.3f} s ({parts})",
-                    flush=True,
-                )
+            _print_step(row, began)
         if len(rows) - warmup >= told + LEAST_STEPS:
             told = len(rows) - warmup
             partial(figures())
@@ -106,6 +101,13 @@ def pipeline(
         outcome = f"was not done after {timeout_s:g} s," if code is None else f"ended with {code}"
         raise RuntimeError(f"xtoken run {outcome} after {len(rows)} steps:\n" + tail(directory))
     return {**figures(), **_teacher_memory(directory / "out" / "logs")}
+
+
+def _print_step(row: dict[str, Any], began: float) -> None:
+    """Print the first steps, and every `EVERY`th."""
+    if row["step"] < 2 or row["step"] % EVERY == EVERY - 1:
+        parts = ", ".join(f"{name} {row[name]:.3f}" for name in PARTS if name in row)
+        print(f"{row['time'] - began:6.1f} s  step {row['step'] + 1}: {row['seconds']:.3f} s ({parts})", flush=True)
 
 
 def _figures(rows: list[dict[str, Any]], warmup: int, *, ranks: int, student: Path) -> dict[str, Any]:

@@ -102,8 +102,10 @@ class StudentOptimizer:
         """Give the student the averages of its weights for a while."""
         own = {name: weight.detach().clone() for name, weight in self.weights.items()}
         self._replace(self.averages[teacher])
-        yield
-        self._replace(own)
+        try:
+            yield
+        finally:
+            self._replace(own)
 
     def _replace(self, values: Mapping[str, Tensor]) -> None:
         with torch.no_grad():
