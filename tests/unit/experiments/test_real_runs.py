@@ -283,4 +283,4 @@ def test_two_teachers_are_made_and_teach_two_texts(tmp_path: Path) -> None:
     for line in (tmp_path / "runs" / routed.name / "steps.jsonl").read_text().splitlines():
         step = json.loads(line)
         assert (step["samples_t0"], step["samples_t1"]) == (4, 8)
-    assert sum("chain" in line for line in adaptive.two_texts(found).splitlines()) == 4
+    assert sum("taught by" in line for line in adaptive.two_texts(found).splitlines()) == 4
