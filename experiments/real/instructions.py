@@ -26,7 +26,9 @@ TEMPLATE = (
 )
 """Chat template of a student without one: Gemma's tokens."""
 TRAINED, HELD_OUT = 3_000, 1_000
-"""Prompts; the answers to the held-out ones are for validation and for the test text, half each."""
+"""Prompts; the answers to the first held-out ones are for validation, the others for the test text."""
+VALIDATION = 700
+"""Their answers are the 64 KiB that an adaptive weight reads at least."""
 ANSWER_TOKENS = 128
 ASKS = (
     "Write about {}.", "Describe {}.", "Explain {} to a child.", "Give advice about {}.", "Tell me something about {}.",
@@ -191,7 +193,7 @@ def write_answers(texts: Path, generate: Callable[[list[list[dict[str, str]]]], 
         {"messages": [*asking(prompt), {"role": "assistant", "content": answer}]} if answer else None
         for (prompt, _), answer in zip(every, answers, strict=True)
     ]
-    write_splits(texts, SOURCE, records, TRAINED, HELD_OUT // 2)
+    write_splits(texts, SOURCE, records, TRAINED, VALIDATION)
     pairs = zip(every[TRAINED:], answers[TRAINED:], strict=True)
     return sum(follows(answer or "", checks) for (_, checks), answer in pairs) / HELD_OUT
 
