@@ -22,10 +22,10 @@ from typing import Any
 from benchmarks.end_to_end.mps import serves_this_process
 from benchmarks.gpu_tests import machine
 from benchmarks.harness import command_line, write_result
+from benchmarks.on_policy import MODULE
 
 PROMPT_CHARACTERS = 250
 RECORD_CHARACTERS = 400
-MODULE = "benchmarks.on_policy.trl_gold"
 PARTS = {"ours": 30.0, "trl": 30.0, "weights": 15.0, "generation": 20.0}
 """What is measured, with the seconds that must be left for it to begin."""
 
