@@ -43,9 +43,7 @@ def main() -> None:
     parser.add_argument("--sides", nargs="*", default=["ours", "trl"])
     parser.add_argument("--texts-of", nargs="*", default=["student", "teacher"], help="whose answers are trained on")
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--rate", type=float, default=3e-5)
-    parser.add_argument("--context", type=int, default=384)
     parser.add_argument("--new-tokens", type=int, default=96)
     parser.add_argument("--asked", type=int, default=1200, help="problems of the task")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
@@ -55,15 +53,10 @@ def main() -> None:
     options.prompts = options.texts / "problems-en.train.jsonl"
     options.records = len(options.prompts.read_text(encoding="utf-8").splitlines())
     options.dtype, options.weights = "bfloat16" if options.device == "cuda" else "float32", "auto"
-    options.micro_batch_tokens, options.extended = 6912, True
+    options.micro_batch_tokens, options.extended, options.context, options.batch = 6912, True, 384, 32
     result: dict[str, Any] = {
-        **{
-            name: getattr(options, name)
-            for name in ("same", "steps", "batch", "rate", "context", "new_tokens", "asked")
-        },
         "machine": machine() if options.device == "cuda" else {},
-        "student": options.student.name,
-        "teacher": options.teacher.name,
+        "settings": {name: str(value) for name, value in vars(options).items()},
         "before": right_answers(options.student, options),
         "rows": [],
     }
@@ -107,8 +100,7 @@ def right_answers(model: Path, options: Any) -> float:
 
 
 def _ours(options: Any, directory: Path, whose: str) -> dict[str, Any]:
-    text = ours.run_file(options, options.batch, directory / "out", steps=options.steps, mode="chain")
-    spec = tomllib.loads(text)
+    spec = tomllib.loads(ours.run_file(options, options.batch, directory / "out", steps=options.steps, mode="chain"))
     spec["train"] |= {"learning_rate": options.rate, "warmup_steps": max(1, options.steps // WARM_UP_PART)}
     if options.same:
         del spec["loss"]
@@ -125,22 +117,18 @@ def _ours(options: Any, directory: Path, whose: str) -> dict[str, Any]:
 
 def _trl(options: Any, directory: Path, whose: str) -> dict[str, Any]:
     file, log = directory / "trl.json", directory / "trl.log"
-    given = {
-        name: getattr(options, name) for name in ("student", "teacher", "prompts", "context", "new_tokens", "same")
-    }
     own = {
-        "batch": options.batch, "steps": options.steps, "seconds": options.part_seconds - 30, "out": file,
-        "extended": True, "rate": options.rate, "warm_up_steps": max(1, options.steps // WARM_UP_PART),
+        "seconds": options.part_seconds - 30, "out": file, "warm_up_steps": max(1, options.steps // WARM_UP_PART),
         "of_student": float(whose == "student"), "save": directory / "out" / "model",
     }  # fmt: skip
-    command = [sys.executable, "-m", MODULE, json.dumps({**given, **own}, default=str)]
+    command = [sys.executable, "-m", MODULE, json.dumps({**vars(options), **own}, default=str)]
     environment, limit = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}, options.part_seconds
     with log.open("w", encoding="utf-8") as out:
         subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, timeout=limit, env=environment, check=False)
     if not own["save"].is_dir():
         raise RuntimeError(log.read_text(encoding="utf-8")[-1500:])
-    row: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    return {name: row[name] for name in ("seconds_per_step", "steps")}
+    row = json.loads(file.read_text(encoding="utf-8"))
+    return {"seconds_per_step": row["seconds_per_step"], "steps": row["warm_up"] + row["steps"]}
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ def section() -> dict[str, Any]:
     missed = verdicts["**not**"]
     tables = {
         f.__name__: f(result)
-        for f in (table, losses, forms, students, problems, no_end, on_policy, p_kl, early_ends, two_texts, followed)
+        for f in (table, losses, forms, students, problems, on_policy, p_kl, early_ends, two_texts, followed)
     }
     return {
         **result,
@@ -108,7 +108,7 @@ def forms(result: Mapping[str, Any]) -> str:
     names = [name for name in TEXTS if result["conditions"][name]["teacher"] == methods.GEMMA3]
     texts = [f"{result['conditions'][name]['size'] / 1e6:g} MB: best step, last step" for name in names]
     found, rows = _by_method(result), []
-    for method in (BASELINE, CHAIN, FADING, *methods.DROPPED, ADAPTIVE):
+    for method in (BASELINE, CHAIN, FADING, *methods.DROPPED_FORMS, ADAPTIVE):
         cells = []
         for name in names:
             outcome = found[name, method][FIRST_SEED]
@@ -127,7 +127,7 @@ def students(result: Mapping[str, Any]) -> str:
         condition = result["conditions"][name]
         text = f"{condition['source']}.test"
         teacher, ce = result["teachers"][name][f"{VALIDATION}_{text}"], found[name, BASELINE][FIRST_SEED].bits[text]
-        for method in (BASELINE, CHAIN, FADING, *methods.DROPPED, ADAPTIVE, "kd_same"):
+        for method in (BASELINE, CHAIN, FADING, *methods.DROPPED_FORMS, ADAPTIVE, "kd_same"):
             if outcome := found.get((name, method), {}).get(FIRST_SEED):
                 bits = outcome.bits[text]
                 share = "" if method == BASELINE else f"{(ce - bits) / (ce - teacher):.0%}"
@@ -142,15 +142,6 @@ def p_kl(result: Mapping[str, Any]) -> str:
     found, text = _by_method(result), f"{result['conditions'][plan.GERMAN]['source']}.test"
     ces, own = found[plan.GERMAN, BASELINE], found[plan.GERMAN, "p_kl_scaled"]
     return ", ".join(f"{ces[seed].bits[text] - own[seed].bits[text]:+.3f}" for seed in sorted(own))
-
-
-def no_end(result: Mapping[str, Any]) -> str:
-    """Return the right answers of the worst and of the best loss, each at its best rate, without ends of answers."""
-    right, best = f"{TASK}{word_problems.TASK}", dict[str, float]()
-    for run in result["runs"]:
-        if run["condition"] == plan.PROBLEMS_NO_END:
-            best[run["method"]] = max(best.get(run["method"], 0.0), run["curve"][-1][right])
-    return f"{min(best.values()):.1%} and {max(best.values()):.1%}"
 
 
 def problems(result: Mapping[str, Any]) -> str:
