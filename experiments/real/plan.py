@@ -91,6 +91,10 @@ PLAN = (
     (TO_GEMMA, "chain_adaptive", (2e-5,)),
     (GERMAN, "p_kl_scaled", (1.6e-3,)),
     (PROBLEMS, "p_kl_scaled", (4e-4,)),
+    (TWO_TEXTS, "chain_routed_twice", (4e-4,)),
+    (TWO_TEXTS, "chain_routed", (8e-4,)),
+    (TWO_TEXTS, "chain_second", (8e-4,)),
+    (TWO_TEXTS, "chain", (8e-4,)),
 )
 """Condition, method with its first weights, and learning rates, on the first data seed."""
 OTHER_SEEDS = (
