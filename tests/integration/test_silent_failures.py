@@ -205,7 +205,7 @@ def test_a_dry_run_warns_of_cut_documents(tiny: Tiny) -> None:
     assert any(
         line.startswith("text: 100% of 24 samples are cut; 64 tokens each on average, about 1,536") for line in lines
     )
-    assert any(line.startswith("24 of 24 samples are cut at a context") for line in lines), lines
+    assert any(line.startswith("warning: 24 of 24 samples are cut at a context") for line in lines), lines
 
 
 def test_evaluation_text_that_is_trained_on_is_warned_about(tiny: Tiny) -> None:

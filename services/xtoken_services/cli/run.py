@@ -84,10 +84,9 @@ def _print_dry_run(spec: RunSpec, notes: list[str], loss: str | None, *, measure
     """Check a run; print its sizes and warnings, then the resolved run file."""
     from xtoken_services.cli.dry_run import check_run
     from xtoken_services.common.run.run_text import resolved_text
-    from xtoken_services.common.run.run_warnings import is_size
 
     for line in check_run(spec, loss, measure=measure):
-        typer.echo(line if is_size(line) else f"warning: {line}", err=True)
+        typer.echo(line, err=True)
     typer.echo(resolved_text(spec, notes, as_json=as_json))
 
 
