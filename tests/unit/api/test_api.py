@@ -224,7 +224,14 @@ def test_a_run_of_objects_calls_back_logs_and_returns_its_model(
         "train": {"samples_per_step": 8, "micro_batch_tokens": 2048, "checkpoint_every": 2},
     }  # fmt: skip
     lines = xtoken.dry_run(**settings)
-    for size in ("default: ", "text: 32 records", "models: student ", "memory of trainer-0", "memory of the run", "disk"):
+    for size in (
+        "default: ",
+        "text: 32 records",
+        "models: student ",
+        "memory of trainer-0",
+        "memory of the run",
+        "disk",
+    ):
         assert any(line.startswith(size) for line in lines), lines
     assert not (tmp_path / "out").exists()
     settings["data"] = iter(settings["data"])

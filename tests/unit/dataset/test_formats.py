@@ -192,6 +192,8 @@ SYSTEM = {"role": "system", "content": "Be brief."}
             {"instruction": "Add.", "input": "2 2", "output": "4"},
             {"messages": [{"role": "user", "content": "Add.\n\n2 2"}, SAID], "form": "Alpaca"},
         ),
+        ({"prompt": [SYSTEM, ASKED], "completion": [SAID]}, {"messages": [SYSTEM, ASKED, SAID], "form": "TRL"}),
+        ({"prompt": "2 + 2?", "completion": "4"}, {"prompt": "2 + 2?", "completion": "4"}),
         ({"messages": [ASKED, SAID], "tools": [TOOL]}, {"messages": [ASKED, SAID], "tools": [TOOL]}),
         ({"text": "whole", "instruction": "x", "output": "y"}, {"text": "whole"}),
     ],
