@@ -30,6 +30,7 @@ sys.path[:0] = [str(DOCS.parent), str(DOCS.parent / "services")]
 import xtoken  # noqa: E402
 from xtoken_core.config import RunSpec  # noqa: E402
 from xtoken_services.cli.app import app  # noqa: E402 - found by the line above
+from xtoken_services.common.run.defaults import FILLED  # noqa: E402
 from xtoken_services.control.app import create_app  # noqa: E402
 from xtoken_services.control.runs import Runs  # noqa: E402
 
@@ -37,6 +38,8 @@ MAKE = "python docs/generate.py"
 
 COMMON = 4
 """Commands that share an option from which on it is explained once."""
+BY_CONTEXT = FILLED | {"name": "the file's name"}
+"""Defaults that depend on something else, by setting."""
 LONG = 6
 """Words of a field's meaning from which on an equal one is not repeated."""
 
@@ -189,7 +192,8 @@ def configuration() -> str:
         if path == "[[teacher":
             title += f", or `{path[1:]}]` for a single one"
         rows = [
-            f"| `{name}` | {type_in_words(info.annotation, tuple(info.metadata))} | {default_in_words(info)} "
+            f"| `{name}` | {type_in_words(info.annotation, tuple(info.metadata))} "
+            f"| {BY_CONTEXT.get(f'{path}.{name}'.lstrip('[.')) or default_in_words(info)} "
             f"| {_meaning(name, info, path, explained)} |"
             for name, info in model.model_fields.items()
             if _part(info.annotation)[0] is None
