@@ -241,6 +241,7 @@ def test_notes_order_checkpoints_and_documents(open_page: Open, remembered: Plan
     page.get_by_role("navigation", name="Run", exact=True).get_by_role("link", name="Files").click()
     expect(page.locator("#disk")).to_contain_text("of it checkpoints")
     page.on("dialog", lambda dialog: dialog.accept())
+    page.get_by_label("More actions").click()
     page.get_by_role("button", name="Free checkpoints").click()
     expect(page.locator("#files h2").filter(has_text="checkpoints/")).to_have_count(1)
     expect(page.locator("#files h2").filter(has_text="step-00000020")).to_be_visible()
@@ -252,6 +253,7 @@ def test_notes_order_checkpoints_and_documents(open_page: Open, remembered: Plan
     page.get_by_role("link", name="Docs").click()
     page.get_by_role("link", name="REST", exact=True).click()
     expect(page.get_by_role("heading", name="REST interface")).to_be_visible()
+    assert page.evaluate("scrollY") == 0
     page = open_page("/guide/docs/quickstart.md", at=remembered, width=NARROW)
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     picture(page, "24-document")

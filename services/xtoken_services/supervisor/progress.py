@@ -188,9 +188,9 @@ class LineView:
         self._print(STOPPING_NOW if now else STOPPING)
 
     def end(self, status: RunStatus) -> None:
-        """Print how the run ended, after all that is wrong with it."""
-        for line in [*_warning_lines(status), final_line(status)]:
-            self._print(line)
+        """Print how the run ended, after what was not said to be wrong with it."""
+        self._warn(status)
+        self._print(final_line(status))
 
     def _warn(self, status: RunStatus) -> None:
         warnings = warnings_of(status)

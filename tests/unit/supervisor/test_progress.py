@@ -211,18 +211,19 @@ def test_failing_view_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.parametrize("terminal", [True, False], ids=["terminal", "pipe"])
 def test_view_of_a_whole_run(terminal: bool) -> None:
     out = io.StringIO()
+    wrong = {"last": {"step": 3, "unreachable_mass_t0": 0.5}}
     with open_view(True, Console(file=out, force_terminal=terminal, width=120)) as view:
-        view.show(status(step=0))
+        view.show(status(step=0, **wrong))
         view.show(status(step=0))
         view.stopping(now=False)
         view.stopping(now=True)
         view.show(status(state="running", step=1))
-        view.end(status(state="stopped"))
+        view.end(status(state="stopped", **wrong))
     assert "stopped after step 3 of 12" in out.getvalue()
     if not terminal:
         lines = out.getvalue().splitlines()
-        assert len(lines) == 4, "one line for the state, one for each request to stop, one for the end"
-        assert lines[2] == "Force quit: progress since the last checkpoint is lost"
+        assert len(lines) == 5, "one line for the state, one for each request to stop, one for the end, one that warns"
+        assert lines[3] == "Force quit: progress since the last checkpoint is lost"
 
 
 def test_json_line_on_every_change(capsys: pytest.CaptureFixture[str]) -> None:
