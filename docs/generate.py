@@ -191,10 +191,11 @@ def configuration() -> str:
         title = f"`{path}{']]' if double else ']'}`" if path else "At the top of the file"
         if path == "[[teacher":
             title += f", or `{path[1:]}]` for a single one"
+        texts = model.descriptions()
         rows = [
             f"| `{name}` | {type_in_words(info.annotation, tuple(info.metadata))} "
             f"| {BY_CONTEXT.get(f'{path}.{name}'.lstrip('[.')) or default_in_words(info)} "
-            f"| {_meaning(name, info, path, explained)} |"
+            f"| {_meaning(name, texts.get(name, ''), path, explained)} |"
             for name, info in model.model_fields.items()
             if _part(info.annotation)[0] is None
         ]
@@ -205,9 +206,9 @@ def configuration() -> str:
     return CONFIGURATION.format(make=MAKE, sections="\n".join(sections))
 
 
-def _meaning(name: str, info: FieldInfo, path: str, explained: dict[tuple[str, str], str]) -> str:
+def _meaning(name: str, text: str, path: str, explained: dict[tuple[str, str], str]) -> str:
     """Return a field's meaning, or the table that has explained a field of this name and meaning before."""
-    meaning = " ".join((info.description or "").split())
+    meaning = " ".join(text.split())
     if len(meaning.split()) < LONG:
         return meaning
     before = explained.setdefault((name, meaning), path)

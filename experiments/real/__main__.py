@@ -4,6 +4,7 @@
     texts     documents by language and source, in training, validation and test
     controls  what the controls need: the teacher's samples, chat text, a teacher with the student's tokenizer
     runs      train: every method, learning rate and data seed of a condition, each an `xtoken run`
+    score     ask the students of instructions for the held-out ones, as their runs end
     collect   measure the teachers, add the runs to the result file, print the tables
     merge     add the rows of other result files to the result file: merge FILE...
 
@@ -40,7 +41,7 @@ def main() -> int:
     commands = parser.add_subparsers(dest="stage", required=True)
     commands.add_parser("models")
     commands.add_parser("texts")
-    for name in ("controls", "runs", "collect"):
+    for name in ("controls", "runs", "score", "collect"):
         _add_choice(commands.add_parser(name))
     merge = commands.add_parser("merge")
     merge.add_argument("files", nargs="+", type=Path, help="result files of other machines, the newest last")
@@ -89,8 +90,9 @@ def _add_choice(parser: argparse.ArgumentParser) -> None:
 def _planned(arguments: argparse.Namespace) -> list[Cell]:
     if arguments.plan:
         wanted = arguments.conditions or CONDITIONS
-        known = [results.cell_of(row) for row in results.read_result(arguments.out)["runs"]] * arguments.missing
-        some = [cell for cell in plan.planned() if cell.condition in wanted and cell.method in arguments.methods]
+        result = results.read_result(arguments.out)
+        known = [results.cell_of(row) for row in result["runs"]] * arguments.missing
+        some = [cell for cell in plan.planned(result) if cell.condition in wanted and cell.method in arguments.methods]
         return [cell for cell in some if cell not in known]
     names = arguments.conditions or ["de-500k"]
     chosen = (names, arguments.methods, arguments.weights, arguments.seeds)
@@ -109,6 +111,9 @@ def _run(arguments: argparse.Namespace) -> int:
         return 0 if made else 3
     elif arguments.stage == "runs":
         return 0 if _train(arguments) else 3
+    elif arguments.stage == "score":
+        until = time.monotonic() + arguments.seconds
+        return 0 if stages.score(arguments.state, _planned(arguments), until=until, device=arguments.device) else 3
     elif arguments.stage == "collect":
         planned = _planned(arguments)
         names = list(dict.fromkeys(cell.condition for cell in planned))

@@ -13,13 +13,14 @@ from __future__ import annotations
 import json
 import random
 import shutil
-from collections.abc import Iterator, Sequence
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from experiments.jobs import Job, finished
-from experiments.real import word_problems
+from experiments.real import instructions, word_problems
 from experiments.real.methods import CHAT, CONDITIONS, CONTINUED, SMOLLM2, Cell, samples_file
 from experiments.real.models import MissingSourceError
 from xtoken_core.atomic import atomic_write
@@ -35,7 +36,7 @@ QUESTIONS = (
 EXCERPT_CHARACTERS = 500
 CONTINUED_STEPS, CONTINUED_BYTES = 240, 5_000_000
 CONTINUED_SOURCES = ("handbook-de", "manual-de")
-_BATCH = 512
+_BATCH = 1024
 _CHAT_SPLITS = {"train": 600_000, "validation": 100_000, "test": 100_000}
 
 
@@ -82,27 +83,72 @@ def write_chat(state: Path, device: str) -> None:
 
 
 def write_answers(state: Path, name: str, device: str) -> None:
-    """Write the word problems with the greedy answers of a condition's teacher, and how many of them are right.
+    """Write word problems or instructions with the greedy answers of a teacher, and how many of them are right.
 
     Args:
         state: Directory of models and texts.
         name: The condition.
         device: Where the teacher generates.
     """
-    if (state / "texts" / f"{word_problems.SOURCE}.test.jsonl").is_file():
+    asked = CONDITIONS[name].source
+    if (state / "texts" / f"{asked}.test.jsonl").is_file():
         return
+    of_problems = asked == word_problems.SOURCE
+    tokens = word_problems.ANSWER_TOKENS if of_problems else instructions.ANSWER_TOKENS
     model, tokenizer = _load(state / "models" / CONDITIONS[name].teacher, device)
 
     def answers(conversations: list[list[dict[str, str]]]) -> Iterator[str | None]:
         prompts = [
             tokenizer.apply_chat_template(each, add_generation_prompt=True, return_dict=False) for each in conversations
         ]
-        for text in _generated(model, tokenizer, prompts, word_problems.ANSWER_TOKENS, seed=None, with_prompt=False):
-            # A text that the limit cut has no number at its end.
-            yield text.strip() if word_problems.ENDS.search(text) else None
+        for text in _generated(model, tokenizer, prompts, tokens, seed=None, with_prompt=False):
+            yield text.strip() if len(tokenizer(text)["input_ids"]) < tokens else None
 
-    right = word_problems.write_problems(state / "texts", answers)
-    atomic_write(state / f"teacher-{name}.json", json.dumps({f"task_accuracy_{word_problems.TASK}": right}) + "\n")
+    write = word_problems.write_problems if of_problems else instructions.write_answers
+    task = word_problems.TASK if of_problems else instructions.TASK
+    right = write(state / "texts", answers)
+    atomic_write(state / f"teacher-{name}.json", json.dumps({f"task_accuracy_{task}": right}) + "\n")
+
+
+def score(state: Path, models: Iterable[str], device: str) -> None:
+    """Ask models for the held-out instructions, where they are there and have not been asked.
+
+    Args:
+        state: Directory of models and runs.
+        models: Directories relative to it.
+        device: Where they generate.
+    """
+    for name in models:
+        if _scores(state, name).is_file() or not (state / name / "config.json").is_file():
+            continue
+        model, tokenizer = _load(state / name, device)
+        if tokenizer.chat_template is None:
+            tokenizer.chat_template = instructions.TEMPLATE
+        task = instructions.read_task(state / "texts")
+        prompts = [
+            tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+            for messages, _ in task
+        ]
+        found, file = {}, _scores(state, name)
+        for key, seed in ((instructions.TASK, None), (instructions.SAMPLED, 0)):
+            answers = list(
+                _generated(model, tokenizer, prompts, instructions.ANSWER_TOKENS, seed=seed, with_prompt=False)
+            )
+            right = [instructions.follows(text, checks) for text, (_, checks) in zip(answers, task, strict=True)]
+            found[f"task_accuracy_{key}"] = statistics.fmean(right)
+            _write(file.with_name(f"{file.stem}.{key}.jsonl"), iter(answers))
+        atomic_write(file, json.dumps(found) + "\n")
+
+
+def scored(state: Path, model: str) -> dict[str, float]:
+    """Return what a model was found to follow of the held-out instructions; empty if it has not been asked."""
+    file = _scores(state, model)
+    found: dict[str, float] = json.loads(file.read_text()) if file.is_file() else {}
+    return found
+
+
+def _scores(state: Path, model: str) -> Path:
+    return state / "followed" / f"{model.replace('/', '-')}.json"
 
 
 def questions(documents: Sequence[str]) -> list[str]:

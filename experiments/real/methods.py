@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from experiments.jobs import Job
-from experiments.real import word_problems
+from experiments.real import instructions, word_problems
 from experiments.real.tasks import PROMPTS, TASKS
 
 SMOLLM2, GEMMA3, QWEN15 = "smollm2-135m-instruct", "gemma3-270m", "qwen2.5-coder-1.5b-instruct"
@@ -19,7 +19,7 @@ CONTINUED = "smollm2-continued-de"
 CHAT = "chat-en"
 
 
-WEIGHTS = {"even": (1.0, 1.0), "kd": (1.0, 0.1), "strong": (3.0, 1.0), "light": (0.3, 1.0)}
+WEIGHTS = {"ce": (0.0, 1.0), "even": (1.0, 1.0), "kd": (1.0, 0.1), "strong": (3.0, 1.0), "light": (0.3, 1.0)}
 """Weights of the KD term and of the cross-entropy."""
 
 
@@ -54,9 +54,11 @@ class Method:
         hidden: Teachers send hidden states, which the student's process multiplies out to the same logits: a ring of
             megabytes instead of gigabytes. Not for P-KL, which then multiplies out its columns only.
         on_policy: The student completes the text's prompts and learns from the divergence on its completions.
+        after: Part of the steps that learn from the text first, by cross-entropy at `FIRST_RATE`.
         shots: The teacher of word problems reads two solved ones before each question, as when it wrote the answers.
         second: The teacher of a condition's second text compares, too, or alone with `teachers` = 0.
         routed: Each of the two compares its own text.
+        second_weight: Weight of the second text's teacher beside the other.
     """
 
     title: str
@@ -70,9 +72,11 @@ class Method:
     micro_batch_tokens: int = MICRO_BATCH_TOKENS
     hidden: bool = False
     on_policy: bool = False
+    after: float = 0.0
     shots: bool = False
     second: bool = False
     routed: bool = False
+    second_weight: float = 1.0
 
     def micro_batch_of(self, condition: Condition) -> int:
         """Return the tokens of a micro-batch; the usual ones with Gemma's vocabulary and with two texts."""
@@ -138,6 +142,11 @@ METHODS = {
     "on_forward": _on_policy("chain on completions, forward KL", beta="none"),
     "on_reverse": _on_policy("chain on completions, reverse KL", reverse_kl=True),
     "on_jsd": _on_policy("chain on completions, JSD", beta=0.5),
+    "on_after": replace(
+        _on_policy("cross-entropy, then chain on completions, JSD", beta=0.5, kl_loss_weight_end=1.0),
+        weights=_named("ce"),
+        after=0.3,
+    ),
     "on_reverse_bare": replace(
         _on_policy("chain on completions, reverse KL, the teacher reads the question alone", reverse_kl=True),
         shots=False,
@@ -155,6 +164,12 @@ METHODS = {
     "chain_both": replace(_chain("chain, one weight to the end, both teachers on everything"), second=True),
     "chain_routed": replace(
         _chain("chain, one weight to the end, each teacher on its own text"), second=True, routed=True
+    ),
+    "chain_routed_twice": replace(
+        _chain("chain, one weight to the end, each teacher on its own text, the second with weight 2"),
+        second=True,
+        routed=True,
+        second_weight=2.0,
     ),
     "chain_bare_space": _chain("chain with the bare space", chain_bare_space=True),
     "chain_unconditioned": _chain("chain, not conditioned", chain_conditioning=False),
@@ -196,6 +211,8 @@ ONE_RATE = (2e-4,)
 WIDE_RATES = (5e-5, *RATES, 8e-4, 1.6e-3)
 OTHER_RATES = (1e-4, 4e-4)
 """For cross-entropy and the default, beside the one rate that all methods have on a text."""
+FIRST_RATE = 2e-4
+"""Of the steps of `on_after` that learn from text."""
 SMALL_RATES = (2e-5, 5e-5)
 """For Gemma as the student: 2e-4, tried first, was too large for cross-entropy."""
 TASK_TOKENS = 8
@@ -227,6 +244,8 @@ class Condition:
         second: Another text, of which twice as many documents are trained: they are shorter.
         second_teacher: Condition whose run with cross-entropy on the first data seed is that text's teacher.
         compiles: Models are compiled, which few steps do not pay for.
+        follows: Students are asked for the held-out instructions before their first step and after their last one.
+        completion_tokens: Most tokens of a completion that is trained on.
     """
 
     student: str
@@ -248,6 +267,13 @@ class Condition:
     second: str = ""
     second_teacher: str = ""
     compiles: bool = True
+    follows: bool = False
+    completion_tokens: int = word_problems.ANSWER_TOKENS
+
+    @property
+    def task(self) -> str:
+        """The task whose accuracy counts."""
+        return instructions.TASK if self.follows else self.tasks[0]
 
 
 _GERMAN = ("manual-de", "handbook-en", "handbook-fr")
@@ -312,6 +338,25 @@ CONDITIONS |= {
         note="after a cold start",
     ),
 }  # fmt: skip
+START, INSTRUCTIONS, FEW, FOR_GEMMA = (
+    "qwen-problems-start", "qwen-instructions", "qwen-instructions-few", "qwen-instructions-to-gemma"
+)  # fmt: skip
+CONDITIONS |= {
+    START: replace(
+        _PROBLEMS, others=(), rates=(2e-4,), note="before instructions", evaluations=1, compiles=False, follows=True
+    ),
+    INSTRUCTIONS: Condition(
+        SMOLLM2, QWEN15, instructions.SOURCE, 10_000_000, (), 150, rates=(3e-5, 5e-5, 1e-4, 2e-4),
+        tasks=(word_problems.TASK,), note=f"after word problems, {instructions.TRAINED:,} prompts", evaluations=3,
+        contexts=(512, 512), documents=32, task_tokens=word_problems.ANSWER_TOKENS, task_prompts=300, start=START,
+        compiles=False, follows=True, completion_tokens=instructions.ANSWER_TOKENS,
+    ),
+}  # fmt: skip
+_INSTRUCTIONS = CONDITIONS[INSTRUCTIONS]
+CONDITIONS |= {
+    FEW: replace(_INSTRUCTIONS, size=150_000, note="after word problems, few prompts"),
+    FOR_GEMMA: replace(_INSTRUCTIONS, student=GEMMA3, start="", tasks=(), note="to Gemma 3 270M"),
+}
 GERMAN_TEACHER, TWO_TEXTS = "gemma-on-german", "qwen-two-texts"
 CONDITIONS |= {
     GERMAN_TEACHER: Condition(
@@ -319,7 +364,7 @@ CONDITIONS |= {
         note="Gemma 3 270M, to be a teacher", evaluations=2, contexts=(512, 512), documents=32, compiles=False,
     ),
     TWO_TEXTS: Condition(
-        SMOLLM2, QWEN15, "python-packages", 3_000_000, ("manual-de", "handbook-en"), 160, rates=(4e-4,),
+        SMOLLM2, QWEN15, "python-packages", 3_000_000, ("manual-de", "handbook-en"), 160, rates=(4e-4, 8e-4),
         note="and manual-de", evaluations=2, contexts=(1024, 1024), documents=12, second="manual-de",
         second_teacher=GERMAN_TEACHER, compiles=False,
     ),
@@ -397,17 +442,18 @@ def job(cell: Cell, *, device: str = "auto", steps: int | None = None, patience:
         "context_length": condition.contexts[0 if method.teacher else 1],
         **computing,
     }
-    if method.shots:
+    if method.shots and condition.source == word_problems.SOURCE:
         teacher["chat_template"] = f"texts/{word_problems.TEMPLATE}"
     if method.hidden:
         teacher["content"] = "hidden"
     if method.projects:
         teacher["projection"] = projection_file(condition)
+    template = {"chat_template": f"texts/{instructions.TEMPLATE_FILE}"} if cell.condition == FOR_GEMMA else {}
     evaluated = [f"texts/{source}.test.jsonl" for source in (condition.source, *condition.others)]
     tables: list[tuple[str, dict[str, Any]]] = [
-        ("student", {"model": student_of(cell), "context_length": condition.contexts[0], **computing}),
+        ("student", {"model": student_of(cell), "context_length": condition.contexts[0], **computing, **template}),
         *(
-            ("[teacher]", {"model": model, **({"name": f"t{number}"} if method.routed else {}), **teacher})
+            ("[teacher]", {"model": model, **_choice(method, number), **teacher})
             for number, model in enumerate(teachers_of(cell))
         ),
         *_data(cell),
@@ -423,7 +469,7 @@ def job(cell: Cell, *, device: str = "auto", steps: int | None = None, patience:
             },
         ),
         *(("eval.tasks", _tasks(condition)) for _ in condition.tasks[:1]),
-        *(("rollout", {"max_new_tokens": condition.task_tokens}) for _ in range(method.on_policy)),
+        *(("rollout", _rollout(cell)) for _ in range(method.on_policy)),
         *(("queue", {"block_size": condition.documents}) for _ in range(method.on_policy)),
         ("loss", method.loss if method.loss.get("dynamic_loss_scaling") else {**method.loss, **weights}),
         ("train", _train(cell, steps)),
@@ -433,8 +479,14 @@ def job(cell: Cell, *, device: str = "auto", steps: int | None = None, patience:
     for name, table in tables:
         lines += ["", f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in table.items())]
     options = ("--loss", method.custom) if method.custom else ()
-    discards = ("checkpoints",) if cell.condition in (COLD_START, GERMAN_TEACHER) else ("checkpoints", "model")
+    kept = condition.follows or cell.condition in (COLD_START, GERMAN_TEACHER)
+    discards = ("checkpoints",) if kept else ("checkpoints", "model")
     return Job(cell.name, "\n".join(lines) + "\n", options, discards=discards)
+
+
+def _choice(method: Method, number: int) -> dict[str, Any]:
+    """Return the name and weight of a teacher that compares its own text."""
+    return {"name": f"t{number}", "weight": method.second_weight if number else 1.0} if method.routed else {}
 
 
 def teachers_of(cell: Cell) -> list[str]:
@@ -464,17 +516,25 @@ def student_of(cell: Cell) -> str:
     """Return the directory of a run's student, relative to the state's directory."""
     condition = CONDITIONS[cell.condition]
     if condition.start:
-        return f"runs/{Cell(condition.start, 'ce', 'ce', START_RATE, cell.seed).name}/model"
+        (rate,) = CONDITIONS[condition.start].rates
+        return f"runs/{Cell(condition.start, 'ce', 'ce', rate, cell.seed).name}/model"
     return f"models/{condition.student}"
 
 
+def _rollout(cell: Cell) -> dict[str, Any]:
+    condition, after = CONDITIONS[cell.condition], METHODS[cell.method].after
+    switch = {"after": after, "learning_rate": cell.rate} if after else {}
+    return {"max_new_tokens": condition.completion_tokens} | switch
+
+
 def _train(cell: Cell, steps: int) -> dict[str, Any]:
+    rate = FIRST_RATE if METHODS[cell.method].after else cell.rate
     return {
         "samples_per_step": CONDITIONS[cell.condition].documents,
         "max_steps": steps,
         "micro_batch_tokens": METHODS[cell.method].micro_batch_of(CONDITIONS[cell.condition]),
-        "learning_rate": cell.rate,
-        "min_learning_rate": cell.rate / 10,
+        "learning_rate": rate,
+        "min_learning_rate": rate / 10,
         "warmup_steps": max(1, steps // 20),
         "weight_decay": 0.01,
         "checkpoint_every": steps,

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from experiments.real import word_problems
+from experiments.real import instructions, word_problems
 from experiments.real.methods import (
     COLD_START,
     CONDITIONS,
+    FEW,
+    FOR_GEMMA,
     GEMMA3,
     GERMAN_TEACHER,
+    INSTRUCTIONS,
     METHODS,
     NO_END,
     QWEN05,
     QWEN15,
     SEEDS,
+    START,
     START_RATE,
     TWO_TEXTS,
     Cell,
     student_of,
     teachers_of,
 )
+from experiments.real.summary import TASK
 
 PYTHON, GERMAN, FRENCH, WEAK, WEAK_LONG = (
     "qwen-python-32m", "qwen-de-500k", "qwen-fr-500k", "gemma-de-2m", "gemma-de-6m"
@@ -91,6 +98,22 @@ PLAN = (
     (TO_GEMMA, "chain_adaptive", (2e-5,)),
     (GERMAN, "p_kl_scaled", (1.6e-3,)),
     (PROBLEMS, "p_kl_scaled", (4e-4,)),
+    (TWO_TEXTS, "chain_routed_twice", (4e-4,)),
+    (TWO_TEXTS, "chain_routed", (8e-4,)),
+    (TWO_TEXTS, "chain_second", (8e-4,)),
+    (TWO_TEXTS, "chain", (8e-4,)),
+    (START, "ce", (2e-4,)),
+    (INSTRUCTIONS, "on_after", (1e-4, 3e-5)),
+    (INSTRUCTIONS, "ce", (1e-4, 2e-4)),
+    (INSTRUCTIONS, "chain_adaptive", (1e-4, 2e-4)),
+    (INSTRUCTIONS, "on_jsd", (1e-4,)),
+    (FEW, "ce", (5e-5, 1e-4)),
+    (FEW, "chain_adaptive", (5e-5, 1e-4)),
+    (FEW, "on_after", (1e-4, 3e-5)),
+    (FOR_GEMMA, "on_after", (3e-5,)),
+    (FOR_GEMMA, "ce", (5e-5, 1e-4)),
+    (FOR_GEMMA, "chain_adaptive", (5e-5,)),
+    (FOR_GEMMA, "on_after", (1e-4,)),
 )
 """Condition, method with its first weights, and learning rates, on the first data seed."""
 OTHER_SEEDS = (
@@ -102,9 +125,11 @@ OTHER_SEEDS = (
     (GERMAN, "p_kl_scaled", 8e-4), (PYTHON, "p_kl_scaled", 1e-4),
     (COLD_START, "ce", START_RATE), (COLD_NO_END, "ce", START_RATE), (ON_POLICY, "on_jsd", 3e-5),
     (PROBLEMS, "ce", 4e-4), (PROBLEMS, "chain_shots", 2e-4),
-    (PROBLEMS, "chain_adaptive", 2e-4),
+    (PROBLEMS, "chain_adaptive", 2e-4), (START, "ce", 2e-4),
+    *((name, method, None) for name in (INSTRUCTIONS, FEW) for method in ("on_after", "ce", "chain_adaptive")),
 )  # fmt: skip
-"""What runs on the other data seeds, at the rates that were best on the first one: before what is new on it."""
+"""What runs on the other data seeds, at the rates that were best on the first one: before what is new on it. None is
+the rate with the most right answers there."""
 FIRST_RUNS = 38
 """Runs of the plan that were made before the other data seeds."""
 SEEDS_OF = {TWO_TEXTS: SEEDS[:2]}
@@ -120,14 +145,31 @@ TWO_TEXTS_GIB = {GERMAN_TEACHER: 14.0, TWO_TEXTS: 14.0}
 """Of what is not compiled, with small micro-batches."""
 
 
-def planned() -> list[Cell]:
-    """Return the planned runs, the important ones first."""
+def planned(result: Mapping[str, Any]) -> list[Cell]:
+    """Return the planned runs, the important ones first; without those whose rate is not known yet.
+
+    Args:
+        result: Content of the result file.
+    """
     first = [(condition, method, rate, SEEDS[0]) for condition, method, rates in PLAN for rate in rates]
     others = [(*each, seed) for seed in SEEDS[1:] for each in OTHER_SEEDS if seed in SEEDS_OF.get(each[0], SEEDS)]
     return [
-        Cell(condition, method, METHODS[method].first_weight, rate, seed)
+        Cell(condition, method, METHODS[method].first_weight, found, seed)
         for condition, method, rate, seed in (*first[:FIRST_RUNS], *others, *first[FIRST_RUNS:])
+        if (found := rate or best_rate(result, condition, method)) is not None
     ]
+
+
+def best_rate(result: Mapping[str, Any], condition: str, method: str) -> float | None:
+    """Return the learning rate of a method with the most right answers at the last step, on the first data seed."""
+    key = f"{TASK}{CONDITIONS[condition].task}"
+    runs = [
+        run
+        for run in result["runs"]
+        if (run["condition"], run["method"], run["seed"]) == (condition, method, SEEDS[0]) and key in run["curve"][-1]
+    ]
+    best = max(runs, key=lambda run: run["curve"][-1][key], default=None)
+    return None if best is None else float(best["rate"])
 
 
 def planned_rates(condition: str, method: str) -> tuple[float, ...]:
@@ -141,10 +183,11 @@ def gib_of(cell: Cell) -> float:
     method = METHODS[cell.method]
     if cell.condition in TWO_TEXTS_GIB:
         return TWO_TEXTS_GIB[cell.condition]
-    if CONDITIONS[cell.condition].source == word_problems.SOURCE:  # short rows
-        return PROBLEMS_GIB[method.teachers > 0] + method.on_policy * ROLLOUT_GIB
+    more = STUDENT_GIB.get(CONDITIONS[cell.condition].student, 0.0)
+    if CONDITIONS[cell.condition].source in (word_problems.SOURCE, instructions.SOURCE):  # short rows
+        return PROBLEMS_GIB[method.teachers > 0] + method.on_policy * ROLLOUT_GIB + more
     teacher = Path(next(iter(teachers_of(cell)), "")).name
-    return GIB.get(teacher, UNKNOWN_GIB) + STUDENT_GIB.get(CONDITIONS[cell.condition].student, 0.0)
+    return GIB.get(teacher, UNKNOWN_GIB) + more
 
 
 def has_models(state: Path, cell: Cell) -> bool:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.real.methods import CONDITIONS, SEEDS
+from experiments.real.plan import best_rate
 from experiments.real.summary import TASK, VALIDATION, Outcome, chosen, outcomes
 
 FILE = Path(__file__).parent / "predictions.toml"
@@ -93,24 +94,12 @@ def _curves(
     rates = {o.rate for o in found if (o.condition, o.method, o.seed) == (condition, method, SEEDS[0])}
     rate = prediction.get("rate", min(rates, default=None))
     if prediction.get("figure") == "accuracy" and "rate" not in prediction:
-        rate = best_rate_by_accuracy(result, condition, method)
+        rate = best_rate(result, condition, method)
     return {
         run["seed"]: run["curve"]
         for run in result["runs"]
         if (run["condition"], run["method"], run["rate"]) == (condition, method, rate)
     }
-
-
-def best_rate_by_accuracy(result: Mapping[str, Any], condition: str, method: str) -> float | None:
-    """Return the learning rate of a method with the most right answers at the last step, on the first data seed."""
-    runs = [
-        run
-        for run in result["runs"]
-        if (run["condition"], run["method"], run["seed"]) == (condition, method, SEEDS[0]) and run["curve"]
-    ]
-    (task,) = CONDITIONS[condition].tasks
-    best = max(runs, key=lambda run: run["curve"][-1][f"{TASK}{task}"], default=None)
-    return None if best is None else float(best["rate"])
 
 
 def _figure(
@@ -123,7 +112,8 @@ def _figure(
     much of the way from the other to the teacher the method covers. `teacher` is the method's minus the condition's
     teacher's. `steps` is the step at which it has what the other
     ends with, as a fraction of the other's steps. `accuracy` is the method's on the condition's task less the highest
-    of the others, each at the rate that is best by it.
+    of the others, each at the rate that is best by it; less its own before training where there are none. `task` names
+    another task.
 
     Args:
         result: The result file's content.
@@ -135,9 +125,10 @@ def _figure(
     ends = [curve[-1] if prediction.get("last") else min(curve, key=lambda row: row[VALIDATION]) for curve in curves]
     figure = prediction.get("figure", "less")
     if figure == "accuracy":
-        (task,) = result["conditions"][prediction["condition"]]["tasks"]
-        right, *beside = (row[f"{TASK}{task}"] for row in ends)
-        return right - max(beside)
+        key = f"{TASK}{prediction.get('task') or CONDITIONS[prediction['condition']].task}"
+        right, *beside = (row.get(key) for row in ends)
+        beside = beside or [curves[0][0].get(key)]
+        return None if None in (right, *beside) else right - max(beside)
     own, *others = (row[key] for row in ends)
     if figure == "begun":
         return own - curves[0][0][key]

@@ -6,13 +6,14 @@ import json
 import math
 import random
 import statistics
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from experiments.jobs import SHORTEST_S, Job, finished, run_all
-from experiments.real import controls, word_problems
+from experiments.real import controls, instructions, word_problems
 from experiments.real.machines import machine
 from experiments.real.methods import (
     CHAT,
@@ -25,11 +26,12 @@ from experiments.real.methods import (
     Condition,
     job,
     projection_file,
+    student_of,
     teachers_of,
 )
 from experiments.real.models import MissingSourceError
 from experiments.real.plan import gib_of, has_models
-from experiments.real.results import merged, missing, read_result, without, write_result
+from experiments.real.results import cell_of, merged, missing, read_result, without, write_result
 from experiments.real.summary import BASELINE
 from experiments.real.tasks import TASKS, write_tasks
 from xtoken_core.atomic import atomic_write
@@ -38,6 +40,8 @@ from xtoken_services.common.tokenizers.chat_templates import read_chat_template
 _MEASURED = ("bits_per_byte", "teacher_bits_per_byte", "task_accuracy")
 _METRICS = ("tokens_per_second", "memory_peak_bytes", "chunk_mass_t0")
 _OF_COMPLETIONS = ("entropy", "finished", "completion_tokens")
+ANSWERED = (word_problems.SOURCE, instructions.SOURCE)
+"""Texts that a teacher writes as answers."""
 _AT_ENDS = 8
 """Steps at either end of a run whose mean is told of a figure of its completions."""
 
@@ -114,7 +118,9 @@ def prepare(state: Path, planned: Sequence[Cell]) -> None:
         if condition.second:
             _build_tables(state, condition.student, CONDITIONS[condition.second_teacher].student)
     for cell in planned:
-        if METHODS[cell.method].shots:
+        if CONDITIONS[cell.condition].source == instructions.SOURCE:
+            atomic_write(state / "texts" / instructions.TEMPLATE_FILE, instructions.TEMPLATE)
+        elif METHODS[cell.method].shots:
             own = read_chat_template(state / teachers_of(cell)[0])
             atomic_write(state / "texts" / word_problems.TEMPLATE, word_problems.template_with_shots(own))
     if any(set(CONDITIONS[cell.condition].tasks) & set(TASKS) for cell in planned):
@@ -136,7 +142,7 @@ def make_controls(state: Path, planned: Sequence[Cell], *, until: float, device:
     if any(CONDITIONS[cell.condition].source == CHAT for cell in planned):
         controls.write_chat(state, device)
     for cell in planned:
-        if CONDITIONS[cell.condition].source == word_problems.SOURCE:
+        if CONDITIONS[cell.condition].source in ANSWERED:
             controls.write_answers(state, cell.condition, device)
         if METHODS[cell.method].samples:
             write_sample(state / "texts", replace(cell, method=BASELINE))
@@ -162,7 +168,7 @@ def write_sample(texts: Path, cell: Cell) -> None:
     for name, file in cell.texts.items():
         source, target = texts / f"{name}.train.jsonl", texts / file
         if not source.is_file():
-            stage = "controls" if name in (CHAT, word_problems.SOURCE) else "texts"
+            stage = "controls" if name in (CHAT, *ANSWERED) else "texts"
             raise MissingSourceError(f"there is no {source}: run the stage `{stage}` first")
         if target.is_file():
             continue
@@ -194,7 +200,7 @@ def teachers(state: Path, names: Sequence[str], device: str, known: Path, again:
     measured_before = without(read_result(known), again)["teachers"]
     for name in names:
         condition = CONDITIONS[name]
-        known_already = name in measured_before or condition.source == word_problems.SOURCE
+        known_already = name in measured_before or condition.source in ANSWERED
         models = {} if known_already else {state / f"teacher-{name}.json": condition.teacher}
         if (state / "models" / CONTINUED).is_dir() and condition.source in controls.CONTINUED_SOURCES:
             models[state / f"teacher-{name}-same.json"] = CONTINUED
@@ -239,7 +245,38 @@ def finished_rows(state: Path, planned: Iterable[Cell]) -> list[dict[str, Any]]:
         state: Directory of the runs.
         planned: The runs.
     """
-    return [{**vars(cell), **_run_record(state / "runs" / cell.name)} for cell in planned if finished(state, cell.name)]
+    rows = [{**vars(cell), **_run_record(state / "runs" / cell.name)} for cell in planned if finished(state, cell.name)]
+    for row in rows:
+        if CONDITIONS[row["condition"]].follows:
+            for evaluation, model in zip((row["curve"][0], row["curve"][-1]), scored_models(cell_of(row)), strict=True):
+                evaluation |= controls.scored(state, model)
+    return rows
+
+
+def scored_models(cell: Cell) -> tuple[str, str]:
+    """Return the directories of a run's student and of what it became, relative to the state's directory."""
+    return student_of(cell), f"runs/{cell.name}/model"
+
+
+def score(state: Path, planned: Sequence[Cell], *, until: float, device: str) -> bool:
+    """Ask the students of runs for the held-out instructions as they come; return True if all have been asked.
+
+    Args:
+        state: Directory of models, texts and runs.
+        planned: The runs.
+        until: Time on the monotonic clock at which this ends.
+        device: Where they generate.
+    """
+    some = [cell for cell in planned if CONDITIONS[cell.condition].follows]
+    models = dict.fromkeys(model for cell in some for model in scored_models(cell))
+    while True:
+        done = [name for name in models if finished(state, Path(name).parts[1]) or name.startswith("models/")]
+        controls.score(state, done, device)
+        if all(controls.scored(state, name) for name in models):
+            return True
+        if time.monotonic() > until:
+            return False
+        time.sleep(1.0)
 
 
 def _run_record(directory: Path) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -156,22 +156,38 @@ def write_problems(texts: Path, generate: Callable[[list[list[dict[str, str]]]],
     all_of_them = list(problems(TRAINED + HELD_OUT))
     held_out = all_of_them[TRAINED:]
     task = ({"messages": asking(question), "answer": answer, "match": MATCH} for question, answer in held_out)
-    atomic_write(texts / f"{TASK}.jsonl", _lines(task))
-    answers = list(generate([conversation(question) for question, _ in all_of_them]))
+    atomic_write(texts / f"{TASK}.jsonl", lines_of(task))
+    made = generate([conversation(question) for question, _ in all_of_them])
+    # A text that the limit cut has no number at its end.
+    answers = [answer if answer and ENDS.search(answer) else None for answer in made]
     if sum(answer is not None for answer in answers) < len(answers) // 2:
         raise MissingSourceError("the teacher ended fewer than half of its answers: ask for shorter ones")
     records = [
         {"messages": [*asking(question), {"role": "assistant", "content": answer}]} if answer else None
         for (question, _), answer in zip(all_of_them, answers, strict=True)
     ]
-    tested = TRAINED + VALIDATION
-    ends = {"train": (0, TRAINED), "validation": (TRAINED, tested), "test": (tested, len(records))}
-    for split, (first, last) in ends.items():
-        atomic_write(texts / f"{SOURCE}.{split}.jsonl", _lines(filter(None, records[first:last])))
+    write_splits(texts, SOURCE, records, TRAINED, VALIDATION)
     prompts = read_prompts(texts / f"{TASK}.jsonl", MATCH, HELD_OUT)
     right, _ = accuracy_of(prompts, ([answer or ""] for answer in answers[TRAINED:]))
     return right
 
 
-def _lines(records: Any) -> str:
+def write_splits(texts: Path, source: str, records: Sequence[Any], trained: int, validation: int) -> None:
+    """Write records in three splits, those that are None left out.
+
+    Args:
+        texts: Directory of the texts.
+        source: Name of the files.
+        records: Records to train, then those for validation, then those for test.
+        trained: Number of the first.
+        validation: Number of the second.
+    """
+    tested = trained + validation
+    ends = {"train": (0, trained), "validation": (trained, tested), "test": (tested, len(records))}
+    for split, (first, last) in ends.items():
+        atomic_write(texts / f"{source}.{split}.jsonl", lines_of(filter(None, records[first:last])))
+
+
+def lines_of(records: Any) -> str:
+    """Return records as JSON lines."""
     return "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)

@@ -353,6 +353,10 @@ class RunSpec(ConfigModel):
         divided = (teacher for teacher in self.teacher if teacher.gpus > 1)
         return max([ranks, *(teacher.gpu_index(ranks - 1, teacher.gpus - 1) + 1 for teacher in divided)])
 
+    def rollout_gpu(self, worker: int) -> int:
+        """Return a rollout worker's GPU, before it is taken modulo their number: the students' come first."""
+        return self.workers.ranks + worker
+
     @property
     def ring_slots(self) -> int:
         """Slots of every ring: as far as a teacher may be ahead, and what a trainer holds before it releases the first.

@@ -8,8 +8,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
-
+from xtoken_core.config.base import Described
 from xtoken_core.config.spec import RunSpec
 from xtoken_services.common.run.metric_lines import BEYOND_TEACHER, BITS, TEACHER_BITS, finite, table
 from xtoken_services.common.run.verdict import Difference, Verdict, difference
@@ -36,13 +35,7 @@ class RunState(StrEnum):
         return self not in (RunState.STARTING, RunState.RUNNING, RunState.STOPPING)
 
 
-class Document(BaseModel):
-    """Base of models whose fields are described by the strings after them."""
-
-    model_config = ConfigDict(use_attribute_docstrings=True)
-
-
-class WorkerStatus(Document):
+class WorkerStatus(Described):
     """A worker process of a run."""
 
     name: str
@@ -67,7 +60,7 @@ class WorkerStatus(Document):
     """Machine that it runs on, if not the control plane's."""
 
 
-class QueueStatus(Document):
+class QueueStatus(Described):
     """Contents of a run's queue."""
 
     samples: int
@@ -77,7 +70,7 @@ class QueueStatus(Document):
     """Number of samples by task and state."""
 
 
-class RunSummary(Document):
+class RunSummary(Described):
     """Summary of a run."""
 
     id: str
@@ -113,7 +106,7 @@ class RunStatus(RunSummary):
     dead: int | None = None
     """Positions abandoned after repeated failures."""
     queue: QueueStatus | None = None
-    workers: list[WorkerStatus] = []
+    workers: list[WorkerStatus] = []  # noqa: RUF012 - pydantic copies it
     last: dict[str, Any] | None = None
     """Metrics of the last step."""
     evaluation: dict[str, Any] | None = None
@@ -132,7 +125,7 @@ class RunStatus(RunSummary):
     """Samples evenly spread over the run: how many were looked at, and how many of them are skipped or cut."""
     summary: dict[str, Any] | None = None
     """Number of positions by outcome, once the run is complete."""
-    spec: dict[str, Any] = {}
+    spec: dict[str, Any] = {}  # noqa: RUF012 - pydantic copies it
     """Specification, with absolute paths."""
 
     @classmethod
