@@ -260,22 +260,28 @@ def test_notes_order_checkpoints_and_documents(open_page: Open, remembered: Plan
 
 
 def test_the_first_step_is_a_point(open_page: Open, remembered: Plane) -> None:
-    curves = remembered.runs / "on-policy" / "steps.jsonl"
-    kept = curves.read_text()
+    curves, evaluations = (remembered.runs / "on-policy" / f"{name}.jsonl" for name in ("steps", "eval"))
+    kept = {file: file.read_text() for file in (curves, evaluations)}
     try:
-        curves.write_text(kept.splitlines(keepends=True)[0])
+        curves.write_text("")
+        evaluations.write_text('{"step": 0, "bits_per_byte": 2.5, "next_token_accuracy": 0.4}\n')
         page = open_page("/runs/on-policy", at=remembered)
-        expect(page.locator("#curve-gradient canvas")).to_be_visible()
+        expect(page.locator("#curve-held-out canvas")).to_be_visible()
+        curves.write_text('{"step": 0, "loss": 3.5, "ce_loss": 3.5, "grad_norm": 1.5}\n')
+        expect(page.locator("#curve-gradient canvas")).to_be_visible(timeout=30_000)
+        page.wait_for_timeout(500)
+        widths = "plots => plots.filter(plot => plot.scrollWidth > plot.clientWidth + 1).length"
+        assert page.locator(".curve:not([hidden]) .plot").evaluate_all(widths) == 0, "as wide as their place has become"
         coloured = """canvas => {
             const { data } = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);
             let found = 0;
             for (let i = 0; i < data.length; i += 4) found += data[i + 3] > 0 && data[i + 2] > data[i] + 60;
             return found;
         }"""
-        page.wait_for_timeout(500)
         assert page.locator("#curve-gradient canvas").evaluate(coloured) > 4
     finally:
-        curves.write_text(kept)
+        for file, text in kept.items():
+            file.write_text(text)
 
 
 def test_no_token_lies_under_the_hint_at_420_px(open_page: Open, plane: Plane) -> None:

@@ -255,6 +255,7 @@
   document.body.addEventListener("tick", refresh);
   document.addEventListener("colours", () => charts.forEach((curve) => curve.redraw()));
   document.getElementById("speed")?.addEventListener("toggle", drawAll);
-  new ResizeObserver(() => charts.forEach(fit)).observe(document.getElementById("curves"));
+  const resized = new ResizeObserver(() => charts.forEach(fit));
+  for (const curve of charts) resized.observe(curve.plotElement);  // a row's first chart has all of it until the next appears
   refresh();
 }
