@@ -41,10 +41,10 @@ class ModelSpec(ConfigModel):
     """A causal language model: a Hugging Face directory."""
 
     model: Path
-    """The model's directory: `config.json` and `.safetensors` weights. Or its id on the Hugging Face Hub (`org/name` or
-    `org/name@revision`), or a `.gguf` file."""
+    """The model's directory: `config.json` and `.safetensors` weights. `xtoken run` also takes its id on the Hugging
+    Face Hub, `org/name` or `org/name@revision`, and a `.gguf` file."""
     tokenizer: Path | None = None
-    """Directory or Hub id of the tokenizer; default: the model's."""
+    """The tokenizer's directory, or its id likewise; default: the model's."""
     chat_template: Path | None = None
     """Template that renders records with `messages`, in place of the tokenizer's own: a file with a Jinja template, or
     the directory of a chat model whose template this side borrows. A teacher with the student's tokenizer reads the

@@ -10,8 +10,8 @@ from typing import Any
 
 from xtoken_core.config.base import Described
 from xtoken_core.config.spec import RunSpec
-from xtoken_services.common.run.metric_lines import finite, table
-from xtoken_services.common.run.verdict import Difference, difference
+from xtoken_services.common.run.metric_lines import BEYOND_TEACHER, BITS, TEACHER_BITS, finite, table
+from xtoken_services.common.run.verdict import Difference, Verdict, difference
 
 RECENT_STEPS = 20
 """Steps whose mean duration is extrapolated."""
@@ -169,6 +169,22 @@ class RunStatus(RunSummary):
         """Change of the exported weights' bits per byte since step 0; None before a second evaluation."""
         first, last = self.first_evaluation or {}, self.exported
         return difference(last, first) if first.get("step") == 0 and last.get("step") else None
+
+    @property
+    def teacher_lead(self) -> Difference | None:
+        """Bits per byte of the best teacher less the student's before any step; None if not both are known."""
+        first = finite(self.first_evaluation)
+        if first.get("step") != 0 or not {BITS, TEACHER_BITS} <= first.keys():
+            return None
+        return Difference(first[TEACHER_BITS] - first[BITS], first.get(BEYOND_TEACHER))
+
+    @property
+    def of_teacher(self) -> str:
+        """The best teacher's result, and how it compares with the student before any step; empty without one."""
+        bits, lead = finite(self.exported).get(TEACHER_BITS), self.teacher_lead
+        is_other = lead is not None and lead.verdict is not Verdict.SAME
+        beside = f", {lead.verdict} than the student at step 0" if lead is not None and is_other else ""
+        return "" if bits is None else f"the teacher has {bits:.4f}{beside}"
 
     def remaining_s(self, steps: Sequence[Mapping[str, Any]] = ()) -> float | None:
         """Return the seconds until the last step and evaluation; None if unknown.
