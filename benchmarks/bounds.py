@@ -142,6 +142,6 @@ def resume_bounds(resume: dict[str, Any]) -> list[Bound]:
         at_most(f"{whole}kills that the peer did not report", reported.count(None), 0),
         at_most(f"{whole}slowest report of a kill, s", slowest, resume["deadline_s"], "{:.1f}"),
         at_most(f"{whole}ids not trained once, or in another order", wrong_ids, 0),
-        at_most(f"{whole}mean difference of the loss", difference / noise, resume["times_noise_allowed"]),
+        at_most(f"{whole}mean difference of the loss", difference, resume["times_noise_allowed"] * noise, "{:.2g}"),
         at_most(f"{whole}GPU memory not returned, MiB", memory, limit, "{:.0f}"),
     ]

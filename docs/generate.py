@@ -1,6 +1,7 @@
 """Write the reference pages that follow from the code.
 
-`configuration.md` from the models of a run, `cli.md` from the commands, `rest.md` from the control plane's OpenAPI.
+`configuration.md` from the models of a run, `cli.md` from the commands, `rest.md` from the control plane's OpenAPI,
+`python.md` from signatures and docstrings.
 
 python docs/generate.py          write them
 python docs/generate.py --check  only say whether they are in step
@@ -10,11 +11,12 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import sys
 import types
 import typing
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -25,8 +27,10 @@ from pydantic.fields import FieldInfo
 DOCS = Path(__file__).parent
 sys.path[:0] = [str(DOCS.parent), str(DOCS.parent / "services")]
 
+import xtoken  # noqa: E402
 from xtoken_core.config import RunSpec  # noqa: E402
 from xtoken_services.cli.app import app  # noqa: E402 - found by the line above
+from xtoken_services.common.run.defaults import FILLED  # noqa: E402
 from xtoken_services.control.app import create_app  # noqa: E402
 from xtoken_services.control.runs import Runs  # noqa: E402
 
@@ -34,6 +38,8 @@ MAKE = "python docs/generate.py"
 
 COMMON = 4
 """Commands that share an option from which on it is explained once."""
+BY_CONTEXT = FILLED | {"name": "the file's name"}
+"""Defaults that depend on something else, by setting."""
 LONG = 6
 """Words of a field's meaning from which on an equal one is not repeated."""
 
@@ -98,6 +104,15 @@ The fields of `RunSpec` are those of a run file: see [configuration](configurati
 out what a run file may.
 
 {objects}"""
+
+PYTHON = """# From Python
+
+Whole runs in a script or a notebook. The [README](../README.md#from-python) has examples, also of loops of your own.
+
+<!-- Written by `{make}` from xtoken/distill.py: change that, not this. -->
+
+{sections}
+"""
 
 
 def sections_of(model: type[BaseModel], path: str = "") -> Iterator[tuple[str, type[BaseModel]]]:
@@ -176,9 +191,11 @@ def configuration() -> str:
         title = f"`{path}{']]' if double else ']'}`" if path else "At the top of the file"
         if path == "[[teacher":
             title += f", or `{path[1:]}]` for a single one"
+        texts = model.descriptions()
         rows = [
-            f"| `{name}` | {type_in_words(info.annotation, tuple(info.metadata))} | {default_in_words(info)} "
-            f"| {_meaning(name, info, path, explained)} |"
+            f"| `{name}` | {type_in_words(info.annotation, tuple(info.metadata))} "
+            f"| {BY_CONTEXT.get(f'{path}.{name}'.lstrip('[.')) or default_in_words(info)} "
+            f"| {_meaning(name, texts.get(name, ''), path, explained)} |"
             for name, info in model.model_fields.items()
             if _part(info.annotation)[0] is None
         ]
@@ -189,9 +206,9 @@ def configuration() -> str:
     return CONFIGURATION.format(make=MAKE, sections="\n".join(sections))
 
 
-def _meaning(name: str, info: FieldInfo, path: str, explained: dict[tuple[str, str], str]) -> str:
+def _meaning(name: str, text: str, path: str, explained: dict[tuple[str, str], str]) -> str:
     """Return a field's meaning, or the table that has explained a field of this name and meaning before."""
-    meaning = " ".join((info.description or "").split())
+    meaning = " ".join(text.split())
     if len(meaning.split()) < LONG:
         return meaning
     before = explained.setdefault((name, meaning), path)
@@ -364,7 +381,41 @@ def _json_default(schema: dict[str, Any]) -> str:
     return "-" if default is None or default in ("", []) else f"`{str(default).lower()}`"
 
 
-PAGES = {"configuration.md": configuration, "cli.md": cli, "rest.md": rest}
+def python() -> str:
+    """Render the page about whole runs from Python: functions with their arguments, classes with their members."""
+    sections = []
+    for name in ("distill", "dry_run", "DistillResult", "RunCallback"):
+        thing = getattr(xtoken, name)
+        text, parts = _docstring(thing)
+        signature = inspect.signature(thing).parameters
+        lines = [f"- `{_parameter(signature, part)}`: {says}" for part, says in parts.items() if says != "See there."]
+        members = vars(thing).items() if inspect.isclass(thing) else ()
+        for member, method in members:
+            if inspect.isfunction(method) and not member.startswith("_"):
+                arguments = ", ".join([*inspect.signature(method).parameters][1:])
+                lines.append(f"- `{member}({arguments})`: {_docstring(method)[0]}")
+        sections.append("\n".join([f"## xtoken.{name}", "", text, "", *lines, ""]))
+    return PYTHON.format(make=MAKE, sections="\n".join(sections).rstrip())
+
+
+def _docstring(thing: Any) -> tuple[str, dict[str, str]]:
+    """Return a docstring's first paragraphs, and what it says of arguments, attributes, result and errors by name."""
+    head, *rest = re.split(r"^(Args|Attributes|Returns|Raises):\n", inspect.getdoc(thing) or "", flags=re.MULTILINE)
+    parts = {}
+    for title, body in zip(rest[::2], rest[1::2], strict=True):
+        named = re.findall(r"^    ([*\w]+): ((?:.|\n(?! {4}\S))+)", body, re.MULTILINE)
+        for name, says in [("returns", body)] if title == "Returns" else named:
+            parts[f"raises {name}" if title == "Raises" else name] = " ".join(says.split())
+    return " ".join(head.split()), parts
+
+
+def _parameter(signature: Mapping[str, inspect.Parameter], name: str) -> str:
+    """Return an argument with its default."""
+    default = signature[name].default if name in signature else inspect.Parameter.empty
+    return name if default is inspect.Parameter.empty else f"{name}={default!r}"
+
+
+PAGES = {"configuration.md": configuration, "cli.md": cli, "rest.md": rest, "python.md": python}
 
 
 def out_of_step() -> list[str]:

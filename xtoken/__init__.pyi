@@ -2,6 +2,7 @@ from . import integrations as integrations
 from .distill import DistillResult as DistillResult
 from .distill import RunCallback as RunCallback
 from .distill import distill as distill
+from .distill import dry_run as dry_run
 from .pair import TokenizerPair as TokenizerPair
 from .parts import ConfigError as ConfigError
 from .parts import CrossTokenizerCollator as CrossTokenizerCollator

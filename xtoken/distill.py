@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from xtoken.objects import as_files
+from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import ConfigError, XtokenError
 from xtoken_services.common.run.defaults import fill_run_defaults, load_run
 from xtoken_services.common.run.status import RunState, RunStatus
@@ -137,13 +138,14 @@ def distill(
     loss: str | None = None,
     **document: Any,
 ) -> DistillResult:
-    """Distil, in processes of this machine, and return once the run has completed; a rerun resumes it.
+    """Distil in processes of this machine, and return a `DistillResult` at the end; call it again to resume a run.
 
     Args:
         run_file: A run file, whose relative paths are relative to it; None: the settings are given by name.
         settings: `table.key=value` pairs that replace settings, as `xtoken run --set` takes them.
         callback: Its methods are called at the run's events.
-        show: Print progress as `xtoken run` does; otherwise it goes to the log `xtoken`, at the level INFO.
+        show: Print progress as `xtoken run` does; otherwise it is logged, which `logging.basicConfig(level="INFO")`
+            shows.
         loss: `module:Class` of a custom loss, for `loss.mode = "custom"`.
         **document: The tables of a run file by name: `student="DIR"`, `teacher="DIR"`, `data="train.jsonl"`,
             `train={"max_steps": 100}`. Relative paths are relative to the current directory. Models may be objects of
@@ -155,12 +157,7 @@ def distill(
         InputError: A file cannot be read, or an object not be written.
         XtokenError: The run failed, or was stopped.
     """
-    if run_file is not None and document:
-        raise ConfigError(f"settings are in {run_file} and by name ({', '.join(document)}): replace them by `settings`")
-    if run_file is not None:
-        spec, notes = load_run(Path(run_file), settings)
-    else:
-        spec, notes = fill_run_defaults(as_files(document), Path.cwd(), source="distill()", settings=settings)
+    spec, notes = _settled(run_file, settings, document)
     for note in notes:
         log.info("default: %s", note)
     view = CallbackView(callback, spec.output) if callback else None
@@ -169,3 +166,43 @@ def distill(
         raise XtokenError(result.error or f"the run was stopped; call distill again to resume it: {spec.output}")
     summary = json.loads((spec.output / SUMMARY).read_text("utf-8"))
     return DistillResult(spec.output, spec.output / MODEL, summary)
+
+
+def dry_run(
+    run_file: Path | str | None = None,
+    *,
+    settings: Sequence[str] = (),
+    loss: str | None = None,
+    measure: bool = False,
+    **document: Any,
+) -> list[str]:
+    """Check everything that `distill` would check at its start, and start nothing.
+
+    Args:
+        run_file: As of `distill`, and so are `settings`, `loss` and the tables.
+        settings: See there.
+        loss: See there.
+        measure: Take three steps with the real models, and estimate the time of the whole run.
+        **document: See there.
+
+    Returns:
+        Lines: defaults that were filled in, sizes of text and models, memory of each process, disk, warnings.
+
+    Raises:
+        XtokenError: As of `distill`.
+    """
+    from xtoken_services.cli.dry_run import check_run
+
+    spec, notes = _settled(run_file, settings, document)
+    return [*(f"default: {note}" for note in notes), *check_run(spec, loss, measure=measure)]
+
+
+def _settled(
+    run_file: Path | str | None, settings: Sequence[str], document: Mapping[str, Any]
+) -> tuple[RunSpec, list[str]]:
+    """Return a run's specification, and a line for every default that was filled in."""
+    if run_file is None:
+        return fill_run_defaults(as_files(document), Path.cwd(), source="distill()", settings=settings)
+    if document:
+        raise ConfigError(f"settings are in {run_file} and by name ({', '.join(document)}): replace them by `settings`")
+    return load_run(Path(run_file), settings)

@@ -29,7 +29,7 @@ VICTIMS: tuple[Victim, ...] = ("teacher-0-0", "trainer-0")
 OPEN = "of the teacher is open"
 GONE: dict[Victim, tuple[str, ...]] = {
     "teacher-0-0": ("the teacher has ended: ring",),
-    "trainer-0": ("waiting for the next trainer",),
+    "trainer-0": ("is closed: one of its two sessions has ended",),
 }
 """What the other one logs of a victim's end."""
 LOOK_S = 0.02

@@ -246,6 +246,7 @@ def _of_completions(by_seed: Mapping[int, Any]) -> tuple[str, str]:
 
 TWO_TEACHERS = {
     "chain_routed": "taught by each on its own text",
+    "chain_routed_twice": "the same, Gemma with weight 2",
     "chain": "taught by Qwen alone",
     "chain_second": "taught by the trained Gemma alone",
     "chain_both": "taught by both on everything",
@@ -259,19 +260,23 @@ def two_texts(result: Mapping[str, Any]) -> str:
     """
     names = [f"{methods.CONDITIONS[name].source}.test" for name in (methods.GERMAN_TEACHER, methods.TWO_TEXTS)]
     texts = [f"{VALIDATION}_{name}" for name in (*names, ENGLISH)]
-    runs: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
+    runs: dict[tuple[str, float], list[Mapping[str, Any]]] = defaultdict(list)
     for run in sorted(result["runs"], key=lambda run: int(run["seed"])):
         if run["condition"] in (methods.GERMAN_TEACHER, methods.TWO_TEXTS):
-            runs[run["method"]].append(run)
-    if not {BASELINE, "chain_routed"} <= runs.keys():
+            runs[run["method"], run["rate"]].append(run)
+    trained, routed = ((BASELINE, methods.CONDITIONS[methods.GERMAN_TEACHER].rates[0]), ("chain_routed", 4e-4))
+    if not {trained, routed} <= runs.keys():
         return ""
-    (gemma,), student = runs.pop(BASELINE), runs["chain_routed"][0]
+    (gemma,), student = runs.pop(trained), runs[routed][0]
     rows = {
         TEACHER_NAMES[methods.QWEN15]: [result["teachers"][methods.GERMAN_TEACHER]],
         TEACHER_NAMES[methods.GEMMA3]: [gemma["curve"][0]],
         f"the same after {gemma['steps']} steps of German": [gemma["curve"][-1]],
         "the student before": [student["curve"][0]],
-    } | {TWO_TEACHERS[method]: [run["curve"][-1] for run in found] for method, found in runs.items()}
+    } | {
+        f"{TWO_TEACHERS[method]}, {rate:g}": [run["curve"][-1] for run in found]
+        for (method, rate), found in runs.items()
+    }
     lines = ["| | manual-de | python-packages | English |", "|---|---|---|---|"]
     for title, ends in rows.items():
         lines.append(f"| {title} | {' | '.join(' '.join(f'{end[text]:.3f}' for end in ends) for text in texts)} |")

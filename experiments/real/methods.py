@@ -54,6 +54,7 @@ class Method:
         shots: The teacher of word problems reads two solved ones before each question, as when it wrote the answers.
         second: The teacher of a condition's second text compares, too, or alone with `teachers` = 0.
         routed: Each of the two compares its own text.
+        second_weight: Weight of the second text's teacher beside the other.
     """
 
     title: str
@@ -69,6 +70,7 @@ class Method:
     shots: bool = False
     second: bool = False
     routed: bool = False
+    second_weight: float = 1.0
 
     def micro_batch_of(self, condition: Condition) -> int:
         """Return the tokens of a micro-batch; the usual ones with Gemma's vocabulary and with two texts."""
@@ -156,6 +158,12 @@ METHODS = {
     "chain_both": replace(_chain("chain, one weight to the end, both teachers on everything"), second=True),
     "chain_routed": replace(
         _chain("chain, one weight to the end, each teacher on its own text"), second=True, routed=True
+    ),
+    "chain_routed_twice": replace(
+        _chain("chain, one weight to the end, each teacher on its own text, the second with weight 2"),
+        second=True,
+        routed=True,
+        second_weight=2.0,
     ),
     "chain_bare_space": _chain("chain with the bare space", chain_bare_space=True),
     "chain_unconditioned": _chain("chain, not conditioned", chain_conditioning=False),
@@ -340,7 +348,7 @@ CONDITIONS |= {
         note="Gemma 3 270M, to be a teacher", evaluations=2, contexts=(512, 512), documents=32, compiles=False,
     ),
     TWO_TEXTS: Condition(
-        SMOLLM2, QWEN15, "python-packages", 3_000_000, ("manual-de", "handbook-en"), 160, rates=(4e-4,),
+        SMOLLM2, QWEN15, "python-packages", 3_000_000, ("manual-de", "handbook-en"), 160, rates=(4e-4, 8e-4),
         note="and manual-de", evaluations=2, contexts=(1024, 1024), documents=12, second="manual-de",
         second_teacher=GERMAN_TEACHER, compiles=False,
     ),
@@ -418,7 +426,7 @@ def job(cell: Cell, *, device: str = "auto", steps: int | None = None, patience:
     tables: list[tuple[str, dict[str, Any]]] = [
         ("student", {"model": student_of(cell), "context_length": condition.contexts[0], **computing, **template}),
         *(
-            ("[teacher]", {"model": model, **({"name": f"t{number}"} if method.routed else {}), **teacher})
+            ("[teacher]", {"model": model, **_choice(method, number), **teacher})
             for number, model in enumerate(teachers_of(cell))
         ),
         *_data(cell),
@@ -447,6 +455,11 @@ def job(cell: Cell, *, device: str = "auto", steps: int | None = None, patience:
     kept = condition.follows or cell.condition in (COLD_START, GERMAN_TEACHER)
     discards = ("checkpoints",) if kept else ("checkpoints", "model")
     return Job(cell.name, "\n".join(lines) + "\n", options, discards=discards)
+
+
+def _choice(method: Method, number: int) -> dict[str, Any]:
+    """Return the name and weight of a teacher that compares its own text."""
+    return {"name": f"t{number}", "weight": method.second_weight if number else 1.0} if method.routed else {}
 
 
 def teachers_of(cell: Cell) -> list[str]:

@@ -241,6 +241,7 @@ def test_notes_order_checkpoints_and_documents(open_page: Open, remembered: Plan
     page.get_by_role("navigation", name="Run", exact=True).get_by_role("link", name="Files").click()
     expect(page.locator("#disk")).to_contain_text("of it checkpoints")
     page.on("dialog", lambda dialog: dialog.accept())
+    page.get_by_label("More actions").click()
     page.get_by_role("button", name="Free checkpoints").click()
     expect(page.locator("#files h2").filter(has_text="checkpoints/")).to_have_count(1)
     expect(page.locator("#files h2").filter(has_text="step-00000020")).to_be_visible()
@@ -252,28 +253,35 @@ def test_notes_order_checkpoints_and_documents(open_page: Open, remembered: Plan
     page.get_by_role("link", name="Docs").click()
     page.get_by_role("link", name="REST", exact=True).click()
     expect(page.get_by_role("heading", name="REST interface")).to_be_visible()
+    assert page.evaluate("scrollY") == 0
     page = open_page("/guide/docs/quickstart.md", at=remembered, width=NARROW)
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     picture(page, "24-document")
 
 
 def test_the_first_step_is_a_point(open_page: Open, remembered: Plane) -> None:
-    curves = remembered.runs / "on-policy" / "steps.jsonl"
-    kept = curves.read_text()
+    curves, evaluations = (remembered.runs / "on-policy" / f"{name}.jsonl" for name in ("steps", "eval"))
+    kept = {file: file.read_text() for file in (curves, evaluations)}
     try:
-        curves.write_text(kept.splitlines(keepends=True)[0])
+        curves.write_text("")
+        evaluations.write_text('{"step": 0, "bits_per_byte": 2.5, "next_token_accuracy": 0.4}\n')
         page = open_page("/runs/on-policy", at=remembered)
-        expect(page.locator("#curve-gradient canvas")).to_be_visible()
+        expect(page.locator("#curve-held-out canvas")).to_be_visible()
+        curves.write_text('{"step": 0, "loss": 3.5, "ce_loss": 3.5, "grad_norm": 1.5}\n')
+        expect(page.locator("#curve-gradient canvas")).to_be_visible(timeout=30_000)
+        page.wait_for_timeout(500)
+        widths = "plots => plots.filter(plot => plot.scrollWidth > plot.clientWidth + 1).length"
+        assert page.locator(".curve:not([hidden]) .plot").evaluate_all(widths) == 0, "as wide as their place has become"
         coloured = """canvas => {
             const { data } = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);
             let found = 0;
             for (let i = 0; i < data.length; i += 4) found += data[i + 3] > 0 && data[i + 2] > data[i] + 60;
             return found;
         }"""
-        page.wait_for_timeout(500)
         assert page.locator("#curve-gradient canvas").evaluate(coloured) > 4
     finally:
-        curves.write_text(kept)
+        for file, text in kept.items():
+            file.write_text(text)
 
 
 def test_no_token_lies_under_the_hint_at_420_px(open_page: Open, plane: Plane) -> None:

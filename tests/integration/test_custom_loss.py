@@ -25,6 +25,7 @@ def test_a_run_with_a_loss_of_experiments(
     assert "no NoLoss" in refusal("run", file, "--loss", "experiments.losses.simct:NoLoss")
     assert not (tmp_path / "out" / "logs").exists(), "nothing was started"
     done = CliRunner().invoke(app, ["run", file, "--loss", LOSS])
+    assert "\nmemory of the run: about " in done.output
     assert done.exit_code == 0, done.stderr
     steps = steps_of(tmp_path / "out")
     assert len(steps) == 2 and all(step["kl_loss"] > 0 for step in steps)

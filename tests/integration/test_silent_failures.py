@@ -17,7 +17,7 @@ from tests.integration.conftest import Crew, Tiny
 from tests.support.forks import ForkLauncher
 from tests.support.tiny_run import TinyAssets, documents, steps_of, tiny_spec, write_jsonl
 from xtoken_core.config.spec import RunSpec
-from xtoken_core.errors import XtokenError
+from xtoken_core.errors import ConfigError, XtokenError
 from xtoken_core.evaluation import EvalResult
 from xtoken_services.cli.dry_run import check_run
 from xtoken_services.common.run import machine, resolve
@@ -117,16 +117,17 @@ def test_a_run_that_the_memory_cannot_hold_is_refused_and_defaults_are_made_to_f
     between, notes = load_run(tiny.path / "run.toml")
     assert 256 < between.train.micro_batch_tokens < 8192
     assert any("for 1.5 GiB of memory)" in note for note in notes)
-    has_memory(tiny.path / "proc", 24 << 20, monkeypatch)
-    fitted, notes = load_run(tiny.path / "run.toml")
-    assert fitted.train.micro_batch_tokens == 256, "a single sample, where not even the processes fit"
-    _, lines = check_start(fitted)
-    sizes, warnings = [line for line in lines if is_size(line)], [line for line in lines if not is_size(line)]
+    _, lines = check_start(between)
+    sizes = [line for line in lines if is_size(line)]
     assert sizes[0].startswith("text: 94 records, 1 epoch: 94 samples in 3 steps of 32") and sizes[1].startswith(
         "models: student 0.0 million parameters"
     )
-    assert "of 0.02 GiB host memory (available)" in sizes[-2] and sizes[-1].startswith("disk: at most 3 checkpoints of")
-    assert any(line.startswith("the run may need more memory than there is in host memory") for line in warnings)
+    assert "of 1.50 GiB host memory (available)" in sizes[-2] and sizes[-1].startswith("disk: at most 3 checkpoints of")
+    has_memory(tiny.path / "proc", 24 << 20, monkeypatch)
+    fitted, notes = load_run(tiny.path / "run.toml")
+    assert fitted.train.micro_batch_tokens == 256, "a single sample, where not even the processes fit"
+    with pytest.raises(ConfigError, match=r"the run needs about .* where there is 0\.02 GiB of host memory"):
+        check_start(fitted)
     has_memory(tiny.path / "proc", 4 << 30, monkeypatch)
     roomy, notes = load_run(tiny.path / "run.toml")
     assert roomy.train.micro_batch_tokens == 8192 and not any("micro_batch" in note for note in notes)
@@ -205,7 +206,7 @@ def test_a_dry_run_warns_of_cut_documents(tiny: Tiny) -> None:
     assert any(
         line.startswith("text: 100% of 24 samples are cut; 64 tokens each on average, about 1,536") for line in lines
     )
-    assert any(line.startswith("24 of 24 samples are cut at a context") for line in lines), lines
+    assert any(line.startswith("warning: 24 of 24 samples are cut at a context") for line in lines), lines
 
 
 def test_evaluation_text_that_is_trained_on_is_warned_about(tiny: Tiny) -> None:

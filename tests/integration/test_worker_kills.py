@@ -31,7 +31,7 @@ def test_a_killed_run_trains_what_an_undisturbed_one_does(tmp_path: Path, device
         workers: dict[str, Any] = {"collators": 1, "device": device, "max_restarts": 100}
         train = {"checkpoint_every": checkpoint_every, "samples_per_step": 8, "micro_batch_tokens": 320}
         return tiny_spec(
-            assets, directory, records=8 * (1600 if device == "cuda" else 160), train=train, workers=workers
+            assets, directory, records=8 * (1600 if device == "cuda" else 800), train=train, workers=workers
         )
 
     result = compare(spec_of, tmp_path, kills=2, checkpoint_every=4)

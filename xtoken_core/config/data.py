@@ -53,10 +53,10 @@ class DataSpec(ConfigModel):
     """The text to train on."""
 
     path: Path | tuple[Path, ...] = ()
-    """A file or files (`.jsonl`, `.json`, `.csv`, `.txt`, these also with `.gz` or `.zst`, or `.parquet`) here or at an
-    address (`https://`, or one of `fsspec` such as `s3://`), a directory saved by `datasets`, or the id of a data set
-    on the Hugging Face Hub: `org/name`, `org/name@revision`, with `:PATTERN` for its files. Required without
-    `data.sources`."""
+    """A file or files (`.jsonl`, `.json`, `.csv`, `.txt`, these also with `.gz` or `.zst`, or `.parquet`), or a
+    directory saved by `datasets`. `xtoken run` also takes an address (`https://`, or one of `fsspec` such as `s3://`),
+    and the id of a data set on the Hugging Face Hub: `org/name`, `org/name@revision`, with `:PATTERN` for its files.
+    Required without `data.sources`."""
     field: str = "text"
     """Field of a record that holds the text; `.txt` has none."""
     epochs: Count = 1

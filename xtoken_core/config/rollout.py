@@ -66,7 +66,7 @@ class RolloutSpec(ServedSpec):
     best one's. The best evaluation, which `eval.keep_best` keeps and exports, is then that with the highest accuracy,
     and the student of step 0 takes part. Left out: no run ends so, and the best has the fewest bits per byte."""
     workers: Count = 1
-    """Rollout workers; worker r uses GPU r modulo their number."""
+    """Rollout workers, on the GPUs after those of the students, then on these again."""
 
     @model_validator(mode="after")
     def _possible(self) -> RolloutSpec:

@@ -41,10 +41,10 @@ class ModelSpec(ConfigModel):
     """A causal language model: a Hugging Face directory."""
 
     model: Path
-    """The model's directory: `config.json` and `.safetensors` weights. Or its id on the Hugging Face Hub (`org/name` or
-    `org/name@revision`), or a `.gguf` file."""
+    """The model's directory: `config.json` and `.safetensors` weights. `xtoken run` also takes its id on the Hugging
+    Face Hub, `org/name` or `org/name@revision`, and a `.gguf` file."""
     tokenizer: Path | None = None
-    """Directory or Hub id of the tokenizer; default: the model's."""
+    """The tokenizer's directory, or its id likewise; default: the model's."""
     chat_template: Path | None = None
     """Template that renders records with `messages`, in place of the tokenizer's own: a file with a Jinja template, or
     the directory of a chat model whose template this side borrows. A teacher with the student's tokenizer reads the
@@ -352,6 +352,10 @@ class RunSpec(ConfigModel):
         ranks = self.workers.ranks
         divided = (teacher for teacher in self.teacher if teacher.gpus > 1)
         return max([ranks, *(teacher.gpu_index(ranks - 1, teacher.gpus - 1) + 1 for teacher in divided)])
+
+    def rollout_gpu(self, worker: int) -> int:
+        """Return a rollout worker's GPU, before it is taken modulo their number: the students' come first."""
+        return self.workers.ranks + worker
 
     @property
     def ring_slots(self) -> int:

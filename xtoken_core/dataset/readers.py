@@ -199,7 +199,7 @@ def usable_columns(schema: Any, field: str, path: Path) -> tuple[str, ...]:
         tests = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, pa.types.is_null)
         if not (any(test(kind) for test in tests) or pa.types.is_binary(kind) or pa.types.is_large_binary(kind)):
             raise InputError(f"the column {field!r} of {path} holds {kind}, not text: name another field")
-    groups = ((field,), ("prompt", "completion"), *CHAT_COLUMNS)
+    groups = ((field,), *CHAT_COLUMNS)
     columns = [name for group in groups if names.issuperset(group) for name in group]
     if not columns:
         raise InputError(f"{path} has no column {field!r}: it has {', '.join(schema.names) or 'none'}")

@@ -42,8 +42,8 @@ FOR_TEACHERS = ("teacher", PREFIX)
 """Fields of a record by which it chooses its teachers, and says what they alone read before its text."""
 ANSWER_FIELDS = ("answer", "choices", "match")
 """Fields of a record by which a completion of its prompt is judged, see `xtoken_core.tasks`."""
-CHAT_COLUMNS = (("messages",), ("conversations",), ("instruction", "output"))
-"""Columns that make a conversation, the first that a record has: ours, ShareGPT's, Alpaca's."""
+CHAT_COLUMNS = (("prompt", "completion"), ("messages",), ("conversations",), ("instruction", "output"))
+"""Columns that make a conversation, the first that a record has: of TRL if both are lists, ours, ShareGPT, Alpaca."""
 CHAT_EXTRAS = ("tools", "system", "input")
 """Columns beside them that are read."""
 _SHAREGPT_ROLES = {
@@ -53,7 +53,7 @@ _SHAREGPT_ROLES = {
     "system": "system",
 }
 FORM = "form"
-"""Key of a record's value beside `messages`: `ShareGPT` or `Alpaca`, if they were made of these."""
+"""Key of a record's value beside `messages`: `TRL`, `ShareGPT` or `Alpaca`, if they were made of these."""
 Document = str | Mapping[str, Any]
 """What an evaluation reads: a text, or a record's value with an answer, of which only the answer is scored."""
 PIECE = "piece"
@@ -145,7 +145,7 @@ def usable_value(row: Mapping[str, Any], field: str) -> dict[str, Any]:
 
     Args:
         row: The record's columns.
-        field: Column of the text. Without it, `prompt` and `completion`, then `CHAT_COLUMNS` in order, are tried.
+        field: Column of the text. Without it, `prompt` and `completion` as texts, then `CHAT_COLUMNS`, are tried.
 
     Raises:
         MissingFieldError: The row has none of these.
@@ -158,10 +158,11 @@ def usable_value(row: Mapping[str, Any], field: str) -> dict[str, Any]:
         beside[PREFIX] = _text(beside[PREFIX], PREFIX, may_be_empty=True)
     if row.get(field) is not None:
         return {"text": _text(row[field], field)} | beside
-    if row.get("prompt") is not None and row.get("completion") is not None:
+    pair = [row.get("prompt"), row.get("completion")]
+    if None not in pair and not all(isinstance(part, list) for part in pair):
         prompt = _text(row["prompt"], "prompt", may_be_empty=True)
         return {"prompt": prompt, "completion": _text(row["completion"], "completion")} | beside
-    for columns, form in zip(CHAT_COLUMNS, (None, "ShareGPT", "Alpaca"), strict=True):
+    for columns, form in zip(CHAT_COLUMNS, ("TRL", None, "ShareGPT", "Alpaca"), strict=True):
         if all(row.get(name) is not None for name in columns):
             messages = _messages(_MADE_FROM[form](row) if form else row["messages"])
             tools = {"tools": _tools(row["tools"])} if row.get("tools") else {}
@@ -191,7 +192,7 @@ def _from_alpaca(row: Mapping[str, Any]) -> list[Any]:
     return messages + turns
 
 
-_MADE_FROM = {"ShareGPT": _from_sharegpt, "Alpaca": _from_alpaca}
+_MADE_FROM = {"TRL": lambda row: row["prompt"] + row["completion"], "ShareGPT": _from_sharegpt, "Alpaca": _from_alpaca}
 
 
 def _tools(value: Any) -> list[dict[str, Any]]:

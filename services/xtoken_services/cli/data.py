@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from xtoken_services.cli.options import JsonOption
+from xtoken_core.errors import ConfigError
+from xtoken_services.cli.options import JsonOption, SetOption
 from xtoken_services.common.processes.progress import spinner
 
 if TYPE_CHECKING:
     from xtoken_core.collate import CrossTokenizerCollator
+    from xtoken_core.config.spec import RunSpec
     from xtoken_core.dataset import DataIndex
 
 data_app = typer.Typer(name="data", help="Look at the text of a run.", no_args_is_help=True)
 BATCH = 64
-USED, CUT = "used", "cut, of those used"
+USED, CUT, DIVIDED = "used", "cut, of those used", "divided, of those used"
 PARTICULARS = re.compile(r"\d+|'[^']*'|\"[^\"]*\"")
 """What differs between two reasons of one kind."""
 
@@ -30,51 +33,83 @@ def data() -> None:
 
 @data_app.command()
 def check(
-    files: Annotated[list[Path], typer.Argument(metavar="FILES...", help="Files that a run reads.")],
-    field: Annotated[str, typer.Option("--field", help="The field of a record that holds the text.")] = "text",
+    files: Annotated[
+        list[Path] | None, typer.Argument(metavar="FILES...", help="Files that a run reads.", show_default="the run's")
+    ] = None,
+    run: Annotated[Path | None, typer.Option("--run", metavar="RUN.toml", help="Take all settings from it.")] = None,
     student: Annotated[Path | None, typer.Option("--student", help="Tokenize as a run does: its directory.")] = None,
     teacher: Annotated[Path | None, typer.Option("--teacher", help="The teacher's, with --student.")] = None,
-    context: Annotated[int, typer.Option("--context", min=1, help="The student's context_length.")] = 1024,
+    settings: SetOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Count the records that a run would use, cut at the contexts or skip and why, with the first of each kind.
 
-    Without --student records are only read, which finds neither those that are cut nor those that a tokenizer or a chat
-    template cannot take. The teacher's context is that of a run file without one.
+    Without models records are only read, which finds neither those that are cut nor those that a tokenizer or a chat
+    template cannot take. --set takes any setting without a run file too: student.chat_template=FILE, data.field=NAME.
     """
     import tempfile
 
     from xtoken_core.dataset import DataIndex
 
-    collator = _collator(student, teacher, context) if student else None
-    for file in files:
-        with tempfile.TemporaryDirectory() as cache, spinner(f"reading {file.name}", quiet=as_json):
-            index = DataIndex.build([file], field=field, cache_dir=Path(cache))
-            form, kinds = next((form for _, form in index.conversations()), None), _kinds(index, collator)
-        if as_json:
-            typer.echo(json.dumps({"file": str(file), "records": len(index), "form": form, "kinds": kinds}))
-            continue
-        typer.echo(f"{file}: {len(index):,} records" + (f" of {form}, read as messages" if form else ""))
-        for what, kind in kinds.items():
-            typer.echo(f"  {kind['records']:>12,}  {what}" + (f"; first: {kind['first']}" if kind["records"] else ""))
+    with tempfile.TemporaryDirectory() as scratch:
+        spec = _settings_of(files or [], run, student, teacher, settings or [], Path(scratch))
+        collator = _collator(spec) if run or student else None
+        divides = collator is not None and spec.data.long == "split"
+        for file, field in ((file, text.field or spec.data.field) for text in spec.data.texts for file in text.paths):
+            with spinner(f"reading {file.name}", quiet=as_json):
+                index = DataIndex.build([file], field=field, cache_dir=Path(scratch))
+                form = next((form for _, form in index.conversations()), None)
+                kinds = _kinds(index, collator, divides=divides)
+            if as_json:
+                typer.echo(json.dumps({"file": str(file), "records": len(index), "form": form, "kinds": kinds}))
+                continue
+            typer.echo(f"{file}: {len(index):,} records" + (f" of {form}, read as messages" if form else ""))
+            for what, kind in kinds.items():
+                first = f"; first: {kind['first']}" if kind["records"] else ""
+                typer.echo(f"  {kind['records']:>12,}  {what}{first}")
 
 
-def _collator(student: Path, teacher: Path | None, context: int) -> CrossTokenizerCollator:
-    from xtoken_core.collate import CrossTokenizerCollator
-    from xtoken_core.config.spec import padded_length
-    from xtoken_services.common.run.defaults import TEACHER_CONTEXT
-    from xtoken_services.common.tokenizers.loading import load_tokenizer
+def _settings_of(
+    files: list[Path],
+    run: Path | None,
+    student: Path | None,
+    teacher: Path | None,
+    settings: Sequence[str],
+    scratch: Path,
+) -> RunSpec:
+    """Return the run that the options describe; without a run file its output is a scratch directory.
 
-    return CrossTokenizerCollator(
-        student_tokenizer=load_tokenizer(student, "student"),
-        teacher_tokenizer=load_tokenizer(teacher, "teacher") if teacher else None,
-        aligner=None,
-        ctx_length_student=context,
-        ctx_length_teacher=padded_length(int(context * TEACHER_CONTEXT)),
-    )
+    Raises:
+        ConfigError: No text is named, or a setting is wrong.
+    """
+    from xtoken_core.config.spec import read_run_file
+    from xtoken_services.common.run.defaults import expanded, fill_run_defaults
+
+    if run is None and not files:
+        raise ConfigError("name the files to check, or a run file by --run")
+    document = expanded(read_run_file(run) if run else {"student": ".", "output": str(scratch)})
+    if files:
+        document["data"] = {**document.get("data", {}), "path": [str(file.absolute()) for file in files]}
+        document["data"].pop("sources", None)
+    given = {"student": student, "teacher": teacher}
+    models = [f"{name}.model={json.dumps(str(path.absolute()))}" for name, path in given.items() if path]
+    base = run.resolve().parent if run else Path.cwd()
+    source = str(run or "the check")
+    return fill_run_defaults(document | {"eval": "none"}, base, source=source, settings=[*models, *settings])[0]
 
 
-def _kinds(index: DataIndex, collator: CrossTokenizerCollator | None) -> dict[str, dict[str, Any]]:
+def _collator(spec: RunSpec) -> CrossTokenizerCollator:
+    from xtoken_services.common.run.resolve import prompt_of
+    from xtoken_services.common.text.collation import collator_of
+    from xtoken_services.common.tokenizers.loading import tokenizer_of
+
+    student = tokenizer_of(spec.student, "student")
+    named = [(spec.teacher_name(number), teacher) for number, teacher in enumerate(spec.teacher)]
+    teachers = [tokenizer_of(teacher, name) for name, teacher in named]
+    return collator_of(spec, student, teachers, [prompt_of(name, teacher) for name, teacher in named])
+
+
+def _kinds(index: DataIndex, collator: CrossTokenizerCollator | None, *, divides: bool) -> dict[str, dict[str, Any]]:
     """Return for what becomes of records how many do and where the first one is, those that are skipped last."""
     from xtoken_core import schema
     from xtoken_core.dataset import BadRecord
@@ -96,7 +131,7 @@ def _kinds(index: DataIndex, collator: CrossTokenizerCollator | None) -> dict[st
             cut = rows.columns[schema.TRUNCATED.name].values.cast("?") if rows.records else ()
             for at, is_cut in zip(rows.records, cut, strict=True):
                 if is_cut:
-                    count(CUT, readable[at].number)
+                    count(DIVIDED if divides and "text" in readable[at].value else CUT, readable[at].number)
         for record in records:
             reason = skipped.get(record.number)
             kind = USED if reason is None else f"skipped: {reasons.setdefault(PARTICULARS.sub('', reason), reason)}"

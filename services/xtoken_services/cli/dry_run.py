@@ -18,8 +18,10 @@ from xtoken_services.common.run.custom_loss import check_custom_loss
 from xtoken_services.common.run.inspection import check_as_workers
 from xtoken_services.common.run.loss_import import check_importable
 from xtoken_services.common.run.quantities import span
+from xtoken_services.common.run.run_warnings import is_size
 from xtoken_services.supervisor.launch_check import check_launch
 from xtoken_services.supervisor.local_run import run_locally
+from xtoken_services.supervisor.progress import WARNING
 from xtoken_services.supervisor.run import check_output
 
 MEASURED_STEPS = 3
@@ -34,7 +36,7 @@ def check_run(spec: RunSpec, loss: str | None, *, measure: bool = False) -> list
         measure: Take a few steps too.
 
     Returns:
-        Its sizes, and warnings about its settings.
+        Lines: its sizes, and warnings about its settings.
 
     Raises:
         XtokenError: The start would be refused; the text has the reason.
@@ -51,7 +53,8 @@ def check_run(spec: RunSpec, loss: str | None, *, measure: bool = False) -> list
         resolved, lines = check_start(elsewhere, output=spec.output)
         lines += check_as_workers(resolved)
     check_output(resolved.model_copy(update={"spec": spec}))
-    return [*lines, _measured_time(spec, loss, resolved.steps)] if measure else lines
+    shown = [line if is_size(line) else f"{WARNING}{line}" for line in lines]
+    return [*shown, _measured_time(spec, loss, resolved.steps)] if measure else shown
 
 
 def _measured_time(spec: RunSpec, loss: str | None, steps: int) -> str:

@@ -84,10 +84,9 @@ def _print_dry_run(spec: RunSpec, notes: list[str], loss: str | None, *, measure
     """Check a run; print its sizes and warnings, then the resolved run file."""
     from xtoken_services.cli.dry_run import check_run
     from xtoken_services.common.run.run_text import resolved_text
-    from xtoken_services.common.run.run_warnings import is_size
 
     for line in check_run(spec, loss, measure=measure):
-        typer.echo(line if is_size(line) else f"warning: {line}", err=True)
+        typer.echo(line, err=True)
     typer.echo(resolved_text(spec, notes, as_json=as_json))
 
 
@@ -123,9 +122,16 @@ def _run_to_end(
     from xtoken_services.supervisor.launchers.forks import early_fork_server
 
     with early_fork_server(spec) as forks:
+        from xtoken_services.common.run.run_warnings import is_size
         from xtoken_services.supervisor.comparison import exported_in
+        from xtoken_services.supervisor.events import SupervisorEvents
         from xtoken_services.supervisor.local_run import run_locally
 
-        result = run_locally(spec, as_json=as_json, loss=loss, forks=forks)
+        class Sizes(SupervisorEvents):
+            def message(self, text: str, *, worker: str = "") -> None:
+                if is_size(text) and not as_json:
+                    typer.echo(text)
+
+        result = run_locally(spec, as_json=as_json, loss=loss, forks=forks, events=Sizes())
     exit_as(result)
     return exported_in(spec.output)

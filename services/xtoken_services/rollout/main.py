@@ -60,7 +60,7 @@ def work(link: QueueLink, *, rank: int, name: str | None) -> None:
         run = worker.run
         if run.spec.rollout is None:
             raise ConfigError(f"the run {run.spec.name!r} has no [rollout]: it takes no rollout worker")
-        device = pick_device(run.spec.workers.device, rank)
+        device = pick_device(run.spec.workers.device, run.spec.rollout_gpu(rank) % max(torch.cuda.device_count(), 1))
         if device.type == "cpu":
             torch.use_deterministic_algorithms(True)
         worker.activity("loading tokenizers")

@@ -13,6 +13,7 @@ from xtoken_services.common.files.directory_lock import OccupiedError
 from xtoken_services.common.run.custom_loss import check_custom_loss
 from xtoken_services.common.run.loss_import import check_importable
 from xtoken_services.common.run.status import RunState
+from xtoken_services.supervisor.events import SupervisorEvents
 from xtoken_services.supervisor.interrupts import POLL_S, Interrupts
 from xtoken_services.supervisor.launch_check import check_launch
 from xtoken_services.supervisor.launchers.forks import ForkServer
@@ -36,6 +37,7 @@ def run_locally(
     loss: str | None = None,
     view: ProgressView | None = None,
     forks: ForkServer | None = None,
+    events: SupervisorEvents | None = None,
 ) -> RunResult:
     """Run to the end.
 
@@ -49,6 +51,7 @@ def run_locally(
         loss: `module:Class` of a custom loss.
         view: Another view of the run's progress.
         forks: Server to fork the workers from, which the caller closes; None: one is started if it can be used.
+        events: Observer of its supervisor.
 
     Returns:
         How it ended; `exit_code` is 128 + N if signal N stopped it.
@@ -65,7 +68,8 @@ def run_locally(
     except XtokenError:
         before.discard()
         raise
-    return run_to_end(new_run(spec, partial(_prepare, forks=forks, loss=loss)), show=show, as_json=as_json, view=view)
+    run = new_run(spec, partial(_prepare, forks=forks, loss=loss), events)
+    return run_to_end(run, show=show, as_json=as_json, view=view)
 
 
 def run_to_end(run: Run, *, show: bool = True, as_json: bool = False, view: ProgressView | None = None) -> RunResult:

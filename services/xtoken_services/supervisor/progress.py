@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -127,19 +128,23 @@ class LiveView:
 
 
 class ChangeDetector:
-    """Decides when a status is worth a line: on a change of state, and every few seconds while steps are taken."""
+    """Decides when a status is worth a line: on a change of state or of a phase before any step, or after seconds."""
 
     def __init__(self) -> None:
         self._last: tuple[Any, ...] = ()
         self._last_at = 0.0
+        self._phases: set[str] = set()
 
     def changed(self, status: RunStatus) -> bool:
         """Return whether the status is worth a line since the last one that was."""
         state = (status.state, [(w.name, w.state, w.restarts) for w in status.workers])
         progress = (status.step, status.text_read, [*_unready(status), *(w.activity for w in _busy(status))])
         due = time.monotonic() - self._last_at >= LINE_EVERY_S and progress != self._last[2:]
-        if state == self._last[:2] and not due:
+        texts = [] if status.step else [status.checking, *(w.activity for w in status.workers)]
+        phases = {re.sub(r"\d+", "", text) for text in texts if text}
+        if state == self._last[:2] and not due and phases <= self._phases:
             return False
+        self._phases |= phases
         self._last, self._last_at = (*state, *progress), time.monotonic()
         return True
 
@@ -183,9 +188,9 @@ class LineView:
         self._print(STOPPING_NOW if now else STOPPING)
 
     def end(self, status: RunStatus) -> None:
-        """Print how the run ended, after all that is wrong with it."""
-        for line in [*_warning_lines(status), final_line(status)]:
-            self._print(line)
+        """Print how the run ended, after what was not said to be wrong with it."""
+        self._warn(status)
+        self._print(final_line(status))
 
     def _warn(self, status: RunStatus) -> None:
         warnings = warnings_of(status)
@@ -287,8 +292,8 @@ def _held_out(status: RunStatus) -> str:
     if status.keeps_best:  # the step of the reported evaluation need not be the last one
         which = f" after step {step}" + (", the best" if step == finite(status.best_evaluation).get("step") else "")
     change = "" if status.change is None else f" (since step 0: {status.change})"
-    if TEACHER_BITS in exported:
-        change += f"; the teacher has {exported[TEACHER_BITS]:.4f}"
+    if status.of_teacher:
+        change += f"; {status.of_teacher}"
         share = covered(status.first_evaluation, exported)
         change += "" if share is None else f", {share:.0%} of the distance to it is covered"
     return f"; {with_error(exported)} bits per byte on held-out text{which}{change}"

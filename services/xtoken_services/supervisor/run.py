@@ -303,9 +303,9 @@ class Run:
         self.over.set()
 
 
-def new_run(spec: RunSpec, prepare: Prepare) -> Run:
+def new_run(spec: RunSpec, prepare: Prepare, events: SupervisorEvents | None = None) -> Run:
     """Return a run that has an id of its own."""
-    return Run(spec, RunStatus.starting(spec, f"{spec.name}-{secrets.token_hex(4)}"), prepare)
+    return Run(spec, RunStatus.starting(spec, f"{spec.name}-{secrets.token_hex(4)}"), prepare, events=events)
 
 
 def launcher_factory(*, tied: bool, forks: ForkServer | None = None) -> LauncherFactory:

@@ -159,5 +159,9 @@ def with_files(status: RunStatus, steps: Curve, evaluations: Curve) -> RunStatus
     with suppress(InputError):
         checkpoint = max(checkpoints_in(status.output / CHECKPOINTS), default=None)
     summary = read_json(status.output / SUMMARY) if status.state == RunState.COMPLETED else None
-    files = {"checkpoint": checkpoint, "summary": summary, "sample": read_json(status.output / SAMPLE)}
-    return status.model_copy(update=files | steps.steps() | evaluations.evaluations(status.spec))
+    taken = steps.steps()
+    # The file has a step before the supervisor hears of it; until a trainer trains it may be of an earlier start.
+    trains = any(worker.kind == "trainer" and worker.phase == "run" for worker in status.workers)
+    step = max(status.step or 0, taken["last"]["step"] + 1) if trains and taken["last"] else status.step
+    files = {"step": step, "checkpoint": checkpoint, "summary": summary, "sample": read_json(status.output / SAMPLE)}
+    return status.model_copy(update=files | taken | evaluations.evaluations(status.spec))

@@ -81,8 +81,9 @@ print(json.dumps([lazy, sorted(name for name in sys.modules if name.startswith("
 
 
 def test_settings_by_file_and_by_name_exclude_each_other(tmp_path: Path) -> None:
-    with pytest.raises(xtoken.ConfigError, match=r"replace them by `settings`"):
-        xtoken.distill(tmp_path / "run.toml", student="models/student")
+    for begin in (xtoken.distill, xtoken.dry_run):
+        with pytest.raises(xtoken.ConfigError, match=r"replace them by `settings`"):
+            begin(tmp_path / "run.toml", student="models/student")
     with pytest.raises(xtoken.XtokenError, match=r"distill.*: student: field required"):
         xtoken.distill(output=str(tmp_path / "out"), data="train.jsonl")
 
@@ -216,12 +217,25 @@ def test_a_run_of_objects_calls_back_logs_and_returns_its_model(
         for name, path in (("student", assets.student), ("teacher", assets.teacher))
     }
     seen = Seen()
-    result = xtoken.distill(
-        **models, data=({"text": text} for text in documents(32, seed=2)), output=tmp_path / "out",
-        eval={"path": [{"text": text} for text in documents(6, seed=5)], "every": 2},
-        workers={"collators": 1, "device": "cpu"}, callback=seen,
-        train={"samples_per_step": 8, "micro_batch_tokens": 2048, "checkpoint_every": 2},
-    )  # fmt: skip
+    settings = models | {
+        "data": [{"text": text} for text in documents(32, seed=2)], "output": tmp_path / "out",
+        "eval": {"path": [{"text": text} for text in documents(6, seed=5)], "every": 2},
+        "workers": {"collators": 1, "device": "cpu"},
+        "train": {"samples_per_step": 8, "micro_batch_tokens": 2048, "checkpoint_every": 2},
+    }  # fmt: skip
+    lines = xtoken.dry_run(**settings)
+    for size in (
+        "default: ",
+        "text: 32 records",
+        "models: student ",
+        "memory of trainer-0",
+        "memory of the run",
+        "disk",
+    ):
+        assert any(line.startswith(size) for line in lines), lines
+    assert not (tmp_path / "out").exists()
+    settings["data"] = iter(settings["data"])
+    result = xtoken.distill(**settings, callback=seen)
     assert result.summary["steps"] == 4 and result.summary["trained"] == 32
     assert seen.of("step") == [0, 1, 2, 3], "an error in one does not end the others"
     assert seen.of("evaluation") == [0, 2, 4] == [row["step"] for row in result.evaluations()]

@@ -71,16 +71,16 @@ def broken() -> dict[str, int]:
 
 @cases(
     "changes, field, message",
-    ({"student": {"context_length": 8}}, "student.model", "Field required"),
+    ({"student": {"context_length": 8}}, "student.model", "field required"),
     ({"student": {"model": "/m"}}, "student.model", "lies under none of this control plane's roots"),
     ({"student": {"model": "../m"}}, "student.model", "../m lies under none of this control plane's roots"),
-    ({"colour": "red"}, "colour", "Extra inputs are not permitted"),
+    ({"train": {"lr": 1}}, "train.lr", "there is no such field; did you mean learning_rate?"),
     ({"train": {"samples_per_step": 0}}, "train.samples_per_step", "greater than or equal to 1"),
     ({"queue": {"block_size": 5}}, "the run", "queue.block_size = 5 must divide"),
     (
         {"student": {"model": "/m", "context_length": 8, "trust_remote_code": True}},
         "student.trust_remote_code",
-        "Extra inputs are not permitted",
+        "there is no such field; there are blockwise_head, chat_template, ",
     ),
     ({"workers": {"collators": 10**6}}, "workers.collators", "1000000 is larger than 256"),
     ({"train": {"max_steps": 10**30}}, "train.max_steps", "is larger than"),
@@ -238,7 +238,7 @@ def test_show_finished_run(client: TestClient, runs: Runs) -> None:
 
 def test_response_with_many_errors(client: TestClient) -> None:
     answer = client.post("/v1/runs", json={f"k{number}": 1 for number in range(1000)})
-    assert answer.status_code == 422 and len(answer.json()["errors"]) == 50 and len(answer.content) < 10_000
+    assert answer.status_code == 422 and len(answer.json()["errors"]) == 50 and len(answer.content) < 30_000
     assert answer.json()["detail"].endswith("; and 952 more errors")
 
 

@@ -72,6 +72,10 @@ def test_settings_of_the_form(client: TestClient) -> None:
     modes = re.search(r'data-setting="loss.mode".*?</select>', page, re.DOTALL)
     assert modes and 'value="p_kl">P-KL<' in modes[0] and "custom" not in modes[0]
     assert set(re.findall(r'data-paths="(\w+)"', page)) == {"models", "texts"}
+    of_hub = [each for each in re.findall(r'class="help"[^>]*>(.*?)</p>', page, re.DOTALL) if "Hub" in each]
+    assert len(of_hub) == 2 and all("<code>xtoken run</code> also takes" in each for each in of_hub), (
+        "it takes paths only"
+    )
 
 
 def test_run_text_round_trip(tmp_path: Path) -> None:

@@ -330,7 +330,9 @@ def test_files_have_sizes_and_checkpoints_are_freed_once_a_run_is_over(client: T
             (output / "checkpoints" / step).mkdir(parents=True)
             (output / "checkpoints" / step / "rank-0.safetensors").write_bytes(bytes(1536))
     assert "<b>3.0 KiB</b> of it checkpoints" in client.get("/runs/a/files").text
-    assert "Free checkpoints" not in client.get("/runs/b/files").text
+    put(runs, "c")
+    offers = ["Free checkpoints" in client.get(f"/runs/{name}/files").text for name in "abc"]
+    assert offers == [True, False, False], "not while it runs, nor without a checkpoint"
     assert client.post("/runs/a/free").headers["location"] == "/runs/a/files"
     assert "<b>1.5 KiB</b> of it checkpoints" in client.get("/runs/a/files").text
 

@@ -192,6 +192,8 @@ SYSTEM = {"role": "system", "content": "Be brief."}
             {"instruction": "Add.", "input": "2 2", "output": "4"},
             {"messages": [{"role": "user", "content": "Add.\n\n2 2"}, SAID], "form": "Alpaca"},
         ),
+        ({"prompt": [SYSTEM, ASKED], "completion": [SAID]}, {"messages": [SYSTEM, ASKED, SAID], "form": "TRL"}),
+        ({"prompt": "2 + 2?", "completion": "4"}, {"prompt": "2 + 2?", "completion": "4"}),
         ({"messages": [ASKED, SAID], "tools": [TOOL]}, {"messages": [ASKED, SAID], "tools": [TOOL]}),
         ({"text": "whole", "instruction": "x", "output": "y"}, {"text": "whole"}),
     ],
@@ -319,8 +321,8 @@ def checked(*arguments: str | Path) -> Any:
 
 
 def test_a_check_counts_what_is_used_cut_and_skipped(assets: TinyAssets, tmp_path: Path) -> None:
-    for side in (assets.student, assets.teacher):
-        (side / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
+    template = tmp_path / "template.jinja"
+    template.write_text(TEMPLATE, encoding="utf-8")
     long = [{"from": "human", "value": "say"}, {"from": "gpt", "value": "return " * 300}]
     rows: list[Any] = [
         {"conversations": TURNS}, {"conversations": long}, {"conversations": TURNS[:1]}, {"conversations": long},
@@ -331,12 +333,26 @@ def test_a_check_counts_what_is_used_cut_and_skipped(assets: TinyAssets, tmp_pat
     narrator = "skipped: turn 0 of the conversation is from 'narrator 1'"
     skipped = {narrator: (2, f"{path}:5"), "skipped: empty text": (1, f"{path}:6")}
     assert checked(path) == (8, "ShareGPT", {"used": (5, f"{path}:1"), "cut": (0, None), **skipped})
-    models = ("--student", assets.student, "--teacher", assets.teacher, "--context", 64)
+    models = ("--student", assets.student, "--teacher", assets.teacher, "--set", "student.context_length=64")
+    without = {
+        "skipped: the student's tokenizer has no chat template: it cannot take messages": (5, f"{path}:1"),
+        **skipped,
+    }
+    assert checked(path, *models) == (8, "ShareGPT", {"used": (0, None), "cut": (0, None), **without})
+    models += tuple(word for side in ("student", "teacher") for word in ("--set", f"{side}.chat_template={template}"))
     none = {"skipped: no assistant message that every chat template shows as it is": (1, f"{path}:3")}
     expected = {"used": (4, f"{path}:1"), "cut": (2, f"{path}:2"), **none, **skipped}
     assert checked(path, *models) == (8, "ShareGPT", expected)
     shown = CliRunner().invoke(data_app, ["check", str(path), *map(str, models)]).stdout
     assert shown.startswith(f"{path}: 8 records of ShareGPT, read as messages\n")
+    run = tmp_path / "run.toml"
+    side = 'model = "{}"\nchat_template = "template.jinja"\ncontext_length = 64\n'
+    sources = f'[[data.sources]]\npath = "{tmp_path / "no.jsonl"}"\n[[data.sources]]\npath = "a.json"\n'
+    run.write_text(f"[student]\n{side.format(assets.student)}[teacher]\n{side.format(assets.teacher)}{sources}")
+    assert checked(path, "--run", run) == (8, "ShareGPT", expected)
+    (tmp_path / "no.jsonl").write_text(json.dumps({"text": "return self " * 99}) + "\n", encoding="utf-8")
+    both = CliRunner().invoke(data_app, ["check", "--run", str(run), "--set", "data.long=split", "--set", "eval=none"])
+    assert "1  divided, of those used; first: " in both.stdout and both.stdout.endswith(shown.partition("\n")[2])
     assert f"cut, of those used; first: {path}:2\n" in shown and f"skipped: empty text; first: {path}:6\n" in shown
 
 

@@ -2,6 +2,7 @@
 
 import io
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from xtoken_services.supervisor.progress import (
     render_status,
     status_line,
 )
+from xtoken_services.supervisor.run_files import Curve, with_files
 
 WORKER = {
     "name": "trainer-0", "kind": "trainer", "state": "running", "pid": 41, "phase": "run", "progress": 3,
@@ -71,6 +73,32 @@ def test_at_the_start_a_line_says_what_is_waited_for() -> None:
     assert "waiting" not in status_line(status(step=0, workers=loading)), "a step was taken since the last look"
     many = workers(**{f"teacher_{number}_0": "load" for number in range(9)}, trainer_0="load")
     assert "teacher-3-0 and 6 more to load" in status_line(status(workers=many))
+
+
+def test_a_pipe_gets_a_line_for_each_phase_before_the_first_step() -> None:
+    out, none = io.StringIO(), {"step": 0, "last": None, "evaluation": None, "queue": None}
+    loads, measures = (WORKER | {"phase": "load", "activity": text} for text in ("loading", "measuring the text: {}%"))
+    with open_view(True, Console(file=out, width=200)) as view:
+        for done in (10, 20):
+            checking = f"building the chain tables: {done}%"
+            view.show(status(**none | {"step": None, "steps": None}, workers=[], checking=checking))
+        for worker in (loads, *(measures | {"activity": measures["activity"].format(done)} for done in (3, 40))):
+            view.show(status(**none, workers=[worker]))
+        view.show(status(workers=[WORKER | {"activity": "evaluating: 5%"}]))
+    assert out.getvalue().splitlines() == [
+        "tiny: running, building the chain tables: 10%",
+        "tiny: running, step 0/12, waiting for trainer-0 to load",
+        "tiny: running, step 0/12, waiting for trainer-0 (measuring the text: 3%) to load",
+    ]
+
+
+def test_a_run_has_the_steps_that_its_file_has_once_it_trains(tmp_path: Path) -> None:
+    (tmp_path / "steps.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in range(5)), encoding="utf-8")
+    curves = Curve(tmp_path / "steps.jsonl"), Curve(tmp_path / "eval.jsonl")
+    heard = status(output=tmp_path, last=None)
+    assert with_files(heard, *curves).step == 5, "the supervisor has heard of 3"
+    loads = status(output=tmp_path, workers=[WORKER | {"phase": "load"}])
+    assert with_files(loads, *curves).step == 3, "the lines may be of an earlier start"
 
 
 def test_a_worker_that_leaves_is_not_waited_for() -> None:
@@ -183,18 +211,19 @@ def test_failing_view_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.parametrize("terminal", [True, False], ids=["terminal", "pipe"])
 def test_view_of_a_whole_run(terminal: bool) -> None:
     out = io.StringIO()
+    wrong = {"last": {"step": 3, "unreachable_mass_t0": 0.5}}
     with open_view(True, Console(file=out, force_terminal=terminal, width=120)) as view:
-        view.show(status(step=0))
+        view.show(status(step=0, **wrong))
         view.show(status(step=0))
         view.stopping(now=False)
         view.stopping(now=True)
         view.show(status(state="running", step=1))
-        view.end(status(state="stopped"))
+        view.end(status(state="stopped", **wrong))
     assert "stopped after step 3 of 12" in out.getvalue()
     if not terminal:
         lines = out.getvalue().splitlines()
-        assert len(lines) == 4, "one line for the state, one for each request to stop, one for the end"
-        assert lines[2] == "Force quit: progress since the last checkpoint is lost"
+        assert len(lines) == 5, "one line for the state, one for each request to stop, one for the end, one that warns"
+        assert lines[3] == "Force quit: progress since the last checkpoint is lost"
 
 
 def test_json_line_on_every_change(capsys: pytest.CaptureFixture[str]) -> None:

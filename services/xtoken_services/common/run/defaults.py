@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from xtoken_core.config.base import NONE, absolute_path
-from xtoken_core.config.eval import HELD_OUT_PERCENT, NOT_IN_A_NAME
+from xtoken_core.config.eval import HELD_OUT_PERCENT, NOT_IN_A_NAME, EvalSpec
 from xtoken_core.config.self_teacher import with_teachers
 from xtoken_core.config.spec import RunSpec, padded_length, parse_run_spec, read_run_file
 from xtoken_core.errors import ConfigError, InputError
 from xtoken_core.regular_files import read_json_object
 from xtoken_services.common.models.hub import fetch_inputs
 from xtoken_services.common.run.machine import Machine
-from xtoken_services.common.run.memory_fit import fit_memory
+from xtoken_services.common.run.memory_fit import CPU_TOKENS, LARGEST, fit_memory
 
 MOST_CONTEXT = 1024
 TEACHER_CONTEXT = 1.25
@@ -30,18 +30,19 @@ EVALUATION_S = 30.0
 BYTES_PER_TOKEN = 4
 LEAST_EVALUATION, MOST_EVALUATION = 16 << 10, 1 << 20
 EVALUATIONS = 10
-FILLED = (
-    "output",
-    "student.context_length",
-    "student.dtype",
-    "teacher.context_length",
-    "teacher.dtype",
-    "eval.max_bytes",
-    "eval.every",
-    "train.micro_batch_tokens",
-)
-"""Settings that models, text and machine decide where a run file leaves them out. Others change with them only to fit
-the memory (`xtoken_services.common.run.memory_fit`)."""
+_DTYPE = "bfloat16 on a GPU, float32 on a CPU"
+FILLED = {
+    "output": "runs/NAME",
+    "student.context_length": f"{MOST_CONTEXT}, or the model's if less",
+    "student.dtype": _DTYPE,
+    "teacher.context_length": f"{TEACHER_CONTEXT:g} times the student's, or the model's if less",
+    "teacher.dtype": _DTYPE,
+    "eval.max_bytes": f"what {EVALUATION_S:.0f} s are enough for, at most 1 MiB",
+    "eval.every": f"a tenth of train.max_steps, or {EvalSpec.model_fields['every'].default}",
+    "train.micro_batch_tokens": f"what fits, at most {LARGEST}, on a CPU {CPU_TOKENS}",
+}
+"""Settings that models, text and machine decide where a run file leaves them out, and how. Others change with them only
+to fit the memory (`xtoken_services.common.run.memory_fit`)."""
 
 
 @dataclass

@@ -296,7 +296,8 @@ def _rollout_uses(spec: RunSpec, *, on_gpu: bool) -> Iterator[MemoryUse]:
         where = Where.DEVICE if on_gpu and spec.rollout.weights == "auto" else Where.SHARED
         yield MemoryUse("the published weights", weights, "trainer-0", where)
     for number in range(spec.rollout.workers):
-        yield MemoryUse(f"rollout worker {number}'s weights", weights, f"rollout-{number}", gpu=number)
+        gpu = spec.rollout_gpu(number)
+        yield MemoryUse(f"rollout worker {number}'s weights", weights, f"rollout-{number}", gpu=gpu)
 
 
 def _process_uses(run: ResolvedRun, *, on_gpu: bool) -> Iterator[MemoryUse]:
@@ -306,7 +307,7 @@ def _process_uses(run: ResolvedRun, *, on_gpu: bool) -> Iterator[MemoryUse]:
     for number, rank in product(range(len(spec.teacher)), range(spec.workers.ranks)):
         models.append((f"teacher-{number}-{rank}", spec.teacher[number].gpu_index(rank, 0)))
     if spec.rollout is not None:
-        models += [(f"rollout-{number}", number) for number in range(spec.rollout.workers)]
+        models += [(f"rollout-{number}", spec.rollout_gpu(number)) for number in range(spec.rollout.workers)]
     kinds = {"supervisor": "supervisor", "queue": "queue"}
     kinds |= {f"collator-{number}": "collator" for number in range(spec.workers.collators if spec.has_text else 0)}
     kinds |= {name: "trainer" if name.startswith("trainer") else "model" for name, _ in models}

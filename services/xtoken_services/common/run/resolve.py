@@ -330,7 +330,7 @@ def _template_fingerprint(what: str, spec: ModelSpec) -> str:
     return hashlib.sha256(template.encode()).hexdigest()
 
 
-def _prompt(what: str, spec: ModelSpec) -> str:
+def prompt_of(what: str, spec: ModelSpec) -> str:
     """Return the text that a teacher reads before every other; empty without it.
 
     Raises:
@@ -398,7 +398,7 @@ def _model(what: str, spec: ModelSpec) -> ResolvedModel:
         hidden_size=hidden if isinstance(hidden, int) else 0,
         weights_fingerprint=served_fingerprint(served) if served else weights_fingerprint(spec.model),
         template_fingerprint=_template_fingerprint(what, spec),
-        prompt=_prompt(what, spec),
+        prompt=prompt_of(what, spec),
     )
 
 

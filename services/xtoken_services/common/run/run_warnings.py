@@ -5,17 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from xtoken_services.common.run.metric_lines import (
-    BEYOND_TEACHER,
-    BITS,
-    TEACHER_BITS,
-    finite,
-    table,
-    unreachable_warnings,
-    with_error,
-)
+from xtoken_services.common.run.metric_lines import BITS, TEACHER_BITS, finite, table, unreachable_warnings, with_error
 from xtoken_services.common.run.status import RunStatus
-from xtoken_services.common.run.verdict import Difference, Verdict, difference
+from xtoken_services.common.run.verdict import Verdict, difference
 
 LEAST_FRACTION = 0.05
 PAST_BEST = "best"
@@ -128,11 +120,8 @@ def _runaway(status: RunStatus) -> dict[str, str]:
 
 def _weak_teacher(status: RunStatus) -> dict[str, str]:
     """Return a warning if the teacher was worse than the student before any step."""
-    first = finite(status.first_evaluation)
-    if first.get("step") != 0 or not {BITS, TEACHER_BITS} <= first.keys():
-        return {}
-    worse = Difference(first[TEACHER_BITS] - first[BITS], first.get(BEYOND_TEACHER))
-    if worse.bits <= 0 or not worse.beyond_error:
+    first, lead = finite(status.first_evaluation), status.teacher_lead
+    if lead is None or lead.bits <= 0 or not lead.beyond_error:
         return {}
     text = (
         f"the teacher is worse than the student on held-out text, before any training: {first[TEACHER_BITS]:.4f} and "

@@ -25,6 +25,9 @@ from xtoken_services.common.run.memory_estimate import (
 from xtoken_services.common.run.resolve import Progress, file_warnings, resolve_run
 from xtoken_services.common.text.training_text import documents_of
 
+MOST_ABOVE = 1.5
+"""Times the memory of a machine from which on an estimate, which is at most 20% above the peak, refuses a run."""
+
 
 def check_start(
     spec: RunSpec, progress: Progress | None = None, *, output: Path | None = None
@@ -70,9 +73,9 @@ def _size_lines(run: ResolvedRun) -> list[str]:
 
 
 def check_host(run: ResolvedRun, machine: Machine) -> list[str]:
-    """Refuse a run on one machine that keeps more there than can be used.
+    """Refuse a run on one machine that keeps more there than can be used, or is estimated to need far more.
 
-    GPUs are checked by the processes that use them.
+    What is kept on GPUs is checked by the processes that use them.
 
     Args:
         run: The run.
@@ -82,7 +85,7 @@ def check_host(run: ResolvedRun, machine: Machine) -> list[str]:
         The estimate of its memory, a line for each process and one for all, and a warning if it is above what there is.
 
     Raises:
-        ConfigError: It keeps more; the text lists the parts, and names the settings.
+        ConfigError: It does; the text lists the parts, and names the settings.
     """
     spec, places = run.spec, places_of(run, machine)
     remedies = (
@@ -93,6 +96,11 @@ def check_host(run: ResolvedRun, machine: Machine) -> list[str]:
         on_host = not place.name.startswith("cuda")
         if on_host and place.total and (why := exceeds_memory(place.uses, place.total, place.name, remedies)):
             raise ConfigError(why)
+        if 0 < place.total * MOST_ABOVE < place.needed:
+            largest = sorted(place.uses, key=lambda use: -use.nbytes)[:3]
+            parts = ", ".join(f"{use.process}: {use.what} {gib(use.nbytes)}" for use in largest)
+            has = f"{gib(place.total)} of {place.name}"
+            raise ConfigError(f"the run needs about {gib(place.needed)} where there is {has} ({parts}, …): {remedies}")
     short = [place.name for place in places if 0 < place.total < place.needed]
     above = f"the run may need more memory than there is in {' and '.join(short)}: {remedies}"
     return [*memory_lines(places), *([above] if short else [])]

@@ -8,11 +8,10 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
-
+from xtoken_core.config.base import Described
 from xtoken_core.config.spec import RunSpec
-from xtoken_services.common.run.metric_lines import finite, table
-from xtoken_services.common.run.verdict import Difference, difference
+from xtoken_services.common.run.metric_lines import BEYOND_TEACHER, BITS, TEACHER_BITS, finite, table
+from xtoken_services.common.run.verdict import Difference, Verdict, difference
 
 RECENT_STEPS = 20
 """Steps whose mean duration is extrapolated."""
@@ -36,13 +35,7 @@ class RunState(StrEnum):
         return self not in (RunState.STARTING, RunState.RUNNING, RunState.STOPPING)
 
 
-class Document(BaseModel):
-    """Base of models whose fields are described by the strings after them."""
-
-    model_config = ConfigDict(use_attribute_docstrings=True)
-
-
-class WorkerStatus(Document):
+class WorkerStatus(Described):
     """A worker process of a run."""
 
     name: str
@@ -67,7 +60,7 @@ class WorkerStatus(Document):
     """Machine that it runs on, if not the control plane's."""
 
 
-class QueueStatus(Document):
+class QueueStatus(Described):
     """Contents of a run's queue."""
 
     samples: int
@@ -77,7 +70,7 @@ class QueueStatus(Document):
     """Number of samples by task and state."""
 
 
-class RunSummary(Document):
+class RunSummary(Described):
     """Summary of a run."""
 
     id: str
@@ -113,7 +106,7 @@ class RunStatus(RunSummary):
     dead: int | None = None
     """Positions abandoned after repeated failures."""
     queue: QueueStatus | None = None
-    workers: list[WorkerStatus] = []
+    workers: list[WorkerStatus] = []  # noqa: RUF012 - pydantic copies it
     last: dict[str, Any] | None = None
     """Metrics of the last step."""
     evaluation: dict[str, Any] | None = None
@@ -132,7 +125,7 @@ class RunStatus(RunSummary):
     """Samples evenly spread over the run: how many were looked at, and how many of them are skipped or cut."""
     summary: dict[str, Any] | None = None
     """Number of positions by outcome, once the run is complete."""
-    spec: dict[str, Any] = {}
+    spec: dict[str, Any] = {}  # noqa: RUF012 - pydantic copies it
     """Specification, with absolute paths."""
 
     @classmethod
@@ -176,6 +169,22 @@ class RunStatus(RunSummary):
         """Change of the exported weights' bits per byte since step 0; None before a second evaluation."""
         first, last = self.first_evaluation or {}, self.exported
         return difference(last, first) if first.get("step") == 0 and last.get("step") else None
+
+    @property
+    def teacher_lead(self) -> Difference | None:
+        """Bits per byte of the best teacher less the student's before any step; None if not both are known."""
+        first = finite(self.first_evaluation)
+        if first.get("step") != 0 or not {BITS, TEACHER_BITS} <= first.keys():
+            return None
+        return Difference(first[TEACHER_BITS] - first[BITS], first.get(BEYOND_TEACHER))
+
+    @property
+    def of_teacher(self) -> str:
+        """The best teacher's result, and how it compares with the student before any step; empty without one."""
+        bits, lead = finite(self.exported).get(TEACHER_BITS), self.teacher_lead
+        is_other = lead is not None and lead.verdict is not Verdict.SAME
+        beside = f", {lead.verdict} than the student at step 0" if lead is not None and is_other else ""
+        return "" if bits is None else f"the teacher has {bits:.4f}{beside}"
 
     def remaining_s(self, steps: Sequence[Mapping[str, Any]] = ()) -> float | None:
         """Return the seconds until the last step and evaluation; None if unknown.

@@ -17,6 +17,7 @@ from xtoken_core.collate import PLACE, Counts, CrossTokenizerCollator
 from xtoken_core.collate_generated import CompletionCollator, marks_of_text
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.config.routing import RouteError
+from xtoken_core.config.spec import RunSpec
 from xtoken_core.dataset import BadRecord, JoinedIndex, Record, TextIndex
 from xtoken_core.dataset.records import PREFIX, ROUTE, Route
 from xtoken_core.errors import ConfigError, InputError
@@ -67,13 +68,25 @@ def make_collator(
     for number, (teacher, same) in enumerate(zip(spec.teacher, run.same_tokenizer, strict=True)):
         teachers.append(None if same else tokenizer_of(teacher, spec.teacher_name(number)))
         progress()
+    return collator_of(spec, student, teachers, [files.prompt for files in run.teachers])
+
+
+def collator_of(spec: RunSpec, student: Any, teachers: Sequence[Any], prompts: Sequence[str]) -> CompletionCollator:
+    """Return a run's collator.
+
+    Args:
+        spec: Its settings.
+        student: The student's tokenizer.
+        teachers: Each teacher's; None for one that reads the student's rows.
+        prompts: What each teacher reads before every text.
+    """
     return CompletionCollator(
         student_tokenizer=student,
         teacher_tokenizer=teachers,
         aligner=aligners_of(spec, student, teachers),
         ctx_length_student=spec.student.context_length,
         ctx_length_teacher=[teacher.context_length for teacher in spec.teacher],
-        teacher_prompt=[files.prompt for files in run.teachers],
+        teacher_prompt=prompts,
         append_eos=spec.data.append_eos,
         train_on=spec.data.train_on,
     )

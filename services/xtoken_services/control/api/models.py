@@ -7,11 +7,12 @@ from typing import Any
 from pydantic import ConfigDict, Field, GetJsonSchemaHandler, RootModel
 from pydantic_core import CoreSchema
 
+from xtoken_core.config.base import Described
 from xtoken_core.config.spec import RunSpec
-from xtoken_services.common.run.status import Document, RunSummary
+from xtoken_services.common.run.status import RunSummary
 
 
-class RunPage(Document):
+class RunPage(Described):
     """Page of runs, newest first."""
 
     runs: list[RunSummary]
@@ -35,7 +36,7 @@ class AnyRunSpec(RootModel[dict[str, Any]]):
         return {"anyOf": [handler(RunSpec.__pydantic_core_schema__), short], "title": "AnyRunSpec"}
 
 
-class DryRun(Document):
+class DryRun(Described):
     """Result of a dry run, which validates a run without starting it."""
 
     spec: RunSpec
@@ -53,11 +54,10 @@ class DryRun(Document):
     """An estimate of its memory, and warnings about its settings and text."""
 
 
-class RunMetrics(Document):
+class RunMetrics(Described):
     """Metrics of a run: one object per step, and one per evaluation."""
 
     model_config = ConfigDict(
-        use_attribute_docstrings=True,
         json_schema_extra={
             "examples": [
                 {
@@ -67,7 +67,7 @@ class RunMetrics(Document):
                     "eval_total": 1,
                 }
             ]
-        },
+        }
     )
 
     steps: list[dict[str, Any]]
@@ -78,7 +78,7 @@ class RunMetrics(Document):
     eval_total: int
 
 
-class Artifact(Document):
+class Artifact(Described):
     """File of a run."""
 
     path: str
@@ -87,7 +87,7 @@ class Artifact(Document):
     modified: str
 
 
-class Artifacts(Document):
+class Artifacts(Described):
     """Files of a run, ordered by path."""
 
     artifacts: list[Artifact]
@@ -95,7 +95,7 @@ class Artifacts(Document):
     """True if the list is incomplete."""
 
 
-class LogFile(Document):
+class LogFile(Described):
     """Log of one attempt of a worker."""
 
     worker: str
@@ -103,7 +103,7 @@ class LogFile(Document):
     bytes: int
 
 
-class Note(Document):
+class Note(Described):
     """Event in the history of a run."""
 
     id: int
@@ -112,13 +112,13 @@ class Note(Document):
     message: str
 
 
-class Live(Document):
+class Live(Described):
     """Liveness."""
 
     live: bool = Field(default=True)
 
 
-class Ready(Document):
+class Ready(Described):
     """Readiness."""
 
     ready: bool

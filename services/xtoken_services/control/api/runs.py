@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from xtoken_core.config.spec import RunSpec
+from xtoken_core.config.validation_errors import message_of
 from xtoken_core.data_plane.address import Address
 from xtoken_services.common.files.input_files import check_input_files
 from xtoken_services.common.run.inspection import check_as_workers, inspect_run
@@ -170,7 +171,7 @@ def discard_if_invalid(context: AppContext, run: Run) -> None:
 
 
 def _in_the_body(errors: Sequence[ErrorDetails]) -> list[dict[str, Any]]:
-    return [{**error, "loc": ("body", *error["loc"])} for error in errors]
+    return [{**error, "loc": ("body", *error["loc"]), "msg": message_of(error, RunSpec)} for error in errors]
 
 
 def dry_run_of(context: AppContext, spec: RunSpec, defaults: list[str]) -> DryRun:

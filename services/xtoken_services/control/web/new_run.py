@@ -130,7 +130,7 @@ def _field(name: str, label: str, checked: DryRun | None) -> dict[str, Any]:
     general = name.replace(".0.", ".")
     schema = settings()[general]
     arms = [schema, *schema.get("anyOf", ())]
-    default = "automatic" if general in FILLED else schema.get("default")
+    default = FILLED.get(general, schema.get("default"))
     if checked is not None and name == general:
         default = checked.spec.model_dump(mode="json")
         for part in name.split("."):

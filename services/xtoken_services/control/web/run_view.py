@@ -138,6 +138,11 @@ class RunView:
         return self._status.change
 
     @property
+    def of_teacher(self) -> str:
+        """The best teacher's result in words."""
+        return self._status.of_teacher
+
+    @property
     def tokens_per_second(self) -> float | None:
         """Throughput of the last step."""
         return self._status.metrics.get("tokens_per_second")

@@ -117,10 +117,8 @@ def test_a_rollout_worker_has_the_students_weights(tmp_path: Path) -> None:
     alone = {need.what for need in memory_uses(with_models(tmp_path), 0, 2, rings=False)}
     added = [need for need in staying(run, 0, 2, rings=False) if need.what not in alone]
     weights = weight_bytes(run.spec.student.model, run.spec.student.dtype)
-    workers = [
-        MemoryUse(f"rollout worker {number}'s weights", weights, f"rollout-{number}", gpu=number) for number in (0, 2)
-    ]
-    assert added == [MemoryUse("the published weights", weights, "trainer-0"), *workers]
+    second = MemoryUse("rollout worker 1's weights", weights, "rollout-1", gpu=2)  # the others are on the GPU beside
+    assert added == [MemoryUse("the published weights", weights, "trainer-0"), second]
 
 
 def test_what_is_too_much_is_told_in_one_line() -> None:
@@ -282,14 +280,21 @@ def test_all_of_a_run_is_in_one_place_and_each_process_is_named(tmp_path: Path) 
     assert "of 64.00 GiB host memory (available)" in whole and "of 1.00 GiB /dev/shm" in whole
 
 
-def test_what_may_be_too_much_is_a_warning_and_what_stays_is_refused(tmp_path: Path) -> None:
+def test_what_may_be_too_much_is_a_warning_and_what_stays_or_is_far_above_is_refused(tmp_path: Path) -> None:
     run = with_models(tmp_path, workers={"device": "cpu"})
     (host, _) = places_of(run, Machine(1))
     stays = sum(use.nbytes for use in host.uses if use.stays)
     *_, warning = check_host(run, Machine(1, memory_bytes=host.needed - 1))
     assert warning.startswith("the run may need more memory than there is in host memory (available): lower")
     assert not check_host(run, Machine(1, memory_bytes=host.needed))[-1].startswith("the run may")
-    check_host(run, Machine(1, memory_bytes=stays))
+    most = host.needed * 2 // 3
+    assert check_host(run, Machine(1, memory_bytes=most + 1))[-1].startswith("the run may")
+    far = r"^the run needs about 1\..* where there is 1\.\d\d GiB of host memory \(available\) \(trainer-0: Python and "
+    with pytest.raises(ConfigError, match=far + r"libraries 0\.44 GiB, .*, …\): lower"):
+        check_host(run, Machine(1, memory_bytes=most - 1))
+    on_gpu = with_models(tmp_path / "gpu", workers={"device": "cuda"})
+    with pytest.raises(ConfigError, match=r"0\.50 GiB of cuda:0 \(trainer-0: CUDA's context 0\.50 GiB, "):
+        check_host(on_gpu, Machine(1, gpus=1, gpu_bytes=GIB >> 1))
     with pytest.raises(
         ConfigError, match=r"^host memory \(available\) has .* before any activation \(the student's state"
     ):

@@ -63,8 +63,10 @@ def test_a_teacher_is_compared_with_the_student() -> None:
     assert "before any training: 2.4000 and 2.3290 (4 documents, 4,000 bytes) bits per byte" in worse
     assert warnings_of(told(2.4, 0.04)) == {} == warnings_of(told(2.4, None)), "within two standard errors"
     assert warnings_of(told(1.831)) == {}
-    assert "the teacher has 1.8310, 50% of the distance to it is covered" in final_line(told(1.831))
-    assert "covered" not in final_line(told(2.4)) and "the teacher has 2.4000" in final_line(told(2.4))
+    beside = "the teacher has 1.8310, better than the student at step 0, 50% of the distance to it is covered"
+    assert beside in final_line(told(1.831))
+    assert "the teacher has 2.4000, worse than the student at step 0; model in" in final_line(told(2.4))
+    assert "the teacher has 2.4000; model in" in final_line(told(2.4, 0.04))
     assert ("teacher", "1.8310") in metrics_of(told(1.831))
 
 

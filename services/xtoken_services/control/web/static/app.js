@@ -97,7 +97,7 @@ toEnd();
 // Focus the first invalid field.
 const invalid = document.querySelector('[aria-invalid="true"]');
 invalid?.focus({ preventScroll: true });
-document.getElementById("errors")?.scrollIntoView({ block: "center" });
+document.querySelector("form #errors")?.scrollIntoView({ block: "center" });  // documents have headings of this name
 if (invalid?.id !== "toml") invalid?.closest(".field")?.scrollIntoView({ block: "nearest" });
 
 // Runs that are selected for a comparison stay selected when the list is updated.

@@ -43,6 +43,13 @@
     return String(Number(value.toPrecision(size >= 100 ? 4 : 3)));
   };
   const exact = (value) => (value === null || value === undefined || Math.abs(value) >= 1000 || Math.abs(value) < 1e-3 ? short(value) : String(Number(value.toPrecision(4))));
+  /** Return the labels of an axis: with the digits that its step needs, and no more. */
+  const ticks = (values, step) => {
+    const [, decimals = ""] = String(Number(step.toPrecision(3))).split(".");
+    const digits = { minimumFractionDigits: decimals.length, maximumFractionDigits: decimals.length };
+    const label = (value) => (step < 1e-4 ? Number(value.toPrecision(3)).toExponential() : value.toLocaleString("en-US", digits));
+    return values.map((value) => (value ? label(value) : "0"));
+  };
   /** Exponential moving average over about 1/40 of the points, bias-corrected. */
   const runningMean = (column) => {
     const keep = 1 - 1 / Math.max(5, column.length / 40);
@@ -190,7 +197,7 @@
         scales: { x: { time: this.byTime() }, y: { range: (_, low, high) => this.range(low, high) } },
         axes: [
           { ...axis, grid: { show: false }, gap: 6, size: 28, ...(this.byTime() ? { gap: 11, size: 33, space: 90, values: (_, all) => all.map(clock) } : { values: whole }) },
-          { ...axis, gap: 8, space: this.height > 200 ? 36 : 28, size: (_, values) => 20 + 6.4 * Math.max(2, ...(values ?? []).map((value) => value.length)), values: (_, all) => all.map(short) },
+          { ...axis, gap: 8, space: this.height > 200 ? 36 : 28, size: (_, values) => 20 + 6.4 * Math.max(2, ...(values ?? []).map((value) => value.length)), values: (_, all, axis, space, step) => ticks(all, step) },
         ],
         series: [{}, ...lines.map((line) => series(line, smooth ? 0.3 : 1)), ...(smooth ? lines.map((line) => series(line, 1)) : [])],
         hooks: { setCursor: [() => this.updateLegend()] },
@@ -248,6 +255,7 @@
   document.body.addEventListener("tick", refresh);
   document.addEventListener("colours", () => charts.forEach((curve) => curve.redraw()));
   document.getElementById("speed")?.addEventListener("toggle", drawAll);
-  new ResizeObserver(() => charts.forEach(fit)).observe(document.getElementById("curves"));
+  const resized = new ResizeObserver(() => charts.forEach(fit));
+  for (const curve of charts) resized.observe(curve.plotElement);  // a row's first chart has all of it until the next appears
   refresh();
 }
