@@ -10,7 +10,7 @@ JOBS ?= 2
 TORCH_INDEX ?=
 PIP_INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX),)
 
-.PHONY: help install demo lock lint format type test test-all test-browser test-docker check-gpu-service test-deploy docs mutants fuzz fuzz-parsers attack bench-checkpoint bench-store bench-queue bench-queue-compare bench-queue-load bench-queue-peer bench-collate bench-startup bench-ops bench-e2e bench-on-policy bench-e2e-mps bench-e2e-two-gpus bench-divided-teacher bench-node-groups bench-kills bench-control clean
+.PHONY: help install demo lock lint format type test test-all test-browser test-docker check-gpu-service test-deploy docs fuzz fuzz-parsers attack bench-checkpoint bench-store bench-queue bench-queue-compare bench-queue-load bench-queue-peer bench-collate bench-startup bench-ops bench-e2e bench-on-policy bench-e2e-mps bench-e2e-two-gpus bench-divided-teacher bench-node-groups bench-kills bench-control clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -89,9 +89,6 @@ bench-queue-load: $(STAMP)  ## 1,000 connections of 100 runs, a day's steps of o
 
 bench-queue-peer:  ## install TransferQueue and Ray, in an environment of their own, for bench-queue
 	benchmarks/queue/transferqueue/install.sh .venv-transferqueue $(PYTHON)
-
-mutants: $(STAMP)  ## small faults drawn by seed from six packages, and whether their tests notice; hours
-	$(BIN)/python -m tests.mutation.run --jobs $(JOBS)
 
 fuzz: $(STAMP)  ## a million malformed frame lists against a queue
 	$(BIN)/python -m tests.contract.fuzz --lists 1000000 --seconds 900 --out benchmarks/results/fuzz.json
