@@ -30,7 +30,8 @@ from benchmarks.other_tree import ROOT, environment
 from benchmarks.sizing_page import BELOW, WITHIN, is_right, sums
 from xtoken_core.config.resolved import parse_resolved_run
 from xtoken_services.common.run.machine import Machine
-from xtoken_services.common.run.memory_estimate import SHARED, Where, places_of
+from xtoken_services.common.run.memory_estimate import SHARED, Where
+from xtoken_services.common.run.memory_places import places_of
 from xtoken_services.common.run.resume import RESOLVED
 
 POLL_S = 0.02

@@ -10,8 +10,9 @@ from typing import Any
 
 from xtoken_core.config.spec import RunSpec
 from xtoken_services.common.run.machine import Machine
-from xtoken_services.common.run.memory_estimate import CONTEXT_BYTES, checkpoint_bytes, places_of, shards
+from xtoken_services.common.run.memory_estimate import CONTEXT_BYTES, checkpoint_bytes, shards
 from xtoken_services.common.run.memory_fit import unresolved
+from xtoken_services.common.run.memory_places import places_of
 
 PAIRS = [
     ("qwen-de-500k", "ce"), ("qwen-de-500k", "chain"), ("qwen-de-500k-to-gemma", "chain"),

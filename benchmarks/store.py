@@ -25,8 +25,8 @@ from benchmarks.harness import command_line, write_result
 from xtoken_core.data_plane.buffers import array_of
 from xtoken_core.teacher_store.codec import pack
 from xtoken_core.teacher_store.identity import StoreIdentity
-from xtoken_core.teacher_store.shards import ShardWriter
 from xtoken_core.teacher_store.store import TeacherStore, empty_values, parts_of
+from xtoken_core.teacher_store.writing import ShardWriter
 from xtoken_core.transports.ring import TOPK_SCALARS, TopKSettings
 from xtoken_services.teacher.prepare import TeacherModel
 
