@@ -32,8 +32,8 @@ from xtoken_services.common.models.loading import head_width, load_model, pick_d
 from xtoken_services.common.processes.worker import QueueLink, Worker, worker_session
 from xtoken_services.common.text.collation import (
     MAX_REASON,
+    collator_of,
     end_run,
-    make_collator,
     open_data,
     serve_blocks,
     value_with_route,
@@ -65,7 +65,7 @@ def work(link: QueueLink, *, rank: int, name: str | None) -> None:
         if device.type == "cpu":
             torch.use_deterministic_algorithms(True)
         worker.activity("loading tokenizers")
-        collator = make_collator(run)
+        collator = collator_of(CompletionCollator, run)
         worker.activity("loading the student")
         sampler = make_sampler(run, collator.student, device)
         loop = RolloutLoop(worker, sampler, collator, open_data(run))
