@@ -100,7 +100,7 @@ fuzz-parsers: $(STAMP)  ## five parsers fuzzed with coverage guidance, FUZZ_S se
 attack: $(STAMP)  ## attack a queue and a control plane that serve a real run, for five minutes (ATTACK_S)
 	$(BIN)/python -m tests.attack --seconds $(or $(ATTACK_S),300) --out benchmarks/results/attack.json
 
-bench-checkpoint: $(STAMP)  ## three forms of a checkpoint side by side; two minutes
+bench-checkpoint: $(STAMP)  ## two forms of a checkpoint side by side; two minutes
 	$(BIN)/python -m benchmarks.checkpoint
 
 bench-store: $(STAMP)  ## a store of MODEL's output of TEXT: bytes per token and rates; five minutes
@@ -126,7 +126,7 @@ bench-ops: $(STAMP)  ## test and time the operators on a GPU, the references bes
 	$(BIN)/python -m benchmarks.same_tokenizer
 	$(BIN)/python -m benchmarks.pages
 
-bench-control: $(STAMP)  ## the control plane: its list, a run's first step, training beside readers; twenty minutes
+bench-control: $(STAMP)  ## the control plane: its list, a run's first step, training beside readers; ten minutes
 	$(BIN)/python -m benchmarks.control
 	$(BIN)/python -m benchmarks.pages
 

@@ -99,14 +99,16 @@ def _settings_of(
 
 
 def _collator(spec: RunSpec) -> CrossTokenizerCollator:
+    from xtoken_core.collate import CrossTokenizerCollator
     from xtoken_services.common.run.resolve import prompt_of
-    from xtoken_services.common.text.collation import collator_of
+    from xtoken_services.common.text.collation import collator_with
     from xtoken_services.common.tokenizers.loading import tokenizer_of
 
     student = tokenizer_of(spec.student, "student")
     named = [(spec.teacher_name(number), teacher) for number, teacher in enumerate(spec.teacher)]
     teachers = [tokenizer_of(teacher, name) for name, teacher in named]
-    return collator_of(spec, student, teachers, [prompt_of(name, teacher) for name, teacher in named])
+    prompts = [prompt_of(name, teacher) for name, teacher in named]
+    return collator_with(CrossTokenizerCollator, spec, student, teachers, prompts)
 
 
 def _kinds(index: DataIndex, collator: CrossTokenizerCollator | None, *, divides: bool) -> dict[str, dict[str, Any]]:
