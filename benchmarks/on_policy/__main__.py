@@ -22,11 +22,11 @@ from typing import Any
 from benchmarks.end_to_end.mps import serves_this_process
 from benchmarks.gpu_tests import machine
 from benchmarks.harness import command_line, write_result
+from benchmarks.on_policy import MODULE
 
 PROMPT_CHARACTERS = 250
 RECORD_CHARACTERS = 400
-MODULE = "benchmarks.on_policy.trl_gold"
-PARTS = {"ours": 30.0, "trl": 30.0, "weights": 15.0, "generation": 20.0}
+PARTS = {"ours": 30.0, "trl": 30.0, "generation": 20.0}
 """What is measured, with the seconds that must be left for it to begin."""
 
 
@@ -134,7 +134,7 @@ def planned(options: argparse.Namespace) -> list[tuple[str, int]]:
     second, *further = options.trl or [options.equal]
     plan = [("ours", first), ("trl", options.equal), ("ours", options.equal), ("trl", second)]
     plan += [*(("trl", size) for size in further), *(("ours", size) for size in others)]
-    plan += [("weights", 0), ("generation", 0)]
+    plan += [("generation", 0)]
     return [each for each in plan if each[0] in options.parts]
 
 
@@ -150,8 +150,6 @@ def _stage(part: str, size: int, options: argparse.Namespace, seconds: float) ->
     from benchmarks.on_policy import parts
 
     device = torch.device(options.device)
-    if part == "weights":
-        return parts.weights(options, device)
     return parts.generation(options, sorted({options.equal, *options.ours}), device)
 
 

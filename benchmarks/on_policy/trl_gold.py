@@ -53,6 +53,8 @@ def main() -> None:
     """Train as the one argument says, a JSON object, and write a line of figures per step."""
     options = argparse.Namespace(**json.loads(sys.argv[1]))
     options.prompts, options.out = Path(options.prompts), Path(options.out)
+    usual = {"rate": 1e-5, "warm_up_steps": 0, "of_student": 1.0, "same": False, "save": ""}
+    options = argparse.Namespace(**{**usual, **vars(options)})
     train(options)
 
 
@@ -64,12 +66,13 @@ def train(options: argparse.Namespace) -> None:
     """
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import DistillationConfig, DistillationTrainer
     from trl.experimental.gold import GOLDConfig, GOLDTrainer
 
     clock, counts = Clock(), list[Counts]()
     record = recorder(options, clock, counts)  # its time includes the loading
     records = [json.loads(line) for line in options.prompts.read_text(encoding="utf-8").splitlines()]
-    wanted = (WARM_UP + options.steps) * options.batch
+    wanted = steps_of(options) * options.batch
     records = (records * (wanted // len(records) + 1))[:wanted]
     tokenizers = [AutoTokenizer.from_pretrained(path) for path in (options.student, options.teacher)]
     for tokenizer in tokenizers:
@@ -77,11 +80,29 @@ def train(options: argparse.Namespace) -> None:
     models = [
         AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16) for path in (options.student, options.teacher)
     ]
-    trainer = GOLDTrainer(
-        model=models[0], teacher_model=models[1], args=GOLDConfig(**settings_of(options)),
+    if options.same:
+        records = [{"prompt": record["messages"][:-1]} for record in records]
+    kind, config = (DistillationTrainer, DistillationConfig) if options.same else (GOLDTrainer, GOLDConfig)
+    trainer = kind(
+        model=models[0], teacher_model=models[1], args=config(**settings_of(options)),
         train_dataset=Dataset.from_list(records), processing_class=tokenizers[0],
         callbacks=[record],
     )  # fmt: skip
+    if not options.same:
+        _count(trainer, options, clock, counts)
+    trainer.train()
+    if options.save:
+        trainer.save_model(options.save)
+        tokenizers[0].save_pretrained(options.save)
+
+
+def steps_of(options: argparse.Namespace) -> int:
+    """Return the steps of a run: of one that is timed those of its warm-up come first."""
+    return int(options.steps) + (0 if options.save else WARM_UP)
+
+
+def _count(trainer: Any, options: argparse.Namespace, clock: Clock, counts: list[Counts]) -> None:
+    """Time the parts of a GOLD trainer's steps, and count its completions."""
     generate = clock.timed("generation", trainer.generate_on_policy_outputs)
 
     def counted(*args: Any, **settings: Any) -> Any:
@@ -100,7 +121,6 @@ def train(options: argparse.Namespace) -> None:
     trainer.generate_on_policy_outputs = counted
     trainer.compute_loss = clock.timed("forward", trainer.compute_loss)
     trainer.accelerator.backward = clock.timed("backward", trainer.accelerator.backward)
-    trainer.train()
 
 
 def settings_of(options: argparse.Namespace) -> dict[str, Any]:
@@ -110,14 +130,18 @@ def settings_of(options: argparse.Namespace) -> dict[str, Any]:
         options: As `main` reads them.
     """
     cuda = torch.cuda.is_available()
-    return {
+    of_gold = {
+        "lmbda": options.of_student, "max_length": options.context, "use_uld_loss": True,
+        "use_extended_uld": options.extended, "uld_use_hybrid_loss": True,
+        "teacher_tokenizer_name_or_path": str(options.teacher),
+    }  # fmt: skip
+    return ({"beta": 0.5} if options.same else of_gold) | {
         "output_dir": str(options.out.with_suffix(".run")), "per_device_train_batch_size": options.batch,
-        "gradient_accumulation_steps": 1, "max_steps": WARM_UP + options.steps, "learning_rate": 1e-5, "bf16": cuda,
-        "optim": "adamw_torch_fused" if cuda else "adamw_torch", "gradient_checkpointing": False, "lmbda": 1.0,
-        "temperature": 1.0, "top_p": 1.0, "top_k": 0, "max_length": options.context,
-        "max_completion_length": options.new_tokens, "use_uld_loss": True, "use_extended_uld": options.extended,
-        "uld_use_hybrid_loss": True, "teacher_tokenizer_name_or_path": str(options.teacher), "save_strategy": "no",
-        "report_to": [], "logging_steps": 1, "disable_tqdm": True, "use_cpu": not cuda,
+        "gradient_accumulation_steps": 1, "max_steps": steps_of(options), "learning_rate": options.rate, "bf16": cuda,
+        "warmup_steps": options.warm_up_steps, "lr_scheduler_type": "cosine" if options.save else "linear",
+        "optim": "adamw_torch_fused" if cuda else "adamw_torch", "gradient_checkpointing": False,
+        "temperature": 1.0, "top_p": 1.0, "top_k": 0, "max_completion_length": options.new_tokens,
+        "save_strategy": "no", "report_to": [], "logging_steps": 1, "disable_tqdm": True, "use_cpu": not cuda,
     }  # fmt: skip
 
 
@@ -168,11 +192,11 @@ def result(steps: list[Counts], counts: list[dict[str, float]], options: argpars
     row: dict[str, Any] = {"batch": options.batch, "steps": len(kept), "new_tokens": options.new_tokens}
     if kept:
         seconds = kept[-1]["time"] - steps[warm_up - 1]["time"]
+        row |= {"warm_up": warm_up, "seconds_per_step": seconds / len(kept)}
+    if kept and counts:
         tokens = sum(each["completion_tokens"] for each in counts[warm_up : len(steps)])
         parts = {name: sum(each.get(name, 0.0) for each in kept) for name in ("generation", "forward", "backward")}
         row |= {
-            "warm_up": warm_up,
-            "seconds_per_step": seconds / len(kept),
             "completion_tokens_per_step": tokens / len(kept),
             "tokens_per_second": tokens / seconds,
             "generated_tokens_per_second": tokens / parts["generation"],

@@ -2,7 +2,7 @@
 
     models    fetch the two pretrained models and convert them to Hugging Face directories
     texts     documents by language and source, in training, validation and test
-    controls  what the controls need: the teacher's samples, chat text, a teacher with the student's tokenizer
+    controls  the teachers' answers to word problems and instructions
     runs      train: every method, learning rate and data seed of a condition, each an `xtoken run`
     score     ask the students of instructions for the held-out ones, as their runs end
     collect   measure the teachers, add the runs to the result file, print the tables
@@ -64,10 +64,6 @@ def _add_choice(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plan", action="store_true", help="the runs of experiments/real/plan.py, in that order")
     parser.add_argument("--missing", action="store_true", help="of these the ones that the result file does not have")
     parser.add_argument(
-        "--again", nargs="*", choices=[*METHODS, *CONDITIONS], default=[],
-        help="collect: drop known rows of these methods and conditions, say because their text was generated again",
-    )  # fmt: skip
-    parser.add_argument(
         "--gib", type=float, default=math.inf, help="memory of a GPU that runs may take together, in GiB"
     )
     parser.add_argument("--device", choices=["auto", "cuda", "cpu"], default="auto")
@@ -106,9 +102,7 @@ def _run(arguments: argparse.Namespace) -> int:
         for name, size in texts.make_texts(arguments.state).items():
             print(f"{name:32} {size:>12,} bytes")
     elif arguments.stage == "controls":
-        until = time.monotonic() + arguments.seconds
-        made = stages.make_controls(arguments.state, _planned(arguments), until=until, device=arguments.device)
-        return 0 if made else 3
+        stages.make_controls(arguments.state, _planned(arguments), device=arguments.device)
     elif arguments.stage == "runs":
         return 0 if _train(arguments) else 3
     elif arguments.stage == "score":
@@ -117,8 +111,8 @@ def _run(arguments: argparse.Namespace) -> int:
     elif arguments.stage == "collect":
         planned = _planned(arguments)
         names = list(dict.fromkeys(cell.condition for cell in planned))
-        stages.teachers(arguments.state, names, arguments.device, arguments.out, arguments.again)
-        _print_tables(stages.collect(arguments.state, planned, arguments.out, arguments.again), names)
+        stages.teachers(arguments.state, names, arguments.device, arguments.out)
+        _print_tables(stages.collect(arguments.state, planned, arguments.out), names)
     else:
         result = results.read_result(arguments.out)
         for file in arguments.files:

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from experiments.real import methods, plan, predictions, word_problems
+from experiments.real import instructions, methods, plan, predictions, word_problems
 from experiments.real.picture import bars
 from experiments.real.summary import BASELINE, CHAIN, FIRST_SEED, TASK, VALIDATION, Outcome, markdown_table, outcomes
 from xtoken_services.trainer.best import LEAST_PATIENCE
@@ -26,6 +26,7 @@ NAMES = {
     plan.COLD_NO_END: "the same, the end of an answer not learnt",
 }
 NOT_RUN = "not run"
+KEPT = f"{TASK}{word_problems.TASK}"
 PATIENCES = (2, 3, 5, 8, None)
 """Values of `eval.patience`; None: the default."""
 
@@ -37,7 +38,7 @@ def section() -> dict[str, Any]:
     missed = verdicts["**not**"]
     tables = {
         f.__name__: f(result)
-        for f in (table, losses, forms, students, problems, no_end, on_policy, p_kl, early_ends, two_texts)
+        for f in (table, losses, forms, students, problems, on_policy, p_kl, early_ends, two_texts, followed)
     }
     return {
         **result,
@@ -107,7 +108,7 @@ def forms(result: Mapping[str, Any]) -> str:
     names = [name for name in TEXTS if result["conditions"][name]["teacher"] == methods.GEMMA3]
     texts = [f"{result['conditions'][name]['size'] / 1e6:g} MB: best step, last step" for name in names]
     found, rows = _by_method(result), []
-    for method in (BASELINE, CHAIN, FADING, *methods.DROPPED, ADAPTIVE):
+    for method in (BASELINE, CHAIN, FADING, *methods.DROPPED_FORMS, ADAPTIVE):
         cells = []
         for name in names:
             outcome = found[name, method][FIRST_SEED]
@@ -126,7 +127,7 @@ def students(result: Mapping[str, Any]) -> str:
         condition = result["conditions"][name]
         text = f"{condition['source']}.test"
         teacher, ce = result["teachers"][name][f"{VALIDATION}_{text}"], found[name, BASELINE][FIRST_SEED].bits[text]
-        for method in (BASELINE, CHAIN, FADING, *methods.DROPPED, ADAPTIVE, "kd_same"):
+        for method in (BASELINE, CHAIN, FADING, *methods.DROPPED_FORMS, ADAPTIVE, "kd_same"):
             if outcome := found.get((name, method), {}).get(FIRST_SEED):
                 bits = outcome.bits[text]
                 share = "" if method == BASELINE else f"{(ce - bits) / (ce - teacher):.0%}"
@@ -143,22 +144,9 @@ def p_kl(result: Mapping[str, Any]) -> str:
     return ", ".join(f"{ces[seed].bits[text] - own[seed].bits[text]:+.3f}" for seed in sorted(own))
 
 
-def no_end(result: Mapping[str, Any]) -> str:
-    """Return the right answers of the worst and of the best loss, each at its best rate, without ends of answers."""
-    right, best = f"{TASK}{word_problems.TASK}", dict[str, float]()
-    for run in result["runs"]:
-        if run["condition"] == plan.PROBLEMS_NO_END:
-            best[run["method"]] = max(best.get(run["method"], 0.0), run["curve"][-1][right])
-    return f"{min(best.values()):.1%} and {max(best.values()):.1%}"
-
-
 def problems(result: Mapping[str, Any]) -> str:
     """Return the runs on word problems, one line for each method and rate; of several data seeds, figures are means."""
-    right = f"{TASK}{word_problems.TASK}"
-    runs: dict[tuple[str, float], dict[int, Mapping[str, Any]]] = defaultdict(dict)
-    for run in result["runs"]:
-        if run["condition"] == plan.PROBLEMS:
-            runs[run["method"], run["rate"]][run["seed"]] = run
+    right = KEPT
     head = (
         "rate | right answers at the end, each data seed | before, half-way, at the end | bits per byte of "
         "held-out answers, before and at the end | English"
@@ -166,15 +154,16 @@ def problems(result: Mapping[str, Any]) -> str:
     lines = []
     if teacher := result["teachers"].get(plan.PROBLEMS):
         lines.append(["the teacher, shown two solved problems", "", f"{teacher[right]:.1%}", "", "", ""])
-    for (method, rate), by_seed in sorted(
-        runs.items(), key=lambda item: fmean(run["curve"][-1][right] for run in item[1].values())
+    for (_, method, rate), by_seed in sorted(
+        _by_rate(result, plan.PROBLEMS).items(),
+        key=lambda item: fmean(run["curve"][-1][right] for run in item[1].values()),
     ):
-        ends = [run["curve"][-1] for _, run in sorted(by_seed.items())]
+        ends = [run["curve"][-1] for run in by_seed.values()]
         starts = [run["curve"][0] for run in by_seed.values()]
         halves = [next(row for row in run["curve"] if 2 * row["step"] >= run["steps"]) for run in by_seed.values()]
         answers = f"{VALIDATION}_{word_problems.SOURCE}.test"
         cells = (
-            " ".join(f"{row[right]:.1%}" for row in ends),
+            _at_end(by_seed, right),
             ", ".join(f"{fmean(row[right] for row in rows):.1%}" for rows in (starts, halves, ends)),
             ", ".join(f"{fmean(row[answers] for row in rows):.3f}" for rows in (starts, ends)),
             f"{fmean(row[f'{VALIDATION}_{ENGLISH}'] for row in ends):.3f}",
@@ -185,34 +174,74 @@ def problems(result: Mapping[str, Any]) -> str:
 
 def on_policy(result: Mapping[str, Any]) -> str:
     """Return right answers of the runs that continue a cold start on word problems, by data seed, in Markdown."""
-    right = f"{TASK}{word_problems.TASK}"
-    runs: dict[tuple[str, str, float], dict[int, Mapping[str, Any]]] = defaultdict(dict)
-    for run in result["runs"]:
-        if run["condition"] in (plan.COLD_NO_END, methods.COLD_START, plan.ON_POLICY):
-            runs[run["condition"], run["method"], run["rate"]][run["seed"]] = run
+    right = KEPT
     head = (
         "rate | right answers, each data seed | change from the cold start, mean | entropy of completions, nats: "
         "begin, most | completions that end: begin, fewest"
     )
-    lines = []
+    runs, lines = _by_rate(result, plan.COLD_NO_END, methods.COLD_START, plan.ON_POLICY), []
     cold = {
         seed: run["curve"][-1][right] for seed, run in runs[methods.COLD_START, BASELINE, methods.START_RATE].items()
     }
     for (condition, method, rate), by_seed in sorted(runs.items()):
-        ends = {seed: run["curve"][-1][right] for seed, run in sorted(by_seed.items())}
+        change = fmean(run["curve"][-1][right] - cold[seed] for seed, run in by_seed.items())
         title = NAMES.get(condition) or methods.TITLES[method].replace(" only", " continued")
-        change = fmean(end - cold[seed] for seed, end in ends.items())
-        figures = next(iter(by_seed.values()))["metrics"]
-        begin, _, most, _ = figures.get("entropy", [None] * 4)
-        ended, fewest, _, _ = figures.get("finished", [None] * 4)
-        cells = (
-            " ".join(f"{end:.1%}" for end in ends.values()),
-            "" if condition == methods.COLD_START else f"{100 * change:+.1f} points",
-            "" if begin is None else f"{begin:.2f}, {most:.2f}",
-            "" if ended is None else f"{ended:.0%}, {fewest:.0%}",
-        )
-        lines.append([title, f"{rate:g}", *cells])
+        change_cell = "" if condition == methods.COLD_START else f"{100 * change:+.1f} points"
+        lines.append([title, f"{rate:g}", _at_end(by_seed, right), change_cell, *_of_completions(by_seed)])
     return markdown_table(["", *head.split(" | ")], lines)
+
+
+def followed(result: Mapping[str, Any]) -> str:
+    """Return the instructions that students follow, by condition and data seed, in Markdown; empty if none has run."""
+    names = (methods.START, methods.INSTRUCTIONS, methods.FEW, methods.FOR_GEMMA)
+    most_likely, drawn = (f"{TASK}{name}" for name in (instructions.TASK, instructions.SAMPLED))
+    runs = {
+        key: found
+        for key, by_seed in _by_rate(result, *names).items()
+        if (found := {seed: run for seed, run in by_seed.items() if most_likely in run["curve"][-1]})
+    }
+    if not runs:
+        return ""
+    head = (
+        "rate | instructions followed, each data seed | of answers drawn at temperature 1, mean | word problems, mean "
+        "| entropy of completions, nats: begin, most | completions that end: begin, fewest"
+    )
+    teacher = result["teachers"].get(methods.INSTRUCTIONS, {})
+    lines: list[Sequence[str]] = [["the teacher", "", f"{teacher.get(most_likely, math.nan):.1%}", *[""] * 4]]
+    for name in names:
+        of_it = {key[1:]: by_seed for key, by_seed in runs.items() if key[0] == name}
+        if starts := [run["curve"][0] for by_seed in of_it.values() for run in by_seed.values()]:
+            before = [f"{fmean(row.get(key, math.nan) for row in starts):.1%}" for key in (most_likely, drawn)]
+            lines.append([f"**{methods.CONDITIONS[name].note}**: the student before", "", *before, *[""] * 3])
+        for (method, rate), by_seed in sorted(of_it.items()):
+            ends = [run["curve"][-1] for run in by_seed.values()]
+            kept = [row[KEPT] for row in ends if KEPT in row]
+            cells = (f"{fmean(row[drawn] for row in ends):.1%}", f"{fmean(kept):.1%}" if kept else "")
+            title = methods.TITLES[method]
+            lines.append([title, f"{rate:g}", _at_end(by_seed, most_likely), *cells, *_of_completions(by_seed)])
+    return markdown_table(["", *head.split(" | ")], lines)
+
+
+def _by_rate(result: Mapping[str, Any], *conditions: str) -> dict[tuple[str, str, float], dict[int, Any]]:
+    """Return the runs of conditions by condition, method and rate, then by data seed."""
+    runs: dict[tuple[str, str, float], dict[int, Any]] = defaultdict(dict)
+    for run in sorted(result["runs"], key=lambda run: int(run["seed"])):
+        if run["condition"] in conditions:
+            runs[run["condition"], run["method"], run["rate"]][run["seed"]] = run
+    return runs
+
+
+def _at_end(by_seed: Mapping[int, Any], key: str) -> str:
+    return " ".join(f"{run['curve'][-1][key]:.1%}" for run in by_seed.values())
+
+
+def _of_completions(by_seed: Mapping[int, Any]) -> tuple[str, str]:
+    """Return the cells of entropy and of finished completions: of the first data seed; empty for given text."""
+    figures = next(iter(by_seed.values()))["metrics"]
+    if "entropy" not in figures:
+        return "", ""
+    (begin, _, most, _), (ended, fewest, _, _) = figures["entropy"], figures["finished"]
+    return f"{begin:.2f}, {most:.2f}", f"{ended:.0%}, {fewest:.0%}"
 
 
 TWO_TEACHERS = {
@@ -256,7 +285,7 @@ def two_texts(result: Mapping[str, Any]) -> str:
 
 def early_ends(result: Mapping[str, Any]) -> str:
     """Return the steps that `eval.patience` leaves out of the runs, and their bits per byte, in Markdown."""
-    left_out = (plan.PROBLEMS, methods.GERMAN_TEACHER, methods.TWO_TEXTS)
+    left_out = (plan.PROBLEMS, "qwen-instructions", methods.GERMAN_TEACHER, methods.TWO_TEXTS)
     runs = [run for run in result["runs"] if not run["condition"].startswith(left_out)]
     curves = [[(row["step"], row[VALIDATION]) for row in run["curve"][1:]] for run in runs]
     best = [min(curve, key=lambda at: at[1]) for curve in curves]

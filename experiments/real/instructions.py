@@ -1,6 +1,6 @@
 """Instructions that a script can check: prompts by script, a strict scorer, the teacher's answers to learn from.
 
-A prompt asks for a few words on a topic in one form and with details. An answer counts if it follows all of them.
+A prompt asks for a few words on a topic with one or two demands. An answer counts if it follows all of them.
 """
 
 from __future__ import annotations
@@ -53,6 +53,8 @@ WORDS = tuple(_WORDS.split(","))
 FIRST = ("Today", "Often", "Imagine", "Once", "Many", "Perhaps", "Every", "Long", "Sometimes", "People")
 LAST = ("That is all.", "Now you know.", "Thank you for reading.", "Try it yourself.", "The end.", "What do you think?")
 KEYS = ("name", "use", "colour", "size", "place", "price", "reason", "example")
+BRIEF = "Keep it short."
+"""Not checked: an answer that the limit cuts teaches nothing."""
 SENTENCE_END = re.compile(r"[.!?]+[\"')]*(?=\s|$)")
 FENCE = re.compile(r"^```(?:json)?\n(.*?)\n?```$", re.DOTALL)
 
@@ -92,10 +94,11 @@ CHECKS: dict[str, Callable[[str, Any], bool]] = {
     "first": lambda text, word: re.match(rf"\W*{word}\b", text, re.IGNORECASE) is not None,
     "last": lambda text, sentence: text.lower().endswith(sentence.lower()),
     "quoted": lambda text, _: len(text) > 2 and text[0] == text[-1] == '"' and text.count('"') == 2,
-    "title": lambda text, _: re.match(r"<<[^<>]+>>", text) is not None,
 }
 """How the stripped text of an answer is checked, by the name of the check."""
+FREE = "free"
 DETAILS = {
+    FREE: ("lower", "include", "commas", "first", "last", "quoted"),
     "sentences": ("lower", "include", "commas", "first", "quoted"),
     "bullets": ("lower", "include", "commas"),
     "numbered": ("lower", "include", "commas"),
@@ -103,7 +106,7 @@ DETAILS = {
     "json": ("include",),
     "paragraphs": ("lower", "include", "commas", "first", "last"),
 }
-"""Details that go with a form."""
+"""Details that go with a form: none or one; one or two without a form."""
 APART = ({"first", "quoted"}, {"last", "quoted"})
 
 
@@ -162,9 +165,10 @@ def instructions(count: int, seed: int = 0) -> Iterator[tuple[str, list[Check]]]
     r, seen = random.Random(seed), set[str]()
     while len(seen) < count:
         form = r.choice(tuple(DETAILS))
-        chosen = r.sample(DETAILS[form], min(r.randint(1, 2), len(DETAILS[form])))
-        parts = [_form(r, form), *(_detail(r, name) for name in chosen)]
-        prompt = " ".join([r.choice(ASKS).format(r.choice(TOPICS)), *(text for text, _ in parts)])
+        least = int(form == FREE)
+        chosen = r.sample(DETAILS[form], r.randint(least, least + 1))
+        parts = [*([] if least else [_form(r, form)]), *(_detail(r, name) for name in chosen)]
+        prompt = " ".join([r.choice(ASKS).format(r.choice(TOPICS)), *(text for text, _ in parts), BRIEF])
         if prompt not in seen and not any(pair <= set(chosen) for pair in APART):
             seen.add(prompt)
             yield prompt, [check for _, check in parts]

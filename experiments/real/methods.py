@@ -9,14 +9,12 @@ from typing import Any
 
 from experiments.jobs import Job
 from experiments.real import instructions, word_problems
-from experiments.real.tasks import PROMPTS, TASKS
 
 SMOLLM2, GEMMA3, QWEN15 = "smollm2-135m-instruct", "gemma3-270m", "qwen2.5-coder-1.5b-instruct"
 QWEN05 = "qwen2.5-coder-0.5b-instruct"
 """A student with its teacher's tokenizer, QWEN15's."""
-CONTINUED = "smollm2-continued-de"
-"""SmolLM2 after ten times the German text: a teacher with the student's tokenizer."""
 CHAT = "chat-en"
+TASKS = ("next-word-de", "sums")
 
 
 WEIGHTS = {"ce": (0.0, 1.0), "even": (1.0, 1.0), "kd": (1.0, 0.1), "strong": (3.0, 1.0), "light": (0.3, 1.0)}
@@ -46,8 +44,6 @@ class Method:
         projects: Takes a projection file.
         custom: `MODULE:CLASS` of a loss outside the product; empty for a mode of the product.
         teachers: How often the teacher is listed: once for each of `teacher_modes`; 0 trains without it.
-        teacher: Another teacher than the condition's, below `models`.
-        samples: Trains on what the condition's teacher writes, not on the condition's text.
         micro_batch_tokens: `train.micro_batch_tokens`: with fewer micro-batches a step takes less time and more memory.
             The loss is the same but for rounding, since it divides by a step's counts; P-KL chooses its columns
             micro-batch by micro-batch, so that its number belongs to the method.
@@ -67,8 +63,6 @@ class Method:
     projects: bool = False
     custom: str = ""
     teachers: int = 1
-    teacher: str = ""
-    samples: bool = False
     micro_batch_tokens: int = MICRO_BATCH_TOKENS
     hidden: bool = False
     on_policy: bool = False
@@ -183,26 +177,16 @@ METHODS = {
     "x_token_v6": _custom("X-Token v6", "x_token_v6:XTokenV6Loss"),
     "gold_bayesian": _custom("GOLD, bayesian merge", "gold_bayesian:GoldBayesianLoss"),
     "strict_top": _custom("strict 1:1, top 16", "strict_top:StrictTopLoss"),
-    "same": Method(
-        "teacher with the student's tokenizer",
-        {"vocab_topk": "none"},
-        teacher=CONTINUED,
-        micro_batch_tokens=HALF_STEP_TOKENS,
-    ),
+    "same": Method("teacher with the student's tokenizer"),
     "kd_same": Method("KD, one tokenizer, adaptive", {"vocab_topk": "none"}, _named("even"), hidden=True),
-    "samples": Method(
-        "cross-entropy, teacher's samples",
-        weights={"ce": (0.0, 1.0)},
-        teachers=0,
-        samples=True,
-        micro_batch_tokens=WHOLE_STEP_TOKENS,
-    ),
+    "samples": Method("cross-entropy, teacher's samples", weights={"ce": (0.0, 1.0)}, teachers=0),
 }
 
 
-DROPPED = ("adaptive_level", "adaptive_past")
-"""Forms of the adaptive weight that were tried, `clip(behind / .05)` and `clip(1 + behind / .05)`: the result file has
-them, the library no longer does."""
+DROPPED_FORMS = ("adaptive_level", "adaptive_past")
+DROPPED = (*DROPPED_FORMS, "same", "samples")
+"""What result files have and this module no longer makes: forms of the adaptive weight, `clip(behind / .05)` and
+`clip(1 + behind / .05)`, and controls that can be made at commit 6263ed3f, as the text of `CHAT` and `TASKS`."""
 TITLES = {name: method.title for name, method in METHODS.items()}
 
 RATES = (1e-4, 2e-4, 4e-4)
@@ -261,7 +245,7 @@ class Condition:
     contexts: tuple[int, int] = (STUDENT_CONTEXT, TEACHER_CONTEXT)
     documents: int = 24
     task_tokens: int = TASK_TOKENS
-    task_prompts: int = PROMPTS
+    task_prompts: int = 200
     ends: bool = True
     start: str = ""
     second: str = ""
@@ -394,8 +378,6 @@ class Cell:
     @property
     def text(self) -> str:
         """File of the training text, below `texts`."""
-        if METHODS[self.method].samples:
-            return samples_file(self.condition, self.seed)
         return f"{self.condition}.s{self.seed}.jsonl"
 
     @property
@@ -404,11 +386,6 @@ class Cell:
         condition = CONDITIONS[self.condition]
         second = {condition.second: f"{self.condition}.{condition.second}.s{self.seed}.jsonl"}
         return {condition.source: self.text} | (second if condition.second else {})
-
-
-def samples_file(condition: str, seed: int) -> str:
-    """Return the file of the teacher's samples, below `texts`."""
-    return f"{condition}.samples.s{seed}.jsonl"
 
 
 def cells(
@@ -437,11 +414,7 @@ def job(cell: Cell, *, device: str = "auto", steps: int | None = None, patience:
     weights = dict(zip(("kl_loss_weight", "ce_loss_scale"), method.weights[cell.weight], strict=True))
     # On a CPU a compiler is needed, and a trial's few steps do not pay for it.
     computing = {"dtype": "bfloat16", "compile": condition.compiles} if device != "cpu" else {"dtype": "float32"}
-    teacher: dict[str, Any] = {
-        # With the student's tokenizer it reads rows as long as the student's.
-        "context_length": condition.contexts[0 if method.teacher else 1],
-        **computing,
-    }
+    teacher: dict[str, Any] = {"context_length": condition.contexts[1], **computing}
     if method.shots and condition.source == word_problems.SOURCE:
         teacher["chat_template"] = f"texts/{word_problems.TEMPLATE}"
     if method.hidden:
@@ -492,7 +465,7 @@ def _choice(method: Method, number: int) -> dict[str, Any]:
 def teachers_of(cell: Cell) -> list[str]:
     """Return the directories of a run's teachers, relative to the state's directory, each as often as it is listed."""
     condition, method = CONDITIONS[cell.condition], METHODS[cell.method]
-    found = [f"models/{method.teacher or condition.teacher}"] * method.teachers
+    found = [f"models/{condition.teacher}"] * method.teachers
     if method.second:
         (rate,) = CONDITIONS[condition.second_teacher].rates
         found.append(f"runs/{Cell(condition.second_teacher, 'ce', 'ce', rate, SEEDS[0]).name}/model")

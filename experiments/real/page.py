@@ -46,14 +46,8 @@ def values(result: dict[str, Any]) -> dict[str, Any]:
         "chain": overview.compared(result),
         "transfers": sum(_transfers(entry["chosen"], f"{entry['others'][0]}.test") for entry in text),
         "compared": len(text),
-        "tasks": [entry for entry in compared if entry.get("tasks")],
         "judged": verdicts["as predicted"] + verdicts["**not**"],
         "missed": verdicts["**not**"],
-        "missing": [
-            name
-            for name in methods.CONDITIONS
-            if name not in {entry["name"] for entry in conditions} and not name.startswith(("qwen-", "gemma-"))
-        ],
         "runs": len(result["runs"]),
         "speed": _speed(),
         "adaptive": adaptive.section(),
@@ -72,12 +66,7 @@ def _entry(result: dict[str, Any], name: str) -> dict[str, Any]:
     """Return a condition with the rows of its methods at their chosen weights."""
     best = summary.chosen(summary.as_shipped(summary.outcomes(result)), methods.SEEDS[0])
     rows = [row for row in summary.table(result, name) if best.get((name, row.method)) == row.weight]
-    return {
-        **result["conditions"][name],
-        "name": name,
-        "accuracies": summary.accuracies(result, name, methods.TITLES),
-        "chosen": {row.method: row for row in rows},
-    }
+    return {**result["conditions"][name], "name": name, "chosen": {row.method: row for row in rows}}
 
 
 def _transfers(chosen: dict[str, summary.Row], text: str) -> bool:

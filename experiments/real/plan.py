@@ -130,8 +130,6 @@ OTHER_SEEDS = (
 )  # fmt: skip
 """What runs on the other data seeds, at the rates that were best on the first one: before what is new on it. None is
 the rate with the most right answers there."""
-FIRST_RUNS = 38
-"""Runs of the plan that were made before the other data seeds."""
 SEEDS_OF = {TWO_TEXTS: SEEDS[:2]}
 """Conditions that have fewer data seeds than the others."""
 GIB = {"": 26.0, GEMMA3: 20.0, QWEN15: 23.5}
@@ -155,7 +153,7 @@ def planned(result: Mapping[str, Any]) -> list[Cell]:
     others = [(*each, seed) for seed in SEEDS[1:] for each in OTHER_SEEDS if seed in SEEDS_OF.get(each[0], SEEDS)]
     return [
         Cell(condition, method, METHODS[method].first_weight, found, seed)
-        for condition, method, rate, seed in (*first[:FIRST_RUNS], *others, *first[FIRST_RUNS:])
+        for condition, method, rate, seed in (*others, *first)
         if (found := rate or best_rate(result, condition, method)) is not None
     ]
 

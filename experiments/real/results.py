@@ -60,22 +60,6 @@ def merged(known: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]
     }
 
 
-def without(result: Mapping[str, Any], again: Sequence[str]) -> dict[str, Any]:
-    """Return a result without the runs of some methods and conditions, which are then planned again.
-
-    The figures of such a condition's teachers go too: its text may be another one.
-
-    Args:
-        result: A result file's content.
-        again: Names of methods and conditions.
-    """
-    rows = [run for run in result["runs"] if run["method"] not in again and run["condition"] not in again]
-    done = [cell_of(row) for row in rows]
-    dropped = [vars(cell) for cell in map(cell_of, result["runs"]) if cell not in done]
-    teachers = {name: row for name, row in result["teachers"].items() if name.removesuffix("-same") not in again}
-    return {**result, "teachers": teachers, "runs": rows, "not_run": [*result["not_run"], *dropped]}
-
-
 def missing(rows: Sequence[Mapping[str, Any]], planned: Iterable[Cell]) -> list[Cell]:
     """Return the planned runs that have no row.
 
@@ -116,7 +100,8 @@ def rates_of(condition: str, method: str, weight: str, rows: Sequence[Mapping[st
     """
     rates, first = planned_rates(condition, method), METHODS[method].first_weight
     if method in DROPPED:
-        return tuple(row["rate"] for row in rows if (row["condition"], row["method"]) == (condition, method))
+        of = (condition, method, weight)
+        return tuple(row["rate"] for row in rows if (row["condition"], row["method"], row["weight"]) == of)
     if weight == first:
         return rates
     found = [

@@ -2,9 +2,7 @@
 
 For every method with its first weights, on the same German documents and with the same models as its runs: time of the
 student's forward pass, of the loss and of the backward pass, and the memory that they take above the weights and the
-teacher's logits. The teacher's logits are computed before; its own time is measured apart. Nothing is trained. Where
-the teacher with the student's tokenizer has not been made, the model that it continues has its place: of the same
-shape, so that times and memory are the same.
+teacher's logits. The teacher's logits are computed before; its own time is measured apart. Nothing is trained.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ import tomli_w
 import torch
 
 from experiments.real.machines import machine
-from experiments.real.methods import CONDITIONS, METHODS, SEEDS, Cell, job
+from experiments.real.methods import CONDITIONS, DROPPED, METHODS, SEEDS, Cell, job
 from experiments.real.models import MissingSourceError
 from experiments.real.stages import prepare, write_sample
 from xtoken_core.atomic import atomic_write
@@ -34,8 +32,6 @@ RESULT = Path(__file__).parent / "results" / "speed.json"
 CONDITION, RATE = "de-500k", 2e-4
 DOCUMENTS, REPEATS, WARM_UP = 24, 7, 3
 PARTS = ("forward", "loss", "backward")
-LEFT_OUT = ("samples",)
-"""Cross-entropy on another text, so that its step is that of `ce`."""
 
 
 def main() -> int:
@@ -48,7 +44,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=REPEATS)
     parser.add_argument("--out", type=Path, default=RESULT)
     arguments = parser.parse_args()
-    names = arguments.methods or [name for name in METHODS if name not in LEFT_OUT]
+    names = arguments.methods or [name for name in METHODS if name not in DROPPED]
     rows: list[dict[str, Any]] = []
     failed = False
     for name in names:
@@ -195,13 +191,10 @@ class _Step:
 
 def _run_file(state: Path, name: str, device: str) -> Path:
     """Write the run file of the measured step: that of the experiment, its layers not compiled."""
-    method, cell = METHODS[name], Cell(CONDITION, name, METHODS[name].first_weight, RATE, SEEDS[0])
+    cell = Cell(CONDITION, name, METHODS[name].first_weight, RATE, SEEDS[0])
     prepare(state, [cell])
     write_sample(state / "texts", cell)
     document = tomllib.loads(job(cell, device=device, steps=1).file)
-    if not (state / "models" / method.teacher).is_dir():
-        for table in document["teacher"]:
-            table["model"] = f"models/{CONDITIONS[CONDITION].student}"
     document["name"], document["output"] = f"speed-{name}", f"runs/speed-{name}"
     document["eval"] = {"path": f"texts/{CONDITIONS[CONDITION].source}.validation.jsonl"}
     for table in (document["student"], *document.get("teacher", ())):

@@ -16,9 +16,7 @@ from experiments.jobs import SHORTEST_S, Job, finished, run_all
 from experiments.real import controls, instructions, word_problems
 from experiments.real.machines import machine
 from experiments.real.methods import (
-    CHAT,
     CONDITIONS,
-    CONTINUED,
     EVAL_BYTES,
     METHODS,
     PATIENCE,
@@ -31,9 +29,7 @@ from experiments.real.methods import (
 )
 from experiments.real.models import MissingSourceError
 from experiments.real.plan import gib_of, has_models
-from experiments.real.results import cell_of, merged, missing, read_result, without, write_result
-from experiments.real.summary import BASELINE
-from experiments.real.tasks import TASKS, write_tasks
+from experiments.real.results import cell_of, merged, missing, read_result, write_result
 from xtoken_core.atomic import atomic_write
 from xtoken_services.common.tokenizers.chat_templates import read_chat_template
 
@@ -91,7 +87,7 @@ def runs(
 
 
 def prepare(state: Path, planned: Sequence[Cell]) -> None:
-    """Make the files that several of the planned runs read: projections, chain tables, tasks, text by data seed.
+    """Make the files that several of the planned runs read: projections, chain tables, text by data seed.
 
     Args:
         state: Directory of models, texts and runs.
@@ -101,9 +97,6 @@ def prepare(state: Path, planned: Sequence[Cell]) -> None:
         MissingSourceError: A model or text has not been made.
     """
     for cell in planned:
-        own = state / "models" / METHODS[cell.method].teacher
-        if not own.is_dir():
-            raise MissingSourceError(f"there is no {own}: run the stage `controls` first")
         for file in (state / "models" / CONDITIONS[cell.condition].student, *(state / at for at in teachers_of(cell))):
             if not file.is_dir():
                 stage = "models" if file.parent.name == "models" else "runs"
@@ -123,36 +116,22 @@ def prepare(state: Path, planned: Sequence[Cell]) -> None:
         elif METHODS[cell.method].shots:
             own = read_chat_template(state / teachers_of(cell)[0])
             atomic_write(state / "texts" / word_problems.TEMPLATE, word_problems.template_with_shots(own))
-    if any(set(CONDITIONS[cell.condition].tasks) & set(TASKS) for cell in planned):
-        write_tasks(state / "texts")
 
 
-def make_controls(state: Path, planned: Sequence[Cell], *, until: float, device: str) -> bool:
-    """Make what the controls and the chat conditions among the planned runs need; return True if all of it is there.
+def make_controls(state: Path, planned: Sequence[Cell], *, device: str) -> None:
+    """Make the teachers' answers that the planned runs need.
 
     Args:
         state: Directory of models, texts and runs.
         planned: The runs.
-        until: Time on the monotonic clock at which the training of a teacher is stopped, to resume later.
-        device: `workers.device` of that training, and where models generate.
+        device: Where models generate.
 
     Raises:
-        MissingSourceError: A model or text has not been made.
+        MissingSourceError: A model has not been made.
     """
-    if any(CONDITIONS[cell.condition].source == CHAT for cell in planned):
-        controls.write_chat(state, device)
-    for cell in planned:
-        if CONDITIONS[cell.condition].source in ANSWERED:
-            controls.write_answers(state, cell.condition, device)
-        if METHODS[cell.method].samples:
-            write_sample(state / "texts", replace(cell, method=BASELINE))
-            controls.write_teacher_samples(state, cell, device)
-    if any(METHODS[cell.method].teacher for cell in planned):
-        job = controls.continued_job(state, device)
-        if not run_all(state, [job], side_by_side=1, until=until):
-            return False
-        controls.keep_continued(state)
-    return True
+    for name in dict.fromkeys(cell.condition for cell in planned):
+        if CONDITIONS[name].source in ANSWERED:
+            controls.write_answers(state, name, device)
 
 
 def write_sample(texts: Path, cell: Cell) -> None:
@@ -168,12 +147,10 @@ def write_sample(texts: Path, cell: Cell) -> None:
     for name, file in cell.texts.items():
         source, target = texts / f"{name}.train.jsonl", texts / file
         if not source.is_file():
-            stage = "controls" if name in (CHAT, *ANSWERED) else "texts"
+            stage = "controls" if name in ANSWERED else "texts"
             raise MissingSourceError(f"there is no {source}: run the stage `{stage}` first")
         if target.is_file():
             continue
-        if METHODS[cell.method].samples:
-            raise MissingSourceError(f"there is no {target}: run the stage `controls` first")
         lines = source.read_text(encoding="utf-8").splitlines()
         random.Random(cell.seed).shuffle(lines)
         kept, size = [], 0
@@ -185,32 +162,26 @@ def write_sample(texts: Path, cell: Cell) -> None:
         atomic_write(target, "".join(f"{line}\n" for line in kept))
 
 
-def teachers(state: Path, names: Sequence[str], device: str, known: Path, again: Sequence[str] = ()) -> None:
+def teachers(state: Path, names: Sequence[str], device: str, known: Path) -> None:
     """Measure each condition's teacher on the texts that its students are measured on, in bits per byte.
-
-    Of the teacher with the student's tokenizer the same, where it has been made and the condition's text is its own.
 
     Args:
         state: Directory of models and texts; the figures are written there.
         names: The conditions.
         device: Where the teachers run.
         known: A result file; a condition's own teacher that it has is not measured again.
-        again: Conditions whose teacher is.
     """
-    measured_before = without(read_result(known), again)["teachers"]
+    measured_before = read_result(known)["teachers"]
     for name in names:
         condition = CONDITIONS[name]
         known_already = name in measured_before or condition.source in ANSWERED
-        models = {} if known_already else {state / f"teacher-{name}.json": condition.teacher}
-        if (state / "models" / CONTINUED).is_dir() and condition.source in controls.CONTINUED_SOURCES:
-            models[state / f"teacher-{name}-same.json"] = CONTINUED
-        for file, model in models.items():
-            if not file.is_file():
-                measured = _measure_teacher(state, condition, model, device)
-                atomic_write(file, json.dumps(measured, indent=1) + "\n")
+        file = state / f"teacher-{name}.json"
+        if not known_already and not file.is_file():
+            measured = _measure_teacher(state, condition, condition.teacher, device)
+            atomic_write(file, json.dumps(measured, indent=1) + "\n")
 
 
-def collect(state: Path, planned: Sequence[Cell], out: Path, again: Sequence[str] = ()) -> dict[str, Any]:
+def collect(state: Path, planned: Sequence[Cell], out: Path) -> dict[str, Any]:
     """Add the finished runs to the result file; return its content.
 
     Args:
@@ -218,13 +189,12 @@ def collect(state: Path, planned: Sequence[Cell], out: Path, again: Sequence[str
         planned: The runs; those that are not finished are listed as not run, of other data seeds than the first those
             with the weights and the rate that were best on it.
         out: The result file. Its runs and teachers that are not in `state` stay.
-        again: Methods and conditions of which the result file's runs and teachers do not stay.
 
     Raises:
         OtherTextError: Its runs of a condition were made with other texts or models.
     """
     names = list(dict.fromkeys(cell.condition for cell in planned))
-    measured = {key: state / f"teacher-{key}.json" for name in names for key in (name, f"{name}-same")}
+    measured = {name: state / f"teacher-{name}.json" for name in names}
     rows = finished_rows(state, planned)
     found = {
         "machine": machine() if rows else {},
@@ -233,7 +203,7 @@ def collect(state: Path, planned: Sequence[Cell], out: Path, again: Sequence[str
         "runs": rows,
         "not_run": [vars(cell) for cell in missing(rows, planned)],
     }
-    result = merged(without(read_result(out), again), found)
+    result = merged(read_result(out), found)
     write_result(out, result)
     return result
 

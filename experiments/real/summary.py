@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from experiments.real.methods import METHODS
@@ -30,7 +30,6 @@ class Outcome:
         rate: The best learning rate.
         step: The best step.
         bits: Bits per byte by text: `validation`, then the name of each test set.
-        tasks: Accuracy by task.
     """
 
     condition: str
@@ -40,7 +39,6 @@ class Outcome:
     rate: float
     step: int
     bits: Mapping[str, float]
-    tasks: Mapping[str, float] = field(default_factory=dict)
 
 
 def outcomes(result: Mapping[str, Any]) -> list[Outcome]:
@@ -67,8 +65,7 @@ def outcomes(result: Mapping[str, Any]) -> list[Outcome]:
         if rows:
             rate, row = min(rows, key=lambda pair: pair[1][VALIDATION])
             rates.setdefault((condition, method, weight), rate)
-            accuracies = {key.removeprefix(TASK): value for key, value in row.items() if key.startswith(TASK)}
-            best.append(Outcome(condition, method, weight, seed, rate, row["step"], _bits(row), accuracies))
+            best.append(Outcome(condition, method, weight, seed, rate, row["step"], _bits(row)))
     return best
 
 
@@ -177,22 +174,3 @@ def gain_cell(row: Row) -> str:
     if row.gain is None:
         return ""
     return f"{row.gain:+.3f}" + f" ± {row.gain_deviation:.3f}" * (row.seeds > 1)
-
-
-def accuracies(result: Mapping[str, Any], condition: str, titles: Mapping[str, str]) -> str:
-    """Return a condition's accuracy on its tasks in Markdown, at each run's best step on validation; empty without.
-
-    Args:
-        result: The result file's content.
-        condition: The condition.
-        titles: By method, its name in tables.
-    """
-    names = result["conditions"][condition].get("tasks") or ()
-    found = [outcome for outcome in outcomes(result) if outcome.condition == condition and outcome.tasks]
-    if not names or not found:
-        return ""
-    first = next(run["curve"][0] for run in result["runs"] if run["condition"] == condition)
-    rows = [("the student before training", [first[f"{TASK}{name}"] for name in names])]
-    ranked = sorted(found, key=lambda outcome: -sum(outcome.tasks[name] for name in names))
-    rows += [(titles.get(each.method, each.method), [each.tasks[name] for name in names]) for each in ranked]
-    return markdown_table(["method", *names], ([title, *(f"{x:.1%}" for x in found)] for title, found in rows)) + "\n"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from experiments.real import adaptive, controls, overview, page, plan, predictions, results, stages, summary, tasks
+from experiments.real import adaptive, instructions, overview, page, plan, predictions, results, stages, summary
 from experiments.real.methods import (
     CONDITIONS,
     GEMMA3,
@@ -27,7 +27,6 @@ from experiments.real.methods import (
 from experiments.real.page import RESULT
 from tests.support.tiny_run import documents, make_model, write_jsonl
 from xtoken_core.config.spec import parse_run_spec
-from xtoken_core.tasks import read_prompts
 from xtoken_services.demo.vocabularies import train_student_tokenizer, train_teacher_tokenizer
 from xtoken_services.trainer.best import best_evaluation
 
@@ -79,14 +78,30 @@ def test_other_seeds_count_at_the_rate_of_the_first() -> None:
     assert [(each.rate, each.seed) for each in summary.outcomes(found)] == [(2e-4, 0), (2e-4, 1)]
 
 
-def test_task_prompts_do_not_hold_their_answers(tmp_path: Path) -> None:
-    write_jsonl(tmp_path / "handbook-de.test.jsonl", texts := ["eins zwei drei " * 20 + f"{name} Ende" for name in
-        ("Rechner", "Speicher")])  # fmt: skip
-    tasks.write_tasks(tmp_path)
-    words = read_prompts(tmp_path / "next-word-de.jsonl", "exact", 10, within=None)
-    assert {prompt.answers[0] for prompt in words} == {"Rechner", "Speicher"} and len(texts) == len(words)
-    solved = read_prompts(tmp_path / "sums.jsonl", "exact", 10, within=None)
-    assert all(prompt.match == "number" for prompt in solved)
+INSTRUCTED = "- red\n- the river, blue"
+CHECKED: list[tuple[str, Any, bool]] = [
+    ("bullets", 2, True), ("bullets", 3, False), ("numbered", 2, False), ("include", "river", True),
+    ("include", "rive", False), ("lower", "", True), ("commas", "", False), ("first", "red", True),
+    ("first", "re", False), ("last", "River, blue", True), ("last", "red", False), ("words", 6, True),
+    ("words", 5, False), ("sentences", 0, True), ("quoted", "", False), ("paragraphs", "***", False),
+    ("json", ["a"], False),
+]  # fmt: skip
+
+
+def test_every_instruction_is_checked() -> None:
+    for name, value, right in CHECKED:
+        assert instructions.follows(INSTRUCTED, [[name, value]]) is right, (name, value)
+    assert instructions.follows(' "Two. Sentences!" ', [["quoted", ""], ["sentences", 2]])
+    assert instructions.follows("1. one\n2. two", [["numbered", 2]])
+    assert instructions.follows("One.\n\n***\n\nTwo.", [["paragraphs", "***"]])
+    fenced = '```json\n{"a": "x", "b": "y"}\n```'
+    assert instructions.follows(fenced, [["json", ["a", "b"]]])
+    for keys, text in ((["b", "a"], fenced), (["a"], '{"a": 1}'), (["a"], "a")):
+        assert not instructions.follows(text, [["json", keys]])
+    assert not instructions.follows(" ", [["lower", ""]])
+    made = list(instructions.instructions(400))
+    assert len({prompt for prompt, _ in made}) == 400
+    assert {name for _, checks in made for name, _ in checks} == instructions.CHECKS.keys()
 
 
 def test_gains_are_paired_by_seed() -> None:
@@ -238,7 +253,7 @@ def write_jsonl_rows(file: Path, rows: list[dict[str, float]]) -> None:
 
 
 @pytest.mark.slow
-def test_runs_are_made_and_collected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_are_made_and_collected(tmp_path: Path) -> None:
     texts = documents(200, seed=1)
     for train, name in ((train_student_tokenizer, SMOLLM2), (train_teacher_tokenizer, GEMMA3)):
         train(texts, tmp_path / "models" / name, vocabulary=420)
@@ -247,16 +262,13 @@ def test_runs_are_made_and_collected(tmp_path: Path, monkeypatch: pytest.MonkeyP
         for split in ("train", "validation", "test"):
             (tmp_path / "texts").mkdir(exist_ok=True)
             write_jsonl(tmp_path / "texts" / f"{source}.{split}.jsonl", documents(40, seed=len(source + split)))
-    methods = ("ce", "chain", "same", "samples")
-    planned = [cell for cell in cells(("de-500k",), methods, ("even",), (0,)) if cell.rate == RATES[0]]
-    monkeypatch.setattr(controls, "CONTINUED_STEPS", 4)
-    assert stages.make_controls(tmp_path, planned, until=float("inf"), device="cpu")
+    planned = [cell for cell in cells(("de-500k",), ("ce", "chain"), ("even",), (0,)) if cell.rate == RATES[0]]
     assert stages.runs(tmp_path, planned, side_by_side=2, until=float("inf"), device="cpu", steps=6)
     stages.teachers(tmp_path, ["de-500k"], "cpu", tmp_path / "real.json")
     found = stages.collect(tmp_path, planned, tmp_path / "real.json")
     assert len(found["runs"]) == len(planned)
     assert {row["rate"] for row in found["not_run"]} == set(RATES[1:])
-    assert set(found["teachers"]) == {"de-500k", "de-500k-same"}
+    assert set(found["teachers"]) == {"de-500k"}
     assert json.loads((tmp_path / "real.json").read_text()) == json.loads(json.dumps(found))
 
 
