@@ -10,7 +10,7 @@ JOBS ?= 2
 TORCH_INDEX ?=
 PIP_INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX),)
 
-.PHONY: help install demo lock lint format type test test-all test-browser test-docker check-gpu-service test-deploy docs mutants fuzz fuzz-parsers attack bench-checkpoint bench-store bench-queue bench-queue-compare bench-queue-load bench-queue-peer bench-collate bench-startup bench-ops bench-e2e bench-on-policy bench-e2e-mps bench-e2e-two-gpus bench-divided-teacher bench-node-groups bench-kills bench-control clean
+.PHONY: help install demo lock lint format type test test-all test-browser test-docker check-gpu-service test-deploy docs fuzz fuzz-parsers attack bench-checkpoint bench-store bench-queue bench-queue-compare bench-queue-load bench-queue-peer bench-collate bench-startup bench-ops bench-e2e bench-on-policy bench-e2e-mps bench-e2e-two-gpus bench-divided-teacher bench-node-groups bench-kills bench-control clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -90,9 +90,6 @@ bench-queue-load: $(STAMP)  ## 1,000 connections of 100 runs, a day's steps of o
 bench-queue-peer:  ## install TransferQueue and Ray, in an environment of their own, for bench-queue
 	benchmarks/queue/transferqueue/install.sh .venv-transferqueue $(PYTHON)
 
-mutants: $(STAMP)  ## small faults drawn by seed from six packages, and whether their tests notice; hours
-	$(BIN)/python -m tests.mutation.run --jobs $(JOBS)
-
 fuzz: $(STAMP)  ## a million malformed frame lists against a queue
 	$(BIN)/python -m tests.contract.fuzz --lists 1000000 --seconds 900 --out benchmarks/results/fuzz.json
 
@@ -103,7 +100,7 @@ fuzz-parsers: $(STAMP)  ## five parsers fuzzed with coverage guidance, FUZZ_S se
 attack: $(STAMP)  ## attack a queue and a control plane that serve a real run, for five minutes (ATTACK_S)
 	$(BIN)/python -m tests.attack --seconds $(or $(ATTACK_S),300) --out benchmarks/results/attack.json
 
-bench-checkpoint: $(STAMP)  ## three forms of a checkpoint side by side; two minutes
+bench-checkpoint: $(STAMP)  ## two forms of a checkpoint side by side; two minutes
 	$(BIN)/python -m benchmarks.checkpoint
 
 bench-store: $(STAMP)  ## a store of MODEL's output of TEXT: bytes per token and rates; five minutes
@@ -129,7 +126,7 @@ bench-ops: $(STAMP)  ## test and time the operators on a GPU, the references bes
 	$(BIN)/python -m benchmarks.same_tokenizer
 	$(BIN)/python -m benchmarks.pages
 
-bench-control: $(STAMP)  ## the control plane: its list, a run's first step, training beside readers; twenty minutes
+bench-control: $(STAMP)  ## the control plane: its list, a run's first step, training beside readers; ten minutes
 	$(BIN)/python -m benchmarks.control
 	$(BIN)/python -m benchmarks.pages
 

@@ -100,7 +100,6 @@ def divided_bound(result: dict[str, Any]) -> Bound:
 def control_bounds(result: dict[str, Any]) -> list[Bound]:
     """Return the bounds of the control plane."""
     slowest = max(times["p99_ms"] for times in result["list"].values() if isinstance(times, dict))
-    slower = {name: result[name]["slower"] if name in result else None for name in ("readers", "windows")}
     crowd = result.get("crowd")
     listing = ("first page", "page in the middle", "page of runs")
     longest = max(crowd["requests"][name]["max_ms"] for name in listing) if crowd else None
@@ -114,8 +113,7 @@ def control_bounds(result: dict[str, Any]) -> list[Bound]:
             2,
         ),
         at_most("`POST /v1/runs` to the first step, slowest, s", max(result["first-step"]["seconds"]), 20),
-        at_most("slow-down of training by readers, whole runs", slower["readers"], 0.03),
-        at_most("slow-down of training by readers, windows of one run", slower["windows"], 0.03),
+        at_most("slow-down of training by readers", result["windows"]["slower"], 0.03),
     ]
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from itertools import product
 from typing import Any
 
@@ -23,8 +22,8 @@ from torch import Tensor
 from benchmarks.chain_tables import DrawnText, draw_tables, draw_text
 from benchmarks.gpu_tests import machine
 from benchmarks.harness import command_line, write_result
-from benchmarks.ops import Shape
-from benchmarks.timing import copy_bandwidth, nbytes, peak_bytes, timed_by_events, timed_by_graph
+from benchmarks.ops import Shape, Workload, timed
+from benchmarks.timing import copy_bandwidth, nbytes
 from benchmarks.whole_losses import batch_of
 from xtoken_core.chain.tables import ChainTables
 from xtoken_core.config.loss import LossConfig
@@ -34,19 +33,6 @@ from xtoken_core.ops.registry import BACKENDS, ENVIRONMENT
 SMALL = Shape(48, 1024, 1536)
 FORMS: dict[str, dict[str, Any]] = {"forward": {}, "reverse": {"reverse_kl": True}, "jsd": {"beta": 0.5}}
 """Settings of the loss by form of the divergence."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """One backend and form. Times in milliseconds, memory in bytes."""
-
-    name: str
-    timed_by: str
-    forward_ms: float
-    both_ms: float
-    peak_bytes: int
-    least_bytes: int
-    share_of_copy: float
 
 
 def chain_loss(
@@ -70,29 +56,6 @@ def chain_loss(
     return lambda student, teacher: loss(batch, student, [teacher])[0]
 
 
-def measure(
-    name: str, loss: Callable[[Tensor, Tensor], Tensor], student: Tensor, teacher: Tensor, bandwidth: float
-) -> Row:
-    """Time forward, and forward and backward."""
-
-    def both() -> tuple[Tensor, Tensor]:
-        value = loss(student, teacher)
-        return value.detach(), torch.autograd.grad(value, student)[0]
-
-    peak = peak_bytes(both)
-    torch.cuda.empty_cache()
-    try:
-        timed_by = "graph"
-        forward_ms, both_ms = (timed_by_graph(function) for function in (lambda: loss(student, teacher), both))
-    except RuntimeError as error:
-        print(f"{name}: not captured ({str(error).splitlines()[0]})")
-        torch.cuda.synchronize()
-        timed_by = "events"
-        forward_ms, both_ms = (timed_by_events(function) for function in (lambda: loss(student, teacher), both))
-    least = 2 * nbytes(student) + nbytes(teacher)
-    return Row(name, timed_by, forward_ms, both_ms, peak, least, least / bandwidth / both_ms * 1e3)
-
-
 def main() -> int:
     """Measure, print, write."""
     parser = command_line(__doc__, "chain")
@@ -108,9 +71,7 @@ def main() -> int:
         torch.randn(1, shape.tokens, vocab, device=device, dtype=torch.bfloat16)
         for vocab in (shape.student_vocab, shape.teacher_vocab)
     )
-    student.requires_grad_()
-    if unknown := set(arguments.backends.split(",")) - set(BACKENDS["chain"]):
-        parser.error(f"chain has no backend {', '.join(sorted(unknown))}")
+    load = Workload((student.requires_grad_(), teacher), student, 2 * nbytes(student) + nbytes(teacher))
     rows = []
     text = draw_text(tables, shape.tokens)
     backends, forms = arguments.backends.split(","), arguments.forms.split(",")
@@ -120,11 +81,13 @@ def main() -> int:
         ops = ("chain", "cross_entropy")
         os.environ[ENVIRONMENT] = ",".join(f"{op}={backend}" for op in ops if backend in BACKENDS.get(op, {}))
         loss = chain_loss(tables, text, shape, device, **FORMS[form])
-        row = measure(backend if form == "forward" else f"{backend} {form}", loss, student, teacher, bandwidth)
+        name = backend if form == "forward" else f"{backend} {form}"
+        row = {"name": name, **timed(name, loss, load, bandwidth)}
+        row["both_ms"] = row["forward_ms"] + row.pop("backward_ms")
         rows.append(row)
         print(
-            f"{row.name:32} forward {row.forward_ms:8.3f} ms  both {row.both_ms:8.3f} ms  ({row.timed_by})  "
-            f"peak {row.peak_bytes / 2**30:6.2f} GiB  {row.share_of_copy:5.1%} of a copy",
+            f"{name:32} forward {row['forward_ms']:8.3f} ms  both {row['both_ms']:8.3f} ms  ({row['timed_by']})  "
+            f"peak {row['peak_bytes'] / 2**30:6.2f} GiB  {row['share_of_copy']:5.1%} of a copy",
             flush=True,
         )
         torch.cuda.empty_cache()
@@ -132,7 +95,7 @@ def main() -> int:
         **machine(),
         "copy_bytes_per_second": bandwidth,
         "shape": {name: getattr(shape, name) for name in ("tokens", "student_vocab", "teacher_vocab")},
-        "rows": [asdict(r) for r in rows],
+        "rows": rows,
     }
     write_result(arguments.out, report)
     return 0

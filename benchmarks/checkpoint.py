@@ -1,10 +1,10 @@
-"""Three forms of a checkpoint side by side, in one run: `python -m benchmarks.checkpoint [--megabytes N]`.
+"""Two forms of a checkpoint side by side, in one run: `python -m benchmarks.checkpoint [--megabytes N]`.
 
 `safetensors`: the trainer's own form. `dcp`: `torch.distributed.checkpoint` with its file system writer, the form until
-version 3, which pickles. `dcp_hf`: the same with its Hugging Face writer. Measured with one rank and with two that hold
-shards, in alternation: seconds of a write with fsync and of a read from the page cache, bytes on the disk, memory above
-the state's own while writing, and the longest pause of a thread that wakes every millisecond meanwhile, which shows how
-long a write keeps the interpreter from the training. The result goes to `benchmarks/results/checkpoint.json`.
+version 3, which pickles. Measured with one rank and with two that hold shards, in alternation: seconds of a write with
+fsync and of a read from the page cache, bytes on the disk, memory above the state's own while writing, and the longest
+pause of a thread that wakes every millisecond meanwhile, which shows how long a write keeps the interpreter from the
+training. The result goes to `benchmarks/results/checkpoint.json`.
 """
 
 from __future__ import annotations
@@ -31,19 +31,17 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint import load as dcp_load
 from torch.distributed.checkpoint import save as dcp_save
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from benchmarks.harness import command_line, write_result
-from xtoken_core.atomic import sync_tree
 from xtoken_services.supervisor.launchers.local import LOOPBACK, free_port
 from xtoken_services.trainer.checkpoint_files import build_index, read_index, read_tensors, write_index, write_rank_file
 from xtoken_services.trainer.staging import local_part
 
 WIDTH = 1024
 ROWS = 4096
-FORMS = ("safetensors", "dcp", "dcp_hf")
+FORMS = ("safetensors", "dcp")
 State = dict[str, Tensor]
 
 
@@ -67,22 +65,16 @@ def write(form: str, directory: Path, state: State, rank: int, ranks: int) -> No
         write_rank_file(directory, index, state, rank)
         if rank == 0:
             write_index(directory, index)
-    elif form == "dcp":
-        dcp_save(dict(state), storage_writer=FileSystemWriter(directory, sync_files=True), no_dist=ranks == 1)
     else:
-        writer = HuggingFaceStorageWriter(str(directory), save_distributed=ranks > 1)
-        dcp_save(dict(state), storage_writer=writer, no_dist=ranks == 1)
-        if rank == 0:
-            sync_tree(directory)
+        dcp_save(dict(state), storage_writer=FileSystemWriter(directory, sync_files=True), no_dist=ranks == 1)
 
 
 def read(form: str, directory: Path, state: State, rank: int, ranks: int) -> None:
     """Read a state in place; all ranks call."""
     if form == "safetensors":
         read_tensors(directory, read_index(directory), state, rank, ranks)
-        return
-    reader = FileSystemReader(directory) if form == "dcp" else HuggingFaceStorageReader(str(directory))
-    dcp_load(dict(state), storage_reader=reader, no_dist=ranks == 1)
+    else:
+        dcp_load(dict(state), storage_reader=FileSystemReader(directory), no_dist=ranks == 1)
 
 
 class Pauses:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import sys
 import time
@@ -16,11 +15,13 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from benchmarks.end_to_end.assets import COMMON, QWEN3_4B, SMALL, write_model
-from benchmarks.harness import command_line, in_process, write_result
+from benchmarks.end_to_end.assets import COMMON, QWEN3_4B, SMALL, make_model
+from benchmarks.harness import command_line, in_process, machine, write_result
 
 QWEN3_8B: dict[str, Any] = {**QWEN3_4B, "hidden_size": 4096, "intermediate_size": 12288}
 DOCUMENT = 2048
+DOCUMENTS = (4, 8, 16)
+"""Documents of a row, one row after another."""
 WARMUP, PASSES = 3, 10
 
 
@@ -29,13 +30,12 @@ def main() -> int:
     parser = command_line(__doc__, "divided_teacher")
     parser.add_argument("--work", type=Path, default=Path("runs", "divided-teacher"))
     parser.add_argument("--layers", type=int, default=36)
-    parser.add_argument("--documents", type=int, nargs="+", default=[4, 8, 16], help="of a row, one row after another")
     parser.add_argument("--small", action="store_true", help="a thin model: to try the harness on a CPU")
     formats = parser.add_mutually_exclusive_group()
     formats.add_argument("--fp8", action="store_true", help="linear layers in 8 bits")
     formats.add_argument("--nf4", action="store_true", help="linear layers in 4 bits")
     arguments = parser.parse_args()
-    make_models(arguments)
+    in_process(make_models, arguments)  # leaves no memory of a GPU behind
     found = {str(gpus): in_process(measured, arguments, gpus) for gpus in (1, 2)}
     rates = [found[gpus]["tokens_per_second"] for gpus in ("1", "2")]
     report = {
@@ -53,26 +53,14 @@ def main() -> int:
     return 0
 
 
-def machine() -> dict[str, Any]:
-    """Return the GPUs and the versions of a result file."""
-    import torch
-    import transformers
-
-    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    versions = {"torch": torch.__version__, "cuda": torch.version.cuda, "transformers": transformers.__version__}
-    return {"device": names, "python": platform.python_version(), **versions}
-
-
 def make_models(arguments: argparse.Namespace) -> None:
     """Write the teacher and a thin student, if they are not there."""
-    from transformers import AutoConfig
-
     large = {**QWEN3_8B, **COMMON, "tie_word_embeddings": False, "num_hidden_layers": arguments.layers}
     thin = {**large, **SMALL, "vocab_size": 512}
     for name, shape in (("student", thin), ("teacher", thin if arguments.small else large)):
         directory = arguments.work / name
         if not (directory / "config.json").exists():
-            write_model(directory, AutoConfig.for_model(**shape), seed=0)
+            make_model(directory, shape, seed=0)
 
 
 def measured(arguments: argparse.Namespace, gpus: int) -> dict[str, Any]:
@@ -90,7 +78,7 @@ def measured(arguments: argparse.Namespace, gpus: int) -> dict[str, Any]:
     with started_shards(run, 0, devices) if len(devices) > 1 else nullcontext(), torch.inference_mode():
         model = prepared_model(run, 0, devices[0])
         model.before_forward = send_tokens if len(devices) > 1 else None
-        for documents in arguments.documents:
+        for documents in DOCUMENTS[:1] if arguments.small else DOCUMENTS:
             row = PackedRow((DOCUMENT,) * documents, DOCUMENT * documents)
             tokens = torch.arange(row.width).unsqueeze(0) % 509
             seconds = []
@@ -114,7 +102,7 @@ def run_of(arguments: argparse.Namespace, gpus: int) -> Any:
     models = {name: {"model": work / name, "context_length": DOCUMENT} for name in ("student", "teacher")}
     teacher = {**models["teacher"], "dtype": "bfloat16", "gpus": gpus, "gpu": 0}
     teacher |= {"fp8": arguments.fp8, "nf4": arguments.nf4}
-    tokens = DOCUMENT * max(arguments.documents)
+    tokens = DOCUMENT * max(DOCUMENTS)
     raw = {"output": work / "out", "student": models["student"], "teacher": [teacher], "data": {"path": work / "text"}}
     spec = RunSpec.model_validate({**raw, "train": {"micro_batch_tokens": tokens}})
     files = ResolvedModel(vocab_size=512, head_width=512, tokenizer_fingerprint="", hidden_size=QWEN3_8B["hidden_size"])

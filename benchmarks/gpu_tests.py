@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -103,13 +104,17 @@ def belongs_to(test: str, op: str, backend: str) -> bool:
 
 def backend_passes(report: dict, op: str, backend: str) -> bool:
     """Return whether a backend's tests all passed, with the kernels as they are now."""
-    own = [outcome for name, outcome in report["tests"].items() if belongs_to(name, op, backend)]
-    return report["kernel_hash"] == kernel_hash() and "passed" in own and "failed" not in own
+    return passed(report, lambda name: belongs_to(name, op, backend))
 
 
 def losses_pass(report: dict, backend: str) -> bool:
     """Return whether the loss vectors passed with every op on a backend, with the kernels as they are now."""
-    own = [o for n, o in report["tests"].items() if n.startswith(LOSS_TESTS) and n.endswith(f"-{backend}]")]
+    return passed(report, lambda name: name.startswith(LOSS_TESTS) and name.endswith(f"-{backend}]"))
+
+
+def passed(report: dict, wanted: Callable[[str], bool]) -> bool:
+    """Return whether the wanted tests all passed, with the kernels as they are now."""
+    own = [outcome for name, outcome in report["tests"].items() if wanted(name)]
     return report["kernel_hash"] == kernel_hash() and "passed" in own and "failed" not in own
 
 

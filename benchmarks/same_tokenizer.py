@@ -13,22 +13,20 @@ other. Without liger-kernel its rows are left out.
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
-from pathlib import Path
 from statistics import median
 
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_tests import RESULTS, machine
-from benchmarks.timing import timed_by_events
+from benchmarks.gpu_tests import machine
+from benchmarks.harness import command_line, write_result
+from benchmarks.timing import head_products, peak_bytes, timed_by_events
 from xtoken_core.config import LossConfig
 from xtoken_core.losses import CrossTokenizerDistillationLoss, HeadProjection, LossTeacher
 
@@ -126,34 +124,13 @@ class Workload:
 
     def products(self) -> Callable[[], None]:
         """Return the four matrix products, each as one."""
-        x, w = self.hidden.detach(), self.weight.detach()
-        logits, of_teacher = x @ w.t(), self.teacher_hidden @ self.teacher_weight.t()
-        by_hidden, by_weight = torch.empty_like(x), torch.empty_like(w)
-
-        def run() -> None:
-            torch.mm(x, w.t(), out=logits)
-            torch.mm(logits, w, out=by_hidden)
-            torch.mm(logits.t(), x, out=by_weight)
-            torch.mm(self.teacher_hidden, self.teacher_weight.t(), out=of_teacher)
-
-        return run
-
-
-def peak_of(run: Callable[[], tuple[Tensor, ...]]) -> tuple[int, float]:
-    """Return the peak memory of a call above what was allocated before, and the loss."""
-    run()
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    value = float(run()[0].detach())
-    return torch.cuda.max_memory_allocated() - before, value
+        sides = [(self.teacher_hidden, self.teacher_weight)]
+        return head_products(self.hidden.detach(), self.weight.detach(), sides)
 
 
 def main() -> int:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=RESULTS.parent / "same_tokenizer.json")
+    parser = command_line(__doc__, "same_tokenizer")
     parser.add_argument("--small", action="store_true", help="small shapes, to see that everything runs")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
@@ -176,7 +153,8 @@ def main() -> int:
     measured: dict[str, tuple[int, float]] = {}
     for name, run in list(losses.items()):
         try:
-            measured[name] = peak_of(run)
+            measured[name] = peak_bytes(run), float(run()[0].detach())
+            torch.cuda.empty_cache()
         except Exception as error:  # a library that cannot run here: the others count
             print(f"{name}: {type(error).__name__}: {str(error).splitlines()[0]}", flush=True)
             del losses[name]
@@ -189,12 +167,8 @@ def main() -> int:
         peak = row.peak_bytes / 2**30
         print(f"{row.name:24} {row.ms:8.2f} ms {row.ratio:5.2f} times  peak {peak:5.2f} GiB  loss {row.value:.4f}")
     liger = version(LIGER) if find_spec("liger_kernel") else None
-    report = {
-        **machine(), "liger": liger, "shape": asdict(shape), "products_ms": products,
-        "rows": [asdict(row) for row in rows],
-    }  # fmt: skip
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(report, indent=2) + "\n")
+    found = {"liger": liger, "shape": asdict(shape), "products_ms": products, "rows": [asdict(row) for row in rows]}
+    write_result(arguments.out, {**machine(), **found})
     return 0
 
 

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import shutil
 import subprocess
 import sys
@@ -27,12 +25,13 @@ import tomli_w
 import torch
 import transformers
 
-from benchmarks.harness import command_line, write_result
+from benchmarks.harness import command_line, machine, write_result
 from benchmarks.other_tree import ROOT, environment
 from benchmarks.sizing_page import BELOW, WITHIN, is_right, sums
 from xtoken_core.config.resolved import parse_resolved_run
 from xtoken_services.common.run.machine import Machine
-from xtoken_services.common.run.memory_estimate import SHARED, Where, places_of
+from xtoken_services.common.run.memory_estimate import SHARED, Where
+from xtoken_services.common.run.memory_places import places_of
 from xtoken_services.common.run.resume import RESOLVED
 
 POLL_S = 0.02
@@ -182,38 +181,12 @@ def estimate(output: Path) -> dict[str, Any]:
     return {"host": host, "shared": shared, "gpu": gpu}
 
 
-def ratios(row: dict[str, Any]) -> dict[str, float]:
-    """Return estimate over peak, of each kind of memory that is used."""
-    return {name: round(ours / theirs, 3) for name, (ours, theirs) in sums(row).items()}
-
-
-def kept(out: Path, row: dict[str, Any]) -> dict[str, Any]:
-    """Return the content of a result file with a row in place of an older one of the same case."""
-    others = [each for each in rows_of(out) if not is_same(each, row)]
-    return {"within": WITHIN, "below": BELOW, "rows": [*others, row]}
-
-
-def rows_of(out: Path) -> list[dict[str, Any]]:
-    """Return the rows of a result file; none if there is none."""
-    return json.loads(out.read_text(encoding="utf-8"))["rows"] if out.exists() else []
-
-
-def is_same(row: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Return whether two rows are of the same case, device and models."""
-    return all(row[name] == other[name] for name in ("case", "device", "student", "teacher", "tokens"))
-
-
-def machine_of(device: str) -> dict[str, Any]:
-    """Return the hardware and the versions."""
-    gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
-    versions = {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda}
-    cores = len(os.sched_getaffinity(0))
-    return {
-        "gpus": gpus if device == "cuda" else [],
-        "cores": cores,
-        **versions,
-        "transformers": transformers.__version__,
-    }
+def enter(out: Path, row: dict[str, Any]) -> None:
+    """Put a row into a result file, in place of one of the same case, device and models."""
+    of = ("case", "device", "student", "teacher", "tokens")
+    rows = json.loads(out.read_text(encoding="utf-8"))["rows"] if out.exists() else []
+    others = [each for each in rows if any(each[name] != row[name] for name in of)]
+    write_result(out, {"within": WITHIN, "below": BELOW, "rows": [*others, row]})
 
 
 def main() -> int:
@@ -239,13 +212,14 @@ def main() -> int:
             "device": arguments.device,
             **{side: Path(made[side]["model"]).name if side in made else None for side in ("student", "teacher")},
             "tokens": made["train"]["micro_batch_tokens"],
-            "machine": machine_of(arguments.device),
+            "machine": machine() if arguments.device == "cuda" else {**machine(), "gpus": []},
         }
         row["peak"] = measure(run_file, output, work / f"{case}.log")
         row["estimate"] = estimate(output)
-        write_result(arguments.out, kept(arguments.out, row))
+        enter(arguments.out, row)
         wrong += not is_right(row)
-        print(case, ratios(row), "" if is_right(row) else "out of bounds", flush=True)
+        ratios = {name: round(ours / theirs, 3) for name, (ours, theirs) in sums(row).items()}
+        print(case, ratios, "" if is_right(row) else "out of bounds", flush=True)
     return 1 if wrong else 0
 
 

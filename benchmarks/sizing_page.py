@@ -10,8 +10,9 @@ from typing import Any
 
 from xtoken_core.config.spec import RunSpec
 from xtoken_services.common.run.machine import Machine
-from xtoken_services.common.run.memory_estimate import CONTEXT_BYTES, checkpoint_bytes, places_of, shards
+from xtoken_services.common.run.memory_estimate import CONTEXT_BYTES, checkpoint_bytes, shards
 from xtoken_services.common.run.memory_fit import unresolved
+from xtoken_services.common.run.memory_places import places_of
 
 PAIRS = [
     ("qwen-de-500k", "ce"), ("qwen-de-500k", "chain"), ("qwen-de-500k-to-gemma", "chain"),
@@ -118,15 +119,10 @@ def is_right(row: dict[str, Any]) -> bool:
     return min(ratios.values()) >= 1 - BELOW and all(ratios.get(name, 1) <= 1 + WITHIN for name in ("host", "gpu"))
 
 
-def compared(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the rows of `results/sizing.json` with the sums of their parts."""
-    return [{"shared": None, "gpu": None, **row, **sums(row)} for row in result["rows"]]
-
-
 def by_machine(result: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """Return the rows of `compared` by the hardware that they ran on, in words."""
+    """Return the rows of `results/sizing.json` with the sums of their parts, by the hardware that they ran on."""
     machines: dict[str, list[dict[str, Any]]] = {}
-    for row in compared(result):
-        machine = row["machine"]
-        machines.setdefault(" and ".join(machine["gpus"]) or f"{machine['cores']} cores", []).append(row)
+    for row in result["rows"]:
+        name = " and ".join(row["machine"]["gpus"]) or f"{row['machine']['cores']} cores"
+        machines.setdefault(name, []).append({"shared": None, "gpu": None, **row, **sums(row)})
     return machines

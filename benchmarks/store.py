@@ -25,8 +25,8 @@ from benchmarks.harness import command_line, write_result
 from xtoken_core.data_plane.buffers import array_of
 from xtoken_core.teacher_store.codec import pack
 from xtoken_core.teacher_store.identity import StoreIdentity
-from xtoken_core.teacher_store.shards import ShardWriter
 from xtoken_core.teacher_store.store import TeacherStore, empty_values, parts_of
+from xtoken_core.teacher_store.writing import ShardWriter
 from xtoken_core.transports.ring import TOPK_SCALARS, TopKSettings
 from xtoken_services.teacher.prepare import TeacherModel
 
@@ -108,16 +108,15 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True, help="a model's directory")
     parser.add_argument("--text", type=Path, required=True, help="a text file")
     parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     given = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(given.model)
     loaded = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32)
     model, vocab = TeacherModel(loaded), len(tokenizer)
     pieces = list(texts(tokenizer, given.text, given.tokens))
-    made = outputs(model, pieces, vocab, getattr(torch, given.dtype))
+    made = outputs(model, pieces, vocab, torch.bfloat16)
     base: dict[str, Any] = {
         "text": "", "records": len(pieces), "append_eos": False, "tokenizer": "", "context_length": LENGTH,
-        "model": "", "dtype": given.dtype, "fp8": False, "vocab_size": vocab,
+        "model": "", "dtype": "bfloat16", "fp8": False, "vocab_size": vocab,
     }  # fmt: skip
     forms: dict[str, dict[str, Any]] = {}
     torch.set_num_threads(1)  # rates are those of one thread
@@ -135,7 +134,7 @@ def main() -> None:
         "model": given.model.name,
         "text": given.text.name,
         "vocabulary": vocab,
-        "dtype": given.dtype,
+        "dtype": "bfloat16",
         "load_average": os.getloadavg()[0],
         "forms": forms,
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median
 
 import torch
@@ -55,6 +55,31 @@ def timed_by_graph(function: Callable[[], object], runs: int = 1) -> float:
     del graph, kept
     torch.cuda.empty_cache()
     return time
+
+
+def head_products(
+    x: Tensor, w: Tensor, of_teacher: Sequence[tuple[Tensor, Tensor]], *, logits_times: int = 1
+) -> Callable[[], None]:
+    """Return the matrix products of a loss from hidden states, each as one.
+
+    Args:
+        x: The student's hidden states `[N, H]`.
+        w: Its head `[V, H]`.
+        of_teacher: States and heads of the teacher's products.
+        logits_times: How often the student's logits are made.
+    """
+    logits, others = x @ w.t(), [y @ head.t() for y, head in of_teacher]
+    by_hidden, by_weight = torch.empty_like(x), torch.empty_like(w)
+
+    def run() -> None:
+        for _ in range(logits_times):
+            torch.mm(x, w.t(), out=logits)
+        torch.mm(logits, w, out=by_hidden)
+        torch.mm(logits.t(), x, out=by_weight)
+        for (y, head), out in zip(of_teacher, others, strict=True):
+            torch.mm(y, head.t(), out=out)
+
+    return run
 
 
 def waits_for_the_device(function: Callable[[], object]) -> bool:

@@ -107,9 +107,7 @@ out what a run file may.
 
 PYTHON = """# From Python
 
-Whole runs in a script or a notebook. The [README](../README.md#from-python) has examples, also of loops of your own.
-
-<!-- Written by `{make}` from xtoken/distill.py: change that, not this. -->
+<!-- Written by `{make}` from xtoken/distill.py. -->
 
 {sections}
 """
@@ -297,16 +295,16 @@ def _request(method: str, path: str, operation: dict[str, Any]) -> str:
     text = " ".join((operation.get("description") or operation["summary"]).split())
     lines = [f"## {method} {path}", "", text, ""]
     rows = [
-        f"| `{p['name']}` | {p['in']} | {_schema_in_words(p['schema'])} | {_json_default(p['schema'])} "
-        f"| {p.get('description', '')} |"
+        f"- `{p['name']}` ({p['in']}): {_schema_in_words(p['schema'])}{_json_default(p['schema'])}. "
+        f"{p.get('description', '')}".rstrip()
         for p in operation.get("parameters", ())
         if p["in"] != "path"
     ]
     if body := operation.get("requestBody"):
         (content,) = body["content"].values()
-        rows.insert(0, f"| the body | JSON | {_schema_in_words(content['schema'])} | required |  |")
+        rows.insert(0, f"- the body: {_schema_in_words(content['schema'])} as JSON")
     if rows:
-        lines += ["| parameter | in | takes | default | meaning |", "|---|---|---|---|---|", *rows, ""]
+        lines += [*rows, ""]
     lines += ["```sh", _curl(method, path, operation), "```", ""]
     answers = [
         f"{status} {_answer(answer)}".strip()
@@ -352,12 +350,12 @@ def _object(name: str, schema: dict[str, Any], known: Collection[str] = ()) -> s
     if "enum" in schema:
         return "\n".join([*lines, "One of " + ", ".join(f'`"{value}"`' for value in schema["enum"]) + ".", ""])
     rows = [
-        f"| `{field}` | {_schema_in_words(part)} | {' '.join(part.get('description', '').split())} |"
+        f"- `{field}`: {_schema_in_words(part)}. {' '.join(part.get('description', '').split())}".rstrip()
         for field, part in schema.get("properties", {}).items()
         if field not in known
     ]
     lines += ["Has the fields of [RunSummary](#runsummary), and:", ""] if known else []
-    return "\n".join([*lines, "| field | type | meaning |", "|---|---|---|", *rows, ""])
+    return "\n".join([*lines, *rows, ""])
 
 
 def _schema_in_words(schema: dict[str, Any]) -> str:
@@ -378,7 +376,7 @@ def _schema_in_words(schema: dict[str, Any]) -> str:
 
 def _json_default(schema: dict[str, Any]) -> str:
     default = schema.get("default")
-    return "-" if default is None or default in ("", []) else f"`{str(default).lower()}`"
+    return "" if default is None or default in ("", []) else f", by default `{str(default).lower()}`"
 
 
 def python() -> str:

@@ -157,7 +157,7 @@ def distill(
         InputError: A file cannot be read, or an object not be written.
         XtokenError: The run failed, or was stopped.
     """
-    spec, notes = _settled(run_file, settings, document)
+    spec, notes = _specification(run_file, settings, document)
     for note in notes:
         log.info("default: %s", note)
     view = CallbackView(callback, spec.output) if callback else None
@@ -193,11 +193,11 @@ def dry_run(
     """
     from xtoken_services.cli.dry_run import check_run
 
-    spec, notes = _settled(run_file, settings, document)
+    spec, notes = _specification(run_file, settings, document)
     return [*(f"default: {note}" for note in notes), *check_run(spec, loss, measure=measure)]
 
 
-def _settled(
+def _specification(
     run_file: Path | str | None, settings: Sequence[str], document: Mapping[str, Any]
 ) -> tuple[RunSpec, list[str]]:
     """Return a run's specification, and a line for every default that was filled in."""

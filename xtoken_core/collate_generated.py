@@ -92,11 +92,6 @@ class CompletionCollator(CrossTokenizerCollator):
         return _joined(self._student, completion.prompt_ids, completion.ids)
 
 
-def marks_of_text(count: int) -> dict[str, Tensor]:
-    """Return the columns of `schema.ROLLOUT_FIELDS` for rows of ordinary text."""
-    return {field.name: torch.full((count,), field.pad) for field in schema.ROLLOUT_FIELDS}
-
-
 def _marks(completions: Sequence[Completion]) -> dict[str, Tensor]:
     """Return the columns by which completions differ from text; none of their tokens counts as a target."""
     return {

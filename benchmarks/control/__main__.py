@@ -1,13 +1,12 @@
-"""The control plane: `python -m benchmarks.control list first-step readers windows crowd` (all five if none is named).
+"""The control plane: `python -m benchmarks.control list first-step windows crowd` (all four if none is named).
 
-They take half a minute, a minute, ten minutes, seven minutes, two minutes; `python -m benchmarks.pages` then renders
+They take half a minute, a minute, seven minutes, two minutes; `python -m benchmarks.pages` then renders
 the pages.
 
 `list`: `GET /v1/runs` with 10,000 stored runs. `first-step`: from `POST /v1/runs` to the first optimiser step of a
-tiny run of two tokenizers. `readers` and `windows`: how much 200 readers, each asking every 2 s, slow
-that run's training, every worker of the run on one core, control plane, readers and this process on
-another; by alternating runs without and with them, and by one run whose readers come and go. `crowd`: waiting times of
-500 readers, of whom 200 follow a run's logs, with 10,000 stored runs. Results go to
+tiny run of two tokenizers. `windows`: how much 200 readers, each asking every 2 s, slow that run's training while they
+are there, every worker of the run on one core, control plane, readers and this process on another. `crowd`: waiting
+times of 500 readers, of whom 200 follow a run's logs, with 10,000 stored runs. Results go to
 `benchmarks/results/control.json`, each part replacing its last one.
 """
 
@@ -22,7 +21,7 @@ from typing import Any
 
 from benchmarks.control.crowd import bench_crowd
 from benchmarks.control.plane import plane, quantile, start_tiny, tiny_assets, wait
-from benchmarks.control.readers import bench_readers, bench_windows
+from benchmarks.control.readers import bench_windows
 from benchmarks.harness import command_line, write_result
 
 STORED = 10_000
@@ -64,7 +63,7 @@ def main() -> None:
     """Run the parts that are named and keep their results."""
     parser = command_line(__doc__, "control")
     parts = {
-        "list": bench_list, "first-step": bench_first_step, "readers": bench_readers, "windows": bench_windows,
+        "list": bench_list, "first-step": bench_first_step, "windows": bench_windows,
         "crowd": bench_crowd,
     }  # fmt: skip
     parser.add_argument("parts", nargs="*", help=f"of {', '.join(parts)}")

@@ -18,9 +18,9 @@ from typing import Any
 import httpx
 import psutil
 
+from benchmarks.other_tree import ROOT, environment
 from tests.support.control_token import bearer
 
-ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 600.0
 LENGTH = re.compile(r"content-length: (\d+)")
 
@@ -42,12 +42,7 @@ class Plane:
             "--runs-dir", str(self.runs), "--root", str(directory), "--on-exit", "stop",
         ]  # fmt: skip
         os.environ["XDG_CONFIG_HOME"] = str(directory)  # the token is there, for processes of clients too
-        packages = os.environ.get("PYTHONPATH", "")
-        env = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "services"), packages]),
-            "OMP_NUM_THREADS": "1",
-        }
+        env = environment(ROOT) | {"OMP_NUM_THREADS": "1"}
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, env=env)
         wait(lambda: "serving at" in self.log.read_text())

@@ -2,10 +2,10 @@
 
 Random weights of Llama-3.2-1B's and Qwen3-4B's shapes, real vocabularies, documents of 2,048 tokens or of lengths drawn
 from a distribution by `--seed`. Every variant runs in processes of its own, one after the other; the plain loop runs
-once per loss, before the first variant that is compared with it. `--prepare` only makes what runs read, and needs no
-GPU. A variant's figures are in the result file from its fifth step after the warm-up on. With `--go-on` several calls
-make one file, which keeps the settings of each: what it has is not measured again, but for a variant that was cut
-short. They may be on several machines of a kind; figures are compared only with those of the same one.
+once per loss, before the first variant that is compared with it. A variant's figures are in the result file from its
+fifth step after the warm-up on. With `--go-on` several calls make one file, which keeps the settings of each: what it
+has is not measured again, but for a variant that was cut short. They may be on several machines of a kind; figures are
+compared only with those of the same one.
 
 What runs read, made before any of them: models, text, projection and chain tables.
 
@@ -36,7 +36,7 @@ from benchmarks.end_to_end.assets import PAIRS, Assets, assets_of, make_assets, 
 from benchmarks.end_to_end.mps import mps_daemon
 from benchmarks.end_to_end.pipeline import complete, pipeline
 from benchmarks.end_to_end.variants import DEFAULT, LOSSES, VARIANTS, Variant, context_of, run_spec
-from benchmarks.harness import in_process, write_result
+from benchmarks.harness import in_process, machine, write_result
 from benchmarks.lengths import DISTRIBUTIONS
 from xtoken_core.config.loss import PAIR_KINDS
 from xtoken_core.config.spec import RunSpec
@@ -45,7 +45,7 @@ from xtoken_services.common.tables.pair_files import cache_of, pair_file
 
 PUBLIC_STEPS = {"steps": 5, "warmup": 1}
 """TRL's loss takes seconds for what the others do in milliseconds."""
-HIDDEN = ("out", "work", "prepare")
+HIDDEN = ("out", "work")
 """Arguments that are no settings of a call."""
 SAME = ("samples", "context", "steps", "warmup", "small")
 """Settings that all calls of a file have in common."""
@@ -64,23 +64,17 @@ def main() -> int:
         raise SystemExit("--variants: a result file is of one pair of models: name those of the small models alone")
     documents = _most_samples(arguments) * max(arguments.steps + arguments.warmup, sum(PUBLIC_STEPS.values()))
     chosen = [VARIANTS[name] for name in arguments.variants]
-    if arguments.prepare:
-        prepared(arguments, chosen, documents)
-        return 0
-    machine = _machine()
-    call = {**_call(arguments), "digest": machine["digest"]}
-    report = opened(arguments.out, call, machine, PAIRS[pair].vocabularies, go_on=arguments.go_on)
+    here = {**machine(), OWN: _digest_of_machine()}
+    call = {**_call(arguments), OWN: here[OWN]}
+    report = opened(arguments.out, call, here, PAIRS[pair].vocabularies, go_on=arguments.go_on)
     assets = prepared(arguments, chosen, documents)
     for name in arguments.variants:
         variant = VARIANTS[name]
         for loop, public in _loops(variant, arguments):
-            if (
-                report["serial"].get(loop, {"digest": ""}).get("digest", report["machine"].get("digest"))
-                != call["digest"]
-            ):
+            if loop not in report["serial"] or _digest(report, report["serial"][loop]) != call[OWN]:
                 began = time.monotonic()
                 found = _serial(arguments, variant, public=public)
-                report["serial"][loop] = {**found, "digest": call["digest"]}
+                report["serial"][loop] = {**found, OWN: call[OWN]}
                 write(report, arguments.out)
                 _say(f"serial loop, {loop}", report["serial"][loop], began)
         earlier = report["variants"].get(name, {})
@@ -104,7 +98,7 @@ def enter_figures(
     if measured(earlier) and earlier.get("steps", 0) > found.get("steps", 0):
         report["variants"][name] = earlier
     else:
-        report["variants"][name] = {**asdict(variant), "serial": variant.loop, "digest": call["digest"], **found}
+        report["variants"][name] = {**asdict(variant), "serial": variant.loop, OWN: call[OWN], **found}
         call["variants"] += [name] if name not in call["variants"] else []
     write(report, out)
 
@@ -162,7 +156,6 @@ def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--go-on", action="store_true", help="add what the result file lacks; same GPUs, versions and settings"
     )
-    parser.add_argument("--prepare", action="store_true", help="make models, text and tables, and measure nothing")
     parser.add_argument("--also", default="", help="what else the machine does meanwhile, for the page")
     parser.add_argument("--timeout", type=float, default=400.0, help="seconds for one variant")
     arguments = parser.parse_args(words)
@@ -186,20 +179,13 @@ def _serial(arguments: argparse.Namespace, variant: Variant, *, public: bool) ->
     return dict(in_process(loop))
 
 
-def _machine() -> dict[str, Any]:
+def _digest_of_machine() -> str:
+    """Return a text that distinguishes two machines of a kind."""
     import torch
-    import transformers
 
     gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     own = sorted(str(getattr(gpu, "uuid", platform.node())) for gpu in gpus) or [platform.node()]
-    return {
-        "gpus": [gpu.name for gpu in gpus],
-        "digest": hashlib.sha256(" ".join(own).encode()).hexdigest()[:12],  # distinguishes two machines of a kind
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "transformers": transformers.__version__,
-    }
+    return hashlib.sha256(" ".join(own).encode()).hexdigest()[:12]
 
 
 def _call(arguments: argparse.Namespace) -> dict[str, Any]:

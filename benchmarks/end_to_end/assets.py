@@ -1,16 +1,10 @@
-"""Inputs of both sides of the comparison: models with random weights, tokenizers, text, a projection.
-
-A model with random weights, written as fast as the disk takes it: larger than a GPU, or where there is none.
-"""
+"""Inputs of both sides of the comparison: models with random weights, tokenizers, text, a projection."""
 
 from __future__ import annotations
 
 import json
-import math
 import random
 import sysconfig
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,8 +27,6 @@ def _shape(model_type: str, *sizes: int, head_dim: int, vocab_size: int, **more:
 
 LLAMA_1B = _shape("llama", 2048, 8192, 16, 32, 8, head_dim=64, vocab_size=128256, rope_theta=500000.0)
 QWEN3_4B = _shape("qwen3", 2560, 9728, 36, 32, 8, head_dim=128, vocab_size=151936, rope_theta=1000000.0)
-QWEN3_45B = {**QWEN3_4B, **dict(zip(SIZES, (5120, 25600, 90, 64, 8), strict=True)), "tie_word_embeddings": False}
-"""Qwen3-32B's layers, 90 instead of 64: 91 GB in bfloat16, more than a GPU of 80 GB has."""
 SMOLLM2_135M = _shape("llama", 576, 1536, 30, 9, 3, head_dim=64, vocab_size=49152, rope_theta=100000.0)
 WINDOWS = {"query_pre_attn_scalar": 256, "sliding_window": 512}
 GEMMA3_270M = _shape("gemma3_text", 640, 2048, 18, 4, 1, head_dim=256, vocab_size=262144, **WINDOWS)
@@ -48,13 +40,6 @@ CHARACTERS_PER_TOKEN = 16
 """Characters in which a document's tokens are certainly found."""
 TEACHER_PATTERN = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]|\s+"
 """Words in one piece whatever their case, digits one by one: not how the student's vocabulary was cut."""
-POOL_VALUES = 1 << 25
-"""Maximum of values that are drawn; every matrix repeats them, each from another one on."""
-SCALE = 0.02
-"""Standard deviation of the values."""
-THREADS = 8
-ITEM = 2
-"""Bytes of a value in bfloat16."""
 
 
 @dataclass(frozen=True)
@@ -77,11 +62,7 @@ class Pair:
         return {"student": self.merges, "teacher": TEACHER_MERGES, "shared": self.merges - STUDENT_ALONE}
 
 
-PAIRS = {
-    "": Pair(LLAMA_1B, QWEN3_4B, 128_000),
-    "135m_270m": Pair(SMOLLM2_135M, GEMMA3_270M, 48_000),
-    "135m_45b": Pair(SMOLLM2_135M, QWEN3_45B, 48_000),
-}
+PAIRS = {"": Pair(LLAMA_1B, QWEN3_4B, 128_000), "135m_270m": Pair(SMOLLM2_135M, GEMMA3_270M, 48_000)}
 """Models by the name of their directory below the work directory; the first pair is in it."""
 
 
@@ -148,7 +129,7 @@ def make_assets(
     for seed, (place, shape) in enumerate(shapes.items()):
         if not (place / "config.json").exists():
             cut = {"num_hidden_layers": layers} if layers else {}
-            _make_model(place, {**COMMON, **shape, **(SMALL if small else {}), **cut}, seed)
+            make_model(place, {**COMMON, **shape, **(SMALL if small else {}), **cut}, seed)
     if projected and not assets.projection.exists():
         tokenizers = [AutoTokenizer.from_pretrained(place) for place in (assets.student, assets.teacher)]
         rows = models.student["vocab_size"]
@@ -183,16 +164,13 @@ def with_lengths(assets: Assets, lengths: Lengths, *, documents: int, seed: int)
     return made
 
 
-def _make_model(directory: Path, config: dict[str, Any], seed: int) -> None:
+def make_model(directory: Path, config: dict[str, Any], seed: int) -> None:
+    """Write a model with random weights in bfloat16, drawn on a GPU where there is one: a CPU takes minutes."""
     torch.manual_seed(seed)
     values = dict(config)
     found = AutoConfig.for_model(values.pop("model_type"), **values)
-    if not found.tie_word_embeddings or not torch.cuda.is_available():  # a CPU would draw them for minutes
-        write_model(directory, found, seed)
-        return
-    with torch.device("cuda"):
-        model = AutoModelForCausalLM.from_config(found, dtype=torch.bfloat16)
-    model.save_pretrained(directory)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        AutoModelForCausalLM.from_config(found, dtype=torch.bfloat16).save_pretrained(directory)
 
 
 def _write_text(path: Path, documents: int, characters: int) -> None:
@@ -211,77 +189,3 @@ def _source(characters: int) -> str:
     while len(source) < characters:
         source += source
     return source
-
-
-def write_model(directory: Path, config: Any, seed: int) -> None:
-    """Write a causal language model in bfloat16, one file per layer; vectors are 1, as norms are at the start.
-
-    Args:
-        directory: Is made if it is not there.
-        config: A transformers configuration; a head that is tied is not written.
-        seed: Of the values.
-    """
-    directory.mkdir(parents=True, exist_ok=True)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    files: dict[str, dict[str, tuple[int, ...]]] = {}
-    largest = 0
-    tied = id(model.get_output_embeddings()) if config.tie_word_embeddings else None
-    heads = {f"{name}.weight" for name, module in model.named_modules() if id(module) == tied}
-    for name, weight in model.state_dict().items():
-        if name in heads:
-            continue
-        files.setdefault(_file_of(name), {})[name] = tuple(weight.shape)
-        largest = max(largest, weight.numel())
-    pool = torch.randn(min(POOL_VALUES, largest), generator=torch.Generator().manual_seed(seed)).mul_(SCALE).bfloat16()
-    values = memoryview(pool.view(torch.uint8).numpy())
-    with ThreadPoolExecutor(THREADS) as threads:
-        for _ in threads.map(lambda file: _write_file(directory / file, files[file], values), files):
-            pass
-    weights = {name: file for file, shapes in files.items() for name in shapes}
-    nbytes = sum(ITEM * math.prod(shape) for shapes in files.values() for shape in shapes.values())
-    index = {"metadata": {"total_size": nbytes}, "weight_map": weights}
-    atomic_write(directory / "model.safetensors.index.json", json.dumps(index) + "\n")
-    config.architectures, config.dtype = [type(model).__name__], torch.bfloat16
-    config.save_pretrained(directory)
-
-
-def _file_of(name: str) -> str:
-    """Return the name of the file of a weight."""
-    numbers = [part for part in name.split(".") if part.isdigit()]
-    return f"model-{int(numbers[0]):05d}.safetensors" if numbers else "model-rest.safetensors"
-
-
-def _write_file(path: Path, shapes: Mapping[str, tuple[int, ...]], values: memoryview) -> None:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    at = 0
-    for name, shape in shapes.items():
-        size = ITEM * math.prod(shape)
-        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [at, at + size]}
-        at += size
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for number, shape in enumerate(shapes.values()):
-            for part in _parts(shape, values, number):
-                file.write(part)
-
-
-def _parts(shape: tuple[int, ...], values: memoryview, number: int) -> Iterator[memoryview | bytes]:
-    """Yield the bytes of a weight.
-
-    Args:
-        shape: Of the weight.
-        values: Bytes of the values that are repeated.
-        number: Of the weight in its file.
-    """
-    left = ITEM * math.prod(shape)
-    if len(shape) == 1:
-        yield b"\x80\x3f" * (left // ITEM)  # 1 in bfloat16
-        return
-    start = ITEM * (7919 * number) % len(values)
-    while left:
-        part = values[start : start + left]
-        yield part
-        left, start = left - len(part), 0

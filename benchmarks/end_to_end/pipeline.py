@@ -5,12 +5,10 @@ Its steps are read while it runs, and some are printed.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 import shutil
-import signal
 import statistics
 import subprocess
 import sys
@@ -34,8 +32,6 @@ FINISH_S = 60.0
 TAIL = 24
 """Lines of each log that an error has."""
 FRAMES = ("/typer/", "<frozen runpy>", "Extension modules:")
-DUMPS = {"PYTHONFAULTHANDLER": "1"}
-"""Makes a process that is aborted write its stacks."""
 EVERY = 5
 """Steps between two lines of the output."""
 PARTS = ("data_wait", "teacher_wait", "forward_seconds", "loss_seconds", "backward_seconds")
@@ -137,35 +133,21 @@ def run_command(
         follow: Called several times a second; returns whether its steps are done.
 
     Returns:
-        Its exit status; None: it was out of time and is killed, its workers' stacks are in their logs.
+        Its exit status; None: it was out of time and is killed.
     """
     command = [sys.executable, "-m", "xtoken_services.cli", "run", str(directory / "run.toml")]
     with (directory / "xtoken-run.log").open("w", encoding="utf-8") as out:
-        process = subprocess.Popen(
-            command, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, **DUMPS, **(env or {})}
-        )
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, **(env or {})})
     until, done = time.monotonic() + timeout_s, False
     try:
         while (code := process.poll()) is None and time.monotonic() < until:
             if follow() and not done:
                 done, until = True, min(until, time.monotonic() + FINISH_S)
             time.sleep(POLL_S)
-        if code is None and not done:
-            _dump_stacks(directory / "out" / "run.json")
         return code
     finally:
         process.kill()  # its guard ends what it has started
         process.wait()
-
-
-def _dump_stacks(record: Path) -> None:
-    """Let the workers of a run write the stacks of their threads into their logs, which ends them."""
-    with contextlib.suppress(OSError, ValueError):
-        workers = json.loads(record.read_text(encoding="utf-8")).get("workers", {})
-        for pid in [worker["pid"] for worker in workers.values() if worker.get("pid")]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGABRT)
-        time.sleep(1.0)
 
 
 def _teacher_memory(logs: Path) -> dict[str, int]:

@@ -16,7 +16,6 @@ import dataclasses
 import itertools
 import json
 import os
-import statistics
 import time
 from collections.abc import Mapping
 from types import SimpleNamespace
@@ -55,8 +54,8 @@ def serial_loop(
     """Train `steps` steps of `samples` samples, with the package's own loss or (`public`) TRL's.
 
     Returns:
-        Medians after the warm-up: seconds of a step and of its parts, unpadded student tokens per second, and the
-        peak of allocated memory above parameters, gradients and optimiser state, in bytes (0 on the CPU).
+        After the warm-up, unpadded student tokens per second; and the peak of allocated memory above parameters,
+        gradients and optimiser state, in bytes (0 on the CPU).
     """
     os.environ[ENVIRONMENT] = ",".join(f"{name}=reference" for name in op_names())
     student, teacher = (
@@ -70,65 +69,30 @@ def serial_loop(
     optimizer = torch.optim.AdamW(student.parameters(), lr=1e-5, fused=device.type == "cuda")
     batches = _batches(assets, context, samples * (steps + warmup))
     objective = PublicGold(assets, device) if public else _objective(assets, loss, device)
-    clock = _Clock(device)
     standing, rows = 0, []
     for step in range(steps + warmup):
         if step == 1 and device.type == "cuda":
             standing = torch.cuda.memory_allocated() + sum(p.numel() * p.element_size() for p in student.parameters())
             torch.cuda.reset_peak_memory_stats()
-        clock.restart()
-        tokens = 0
+        began, tokens = time.perf_counter(), 0
         for batch in itertools.islice(batches, samples):
             moved = {name: value.to(device) for name, value in batch.items() if isinstance(value, torch.Tensor)}
             tokens += int(batch[schema.INPUT_LENGTHS.name].sum())
             with torch.no_grad():
                 signal = teacher(input_ids=moved["teacher_input_ids"], use_cache=False).logits
-            clock.lap("teacher")
             logits = student(input_ids=moved[schema.INPUT_IDS.name], use_cache=False).logits
-            clock.lap("student forward")
             value, _ = objective(moved, logits, [signal])
-            clock.lap("loss")
             (value / samples).backward()
             del signal, logits, value
-            clock.lap("backward")
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        clock.lap("optimiser")
-        rows.append({"tokens": tokens, **clock.parts, "seconds": sum(clock.parts.values())})
-    peak = torch.cuda.max_memory_allocated() - standing if device.type == "cuda" else 0
-    return {**_figures(rows[warmup:]), "peak_bytes_above_state": peak}
-
-
-def _figures(rows: list[dict[str, float]]) -> dict[str, Any]:
-    """Return the measurements of the steps that count."""
-    names = [name for name in rows[0] if name != "tokens"]
-    return {
-        "tokens_per_second": sum(row["tokens"] for row in rows) / sum(row["seconds"] for row in rows),
-        "median": {name: statistics.median(row[name] for row in rows) for name in names},
-    }
-
-
-class _Clock:
-    """Seconds between laps; waits for the device at each, as a loop that prints its loss does."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.parts: dict[str, float] = {}
-        self._last = 0.0
-
-    def restart(self) -> None:
-        self.parts = {}
-        self._last = self._now()
-
-    def lap(self, name: str) -> None:
-        now = self._now()
-        self.parts[name] = self.parts.get(name, 0.0) + now - self._last
-        self._last = now
-
-    def _now(self) -> float:
-        if self.device.type == "cuda":
+        if device.type == "cuda":
             torch.cuda.synchronize()
-        return time.perf_counter()
+        rows.append((tokens, time.perf_counter() - began))
+    peak = torch.cuda.max_memory_allocated() - standing if device.type == "cuda" else 0
+    kept = rows[warmup:]
+    rate = sum(tokens for tokens, _ in kept) / sum(seconds for _, seconds in kept)
+    return {"tokens_per_second": rate, "peak_bytes_above_state": peak}
 
 
 def _batches(assets: Assets, context: int, count: int) -> Any:

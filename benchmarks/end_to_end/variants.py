@@ -29,7 +29,6 @@ class Variant:
         checkpointing: Activations are recomputed, in the serial loop too.
         mps: NVIDIA's MPS runs, so that processes on one GPU share it instead of taking turns.
         beside: The variant of the same result file that its rate and its losses are compared with, if any.
-        gpus: How many it takes.
         lengths: The distribution of its documents' lengths; empty: all are as long as the context.
         samples: Samples of a step, if not the call's.
         budget: Tokens of a micro-batch at most, if not those of its samples.
@@ -43,7 +42,6 @@ class Variant:
     checkpointing: bool = False
     mps: bool = False
     beside: str = ""
-    gpus: int = 1
     lengths: str = ""
     samples: int = 0
     budget: int = 0
@@ -67,7 +65,6 @@ KEPT: dict[str, dict[str, Any]] = {
     **SHARED,
     "train": {"parallel": "fsdp", "reshard_after_forward": False, "reduce_dtype": "bfloat16"},
 }
-DIVIDED: dict[str, dict[str, Any]] = {"student": {"blockwise_head": True}, "teacher": {"gpus": 2, "content": "hidden"}}
 EIGHT_BITS: dict[str, dict[str, Any]] = {**COMPILED, "teacher": {"compile": True, "fp8": True}}
 PADDED: dict[str, dict[str, Any]] = {**LEAN, "train": {"packing": "off"}}
 MIXED: dict[str, Any] = {"samples": 16, "budget": 16_384, "wide": True}
@@ -102,11 +99,10 @@ VARIANTS = {
     "small_text_packed": Variant(
         "p_kl", LEAN, **SMALL_MODELS, lengths="text", beside="small_text_padded", fixed="small_fixed"
     ),
-    "divided_45b": Variant("p_kl", DIVIDED, wide=True, gpus=2, pair="135m_45b"),
-    "teacher_apart": Variant("p_kl", APART, wide=True, beside="p_kl_hidden_wide", gpus=2),
-    "two_ranks": Variant("p_kl", SHARED, wide=True, beside="p_kl_hidden_wide", gpus=2),
-    "two_ranks_kept": Variant("p_kl", KEPT, wide=True, beside="p_kl_hidden_wide", gpus=2),
-    "two_ranks_mps": Variant("p_kl", KEPT, wide=True, mps=True, beside="p_kl_hidden_wide_mps", gpus=2),
+    "teacher_apart": Variant("p_kl", APART, wide=True, beside="p_kl_hidden_wide"),
+    "two_ranks": Variant("p_kl", SHARED, wide=True, beside="p_kl_hidden_wide"),
+    "two_ranks_kept": Variant("p_kl", KEPT, wide=True, beside="p_kl_hidden_wide"),
+    "two_ranks_mps": Variant("p_kl", KEPT, wide=True, mps=True, beside="p_kl_hidden_wide_mps"),
 }
 
 DEFAULT = ("p_kl_hidden", "p_kl_wide", "h_kl_wide", "p_kl_fp8_wide", "p_kl_hidden_checkpointed", "gold_wide")

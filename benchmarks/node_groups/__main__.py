@@ -14,23 +14,23 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import importlib.util
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 
 import psutil
 import torch
 
-from benchmarks.harness import command_line, write_result
+from benchmarks.harness import command_line, machine, write_result
 from tests.support.tiny_run import TinyAssets, make_assets, steps_of, tiny_spec
 from xtoken_core.config.spec import RunSpec
 from xtoken_services.common.run.resolve import resolve_run
@@ -78,7 +78,7 @@ class Harness:
             if launcher == "torchrun":
                 how = self._by_torchrun(spec, part, victim)
             elif launcher == "ray":
-                with RayNodes(NODES, gpus=self._arguments.device == "cuda") as cluster:
+                with closing(RayNodes(NODES, gpus=self._arguments.device == "cuda")) as cluster:
                     own = {"address": cluster.address, "wait_s": 120.0, "cpus": 5}
                     spec = RunSpec.model_validate({**spec.model_dump(), "ray": own})
                     how = self._supervised(spec, victim, cluster)
@@ -177,18 +177,11 @@ def holds(result: dict[str, Any]) -> bool:
     return "killed" not in result or (result["killed"] is not None and restarts > 0)
 
 
-def machine() -> dict[str, Any]:
+def described() -> dict[str, Any]:
     """Return the hardware and the versions of a result file."""
-    cuda = torch.cuda.is_available()
-    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    versions = {"torch": torch.__version__, "transformers": importlib.metadata.version("transformers")}
-    if cuda:
-        versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    try:
-        versions["ray"] = importlib.metadata.version("ray")
-    except importlib.metadata.PackageNotFoundError:
-        versions["ray"] = "not installed"
-    return {"device": names or platform.machine(), "backend": "nccl" if cuda else "gloo", "versions": versions}
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else None
+    ray = importlib.metadata.version("ray") if importlib.util.find_spec("ray") else None
+    return {**machine(), "backend": "nccl" if nccl else "gloo", "nccl": nccl, "ray": ray}
 
 
 def main(report: Callable[[str], None] = print) -> int:
@@ -208,7 +201,7 @@ def main(report: Callable[[str], None] = print) -> int:
         for part in ("one_group", *(part for part in arguments.parts if part != "one_group")):
             results[part] = harness.run(part)
             results[part]["holds"] = holds(results[part])
-            known = {**machine(), "records": arguments.records, "limit": LIMIT, "parts": results}
+            known = {**described(), "records": arguments.records, "limit": LIMIT, "parts": results}
             write_result(arguments.out, known)
             shown = {name: value for name, value in results[part].items() if name not in ("losses", "account")}
             report(f"{part}: {json.dumps(shown)}")
@@ -253,23 +246,15 @@ class KeptProcess:
             )
             self.starts += 1
 
-    def tree(self) -> list[psutil.Process]:
-        """Return its process and everything that this has started."""
-        if self.process is None:
-            return []
-        try:
-            process = psutil.Process(self.process.pid)
-            return [process, *process.children(recursive=True)]
-        except psutil.NoSuchProcess:
-            return []
-
     def kill(self, *, only_children: bool = False) -> None:
         """Send SIGKILL to the process and everything that it has started, or to the latter only."""
-        for process in self.tree()[only_children:]:
-            try:
-                process.kill()
-            except psutil.NoSuchProcess:
-                continue
+        if self.process is None:
+            return
+        with suppress(psutil.NoSuchProcess):
+            process = psutil.Process(self.process.pid)
+            for each in [process, *process.children(recursive=True)][only_children:]:
+                with suppress(psutil.NoSuchProcess):
+                    each.kill()
 
 
 class TorchrunGroups:
@@ -304,14 +289,11 @@ class TorchrunGroups:
                     "-m", "xtoken_services.cli", "trainer", "--queue", *address,
                 ],
             }  # fmt: skip
-            self.groups.append(
-                {
-                    kind: KeptProcess(
-                        f"node{node}-{kind}", command, env, (directory / f"node{node}-{kind}.log").open("wb")
-                    )
-                    for kind, command in commands.items()
-                }
-            )
+            group = {}
+            for kind, command in commands.items():
+                name = f"node{node}-{kind}"
+                group[kind] = KeptProcess(name, command, env, (directory / f"{name}.log").open("wb"))
+            self.groups.append(group)
 
     def poll(self) -> bool:
         """Start what has to be started; return whether all trainers have finished.
@@ -319,9 +301,8 @@ class TorchrunGroups:
         Raises:
             RuntimeError: A process has failed too often.
         """
-        for group in self.groups:
-            for process in group.values():
-                process.poll()
+        for process in self._processes():
+            process.poll()
         return all(group["trainer"].finished for group in self.groups)
 
     def kill(self, node: int, victim: str) -> None:
@@ -335,16 +316,18 @@ class TorchrunGroups:
     @property
     def restarts(self) -> dict[str, int]:
         """Starts beyond the first, by process."""
-        return {process.name: process.starts - 1 for group in self.groups for process in group.values()}
+        return {process.name: process.starts - 1 for process in self._processes()}
+
+    def _processes(self) -> list[KeptProcess]:
+        return [process for group in self.groups for process in group.values()]
 
     def close(self) -> None:
         """End what is left."""
-        for group in self.groups:
-            for process in group.values():
-                process.kill()
-                if process.process is not None:
-                    process.process.wait()
-                process.log.close()
+        for process in self._processes():
+            process.kill()
+            if process.process is not None:
+                process.process.wait()
+            process.log.close()
 
 
 class RayNodes:
@@ -388,13 +371,7 @@ class RayNodes:
         sees = {"env_vars": {"CUDA_VISIBLE_DEVICES": str(number)}} if self._gpus else {}
         return self._cluster.add_node(num_cpus=CPUS, num_gpus=int(self._gpus), object_store_memory=STORE_BYTES, **sees)
 
-    def __enter__(self) -> RayNodes:
-        """Return the cluster."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:  # fmt: skip
+    def close(self) -> None:
         """End the cluster."""
         self._cluster.shutdown()
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from xtoken_services.common.generation.decoding import Decoder
 from xtoken_services.common.generation.sampling import Sampler, Sampling, seed_of
 from xtoken_services.common.generation.vocabulary import Vocabulary
 
@@ -34,7 +35,7 @@ def generation(options: Any, batches: list[int], device: torch.device) -> list[d
         for batch in batches:
             prompts = [np.array(tokenizer(text)["input_ids"]) for text in options.texts[:batch]]
             seeds = [seed_of(0, position, 0) for position in range(len(prompts))]
-            sampler, times, tokens = Sampler(model, vocabulary, settings, fixed_memory=fixed), [], 0
+            sampler, times, tokens = Sampler(model, vocabulary, settings, decoder=Decoder if fixed else None), [], 0
             for _ in range(REPEATS if fixed else 2):
                 began = _now(device)
                 sampled = sampler.complete(prompts, seeds, lambda: None)

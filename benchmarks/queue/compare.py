@@ -3,8 +3,8 @@
     python -m benchmarks.queue.compare COMMIT --rounds 5 --out benchmarks/results/queue_compare.json
 
 Each round starts processes for the commit, for the commit again and for this tree, and has them measure the same parts
-one after the other, a different one first each time: rates, journal and crowd as wholes, single calls and requests to
-the engines in short blocks. So whatever else the machine does changes little between measurements that are compared. A
+one after the other, a different one first each time: rates, journal and crowd as wholes, single calls in
+short blocks. So whatever else the machine does changes little between measurements that are compared. A
 ratio is the median over the rounds of this tree relative to the commit; that of the commit to itself shows how much of
 it is chance. Processor time of single calls is compared as well. The result file is written after every round. The exit
 status is 1 if a ratio is more than 5% worse than that of the commit.
@@ -23,17 +23,16 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.bounds import Bound
 from benchmarks.harness import command_line, write_result
 from benchmarks.other_tree import ROOT, checkout, environment
 from benchmarks.queue import source_tree
 from benchmarks.queue.__main__ import IN_FLIGHT, ROUNDS, TRANSPORTS, machine, rounded
-from benchmarks.queue.bounds import latency_bounds, queue_bounds
+from benchmarks.queue.bounds import queue_bounds
 from benchmarks.queue.workload import quantiles
 
 WORST = 0.95
 BLOCKS = 30
-"""Blocks of calls and of requests to the engine per size and side in each round."""
+"""Blocks of calls per size and side in each round."""
 WARM_BLOCKS = 3
 COMMIT, AGAIN, HERE = SIDES = ("commit", "commit again", "here")
 RATES = [f"{transport}_{in_flight}" for transport in TRANSPORTS for in_flight in IN_FLIGHT]
@@ -84,26 +83,20 @@ class Sides:
         return answer
 
 
-def measure_round(sides: Sides, blocks: int, *, only_calls: bool) -> Round:
+def measure_round(sides: Sides, blocks: int) -> Round:
     """Return the figures of each side, all measured once."""
     results: dict[str, dict[str, Any]] = {
         side: {"ours": {}, "plain": {}, "latency": {}, **UNCOMPARED} for side in SIDES
     }
     figures = single_calls(sides, blocks, results)
-    if only_calls:
-        for side in SIDES:
-            figures[side] |= latency_ratios(results[side]["latency"])
-    else:
-        for key in RATES:
-            for side, answer in sides.measure(f"rates {key}").items():
-                results[side]["ours"][key], results[side]["plain"][key] = answer["ours"], answer["plain"]
-        for part in ("journal", "crowd"):
-            for side, answer in sides.measure(part).items():
-                results[side][part] = answer
-        for side in SIDES:
-            figures[side] |= ratios(results[side])
-    for side, speeds in engine_speeds(sides, blocks).items():
-        figures[side] |= speeds
+    for key in RATES:
+        for side, answer in sides.measure(f"rates {key}").items():
+            results[side]["ours"][key], results[side]["plain"][key] = answer["ours"], answer["plain"]
+    for part in ("journal", "crowd"):
+        for side, answer in sides.measure(part).items():
+            results[side][part] = answer
+    for side in SIDES:
+        figures[side] |= ratios(results[side])
     return figures
 
 
@@ -124,21 +117,7 @@ def single_calls(sides: Sides, blocks: int, results: dict[str, dict[str, Any]]) 
     return figures
 
 
-def engine_speeds(sides: Sides, blocks: int) -> Round:
-    """Return requests per second of processor time that each side's engine handles."""
-    speeds: Round = {side: {} for side in SIDES}
-    for name in source_tree.REQUESTS:
-        answers = [sides.measure(f"engine {name}") for _ in range(WARM_BLOCKS + blocks)][WARM_BLOCKS:]
-        for side in SIDES:
-            for call in source_tree.CALLS:
-                spent = statistics.median(one[side][call] for one in answers)
-                speeds[side][f"engine, {call}, {name}"] = 1e6 / spent
-    return speeds
-
-
-def compare(
-    commit: str, directory: Path, here: str, rounds: int, blocks: int, *, only_calls: bool
-) -> Iterator[dict[str, Any]]:
+def compare(commit: str, directory: Path, here: str, rounds: int, blocks: int) -> Iterator[dict[str, Any]]:
     """Measure both trees, and yield the result of all rounds so far after each.
 
     Args:
@@ -146,8 +125,7 @@ def compare(
         directory: Its files.
         here: Name of the commit of this tree.
         rounds: Number of rounds.
-        blocks: Blocks of calls and of requests to the engines, per size, side and round.
-        only_calls: Leave out rates, journal and crowd.
+        blocks: Blocks of calls per size, side and round.
     """
     start = time.perf_counter()
     described = {
@@ -159,7 +137,7 @@ def compare(
     for _ in range(rounds):
         sides = Sides({COMMIT: directory, AGAIN: directory, HERE: ROOT})
         try:
-            measured.append(measure_round(sides, blocks, only_calls=only_calls))
+            measured.append(measure_round(sides, blocks))
         finally:
             sides.close()
         rows = compared(measured)
@@ -190,20 +168,8 @@ def compared(measured: list[Round]) -> list[dict[str, Any]]:
 
 def ratios(result: dict[str, Any]) -> dict[str, float]:
     """Return every bound that is relative to something measured in the same run, larger being better."""
-    return _larger_is_better(queue_bounds(result))
-
-
-def latency_ratios(latency: dict[str, Any]) -> dict[str, float]:
-    """Return the ratios of single calls alone."""
-    return _larger_is_better(latency_bounds(latency))
-
-
-def _larger_is_better(bounds: list[Bound]) -> dict[str, float]:
-    found = {}
-    for bound in bounds:
-        if "relative to" in bound.what and bound.value:
-            found[bound.what] = 1 / bound.value if bound.most else bound.value
-    return found
+    bounds = (bound for bound in queue_bounds(result) if "relative to" in bound.what and bound.value)
+    return {bound.what: 1 / bound.value if bound.most else bound.value for bound in bounds}  # type: ignore[operator,misc]
 
 
 def this_commit() -> str:
@@ -217,14 +183,11 @@ def main() -> int:
     parser = command_line(__doc__, "queue_compare")
     parser.add_argument("commit", help="the commit to compare with")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="how often everything is measured")
-    parser.add_argument("--blocks", type=int, default=BLOCKS, help="of calls and requests per size, side and round")
-    parser.add_argument("--only-calls", action="store_true", help="leave out rates, journal and crowd")
+    parser.add_argument("--blocks", type=int, default=BLOCKS, help="of calls per size, side and round")
     options = parser.parse_args()
     here = this_commit()
     with checkout(options.commit) as directory:
-        for one in compare(
-            options.commit, directory, here, options.rounds, options.blocks, only_calls=options.only_calls
-        ):
+        for one in compare(options.commit, directory, here, options.rounds, options.blocks):
             result = rounded(one)
             write_result(options.out, result)
     for row in result["ratios"]:

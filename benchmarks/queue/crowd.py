@@ -24,21 +24,28 @@ PROCESSES, CONNECTIONS = 4, 250
 RUN_S = 10.0
 
 
-class Client:
-    """One connection, its session, and the one request that it has open."""
+class Connection:
+    """One connection, its session, and the seconds that its requests took."""
 
-    heads, buffers = pack_columns(small_sample())
-
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: Address, number: int) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: Address) -> None:
         self.socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
         self.socket.linger = 0
         address.authenticate(self.socket)
         self.socket.connect(address.url)
-        self.number = number
         self.waits: list[float] = []
         self.session = ""
-        self._turn = 0
         self._sent = 0.0
+
+
+class Client(Connection):
+    """A connection and the one request that it has open."""
+
+    heads, buffers = pack_columns(small_sample())
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: Address, number: int) -> None:
+        super().__init__(context, address)
+        self.number = number
+        self._turn = 0
 
     def hello(self) -> None:
         """Ask for a session."""

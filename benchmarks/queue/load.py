@@ -23,6 +23,7 @@ import zmq
 from benchmarks.harness import command_line, write_result
 from benchmarks.queue import ours
 from benchmarks.queue.__main__ import machine, rounded
+from benchmarks.queue.crowd import Connection
 from benchmarks.queue.latency import small_sample
 from xtoken_core.data_plane.address import Address
 from xtoken_core.data_plane.frames import receive_frames, send_frames
@@ -51,7 +52,7 @@ def rows(count: int) -> dict[str, Column]:
     return {"input_ids": Column("jagged", "int64", count, (), values, offsets_from_lengths([8] * count))}
 
 
-class Worker:
+class Worker(Connection):
     """One connection that plays one worker of a run.
 
     A queue has one set of trainers, distinguished by rank and replaced together by a newer incarnation, so the trainers
@@ -75,17 +76,11 @@ class Worker:
         self, context: zmq.Context[zmq.Socket[bytes]], address: Address, run: int, role: str, number: int, steps: int,
         counts: Any,
     ) -> None:  # fmt: skip
-        self.socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
-        self.socket.linger = 0
-        address.authenticate(self.socket)
-        self.socket.connect(address.url)
+        super().__init__(context, address)
         self.role, self.name, self.run = role, f"{role} {number} of {run}", run
         self.partition, self.steps, self.counts = f"run {run}", steps, counts
-        self.waits: list[float] = []
         self.done = False
-        self.session = ""
         self._number = 0
-        self._sent = 0.0
         self._may_wait = False
         self._talk = self._work()
         self._send(next(self._talk))

@@ -9,13 +9,10 @@ answer is one line of JSON:
     crowd           1,000 connections
     calls small     a block of single calls to a server at rest beside raw round trips: seconds of each, and
                     microseconds of processor time per call that server and client take, all their threads together
-    engine batch    a block of requests to the engine, without sockets: microseconds of processor time per request, for
-                    decoding, handling, and encoding the reply
 """
 
 from __future__ import annotations
 
-import gc
 import importlib
 import json
 import os
@@ -31,69 +28,16 @@ from typing import Any
 
 sys.path.insert(0, str(Path.cwd()))
 m = importlib.import_module("xtoken_core.wire.messages")
-wire = importlib.import_module("xtoken_core.wire")
 workload = importlib.import_module("benchmarks.queue.workload")
 latency = importlib.import_module("benchmarks.queue.latency")
 ours = importlib.import_module("benchmarks.queue.ours")
 plain = importlib.import_module("benchmarks.queue.plain")
 thousand = importlib.import_module("benchmarks.queue.crowd")
 whole = importlib.import_module("benchmarks.queue.__main__")
-engine = importlib.import_module("xtoken_core.queue.engine")
 
 AT_REST = "ipc_1"
 """The one rate at which the wait before memory is measured is kept."""
 SIZES = {"small": latency.small_sample, "workload": lambda: workload.batch(1)}
-
-REQUESTS = {"batch": 25, "sample": 100, "small": 100}
-COLUMNS = {"batch": workload.batch, "sample": SIZES["workload"], "small": SIZES["small"]}
-CALLS = ("put", "get", "claim", "ack")
-MEMORY_LIMIT = 1 << 33
-
-
-class EngineLoad:
-    """An engine and the requests of one workload.
-
-    Args:
-        name: A key of `REQUESTS`.
-    """
-
-    def __init__(self, name: str) -> None:
-        columns = COLUMNS[name]()
-        heads, buffers = wire.pack_columns(columns)
-        self.requests, self.heads, self.fields = REQUESTS[name], heads, list(columns)
-        self.buffers = [bytes(buffer) for buffer in buffers]
-        self.rows = workload.BATCH if name == "batch" else 1
-        self.engine = engine.Engine(memory_limit=MEMORY_LIMIT, clock=time.monotonic)
-        hello = m.Hello(id="h", versions=[2], name="n", role="bench", incarnation=1)
-        session = self.engine.handle(hello, ()).reply.session
-        self.at = {"session": session, "partition": "p"}
-        tasks = [m.TaskDef(name="a", requires=["input_ids"])]
-        self.engine.handle(m.OpenPartition(id="o", **self.at, tasks=tasks), ())
-        self.number = 0
-        gc.collect()
-        gc.freeze()
-        gc.disable()
-
-    def block(self) -> dict[str, float]:
-        """Return microseconds per request of each call, over one block."""
-        taken = dict.fromkeys(CALLS, 0.0)
-        for _ in range(self.requests):
-            for call, header in self._headers().items():
-                start = time.thread_time()
-                response = self.engine.handle(m.decode_request(header), self.buffers if call == "put" else ())
-                response.frames()
-                m.encode(response.reply)
-                taken[call] += time.thread_time() - start
-        return {call: 1e6 * seconds / self.requests for call, seconds in taken.items()}
-
-    def _headers(self) -> dict[str, bytes]:
-        ids = list(range(self.number * self.rows, (self.number + 1) * self.rows))
-        self.number += 1
-        put = m.Put(id=f"a.{self.number}1", **self.at, ids=ids, columns=self.heads)
-        get = m.Get(id=f"a.{self.number}2", **self.at, ids=ids, fields=self.fields)
-        claim = m.Claim(id=f"a.{self.number}3", **self.at, task="a", count=self.rows, fields=["input_ids"])
-        ack = m.Ack(id=f"a.{self.number}4", **self.at, task="a", ids=ids)
-        return {name: m.encode(request) for name, request in zip(CALLS, (put, get, claim, ack), strict=True)}
 
 
 class SingleCalls:
@@ -146,7 +90,6 @@ class Measurements:
 
     def __init__(self, directory: Path, stack: ExitStack) -> None:
         self._addresses, self._stack = whole.Places(directory), stack
-        self._engines: dict[str, EngineLoad] = {}
         self._calls: SingleCalls | None = None
         self._wait_s = ours.IDLE_WAIT_S
 
@@ -172,12 +115,6 @@ class Measurements:
         if self._calls is None:
             self._calls = SingleCalls(self._addresses, self._stack)
         return self._calls.block(size)
-
-    def engine(self, name: str) -> dict[str, float]:
-        """Measure a block of requests to the engine."""
-        if name not in self._engines:
-            self._engines[name] = EngineLoad(name)
-        return self._engines[name].block()
 
 
 def main() -> None:

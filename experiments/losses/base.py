@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -135,6 +136,18 @@ class ReferenceLoss(ChunkLoss):
             raise ConfigError("this loss reads both tokenizers: run it by xtoken run --loss")
         self.student_bytes, self.teacher_bytes = map(written_bytes, teacher.tokenizers())
 
+    @cached_property
+    def shared(self) -> tuple[Tensor, Tensor]:
+        """The ids of tokens with the same bytes, `[n]` of each side; the lowest id of equal ones."""
+        ids: list[dict[bytes, int]] = [{}, {}]
+        for known, pieces in zip(ids, (self.student_bytes, self.teacher_bytes), strict=True):
+            for index, piece in enumerate(pieces):
+                if piece:
+                    known.setdefault(piece, index)
+        common = [piece for piece in ids[0] if piece in ids[1]]
+        own, other = (torch.tensor([side[piece] for piece in common], device=self.device) for side in ids)
+        return own, other
+
     @classmethod
     def bytes_per_position(cls, student_vocab_size: int, teacher_vocab_size: int) -> int:
         """Return the bytes of both sides' log-probabilities in float32, and the student's gradient.
@@ -241,18 +254,6 @@ def written_bytes(tokenizer: Any) -> list[bytes]:
     """Return by id the bytes of a tokenizer's tokens; empty for specials and for bytes that it writes otherwise."""
     table = token_table(tokenizer)
     return [b"" if index in table.unused_bytes else bytes(piece) for index, piece in enumerate(table.pieces)]
-
-
-def shared_tokens(student: Sequence[bytes], teacher: Sequence[bytes], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the ids of tokens with the same bytes, `[n]` of each side; the lowest id of equal ones."""
-    ids: list[dict[bytes, int]] = [{}, {}]
-    for known, pieces in zip(ids, (student, teacher), strict=True):
-        for index, piece in enumerate(pieces):
-            if piece:
-                known.setdefault(piece, index)
-    common = [piece for piece in ids[0] if piece in ids[1]]
-    own, other = (torch.tensor([side[piece] for piece in common], device=device) for side in ids)
-    return own, other
 
 
 def divergence(p: Tensor, log_p: Tensor, log_q: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from experiments.losses.base import ReferenceLoss, Side, divergence, shared_tokens
+from experiments.losses.base import ReferenceLoss, Side, divergence
 
 
 class GoldBayesianLoss(ReferenceLoss):
@@ -22,7 +22,6 @@ class GoldBayesianLoss(ReferenceLoss):
     def __init__(self, *arguments, **keywords) -> None:  # type: ignore[no-untyped-def]
         """Split both vocabularies into shared tokens and others; arguments as for `Loss`."""
         super().__init__(*arguments, **keywords)
-        self.shared = shared_tokens(self.student_bytes, self.teacher_bytes, self.device)
         sizes = len(self.student_bytes), len(self.teacher_bytes)
         self.others = [
             torch.tensor(sorted(set(range(size)) - set(ids.tolist())), dtype=torch.int64, device=self.device)

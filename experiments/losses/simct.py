@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from experiments.losses.base import ReferenceLoss, Side, divergence, shared_tokens
+from experiments.losses.base import ReferenceLoss, Side, divergence
 
 
 class SimCTLoss(ReferenceLoss):
@@ -18,11 +18,6 @@ class SimCTLoss(ReferenceLoss):
     the only unit of several tokens whose score is known is the text's own. Built from the paper's abstract and a
     description in one sentence, hence "after".
     """
-
-    def __init__(self, *arguments, **keywords) -> None:  # type: ignore[no-untyped-def]
-        """List the shared tokens; arguments as for `Loss`."""
-        super().__init__(*arguments, **keywords)
-        self.shared = shared_tokens(self.student_bytes, self.teacher_bytes, self.device)
 
     def values(self, student: Side, teacher: Side, prepared: Any) -> Tensor:
         """Return `KL(q || p)` over the candidates of each chunk."""

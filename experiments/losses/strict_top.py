@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from experiments.losses.base import ReferenceLoss, Side, divergence, shared_tokens
+from experiments.losses.base import ReferenceLoss, Side, divergence
 
 TOP = 16
 
@@ -17,11 +17,6 @@ class StrictTopLoss(ReferenceLoss):
 
     Other chunks have the value 0.
     """
-
-    def __init__(self, *arguments, **keywords) -> None:  # type: ignore[no-untyped-def]
-        """List the shared tokens; arguments as for `Loss`."""
-        super().__init__(*arguments, **keywords)
-        self.shared = shared_tokens(self.student_bytes, self.teacher_bytes, self.device)
 
     def values(self, student: Side, teacher: Side, prepared: Any) -> Tensor:
         """Return `KL(q || p)` of chunks of one token on both sides."""

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from experiments.losses.base import LOWEST, ReferenceLoss, Side, Tokens, divergence, floored_log, shared_tokens
+from experiments.losses.base import LOWEST, ReferenceLoss, Side, Tokens, divergence, floored_log
 from xtoken_core.losses.alm import bernoulli_kl
 
 Spelled = tuple[Tensor, Tensor]
@@ -43,7 +43,6 @@ class XTokenV6Loss(ReferenceLoss):
     def __init__(self, *arguments, **keywords) -> None:  # type: ignore[no-untyped-def]
         """Spell both vocabularies with each other's tokenizer; arguments as for `Loss`."""
         super().__init__(*arguments, **keywords)
-        self.shared = shared_tokens(self.student_bytes, self.teacher_bytes, self.device)
         assert self.teacher.tokenizers is not None
         student, teacher = self.teacher.tokenizers()
         self.siblings = _siblings(self.student_bytes, teacher), _siblings(self.teacher_bytes, student)

@@ -1,6 +1,6 @@
 """Random commands of random workers, for Hypothesis: the oracle and every driven queue must answer alike."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import hypothesis.strategies as st
@@ -332,6 +332,3 @@ class QueueMachine(RuleBasedStateMachine):
             worker = next((w for w in WORKERS if self.session[w] == session), WORKERS[0])
             self.session[worker] = session
             self.ask(worker, "bye")
-
-
-Make = Callable[[], QueueMachine]

@@ -5,6 +5,7 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -27,16 +28,16 @@ PROFILE = settings(
 numbers = itertools.count()
 
 
-def machine(directory: Path | None) -> QueueMachine:
+def machine(directory: Path | None, kind: Any = QueueMachine, limit: int = LIMIT) -> Any:
     """A machine that drives the queue in memory and, given a directory, a real server."""
 
-    class Both(QueueMachine):
+    class Both(kind):  # type: ignore[misc]
         def queues(self) -> Sequence[Driven]:
             self.stack = ExitStack()
-            found: list[Driven] = [DrivenMemory(LIMIT)]
+            found: list[Driven] = [DrivenMemory(limit)]
             if directory is not None:
                 place = Path(tempfile.mkdtemp(dir=directory))
-                found.append(self.stack.enter_context(driven_server(LIMIT, place)))
+                found.append(self.stack.enter_context(driven_server(limit, place)))
             return found
 
         def teardown(self) -> None:

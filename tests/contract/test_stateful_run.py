@@ -1,17 +1,14 @@
 """The queue in memory and the real server against a model of a run's protocol, by random commands; and its mistakes."""
 
-import tempfile
-from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from tests.contract.driving import TICK_S, Driven, DrivenMemory, driven_server
+from tests.contract.driving import TICK_S
 from tests.contract.run_machine import LIMIT, RunMachine
-from tests.contract.test_stateful import PROFILE
+from tests.contract.test_stateful import PROFILE, machine
 from xtoken_core.queue.samples import Samples
 from xtoken_core.wire import QueueError
 from xtoken_services.queue import server
@@ -19,31 +16,17 @@ from xtoken_services.queue import server
 Patch = pytest.MonkeyPatch
 
 
-def machine(directory: Path | None) -> RunMachine:
-    """A machine that drives the queue in memory and, given a directory, a real server."""
-
-    class Both(RunMachine):
-        def queues(self) -> Sequence[Driven]:
-            self.stack = ExitStack()
-            found: list[Driven] = [DrivenMemory(LIMIT)]
-            if directory is not None:
-                place = Path(tempfile.mkdtemp(dir=directory))
-                found.append(self.stack.enter_context(driven_server(LIMIT, place)))
-            return found
-
-        def teardown(self) -> None:
-            self.stack.close()
-
-    return Both()
-
-
 @pytest.mark.parametrize("examples", [6, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
 def test_queues_run_as_the_model(short_tmp: Path, monkeypatch: Patch, examples: int) -> None:
     monkeypatch.setattr(server, "TICK_S", TICK_S)
-    run_state_machine_as_test(lambda: machine(short_tmp), settings=settings(PROFILE, max_examples=examples))
+    run_state_machine_as_test(
+        lambda: machine(short_tmp, RunMachine, LIMIT), settings=settings(PROFILE, max_examples=examples)
+    )
 
 
 def test_a_rewind_that_keeps_leases_is_detected(monkeypatch: Patch) -> None:
     monkeypatch.setattr(Samples, "reset", lambda self: None)
     with pytest.raises((AssertionError, KeyError, QueueError)):
-        run_state_machine_as_test(lambda: machine(None), settings=settings(PROFILE, max_examples=400))
+        run_state_machine_as_test(
+            lambda: machine(None, RunMachine, LIMIT), settings=settings(PROFILE, max_examples=400)
+        )

@@ -203,9 +203,8 @@ def test_a_look_at_long_documents_reads_two_mebibytes_at_most(assets: TinyAssets
 def test_a_dry_run_warns_of_cut_documents(tiny: Tiny) -> None:
     long = write_jsonl(tiny.path / "long.jsonl", [" ".join(documents(20, seed=n)) for n in range(24)])
     lines = check_run(tiny.spec(data={"path": long}), None)
-    assert any(
-        line.startswith("text: 100% of 24 samples are cut; 64 tokens each on average, about 1,536") for line in lines
-    )
+    assert any(line.startswith("text: 64 tokens each on average, about 1,536") for line in lines)
+    assert sum("samples are cut" in line for line in lines) == 1, "once"
     assert any(line.startswith("warning: 24 of 24 samples are cut at a context") for line in lines), lines
 
 

@@ -22,8 +22,9 @@ from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.dataset.order import record_at
 from xtoken_core.teacher_store.identity import StoreError, identity_of
-from xtoken_core.teacher_store.shards import FRAMES, INDEX, Entry, ShardWriter, drop_records
+from xtoken_core.teacher_store.shards import FRAMES, INDEX, Entry
 from xtoken_core.teacher_store.store import TeacherStore, empty_values
+from xtoken_core.teacher_store.writing import ShardWriter, drop_records
 from xtoken_core.tokenizing import TextTokenizer
 from xtoken_services.cli.store import store_app
 from xtoken_services.common.files.allowed_paths import RefusedError

@@ -126,22 +126,9 @@ def _p_kl(**settings: Any) -> Callable[[torch.dtype, torch.device], Inputs]:
     return make
 
 
-def _p_kl_cross_entropy(head: int, **settings: Any) -> Callable[[torch.dtype, torch.device], Inputs]:
-    """P-KL with targets; the student's head is `head` wider than its vocabulary, and larger there."""
-
-    def make(dtype: torch.dtype, device: torch.device) -> Inputs:
-        return _targets_of(_p_kl(**settings)(dtype, device), head, device)
-
-    return make
-
-
-def _gold_cross_entropy(head: int, **settings: Any) -> Callable[[torch.dtype, torch.device], Inputs]:
-    """Gold with targets; the student's head is `head` wider than its vocabulary, and larger there."""
-
-    def make(dtype: torch.dtype, device: torch.device) -> Inputs:
-        return _targets_of(_gold(**settings)(dtype, device), head, device)
-
-    return make
+def _and_cross_entropy(make_inputs: Any, head: int, **settings: Any) -> Callable[[torch.dtype, torch.device], Inputs]:
+    """An op's inputs with targets; the student's head is `head` wider than its vocabulary, and larger there."""
+    return lambda dtype, device: _targets_of(make_inputs(**settings)(dtype, device), head, device)
 
 
 def _targets_of(inputs: Inputs, head: int, device: torch.device) -> Inputs:
@@ -382,8 +369,8 @@ CASES: dict[str, dict[str, OpCase]] = {
         "prob": _chunked(_p_kl(teacher_average="prob")),
     },
     "p_kl_cross_entropy": {
-        "": _with_targets(_p_kl_cross_entropy(0)),
-        "wide_head_T2": _with_targets(_p_kl_cross_entropy(5, temperature=2.0)),
+        "": _with_targets(_and_cross_entropy(_p_kl, 0)),
+        "wide_head_T2": _with_targets(_and_cross_entropy(_p_kl, 5, temperature=2.0)),
     },
     "chain": {
         "": _chain_case(),
@@ -404,7 +391,7 @@ CASES: dict[str, dict[str, OpCase]] = {
         "untruncated": _chunked(_gold()),
     },
     "gold_cross_entropy": {
-        "cut": _with_targets(_gold_cross_entropy(0, uncommon_topk=6)),
-        "wide_head_T2": _with_targets(_gold_cross_entropy(5, uncommon_topk=100, temperature=2.0)),
+        "cut": _with_targets(_and_cross_entropy(_gold, 0, uncommon_topk=6)),
+        "wide_head_T2": _with_targets(_and_cross_entropy(_gold, 5, uncommon_topk=100, temperature=2.0)),
     },
 }

@@ -252,7 +252,7 @@ def test_vocabularies_of_thousands(dtype, beta):
 def test_from_hidden_states():
     from benchmarks.hidden_states import CONFIGS, SMALL, Workload
 
-    load = Workload(SMALL, CONFIGS["chain"][0], torch.device("cuda"), None, maxima=False)
+    load = Workload(SMALL, CONFIGS["chain"][0], torch.device("cuda"), maxima=False)
     leaves = [x.detach().float().requires_grad_() for x in (load.hidden, load.weight)]
     teacher = load.teacher.hidden.float() @ load.teacher.weight.float().t()
     expected, _ = load.loss(load.batch, leaves[0] @ leaves[1].t(), [teacher])

@@ -13,17 +13,7 @@ from xtoken_core.teacher_store import codec
 from xtoken_core.teacher_store.codec import Array
 from xtoken_core.teacher_store.files import MissingFileError, Part, StoreFiles, open_files
 from xtoken_core.teacher_store.identity import StoreError, StoreIdentity
-from xtoken_core.teacher_store.shards import (
-    ALWAYS,
-    FRAMES,
-    INDEX,
-    MANIFEST,
-    PREFIX,
-    Entry,
-    drop_records,
-    manifest_bytes,
-    read_index,
-)
+from xtoken_core.teacher_store.shards import ALWAYS, INDEX, MANIFEST, PREFIX, Entry, manifest_bytes, read_index
 from xtoken_core.transports.ring import TOPK_SCALARS
 
 BUILD_IT = "build it with xtoken store build"
@@ -205,26 +195,6 @@ class TeacherStore:
             except StoreError as error:
                 errors[record] = str(error)
         return errors
-
-    def drop_damaged(self, records: Iterable[int]) -> list[int]:
-        """Remove those of some records whose checksums do not match, so that a build computes them again; return them.
-
-        Raises:
-            StoreError: The shard of one cannot be read.
-            OutputError: An index cannot be written.
-        """
-        dropped: list[int] = []
-        for record in records:
-            try:
-                if record in self.entries:
-                    self.frame(record)
-            except MissingRecordError:
-                dropped.append(record)
-        for shard in {self.entries[record].shard for record in dropped}:
-            drop_records(self.files, shard.removesuffix(FRAMES) + INDEX, set(dropped))
-        for record in dropped:
-            del self.entries[record]
-        return dropped
 
     @property
     def nbytes(self) -> int:

@@ -20,7 +20,7 @@ from xtoken_services.cli.align import align_app
 from xtoken_services.cli.chain import chain_app
 from xtoken_services.cli.commands import collator, control, export, init, rollout, teacher, trainer
 from xtoken_services.cli.data import data_app
-from xtoken_services.cli.options import DEBUG_VARIABLE, JsonOption
+from xtoken_services.cli.options import DEBUG_VARIABLE
 from xtoken_services.cli.projection import projection_app
 from xtoken_services.cli.queue import queue_app
 from xtoken_services.cli.run import run
@@ -45,18 +45,8 @@ def demo(
     run_demo(out)
 
 
-def version(as_json: JsonOption = False) -> None:
-    """Print the version."""
-    import json
-    from importlib import metadata
-
-    installed = metadata.version("xtoken")
-    typer.echo(json.dumps({"version": installed}) if as_json else installed)
-
-
 COMMANDS = {
-    command.__name__: command
-    for command in (demo, init, run, collator, rollout, teacher, trainer, export, control, version)
+    command.__name__: command for command in (demo, init, run, collator, rollout, teacher, trainer, export, control)
 }
 GROUPS = {
     "runs": runs_app,
@@ -84,7 +74,9 @@ class CommandsInTwoParts(TyperGroup):
 
 def _print_version(requested: bool) -> None:
     if requested:
-        version()
+        from importlib import metadata
+
+        typer.echo(metadata.version("xtoken"))
         raise typer.Exit
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -49,64 +48,51 @@ def check(
     """
     import tempfile
 
+    from xtoken_core.config.spec import read_run_file
     from xtoken_core.dataset import DataIndex
+    from xtoken_services.common.run.defaults import expanded, fill_run_defaults
 
+    if not (files or run):
+        raise ConfigError("name the files to check, or a run file by --run")
     with tempfile.TemporaryDirectory() as scratch:
-        spec = _settings_of(files or [], run, student, teacher, settings or [], Path(scratch))
+        document = expanded(read_run_file(run) if run else {"student": ".", "output": scratch})
+        if files:
+            kept = document["data"] if isinstance(document.get("data"), dict) else {}
+            document["data"] = {**kept, "path": [str(file.absolute()) for file in files]}
+            document["data"].pop("sources", None)
+        given = {"student": student, "teacher": teacher}
+        models = [f"{name}.model={json.dumps(str(path.absolute()))}" for name, path in given.items() if path]
+        base, source = run.resolve().parent if run else Path.cwd(), str(run or "the check")
+        changes = [*models, *(settings or ())]
+        spec, _ = fill_run_defaults(document | {"eval": "none"}, base, source=source, settings=changes)
         collator = _collator(spec) if run or student else None
-        divides = collator is not None and spec.data.long == "split"
         for file, field in ((file, text.field or spec.data.field) for text in spec.data.texts for file in text.paths):
             with spinner(f"reading {file.name}", quiet=as_json):
                 index = DataIndex.build([file], field=field, cache_dir=Path(scratch))
                 form = next((form for _, form in index.conversations()), None)
-                kinds = _kinds(index, collator, divides=divides)
-            if as_json:
-                typer.echo(json.dumps({"file": str(file), "records": len(index), "form": form, "kinds": kinds}))
-                continue
-            typer.echo(f"{file}: {len(index):,} records" + (f" of {form}, read as messages" if form else ""))
-            for what, kind in kinds.items():
-                first = f"; first: {kind['first']}" if kind["records"] else ""
-                typer.echo(f"  {kind['records']:>12,}  {what}{first}")
+                kinds = _kinds(index, collator, divides=spec.data.long == "split")
+            _print_kinds(file, len(index), form, kinds, as_json=as_json)
 
 
-def _settings_of(
-    files: list[Path],
-    run: Path | None,
-    student: Path | None,
-    teacher: Path | None,
-    settings: Sequence[str],
-    scratch: Path,
-) -> RunSpec:
-    """Return the run that the options describe; without a run file its output is a scratch directory.
-
-    Raises:
-        ConfigError: No text is named, or a setting is wrong.
-    """
-    from xtoken_core.config.spec import read_run_file
-    from xtoken_services.common.run.defaults import expanded, fill_run_defaults
-
-    if run is None and not files:
-        raise ConfigError("name the files to check, or a run file by --run")
-    document = expanded(read_run_file(run) if run else {"student": ".", "output": str(scratch)})
-    if files:
-        document["data"] = {**document.get("data", {}), "path": [str(file.absolute()) for file in files]}
-        document["data"].pop("sources", None)
-    given = {"student": student, "teacher": teacher}
-    models = [f"{name}.model={json.dumps(str(path.absolute()))}" for name, path in given.items() if path]
-    base = run.resolve().parent if run else Path.cwd()
-    source = str(run or "the check")
-    return fill_run_defaults(document | {"eval": "none"}, base, source=source, settings=[*models, *settings])[0]
+def _print_kinds(file: Path, records: int, form: str | None, kinds: dict[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps({"file": str(file), "records": records, "form": form, "kinds": kinds}))
+        return
+    typer.echo(f"{file}: {records:,} record{'s' * (records != 1)}" + (f" of {form}, read as messages" if form else ""))
+    for what, kind in kinds.items():
+        typer.echo(f"  {kind['records']:>12,}  {what}" + (f"; first: {kind['first']}" if kind["records"] else ""))
 
 
 def _collator(spec: RunSpec) -> CrossTokenizerCollator:
+    from xtoken_core.collate import CrossTokenizerCollator
     from xtoken_services.common.run.resolve import prompt_of
-    from xtoken_services.common.text.collation import collator_of
+    from xtoken_services.common.text.collation import collator_with
     from xtoken_services.common.tokenizers.loading import tokenizer_of
 
-    student = tokenizer_of(spec.student, "student")
-    named = [(spec.teacher_name(number), teacher) for number, teacher in enumerate(spec.teacher)]
-    teachers = [tokenizer_of(teacher, name) for name, teacher in named]
-    return collator_of(spec, student, teachers, [prompt_of(name, teacher) for name, teacher in named])
+    named = [("student", spec.student), *((spec.teacher_name(n), teacher) for n, teacher in enumerate(spec.teacher))]
+    student, *teachers = (tokenizer_of(model, name) for name, model in named)
+    prompts = [prompt_of(name, model) for name, model in named[1:]]
+    return collator_with(CrossTokenizerCollator, spec, student, teachers, prompts)
 
 
 def _kinds(index: DataIndex, collator: CrossTokenizerCollator | None, *, divides: bool) -> dict[str, dict[str, Any]]:

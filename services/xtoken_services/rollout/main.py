@@ -23,6 +23,7 @@ from xtoken_core.tasks import answered_prompt
 from xtoken_core.tokenizing import ConversationError, TextTokenizer, UnspellableError
 from xtoken_core.wire import QueueError
 from xtoken_core.wire.messages import Block
+from xtoken_services.common.generation.decoding import Decoder
 from xtoken_services.common.generation.published_weights import Version, read_version, weights_file
 from xtoken_services.common.generation.sampling import Sampler, Sampling, seed_of, spelled_text
 from xtoken_services.common.generation.vocabulary import end_tokens, vocabulary_of
@@ -31,8 +32,8 @@ from xtoken_services.common.models.loading import head_width, load_model, pick_d
 from xtoken_services.common.processes.worker import QueueLink, Worker, worker_session
 from xtoken_services.common.text.collation import (
     MAX_REASON,
+    collator_of,
     end_run,
-    make_collator,
     open_data,
     serve_blocks,
     value_with_route,
@@ -64,7 +65,7 @@ def work(link: QueueLink, *, rank: int, name: str | None) -> None:
         if device.type == "cpu":
             torch.use_deterministic_algorithms(True)
         worker.activity("loading tokenizers")
-        collator = make_collator(run)
+        collator = collator_of(CompletionCollator, run)
         worker.activity("loading the student")
         sampler = make_sampler(run, collator.student, device)
         loop = RolloutLoop(worker, sampler, collator, open_data(run))
@@ -276,7 +277,7 @@ def make_sampler(run: ResolvedRun, tokenizer: TextTokenizer, device: torch.devic
     model = load_model(spec.student, "student", device).eval()  # type: ignore[no-untyped-call]
     vocabulary = vocabulary_of(tokenizer, end_tokens(model), width=head_width(model))
     on_gpu = device.type == "cuda"  # by CUDA graphs: without, a small model waits for the launches of its kernels
-    return Sampler(model, vocabulary.to(device), Sampling.of(spec.rollout), fixed_memory=on_gpu)
+    return Sampler(model, vocabulary.to(device), Sampling.of(spec.rollout), decoder=Decoder if on_gpu else None)
 
 
 def prompt_of(value: Mapping[str, Any], characters: int | None) -> dict[str, Any] | None:

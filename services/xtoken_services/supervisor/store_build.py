@@ -12,8 +12,8 @@ from xtoken_core.errors import XtokenError
 from xtoken_core.regular_files import JSON_LIMIT, read_below
 from xtoken_core.teacher_store.files import open_files
 from xtoken_core.teacher_store.identity import identity_of
-from xtoken_core.teacher_store.shards import remove_damaged_indices, remove_unfinished
 from xtoken_core.teacher_store.store import TeacherStore
+from xtoken_core.teacher_store.writing import drop_damaged, remove_damaged_indices, remove_unfinished
 from xtoken_services.common.run.resume import RESOLVED
 from xtoken_services.common.run.status import RunState
 from xtoken_services.common.stores.store_build import as_part_of, build_spec
@@ -88,7 +88,7 @@ def resolve_build(build: Run, *, store: str, run: RunSpec, verify: bool = False)
     opened = TeacherStore.create(store, identity_of(resolved, 0))
     for name in remove_unfinished(opened.files):
         log.warning("removed %s, which a killed build has left behind", name)
-    for record in opened.drop_damaged(records_of(resolved)) if verify else ():
+    for record in drop_damaged(opened, records_of(resolved)) if verify else ():
         log.warning("record %d of the text is damaged in the store %s: it is computed again", record, store)
     if not any(missing_steps(resolved, opened)):
         build.events.message(COMPLETE)

@@ -32,8 +32,9 @@ from xtoken_core.plan import MicroBatch
 from xtoken_core.regular_files import JSON_LIMIT, read_regular
 from xtoken_core.teacher_store import codec
 from xtoken_core.teacher_store.identity import identity_of
-from xtoken_core.teacher_store.shards import ALWAYS, ShardWriter, Skip, digest_of
+from xtoken_core.teacher_store.shards import ALWAYS, Skip, digest_of
 from xtoken_core.teacher_store.store import TeacherStore, parts_of
+from xtoken_core.teacher_store.writing import ShardWriter
 from xtoken_core.wire import Column
 from xtoken_core.wire.columns import select_rows
 from xtoken_services.common.batches.step_plan import plan_step, ring_shape

@@ -9,7 +9,7 @@ from benchmarks.control import readers as control_readers
 
 def test_a_missed_bound_is_stated() -> None:
     result = pages.result("control")
-    (bound,) = (b for b in control_bounds(result | {"readers": {"slower": 0.0495}}) if "whole runs" in b.what)
+    (bound,) = (b for b in control_bounds(result | {"windows": {"slower": 0.0495}}) if "slow-down" in b.what)
     assert (bound.value_text, bound.must_text, bound.verdict) == ("0.0495", "≤0.03", "fails")
 
 

@@ -88,7 +88,7 @@ def test_memory_that_cannot_be_had_is_one_line_and_no_reason_to_restart(
 
 def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv(cli.DEBUG_VARIABLE, "")
-    CliRunner().invoke(cli.app, ["--debug", "version"])
+    CliRunner().invoke(cli.app, ["--debug", "init", "--help"])
     assert fail_with(InputError("no such file"), monkeypatch) == 2
     said = capsys.readouterr().err.splitlines()
     assert said[0].startswith("Traceback") and said[-1] == "error: no such file"
@@ -117,7 +117,7 @@ def test_help_loads_nothing_heavy() -> None:
     program = block + "sys.argv = ['xtoken', '--help']; c.main()"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    commands = "demo run runs queue collator teacher trainer control align projection chain version"
+    commands = "demo run runs queue collator teacher trainer control align projection chain"
     for command in commands.split():
         assert f"\n  {command} " in done.stdout
 
@@ -152,10 +152,6 @@ def test_json_option() -> None:
 def test_the_package_is_the_command_too() -> None:
     done = subprocess.run([sys.executable, "-m", "xtoken", "--version"], capture_output=True, text=True, check=True)
     assert done.stdout == xtoken("--version").stdout
-
-
-def test_version_as_json() -> None:
-    assert set(json.loads(CliRunner().invoke(cli.app, ["version", "--json"]).stdout)) == {"version"}
 
 
 def test_usage_error() -> None:

@@ -7,6 +7,7 @@ import os
 import pickle
 import struct
 import zipfile
+from contextlib import nullcontext
 from itertools import islice, permutations
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import torch
 
 from tests.support import vocabularies as v
 from tests.support.alignments import table_of
+from tests.support.cases import cases
 from xtoken_core import projection as p
 from xtoken_core.alignment.tables import token_table
 from xtoken_core.errors import InputError, XtokenError
@@ -27,7 +29,7 @@ from xtoken_core.projection.build import (
     similarity,
     special_entries,
 )
-from xtoken_core.projection.files import TopKProjection, check_entries, parse_projection_file, read_topk
+from xtoken_core.projection.files import TopKProjection, check_entries, read_topk
 from xtoken_core.projection.fingerprint import ProjectionFileError, _digest, is_sparse
 from xtoken_core.projection.report import inspect_projection
 from xtoken_core.projection.retokenize import Retokenizer, _without_prepend
@@ -61,21 +63,21 @@ def test_dense_files_come_back(built, tmp_path, suffix):
     assert [f.name for f in tmp_path.iterdir()] == [path.name]
 
 
-def test_the_public_files_are_read(tmp_path):
-    dense, sparse = tmp_path / "dense.pt", tmp_path / "sparse.pt"
-    torch.save(
-        {"indices": torch.tensor([[3], [-1]], dtype=torch.int32), "likelihoods": torch.ones(2, 1).bfloat16()}, dense
-    )
-    indices, values, rows, columns = p.parse_projection_file(dense)
-    assert (indices.tolist(), values.tolist(), rows, columns) == ([[0, 1], [3, -1]], [1.0, 1.0], 2, 4)
-    torch.save({(4, 9): 2, (0, 1): 0.5}, sparse)
-    indices, values, rows, columns = p.parse_projection_file(sparse)
-    assert (indices.tolist(), values.tolist(), rows, columns) == ([[4, 0], [9, 1]], [2.0, 0.5], 5, 10)
-
-
-def test_a_file_without_teacher_ids_has_no_columns(tmp_path):
-    torch.save({"indices": torch.full((2, 2), -1), "likelihoods": torch.zeros(2, 2)}, tmp_path / "p.pt")
-    assert p.parse_projection_file(tmp_path / "p.pt")[2:] == (2, 0)
+@cases(
+    "content, indices, values, rows, columns",
+    (
+        {"indices": torch.tensor([[3], [-1]], dtype=torch.int32), "likelihoods": torch.ones(2, 1).bfloat16()},
+        [[0, 1], [3, -1]], [1.0, 1.0], 2, 4,
+    ),
+    ({(4, 9): 2, (0, 1): 0.5}, [[4, 0], [9, 1]], [2.0, 0.5], 5, 10),
+    ({"indices": torch.full((2, 1), -1), "likelihoods": torch.zeros(2, 1)}, [[0, 1], [-1, -1]], [0.0, 0.0], 2, 0),
+    ({(0, -5): 1.0}, [[0], [-5]], [1.0], 1, 0),
+    ids=["dense", "sparse", "no teacher ids", "below the empty sign"],
+)  # fmt: skip
+def test_the_public_files_are_read(tmp_path, content, indices, values, rows, columns):
+    torch.save(content, tmp_path / "p.pt")
+    found = p.parse_projection_file(tmp_path / "p.pt")
+    assert (found[0].tolist(), found[1].tolist(), *found[2:]) == (indices, values, rows, columns)
 
 
 def test_writing_twice_gives_the_same_bytes(built, tmp_path):
@@ -102,55 +104,41 @@ class Payload:
         return os.system, ("touch /tmp/xtoken-must-not-exist",)
 
 
+WHOLE, NARROW, META = (torch.zeros(1, 1, dtype=torch.long), torch.ones(1, 1), torch.ones(1, 1, device="meta"))
+SAVED = {
+    "code": {"indices": Payload(), "likelihoods": 1},
+    "wide": {"indices": WHOLE.expand(1 << 20, 1 << 12), "likelihoods": NARROW.expand(1 << 20, 1 << 12)},
+    "meta": {"indices": META.long(), "likelihoods": META},
+    "shape": {"indices": torch.zeros(3, 2, dtype=torch.long), "likelihoods": torch.zeros(2, 2)},
+    "nan": {"indices": WHOLE, "likelihoods": NARROW * torch.nan},
+    "ids": {"indices": WHOLE + 2**40, "likelihoods": NARROW},
+    "sparse ids": {(-1, 0): 1.0},
+    "sparse values": {(0, 0): "x"},
+    "list": [1, 2],
+}
+WRITTEN = {
+    "pickle": pickle.dumps({(0, 0): 1}),
+    "garbage": bytes(range(256)),
+    "empty": b"",
+    "header": (2**62).to_bytes(8, "little") + b"{" + b"[" * 5000,
+}
+
+
 def hostile(kind, path, built):
-    if kind == "pickle":
-        path.write_bytes(pickle.dumps({(0, 0): 1}))
-    elif kind == "code":
-        torch.save({"indices": Payload(), "likelihoods": 1}, path)
-    elif kind == "garbage":
-        path.write_bytes(os.urandom(300))
-    elif kind == "empty":
-        path.write_bytes(b"")
-    elif kind == "cut":
-        torch.save({"indices": built.indices, "likelihoods": built.likelihoods}, path)
-        path.write_bytes(path.read_bytes()[:400])
+    if kind in SAVED:
+        torch.save(SAVED[kind], path)
+    elif kind in WRITTEN:
+        path.write_bytes(WRITTEN[kind])
     elif kind == "zip":
         with zipfile.ZipFile(path, "w") as archive:
             archive.writestr("x/data.pkl", b"cos\nsystem\n(S'true'\ntR.")
-    elif kind == "wide":
-        narrow = torch.ones(1, 1)
-        torch.save(
-            {"indices": narrow.long().expand(1 << 20, 1 << 12), "likelihoods": narrow.expand(1 << 20, 1 << 12)}, path
-        )
-    elif kind == "meta":
-        meta = torch.ones(1, 1, device="meta")
-        torch.save({"indices": meta.long(), "likelihoods": meta}, path)
-    elif kind == "shape":
-        torch.save({"indices": torch.zeros(3, 2, dtype=torch.long), "likelihoods": torch.zeros(2, 2)}, path)
-    elif kind == "nan":
-        torch.save({"indices": torch.zeros(1, 1, dtype=torch.long), "likelihoods": torch.full((1, 1), torch.nan)}, path)
-    elif kind == "ids":
-        torch.save({"indices": torch.tensor([[2**40]]), "likelihoods": torch.ones(1, 1)}, path)
-    elif kind == "sparse ids":
-        torch.save({(-1, 0): 1.0}, path)
-    elif kind == "sparse values":
-        torch.save({(0, 0): "x"}, path)
-    elif kind == "list":
-        torch.save([1, 2], path)
-    elif kind == "safetensors":
-        p.write_projection(built, path.with_suffix(".safetensors"))
-        path.write_bytes(path.with_suffix(".safetensors").read_bytes()[:-9])
-    elif kind == "header":
-        path.write_bytes((2**62).to_bytes(8, "little") + b"{" + b"[" * 5000)
+    else:
+        whole = path.with_suffix(".safetensors") if kind == "safetensors" else path
+        p.write_projection(built, whole)
+        path.write_bytes(whole.read_bytes()[: 400 if kind == "cut" else -9])
 
 
-KINDS = "pickle code garbage empty cut zip wide meta shape nan ids|sparse ids|sparse values|list safetensors header"
-
-
-KINDS = [kind for part in KINDS.split("|") for kind in ([part] if part.startswith("sparse") else part.split())]
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*SAVED, *WRITTEN, "zip", "cut", "safetensors"])
 def test_a_hostile_or_damaged_file_is_refused_in_one_line(kind, built, tmp_path):
     path = tmp_path / "p.pt"
     hostile(kind, path, built)
@@ -310,16 +298,16 @@ def test_a_row_of_31_leaves_the_last_slot_to_the_32nd_id():
     assert _reference_last_slot(indices, weights)[0][0].tolist() == list(range(ROW_LIMIT))
 
 
-@pytest.mark.parametrize(("lowest", "refused"), [(-1, False), (-2, True)])
-def test_teacher_ids_begin_at_the_empty_slots_sign(lowest, refused):
-    def check():
-        check_entries("p.pt", torch.tensor([lowest, 3]), torch.ones(2))
-
-    if refused:
-        with pytest.raises(ProjectionFileError, match="teacher ids must be from -1"):
-            check()
-    else:
-        check()
+@cases(
+    "teacher, student, refused",
+    (-1, 0, ""),
+    (-2, 0, "teacher ids must be from -1"),
+    (0, (1 << 26) - 1, ""),
+    (0, 1 << 26, "student ids must be from 0 to 67108863"),
+)
+def test_bounds_of_ids(teacher, student, refused):
+    with pytest.raises(ProjectionFileError, match=refused) if refused else nullcontext():
+        check_entries("p.pt", torch.tensor([teacher, 3]), torch.ones(2), students=torch.tensor([student, 0]))
 
 
 def test_an_archive_without_a_pickle_is_not_sparse(tmp_path: Path):
@@ -361,20 +349,6 @@ def test_a_files_header_ends_at_a_multiple_of_eight(note: str):
     data = safetensors_bytes({"x": torch.arange(3)}, {"note": note})
     (size,) = struct.unpack("<Q", data[:8])
     assert size % 8 == 0 and data[8 + size :] == torch.arange(3).numpy().tobytes()
-
-
-def test_the_largest_student_id():
-    def check(student: int) -> None:
-        check_entries("p.pt", torch.tensor([0]), torch.ones(1), students=torch.tensor([student]))
-
-    check((1 << 26) - 1)
-    with pytest.raises(ProjectionFileError, match="student ids must be from 0 to 67108863"):
-        check(1 << 26)
-
-
-def test_teacher_ids_below_the_empty_sign_make_no_column(tmp_path: Path):
-    torch.save({(0, -5): 1.0}, tmp_path / "p.pt")
-    assert parse_projection_file(tmp_path / "p.pt")[3] == 0
 
 
 def test_a_digest_depends_on_names_and_contents():

@@ -41,9 +41,24 @@ def directories(tmp_path_factory):
     return base
 
 
-def sides(directory):
-    """Options that name the tokenizers in a directory."""
+def sides(directory, **tokenizers):
+    """Options that name the tokenizers in a directory, in which the given ones are written first."""
+    for name, tokenizer in tokenizers.items():
+        tokenizer.save_pretrained(directory / name)
     return ["--student", str(directory / "student"), "--teacher", str(directory / "teacher")]
+
+
+def written(path, *records):
+    """A file of records, of which a text has the field `text`."""
+    records = [{"text": record} if isinstance(record, str) else record for record in records]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return str(path)
+
+
+def checked(*words):
+    """The total of an alignment check without an error."""
+    done = RUNNER.invoke(align_app, ["check", *words, "--json"], catch_exceptions=False)
+    return json.loads(done.stdout)["total"]
 
 
 @cases(
@@ -85,8 +100,7 @@ def test_overlap_counts_spellings():
 
 
 def test_the_projection_commands(directories, tmp_path):
-    student, teacher, out = str(directories / "student"), str(directories / "teacher"), str(tmp_path / "p.safetensors")
-    pair = ["--student", student, "--teacher", teacher]
+    pair, out = sides(directories), str(tmp_path / "p.safetensors")
     done = RUNNER.invoke(projection_app, ["build", *pair, "--out", out], catch_exceptions=False)
     assert done.exit_code == 0 and out in done.output
     shown = RUNNER.invoke(projection_app, ["inspect", out, *pair, "--json"], catch_exceptions=False)
@@ -97,7 +111,7 @@ def test_the_projection_commands(directories, tmp_path):
     text = RUNNER.invoke(projection_app, ["inspect", out, *pair], catch_exceptions=False).output
     assert f"rows               {found['rows']}" in text
     both = RUNNER.invoke(projection_app, ["overlap", *pair, "--json"], catch_exceptions=False)
-    by_directories = RUNNER.invoke(projection_app, ["overlap", student, teacher, "--json"], catch_exceptions=False)
+    by_directories = RUNNER.invoke(projection_app, ["overlap", pair[1], pair[3], "--json"], catch_exceptions=False)
     assert by_directories.stdout == both.stdout
     aligner = aligner_of(v.unigram(), v.byte_level(bos=True))
     common = ({*aligner.student.pieces} & {*aligner.teacher.pieces}) - {b""}
@@ -105,22 +119,19 @@ def test_the_projection_commands(directories, tmp_path):
 
 
 def test_align_check_counts_files_and_total(directories, tmp_path):
-    lines, plain = tmp_path / "texts.jsonl", tmp_path / "code.py"
-    texts = [*v.TEXTS.values()]
-    lines.write_text("\n".join(json.dumps({"body": text}) for text in texts), encoding="utf-8")
+    texts, plain = [*v.TEXTS.values()], tmp_path / "code.py"
+    lines = written(tmp_path / "texts.jsonl", *({"body": text} for text in texts))
     plain.write_text("def f():\n    return '日本'\n", encoding="utf-8")
-    done = RUNNER.invoke(align_app, ["check", *sides(directories), str(lines), str(plain), "--field", "body", "--json"])
+    done = RUNNER.invoke(align_app, ["check", *sides(directories), lines, str(plain), "--field", "body", "--json"])
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
     student = v.unigram()
-    expected = sum(len(student.encode(text)) for text in texts)
-    assert found["files"][str(lines)]["student_tokens"] == expected
+    assert found["files"][lines]["student_tokens"] == sum(len(student.encode(text)) for text in texts)
     for counts in (*found["files"].values(), found["total"]):
         assert counts["correct_chunks"] == counts["chunks"] >= counts["exact_chunks"] > 0
         assert counts["unchunked_student_tokens"] < 0.1 * counts["student_tokens"]
         assert counts["tokens_per_second"] > 0
-    total = found["total"]
-    assert total["chunks"] == sum(counts["chunks"] for counts in found["files"].values())
+    assert found["total"]["chunks"] == sum(counts["chunks"] for counts in found["files"].values())
 
 
 def test_align_check_prints_the_counts_of_one_file_once(directories, tmp_path):
@@ -137,10 +148,8 @@ def test_align_check_counts_decomposed_text_with_a_composing_teacher(tmp_path):
         v.byte_level(257, form=form).save_pretrained(tmp_path / name)
     text = tmp_path / "text.txt"
     text.write_text("cafe\u0301 now", encoding="utf-8")
-    for sides in (("student", "teacher"), ("teacher", "student")):
-        pair = [word for n, s in enumerate(sides) for word in (("--student", "--teacher")[n], str(tmp_path / s))]
-        done = RUNNER.invoke(align_app, ["check", *pair, str(text), "--json"], catch_exceptions=False)
-        counts = json.loads(done.stdout)["total"]
+    for student, teacher in (("student", "teacher"), ("teacher", "student")):
+        counts = checked("--student", str(tmp_path / student), "--teacher", str(tmp_path / teacher), str(text))
         assert {counts["student_tokens"], counts["teacher_tokens"]} == {10, 9}
         assert [counts[f"{kind}chunks"] for kind in ("", "correct_", "exact_", "incorrect_")] == [8, 8, 7, 0]
         assert (counts["unchunked_student_tokens"], counts["unchunked_teacher_tokens"]) == (0, 0)
@@ -148,12 +157,10 @@ def test_align_check_counts_decomposed_text_with_a_composing_teacher(tmp_path):
 
 
 def test_align_check_says_where_the_first_chunk_is_that_does_not_fit(directories, tmp_path):
-    lines = tmp_path / "texts.jsonl"
-    v.wordpiece().save_pretrained(tmp_path / "wordpiece")
-    texts = ["low lower", "newest", "low \u2603 lower", "\u2603"]
-    lines.write_text("\n".join(json.dumps({"text": text}) for text in texts), encoding="utf-8")
-    pair = ["--student", str(directories / "teacher"), "--teacher", str(tmp_path / "wordpiece")]
-    done = RUNNER.invoke(align_app, ["check", *pair, str(lines)])
+    lines = written(tmp_path / "texts.jsonl", "low lower", "newest", "low \u2603 lower", "\u2603")
+    done = RUNNER.invoke(
+        align_app, ["check", *sides(tmp_path, student=v.byte_level(bos=True), teacher=v.wordpiece()), lines]
+    )
     assert done.exit_code == 1
     assert f"the first in {lines}:3:" in str(done.exception)
     assert "incorrect_chunks" in done.output
@@ -175,19 +182,16 @@ def test_align_check_counts_records_and_says_where_the_first_skipped_one_is(dire
 @pytest.mark.parametrize("context", [(), ("--context", "24")], ids=["whole", "cut"])
 def test_align_check_says_where_the_first_token_is_that_has_no_counterpart(directories, tmp_path, context):
     """Neither BOS on one side, nor a space before the text, nor what a cut leaves is one; dropped lines are."""
-    lines = tmp_path / "texts.jsonl"
-    v.wordpiece().save_pretrained(tmp_path / "wordpiece")
     long = " new newer newest" * 9
     texts = ["low lower", "newest" + long, "low\n\n\nlower" + long, "low\nlow"]
-    lines.write_text("\n".join(json.dumps({"text": text}) for text in texts), encoding="utf-8")
-    pair = ["--student", str(directories / "student"), "--teacher", str(tmp_path / "wordpiece")]
-    done = RUNNER.invoke(align_app, ["check", *pair, str(lines), *context, "--json"])
-    found = json.loads(done.stdout)["total"]
+    lines = written(tmp_path / "texts.jsonl", *texts)
+    pair = sides(tmp_path, student=v.unigram(), teacher=v.wordpiece())
+    found = checked(*pair, lines, *context)
     assert found["unchunked_teacher_tokens"] > len(texts)
     assert found["records_with_misfits"] == 2
     first = {"location": f"{lines}:3", "student_tokens": 3, "teacher_tokens": 0, "cause": ""}
     assert found["first_misfit"] == first
-    shown = RUNNER.invoke(align_app, ["check", *pair, str(lines), *context]).output
+    shown = RUNNER.invoke(align_app, ["check", *pair, lines, *context]).output
     assert f"first: {lines}:3: 3 of the student" in shown
 
 
@@ -208,38 +212,29 @@ LACKS = "the {}'s tokenizer has no token for '☃' (U+2603)"
 @pytest.mark.parametrize("side", ["student", "teacher"])
 def test_align_check_names_the_character_that_a_tokenizer_has_no_token_for(tmp_path, make, side):
     other = {"student": "teacher", "teacher": "student"}[side]
-    make().save_pretrained(tmp_path / side)
-    v.byte_level().save_pretrained(tmp_path / other)
-    lines = tmp_path / "texts.jsonl"
-    lines.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("low lower", "low ☃ lower", "low ☃")))
-    done = RUNNER.invoke(align_app, ["check", *sides(tmp_path), str(lines)])
+    lines = written(tmp_path / "texts.jsonl", "low lower", "low ☃ lower", "low ☃")
+    done = RUNNER.invoke(align_app, ["check", *sides(tmp_path, **{side: make(), other: v.byte_level()}), lines])
     assert isinstance(done.exception, XtokenError)
     assert f"the first in {lines}:2: {LACKS.format(side)};" in str(done.exception)
 
 
 def test_align_check_names_the_special_token_in_a_text(tmp_path):
-    v.unigram().save_pretrained(tmp_path / "student")
-    v.byte_level().save_pretrained(tmp_path / "teacher")
-    lines = tmp_path / "texts.jsonl"
-    lines.write_text('{"text": "low"}\n{"text": "low<s>"}\n')
-    done = RUNNER.invoke(align_app, ["check", *sides(tmp_path), str(lines)])
+    lines = written(tmp_path / "texts.jsonl", "low", "low<s>")
+    done = RUNNER.invoke(align_app, ["check", *sides(tmp_path, student=v.unigram(), teacher=v.byte_level()), lines])
     cause = "the text holds the name '<s>' of a special token"
     assert f"{lines}:2: 1 of the student and 3 of the teacher in no chunk: {cause}" in done.output
 
 
 @cases(
     "make, records, reason",
-    (without_alphabet, [{"text": "☃"}, {"text": "☃☃"}], LACKS.format("student")),
-    (lambda: v.unigram(byte_fallback=False, unknown=False), [{"text": "low ☃"}], LACKS.format("student")),
+    (without_alphabet, ["☃", "☃☃"], LACKS.format("student")),
+    (lambda: v.unigram(byte_fallback=False, unknown=False), ["low ☃"], LACKS.format("student")),
     (v.byte_level, [{"messages": [{"role": "assistant", "content": "low"}]}], "has no chat template"),
     ids=["dropped", "refused", "skipped"],
 )
 def test_align_check_fails_where_no_text_can_be_used(tmp_path, make, records, reason):
-    make().save_pretrained(tmp_path / "student")
-    v.byte_level().save_pretrained(tmp_path / "teacher")
-    lines = tmp_path / "texts.jsonl"
-    lines.write_text("".join(json.dumps(record) + "\n" for record in records))
-    done = RUNNER.invoke(align_app, ["check", *sides(tmp_path), str(lines)])
+    lines = written(tmp_path / "texts.jsonl", *records)
+    done = RUNNER.invoke(align_app, ["check", *sides(tmp_path, student=make(), teacher=v.byte_level()), lines])
     assert done.exit_code == 1
     assert isinstance(done.exception, XtokenError)
     assert f"none of {len(records)} texts has a chunk that both sides spell: {lines}:1: " in str(done.exception)
@@ -247,12 +242,8 @@ def test_align_check_fails_where_no_text_can_be_used(tmp_path, make, records, re
 
 
 def test_align_check_goes_on_behind_a_text_without_tokens(tmp_path):
-    v.unigram(byte_fallback=False, unknown=False).save_pretrained(tmp_path / "student")
-    v.byte_level().save_pretrained(tmp_path / "teacher")
-    lines = tmp_path / "texts.jsonl"
-    lines.write_text('{"text": "low ☃"}\n{"text": "low"}\n')
-    done = RUNNER.invoke(align_app, ["check", *sides(tmp_path), str(lines), "--json"], catch_exceptions=False)
-    total = json.loads(done.stdout)["total"]
+    pair = sides(tmp_path, student=v.unigram(byte_fallback=False, unknown=False), teacher=v.byte_level())
+    total = checked(*pair, written(tmp_path / "texts.jsonl", "low ☃", "low"))
     assert (total["records"], total["skipped"], total["incorrect_chunks"]) == (2, 1, 0)
     assert LACKS.format("student") in total["first_skipped"]["reason"]
 
@@ -281,10 +272,7 @@ def test_a_directory_without_a_tokenizer_is_named(directories, tmp_path):
 
 
 def test_inspect_names_every_empty_row_and_escapes_bytes_once(tmp_path):
-    student, teacher = tmp_path / "s", tmp_path / "t"
-    v.unigram(byte_fallback=False).save_pretrained(student)
-    v.byte_level(bos=True).save_pretrained(teacher)
-    pair = ["--student", str(student), "--teacher", str(teacher)]
+    pair = sides(tmp_path, student=v.unigram(byte_fallback=False), teacher=v.byte_level(bos=True))
     out = str(tmp_path / "p.pt")
     built = build_projection(v.unigram(byte_fallback=False), v.byte_level(bos=True), BuildOptions())
     indices, weights = (
@@ -303,8 +291,7 @@ def test_inspect_names_every_empty_row_and_escapes_bytes_once(tmp_path):
 
 
 def test_align_show_prints_both_sides_and_writes_a_page(directories, tmp_path):
-    pair = sides(directories)
-    page = tmp_path / "page.html"
+    pair, page = sides(directories), tmp_path / "page.html"
     done = RUNNER.invoke(align_app, ["show", *pair, "<b> lower 日本", "--html", str(page)], catch_exceptions=False)
     assert done.exit_code == 0
     assert "student:" in done.output and "teacher:" in done.output

@@ -14,7 +14,7 @@ import torch
 from tests.support.vocabularies import fast, tekken, unigram
 from xtoken_core import schema
 from xtoken_core.collate import CollatedRows
-from xtoken_core.collate_generated import Completion, CompletionCollator, marks_of_text
+from xtoken_core.collate_generated import Completion, CompletionCollator
 from xtoken_core.config.eval import EvalSpec, TasksSpec
 from xtoken_core.config.loss import LossConfig
 from xtoken_core.config.resolved import ResolvedModel, ResolvedRun
@@ -28,6 +28,7 @@ from xtoken_core.wire.messages import Block
 from xtoken_services.common.generation.published_weights import Version
 from xtoken_services.common.generation.sampling import Sampled
 from xtoken_services.common.generation.vocabulary import Vocabulary
+from xtoken_services.common.text.collation import marks_of_text
 from xtoken_services.rollout.main import RolloutLoop
 
 STUDENT, TEACHER = tekken(2000), tekken(8000)

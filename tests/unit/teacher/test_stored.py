@@ -16,8 +16,9 @@ from xtoken_core.packing import PackedRow
 from xtoken_core.served_requests import RequestCounts
 from xtoken_core.teacher_store.codec import pack
 from xtoken_core.teacher_store.identity import StoreIdentity, identity_of
-from xtoken_core.teacher_store.shards import ShardWriter, digest_of
+from xtoken_core.teacher_store.shards import digest_of
 from xtoken_core.teacher_store.store import MissingRecordError, TeacherStore, parts_of
+from xtoken_core.teacher_store.writing import ShardWriter
 from xtoken_core.topk_logits import largest_logits, read_topk, write_topk
 from xtoken_services.common.batches.step_plan import ring_shape, topk_settings
 from xtoken_services.common.text.run_order import record_of

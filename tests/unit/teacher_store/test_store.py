@@ -17,17 +17,15 @@ from fsspec.asyn import AsyncFileSystem  # type: ignore[import-untyped]
 
 from xtoken_core.teacher_store.codec import Array, pack
 from xtoken_core.teacher_store.identity import StoreError, StoreIdentity
-from xtoken_core.teacher_store.shards import (
-    ALWAYS,
-    FRAMES,
-    INDEX,
+from xtoken_core.teacher_store.shards import ALWAYS, FRAMES, INDEX, Skip
+from xtoken_core.teacher_store.store import MissingRecordError, TeacherStore, empty_values, is_miss, parts_of
+from xtoken_core.teacher_store.writing import (
     ShardWriter,
-    Skip,
+    drop_damaged,
     drop_records,
     remove_damaged_indices,
     remove_unfinished,
 )
-from xtoken_core.teacher_store.store import MissingRecordError, TeacherStore, empty_values, is_miss, parts_of
 
 BASE: dict[str, Any] = {
     "content": "topk", "text": "a" * 64, "records": 10_000, "append_eos": True, "tokenizer": "b" * 64,
@@ -208,7 +206,7 @@ def test_records_of_a_shard_that_is_gone_are_missing_and_dropped(address: str, d
     frames = opened.frames([7, 3, 9])
     assert {record for record, frame in frames.items() if isinstance(frame, MissingRecordError)} == {3, 9}
     assert bytes(frames[7]) == bytes(opened.frame(7))  # type: ignore[arg-type]
-    assert opened.drop_damaged(range(8)) == [0, 1, 2, 3, 4]
+    assert drop_damaged(opened, range(8)) == [0, 1, 2, 3, 4]
     assert missing(TeacherStore.open(address), range(8)) == [0, 1, 2, 3, 4, 5, 6]
 
 
@@ -274,7 +272,7 @@ def test_damaged_records_are_dropped_for_a_build(tmp_path: Path) -> None:
         content[entry.offset] ^= 1
         (tmp_path / entry.shard).write_bytes(content)
     damaged = TeacherStore.open(str(tmp_path))
-    assert damaged.drop_damaged([*range(12), 50]) == [3, 11]
+    assert drop_damaged(damaged, [*range(12), 50]) == [3, 11]
     for opened in (damaged, TeacherStore.open(str(tmp_path))):
         assert missing(opened, range(20)) == [3, 11]
         np.testing.assert_array_equal(read(opened, 19), values_of(19))

@@ -155,10 +155,6 @@ def test_tensor_that_the_student_does_not_have_is_named(
         read(tmp_path / "c", target)
 
 
-def entry(index: dict[str, Any]) -> dict[str, Any]:
-    return dict(index["tensors"]["even"])
-
-
 @cases(
     "change",
     lambda e: e["parts"][0].update(start=1),

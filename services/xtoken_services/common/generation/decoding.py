@@ -17,9 +17,11 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, Cache
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import CacheLayerMixin
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+
+from xtoken_services.common.generation.sampling import Sample, fixed
 
 log = logging.getLogger("xtoken.rollout")
 
@@ -37,9 +39,6 @@ TOLERANCE = 0.1
 
 FAILURES = (RuntimeError, TypeError, ValueError, IndexError, AttributeError)
 """How a model's code may fail that takes no mask of four dimensions."""
-
-Sample = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
-"""From logits `[B, V]` and uniforms `[B]`: tokens, entropies and log-probabilities, `[B]` each."""
 
 
 def decode_attention(
@@ -233,13 +232,15 @@ class Decoder:
     """Decodes batches of one model.
 
     Args:
-        model: A Hugging Face causal language model.
+        model: A Hugging Face causal language model; its attention is set.
         forward: From ids `[B, 1]`, mask `[B, 1, 1, L]`, positions `[B, 1]` and a cache, the logits `[B, V]`.
         sample: The sampling.
         tokens: Maximum of tokens of a completion.
     """
 
     def __init__(self, model: Any, forward: Callable[..., Tensor], sample: Sample, tokens: int) -> None:
+        if model.config._attn_implementation == "sdpa":
+            model.set_attn_implementation(NAME)
         self.model, self.forward, self.sample, self.max_tokens = model, forward, sample, tokens
         self.device, self.dtype = model.device, model.dtype
         self.memory: list[tuple[Tensor, Tensor]] = []
@@ -379,16 +380,6 @@ def size_for(rows: int) -> int:
     while size < rows:
         size *= 2
     return size
-
-
-def fixed(cache: Any, length: int) -> bool:
-    """Return True if every cache layer holds plain keys and values of at least `length` positions."""
-    layers = getattr(cache, "layers", [])
-    plain = all(
-        type(layer) is DynamicLayer or (type(layer) is DynamicSlidingWindowLayer and layer.sliding_window >= length)
-        for layer in layers
-    )
-    return bool(layers) and plain
 
 
 @contextmanager

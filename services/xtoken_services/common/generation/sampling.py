@@ -7,23 +7,27 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from xtoken_services.common.generation.decoding import NAME as ATTENTION
-from xtoken_services.common.generation.decoding import Batch, Decoder, Sample, fixed
 from xtoken_services.common.generation.published_weights import Version, load_weights
 from xtoken_services.common.generation.vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    from xtoken_services.common.generation.decoding import Batch, Decoder
 
 BLOCK = 256
 """Tokens of the vocabulary whose probabilities are summed before one of them is drawn."""
 BELOW_ONE = 1 - 1e-12
 """Part of a sum of probabilities up to which is drawn: beyond it, rounding could find a token of probability 0."""
+Sample = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+"""From logits `[B, V]` and uniforms `[B]`: tokens, entropies and log-probabilities, `[B]` each."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +86,8 @@ class Sampler:
         model: A Hugging Face causal language model.
         vocabulary: Its tokens.
         settings: Lengths and distribution.
-        fixed_memory: Decode in memory of a fixed size (`decoding.Decoder`), on a GPU by graphs; this sets the model's
-            attention.
+        decoder: Decodes in memory of a fixed size, on a GPU by graphs (`decoding.Decoder`); None: in the model's own
+            cache.
         forward: Computes the model's output; None: the model.
         any_rank: Returns whether its argument is true on any of the ranks that share the model and the prompts.
     """
@@ -94,7 +98,7 @@ class Sampler:
         vocabulary: Vocabulary,
         settings: Sampling,
         *,
-        fixed_memory: bool = False,
+        decoder: type[Decoder] | None = None,
         forward: Callable[..., Any] | None = None,
         any_rank: Callable[[bool], bool] = bool,
     ) -> None:
@@ -106,10 +110,8 @@ class Sampler:
         self._has_positions = "position_ids" in accepted
         self._last = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
         self._decoder: Decoder | None = None
-        if fixed_memory and self._has_positions:
-            if model.config._attn_implementation == "sdpa":
-                model.set_attn_implementation(ATTENTION)
-            self._decoder = Decoder(model, self._logits, self._sample, settings.max_new_tokens)
+        if decoder is not None and self._has_positions:
+            self._decoder = decoder(model, self._logits, self._sample, settings.max_new_tokens)
 
     @property
     def batch_sizes(self) -> list[int]:
@@ -373,3 +375,13 @@ def spelled_text(ids: Sequence[int], pieces: Sequence[bytes]) -> tuple[int, str]
             if spelled[-1] > known + 4:  # the first invalid byte is far from the end: continue before it
                 return spelled_text(ids[: int((spelled <= known + 3).sum())], pieces)
     return 0, ""
+
+
+def fixed(cache: Any, length: int) -> bool:
+    """Return True if every cache layer holds plain keys and values of at least `length` positions."""
+    layers = getattr(cache, "layers", [])
+    plain = all(
+        type(layer) is DynamicLayer or (type(layer) is DynamicSlidingWindowLayer and layer.sliding_window >= length)
+        for layer in layers
+    )
+    return bool(layers) and plain

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -17,7 +19,6 @@ from xtoken_core.model_files import check_model_directory
 from xtoken_services.common.files.allowed_paths import check_allowed
 from xtoken_services.common.models.packed_attention import NAME as PACKED
 from xtoken_services.common.models.packed_attention import check_packing
-from xtoken_services.common.models.tensor_parallel import loading_options
 
 log = logging.getLogger("xtoken.models")
 
@@ -110,6 +111,27 @@ def load_model(
     if packed:
         check_packing(model, what)
     return model
+
+
+def loading_options(directory: Path, gpus: int) -> dict[str, Any]:
+    """Return the arguments with which `from_pretrained` loads one part of a model divided over a process group.
+
+    Args:
+        directory: The model's directory.
+        gpus: Number of GPUs, each with a process; the process group is that of all of them.
+    """
+    if gpus == 1:
+        return {}
+    from transformers.distributed.configuration_utils import DistributedConfig
+
+    styles = importlib.import_module("transformers.distributed.tensor_parallel").ALL_PARALLEL_STYLES
+
+    config: Any = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    layers = {name: style for name, style in (config.base_model_tp_plan or {}).items() if name.startswith("layers.")}
+    plan = {f"model.{name}": style for name, style in layers.items()}
+    if "replicate" in styles:  # since 5.18 a plan is added to the class's own, which divides both
+        plan |= {"lm_head": "replicate", "model.embed_tokens": "replicate"}
+    return {"distributed_config": DistributedConfig(tp_size=gpus, tp_plan=plan)}
 
 
 def check_architecture(directory: Path, what: str) -> None:

@@ -7,7 +7,6 @@ head, without another collective.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -75,25 +74,3 @@ def check_divided(what: str, directory: Path, config: Mapping[str, Any], gpus: i
             f"the {what} ({directory}) cannot be divided over {gpus} GPUs: {reason}: lower teacher.gpus or take "
             "another model"
         )
-
-
-def loading_options(directory: Path, gpus: int) -> dict[str, Any]:
-    """Return the arguments with which `from_pretrained` loads one part of a model divided over a process group.
-
-    Args:
-        directory: The model's directory.
-        gpus: Number of GPUs, each with a process; the process group is that of all of them.
-    """
-    if gpus == 1:
-        return {}
-    from transformers import AutoConfig
-    from transformers.distributed.configuration_utils import DistributedConfig
-
-    styles = importlib.import_module("transformers.distributed.tensor_parallel").ALL_PARALLEL_STYLES
-
-    config: Any = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    layers = {name: style for name, style in (config.base_model_tp_plan or {}).items() if name.startswith("layers.")}
-    plan = {f"model.{name}": style for name, style in layers.items()}
-    if "replicate" in styles:  # since 5.18 a plan is added to the class's own, which divides both
-        plan |= {"lm_head": "replicate", "model.embed_tokens": "replicate"}
-    return {"distributed_config": DistributedConfig(tp_size=gpus, tp_plan=plan)}

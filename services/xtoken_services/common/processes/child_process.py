@@ -22,7 +22,7 @@ from xtoken_core.errors import ConfigError, InputError, XtokenError
 from xtoken_core.regular_files import MIB
 from xtoken_services.common.files.allowed_paths import URLS, VARIABLE, RefusedError
 from xtoken_services.common.processes.logs import QUIET
-from xtoken_services.common.processes.supervised import MARK, PYTHON
+from xtoken_services.common.processes.supervised import MARK, PYTHON, SINGLE_THREADED
 
 MEMORY_LIMIT = 4096 * MIB
 """Largest data segment of a child: heap and private mappings, without mapped files."""
@@ -34,7 +34,6 @@ BUILD_SILENCE_S = 900.0
 """Seconds without progress after which the build of a file about two tokenizers is killed."""
 CHILD = "XTOKEN_CHILD"
 """Variable of a child: one that it starts stays in its session, so that a kill of the group reaches both."""
-SINGLE_THREADED = {"OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 MOST_THREADS = 8
 """Threads of a child with `threads`: their stacks, 64 MiB each in many GPU containers, count as its memory."""
 PASSED = {"PATH", "HOME", "USER", "LOGNAME", "TZ", "TMPDIR", CHILD, MARK, VARIABLE, URLS, *QUIET, *SINGLE_THREADED}

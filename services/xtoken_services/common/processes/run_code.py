@@ -12,8 +12,7 @@ import tempfile
 
 from xtoken_core.errors import ConfigError
 from xtoken_services.common.processes import code_child
-from xtoken_services.common.processes.child_process import SINGLE_THREADED
-from xtoken_services.common.processes.supervised import PYTHON
+from xtoken_services.common.processes.supervised import PYTHON, SINGLE_THREADED
 
 LIMIT_S = 10
 """Seconds of a program, of the clock and of the processor."""

@@ -9,6 +9,7 @@ from setproctitle import setproctitle
 
 PYTHON = (sys.executable, "-P", "-m")
 """Begin of the command line of a Python process: -P keeps the working directory from being searched for modules."""
+SINGLE_THREADED = {"OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 MARK = "XTOKEN_ATTEMPT"
 """Environment variable of every supervised process and its children: the worker and its attempt."""
 

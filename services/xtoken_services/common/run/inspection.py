@@ -140,8 +140,12 @@ def _check_as_workers(request: dict[str, Any], _: Progress) -> list[str]:
         return []
     found = look_at_sample(run, make_collator(run), open_data(run), row_counts(run))
     share, each = found["truncated"] / max(found["positions"], 1), found["tokens"] / max(found["positions"], 1)
-    text = f"text: {share:.0%} of {found['positions']} samples are cut; {each:.0f} tokens each on average, about "
-    return [f"{text}{each * run.positions:,.0f} in all", *left_out_warnings(found, found["positions"]).values()]
+    warnings = left_out_warnings(found, found["positions"])
+    cut = "" if "truncated" in warnings else f"{share:.0%} of {found['positions']} samples are cut; "  # or said twice
+    return [
+        f"text: {cut}{each:.0f} tokens each on average, about {each * run.positions:,.0f} in all",
+        *warnings.values(),
+    ]
 
 
 ACTIONS = {"complete": _complete, "check_start": _check_start, "check_as_workers": _check_as_workers}

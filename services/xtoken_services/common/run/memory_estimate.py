@@ -6,7 +6,6 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +19,6 @@ from xtoken_core.wire.columns import ITEM_SIZES
 from xtoken_services.common.batches.step_plan import ring_shape
 from xtoken_services.common.models.weights import weight_count
 from xtoken_services.common.processes.supervised import supervised
-from xtoken_services.common.run.machine import Machine
 
 if TYPE_CHECKING:  # workers have imported it, a start has no need of it
     import torch
@@ -330,50 +328,6 @@ def memory_uses(run: ResolvedRun, gpu: int, gpus: int, *, rings: bool, evaluates
     """
     uses = all_uses(run, rings=rings, evaluates=evaluates)
     return [use for use in uses if use.where == Where.DEVICE and use.gpu % gpus == gpu]
-
-
-@dataclass(frozen=True)
-class Place:
-    """Memory of one kind, and all that a run takes of it.
-
-    Attributes:
-        name: Its name.
-        uses: The parts.
-        total: What there is; 0 if that is not known.
-    """
-
-    name: str
-    uses: list[MemoryUse]
-    total: int
-
-    @property
-    def needed(self) -> int:
-        """Bytes of all parts."""
-        return sum(use.nbytes for use in self.uses)
-
-
-def places_of(run: ResolvedRun, machine: Machine) -> list[Place]:
-    """Return the memory that a run on one machine takes: of every GPU, the host, and shared memory."""
-    spec, transport = run.spec, run.spec.workers.transport
-    on_gpu = spec.workers.device == "cuda" or (bool(machine.gpu_bytes) and spec.workers.device != "cpu")
-    # Without the bindings "auto" falls back to shared memory (`xtoken_core.transports.factory`).
-    rings = on_gpu and transport not in ("shared_memory", "queue") and (transport != "auto" or has_bindings())
-    uses = [*all_uses(run, rings=rings, on_gpu=on_gpu)] * spec.workers.nodes
-    gpus = max(1, machine.gpus)
-    host = [use for use in uses if use.where != Where.DEVICE or not on_gpu]
-    shared = [use for use in uses if use.where == Where.SHARED]
-    places = [Place("host memory (available)", host, machine.memory_bytes)]
-    if transport != "queue":
-        places.append(Place(SHARED, shared, machine.shared_bytes))
-    devices = [use for use in uses if use.where == Where.DEVICE] if on_gpu else []
-    used = sorted({use.gpu % gpus for use in devices})
-    on_each = [[use for use in devices if use.gpu % gpus == gpu] for gpu in used]
-    return [Place(f"cuda:{gpu}", own, machine.gpu_bytes) for gpu, own in zip(used, on_each, strict=True)] + places
-
-
-def has_bindings() -> bool:
-    """Return whether the bindings of CUDA's runtime are installed, with which a ring can be on a GPU."""
-    return find_spec("cuda") is not None and find_spec("cuda.bindings") is not None
 
 
 def custom_loss_memory(run: ResolvedRun, losses: Sequence[Loss], student_vocab_size: int) -> list[MemoryUse]:

@@ -90,7 +90,8 @@ def tokens_that_fit(spec: RunSpec, machine: Machine) -> int:
         spec: The run, with any micro-batch.
         machine: The machine.
     """
-    from xtoken_services.common.run.memory_estimate import BLOCK_ROWS, places_of
+    from xtoken_services.common.run.memory_estimate import BLOCK_ROWS
+    from xtoken_services.common.run.memory_places import places_of
 
     few, many = (places_of(unresolved(spec, tokens), machine) for tokens in (BLOCK_ROWS, 2 * BLOCK_ROWS))
     fits = [LARGEST * 1.0]

@@ -14,14 +14,13 @@ from xtoken_services.common.run.machine import Machine
 from xtoken_services.common.run.memory_estimate import (
     GIB,
     SHARED,
-    Place,
     Where,
     checkpoint_bytes,
     exceeds_memory,
-    places_of,
     shards,
     weight_bytes,
 )
+from xtoken_services.common.run.memory_places import Place, places_of
 from xtoken_services.common.run.resolve import Progress, file_warnings, resolve_run
 from xtoken_services.common.text.training_text import documents_of
 

@@ -7,14 +7,13 @@ import random
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
 from xtoken_core import schema
 from xtoken_core.collate import PLACE, Counts, CrossTokenizerCollator
-from xtoken_core.collate_generated import CompletionCollator, marks_of_text
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.config.routing import RouteError
 from xtoken_core.config.spec import RunSpec
@@ -31,6 +30,8 @@ from xtoken_services.common.text.training_text import open_text
 from xtoken_services.common.tokenizers.loading import aligners_of, tokenizer_of
 
 log = logging.getLogger("xtoken.worker")
+
+C = TypeVar("C", bound=CrossTokenizerCollator)
 
 MAX_REASON = 2000
 """Longest reason of a tombstone, in characters."""
@@ -54,10 +55,16 @@ def serve_blocks(worker: Worker, fill: Callable[[Block], None]) -> None:
 
 def make_collator(
     run: ResolvedRun, student: Any = None, progress: Callable[[], None] = lambda: None
-) -> CompletionCollator:
-    """Return the run's collator: every tokenizer of it, and an aligner per teacher with its own.
+) -> CrossTokenizerCollator:
+    """Return the run's collator of text; arguments as for `collator_of`."""
+    return collator_of(CrossTokenizerCollator, run, student, progress)
+
+
+def collator_of(kind: type[C], run: ResolvedRun, student: Any = None, progress: Callable[[], None] = lambda: None) -> C:
+    """Return a collator of the run: every tokenizer of it, and an aligner per teacher with its own.
 
     Args:
+        kind: Its class.
         run: The run.
         student: The student's tokenizer; None: it is loaded.
         progress: Called after every teacher's tokenizer; it may raise to stop.
@@ -68,19 +75,20 @@ def make_collator(
     for number, (teacher, same) in enumerate(zip(spec.teacher, run.same_tokenizer, strict=True)):
         teachers.append(None if same else tokenizer_of(teacher, spec.teacher_name(number)))
         progress()
-    return collator_of(spec, student, teachers, [files.prompt for files in run.teachers])
+    return collator_with(kind, spec, student, teachers, [files.prompt for files in run.teachers])
 
 
-def collator_of(spec: RunSpec, student: Any, teachers: Sequence[Any], prompts: Sequence[str]) -> CompletionCollator:
-    """Return a run's collator.
+def collator_with(kind: type[C], spec: RunSpec, student: Any, teachers: Sequence[Any], prompts: Sequence[str]) -> C:
+    """Return a collator of tokenizers that are loaded.
 
     Args:
-        spec: Its settings.
+        kind: Its class.
+        spec: The run's settings.
         student: The student's tokenizer.
         teachers: Each teacher's; None for one that reads the student's rows.
         prompts: What each teacher reads before every text.
     """
-    return CompletionCollator(
+    return kind(
         student_tokenizer=student,
         teacher_tokenizer=teachers,
         aligner=aligners_of(spec, student, teachers),
@@ -102,6 +110,11 @@ def open_data(run: ResolvedRun) -> TextIndex:
     if index.fingerprint != run.data_fingerprint:
         raise ConfigError("the training data has changed since the run was opened: restore it, or start a new run")
     return index
+
+
+def marks_of_text(count: int) -> dict[str, Tensor]:
+    """Return the columns of `schema.ROLLOUT_FIELDS` for rows of ordinary text."""
+    return {field.name: torch.full((count,), field.pad) for field in schema.ROLLOUT_FIELDS}
 
 
 class BadRecordError(InputError):

@@ -49,7 +49,7 @@ class RunView:
         self.began, self.ended = status.began or status.created, status.ended
         self.step, self.steps, self.text_read = status.step, status.steps, status.text_read
         self.workers, self.spec = status.workers, status.spec
-        self.evaluation, self.keeps_best = status.exported, status.keeps_best
+        self.evaluation, self.keeps_best, self.of_teacher = status.exported, status.keeps_best, status.of_teacher
         self.same_tokenizer = same_tokenizer
 
     @property
@@ -136,11 +136,6 @@ class RunView:
     def change(self) -> Difference | None:
         """Change of the bits per byte since step 0; negative is better."""
         return self._status.change
-
-    @property
-    def of_teacher(self) -> str:
-        """The best teacher's result in words."""
-        return self._status.of_teacher
 
     @property
     def tokens_per_second(self) -> float | None:

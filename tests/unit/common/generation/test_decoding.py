@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from xtoken_services.common.generation.decoding import NAME, Batch, log, size_for
+from xtoken_services.common.generation.decoding import NAME, Batch, Decoder, log, size_for
 from xtoken_services.common.generation.sampling import Sampled, Sampler, Sampling, seed_of
 from xtoken_services.common.generation.vocabulary import Vocabulary
 
@@ -36,7 +36,7 @@ def model_of(family: str, device: str = "cpu") -> PreTrainedModel:
 def sampler_of(model: PreTrainedModel, *, fixed_memory: bool) -> Sampler:
     allowed = torch.tensor([True] * 11 + [False] * 5, device=model.device)
     vocabulary = Vocabulary([b"a"] * 16, allowed, frozenset({END}), 0)
-    return Sampler(model, vocabulary, Sampling(50, top_p=0.9), fixed_memory=fixed_memory)
+    return Sampler(model, vocabulary, Sampling(50, top_p=0.9), decoder=Decoder if fixed_memory else None)
 
 
 def completions(sampler: Sampler, *, rows: int = ROWS, longest: int = 7) -> list[Sampled]:
@@ -140,7 +140,7 @@ def test_a_step_reads_nothing_back_to_the_host(family: str, sampling: dict[str, 
     """It would be no graph: tensors without values refuse to be read, and to meet those of another device."""
     model = model_of(family).to(torch.bfloat16).to("meta")  # type: ignore[arg-type]
     vocabulary = Vocabulary([b"a"] * 16, torch.ones(16, dtype=torch.bool, device="meta"), frozenset({END}), 0)
-    sampler = Sampler(model, vocabulary, Sampling(128, **sampling), fixed_memory=True)
+    sampler = Sampler(model, vocabulary, Sampling(128, **sampling), decoder=Decoder)
     decoder = sampler._decoder
     assert decoder is not None
     prompt = torch.zeros(3, 5, dtype=torch.int64, device="meta")

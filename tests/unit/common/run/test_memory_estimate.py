@@ -17,7 +17,7 @@ from xtoken_core.losses.common import LossTeacher
 from xtoken_core.transports.ring import RingShape
 from xtoken_services.common.batches.step_plan import ring_shape
 from xtoken_services.common.processes.supervised import MARK
-from xtoken_services.common.run import memory_estimate
+from xtoken_services.common.run import memory_places
 from xtoken_services.common.run.machine import Machine
 from xtoken_services.common.run.memory_estimate import (
     FLOAT32,
@@ -32,10 +32,10 @@ from xtoken_services.common.run.memory_estimate import (
     exceeds_memory,
     memory_shortage,
     memory_uses,
-    places_of,
     student_bytes,
     weight_bytes,
 )
+from xtoken_services.common.run.memory_places import places_of
 from xtoken_services.common.run.start_checks import check_host
 from xtoken_services.trainer.optimizer import StudentOptimizer
 from xtoken_services.trainer.student import Student
@@ -260,9 +260,9 @@ def test_without_bindings_the_slots_of_auto_are_in_shared_memory(
 ) -> None:
     run = with_models(tmp_path, workers={"transport": "auto", "device": "cuda"})
     machine = Machine(1, gpu_bytes=80 * GIB, memory_bytes=80 * GIB, shared_bytes=1)
-    monkeypatch.setattr(memory_estimate, "has_bindings", lambda: True)
+    monkeypatch.setattr(memory_places, "has_bindings", lambda: True)
     assert "cuda:0" in check_host(run, machine)[-1]
-    monkeypatch.setattr(memory_estimate, "has_bindings", lambda: False)
+    monkeypatch.setattr(memory_places, "has_bindings", lambda: False)
     with pytest.raises(ConfigError, match=r"^/dev/shm has 0\.00 GiB"):
         check_host(run, machine)
 
