@@ -72,8 +72,7 @@ def main() -> int:
         for vocab in (shape.student_vocab, shape.teacher_vocab)
     )
     load = Workload((student.requires_grad_(), teacher), student, 2 * nbytes(student) + nbytes(teacher))
-    rows = []
-    text = draw_text(tables, shape.tokens)
+    rows, text = [], draw_text(tables, shape.tokens)
     backends, forms = arguments.backends.split(","), arguments.forms.split(",")
     for backend, form in product(backends, forms):
         if backend == "reference" and form != "forward":

@@ -73,7 +73,7 @@ def score(state: Path, models: Iterable[str], device: str) -> None:
 
 
 def scored(state: Path, model: str) -> dict[str, float]:
-    """Return the fractions of held-out instructions that a model follows; empty if it has not been asked."""
+    """Return the accuracy of a model on the held-out instructions; empty if it has not been asked."""
     file = _scores(state, model)
     found: dict[str, float] = json.loads(file.read_text()) if file.is_file() else {}
     return found

@@ -212,6 +212,7 @@ def _special_pairs(x: _FlatBatch, unverified: np.ndarray) -> np.ndarray:
         return at
     if np.count_nonzero(roles < 0):
         rows = x.rows.first.searchsorted(at, side="right") - 1
+        # The teachers' rows follow the students' in the batch: modulo their number, a row is its sample.
         unverified[rows[roles == UNKNOWN_ROLE] % len(unverified)] = True
         # A token that is BOS and EOS in one (GPT-2's) begins a row before any text, and ends one elsewhere.
         begins = (x.starts[at] == x.origin[rows]) & (x.sizes[rows] > 0)
@@ -231,7 +232,8 @@ def _special_pairs(x: _FlatBatch, unverified: np.ndarray) -> np.ndarray:
 def _opened(x: _FlatBatch) -> tuple[np.ndarray, np.ndarray]:
     """Return `[n]` bool each: True where a token of the other side begins or its row ends; where it is as long, too."""
     begun = np.zeros(2 * x.length, dtype=x.lengths.dtype)  # [2N]: 0 = no token begins
-    begun[x.starts] = x.lengths  # of several at one byte the last stays: the one that spells something
+    # Of several assignments to one index numpy keeps the last: of tokens at one byte that is the one that spells text.
+    begun[x.starts] = x.lengths
     # The end of a row is a cut too; with a length that no token has it makes no 1-1 pair.
     begun[x.origin + x.sizes] = x.sides.longer
     # The halves are swapped: each side's tokens look at the other side's axis.

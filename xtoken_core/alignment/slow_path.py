@@ -126,7 +126,8 @@ def _source_cuts(x: Walk, y: Walk, student_located: LocatedTokens, teacher_locat
         found.append((source[last], target[last], moved[last]))
     _, at_x, at_y = np.intersect1d(found[0][0], found[1][0], assume_unique=True, return_indices=True)
     cuts, first = np.unique(np.stack([found[0][1][at_x], found[1][1][at_y]], axis=1), axis=0, return_index=True)
-    # What a tokenizer has added in one place is no image of what it has left out there.
+    # What a tokenizer has added in one place is no image of what it has left out there: between two cuts each side must
+    # have a place where its source and its normalised text both continue (`moves`).
     same = np.ones(len(cuts), dtype=bool)
     for moved, at in ((found[0][2], at_x), (found[1][2], at_y)):
         same &= np.diff(moved[at][first], prepend=0) > 0
@@ -134,7 +135,12 @@ def _source_cuts(x: Walk, y: Walk, student_located: LocatedTokens, teacher_locat
 
 
 def _by_spelling(student: RowSide, teacher: RowSide) -> RowChunks:
-    """Compare both sides' spellings: unchanged, normalised by both tokenizers, and at last by common intervals."""
+    """Compare both sides' spellings: unchanged, normalised by both tokenizers, and at last by common intervals.
+
+    A chunk is exact only without doubt: that a tokenizer edits text (`edits`), that only one normalises (`maps_apart`),
+    that spaces agree with and without the one that a tokenizer adds (several ways in `agreeing`), or that a truncated
+    side agrees by chance (`ended`).
+    """
     pipelines = student.pipeline, teacher.pipeline
     edits = any(pipeline.edits for pipeline in pipelines)
     # Unknown bytes are 256 on one side and 257 on the other, so that they never seem to agree.
@@ -275,6 +281,7 @@ def _chunks(student: RowSide, teacher: RowSide, x: Walk, y: Walk, cuts: _Cuts) -
 
 def _members(walk: Walk, cuts: np.ndarray) -> np.ndarray:
     """Return `[n]` int64, the number of cuts before each token; -1 for those that spell nothing between two cuts."""
+    # A token of which nothing is left in the stream belongs to the chunk around it, if it lies inside one.
     inside = walk.erased & ~np.isin(walk.ends, cuts) & (walk.ends > walk.own)
     return np.where(walk.text | inside, np.searchsorted(cuts, walk.ends), -1)
 

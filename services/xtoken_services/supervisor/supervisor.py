@@ -40,10 +40,15 @@ log = logging.getLogger("xtoken.supervisor")
 
 TICK_S = 0.1
 POLL_S = 1.0
+"""Seconds between two questions to the queues; a tick only looks at processes."""
 QUEUE_SILENCE_S = 30.0
+"""Silence after which a queue is killed: far longer than its slowest request."""
 GRACE_S = 30.0
+"""Time that workers have to exit at the end; `workers.stop_timeout_s` replaces it."""
 QUEUE_GRACE_S = 5.0
+"""The queues' time, behind the workers': nothing that they hold is needed any more."""
 RESTART_GRACE_S = 5.0
+"""The time of processes that are only restarted: what they were doing is done again."""
 SUPERVISOR_FAILED = "its supervisor has failed: this is an error in xtoken, see the log"
 
 OUT_OF_MEMORY = (
@@ -242,7 +247,7 @@ class Supervisor:
                     self._fail(node.queue, node.queue.processes[0], why)
                 return
             log.info("%s answers", node.queue.name)
-            self._polled_at = time.monotonic()
+            self._polled_at = time.monotonic()  # it has just answered: no poll is due
 
     def _restart_trainers(self) -> None:
         """Restart the trainers after a queue was lost.
@@ -306,7 +311,7 @@ class Supervisor:
         return f"{describe_exit(process.exit_code)}{f' on {machine}' if machine else ''}"
 
     def _fail(self, group: ProcessGroup, process: ManagedProcess, why: str) -> None:
-        """Restart a group after its policy's delay.
+        """Restart a group after its policy's delay; wait up to `RESTART_GRACE_S` for its other processes to exit.
 
         Raises:
             RunFailed: A restart cannot help, a queue has given up the run, or the group has failed too often.

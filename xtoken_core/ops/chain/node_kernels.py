@@ -213,6 +213,7 @@ def chain_node_kernel(
     FORM: tl.constexpr,
 ):
     """Compute the divergence of one node after the other."""
+    # Forms but the forward KL need sums over all classes before any term: slots are compared twice, first for these.
     FIRST: tl.constexpr = SUMS if FORM != 0.0 else FORM
     program = tl.program_id(0).to(tl.int64)
     flag_ptr += program * flags
@@ -278,7 +279,7 @@ def chain_node_kernel(
                 SLOTS,
                 FIRST,
             )
-            level = kept * 0.0
+            level = kept * 0.0  # a zero of its type, which both ways of the branch below must give
             if FORM != 0.0:
                 rest_p, rest_q = level, level
             tl.debug_barrier()

@@ -356,7 +356,7 @@ def chunk_gradient_of_row(
     pair_ptr, signs_ptr = tables
     head_lse, target, of_loss = token
     V, V_head, scale = sizes
-    count_s = student[7]
+    count_s = student[7]  # the chunk's number of student positions
     factor = scale / (count_s.to(tl.float32) + EPS)
     for start in range(from_v, to_v, BLOCK):
         v = start + tl.arange(0, BLOCK)

@@ -225,8 +225,6 @@ PROTOCOL_CALLS: dict[type[m.Request], Callable[[RunProtocol, Any], m.Reply | Non
     m.Publish: RunProtocol.publish,
     m.Giveup: RunProtocol.give_up,
 }
-
-
 """Calls whose replies have no columns: the protocol answers them itself."""
 
 

@@ -358,6 +358,6 @@ class RunProtocol(RunState):
         drop = [p for p in self.samples.samples if p not in keep or (self.is_prompt(p) and p not in dead)]
         self._drop(drop)
         self.samples.reset()
-        self.slots.route(self.slots.routes)
+        self.slots.route(self.slots.routes)  # `reset` has made samples wait for teachers that do not compare them
         self._recount(start, keep)
         return drop

@@ -354,7 +354,7 @@ class SlotTable:
         task = teacher_task(ring.teacher)
         for sample_id in slot.ids:
             sample = self.samples.samples.get(sample_id)
-            # Back to waiting: the teacher's next session makes the signal again.
+            # `withdraw` makes what waits ready again, for the teacher's next session to compute.
             if sample is not None and sample_id not in self.samples.dead:
                 self.samples.mark(sample, task, Status.WAITING)
                 self.samples.withdraw(sample_id, self.fields[ring.teacher])

@@ -57,6 +57,7 @@ class RunState:
                 "bad_request", f"group {run.group} of {run.groups} has no share of whole blocks in each step"
             )
         ends = (run.prompts, run.prompts if run.last_prompts is None else run.last_prompts)
+        # Both ends have prompts or neither has: a number that falls to 0 would leave steps without completions.
         whole = all(n % run.block_size == 0 and n <= run.samples_per_step for n in ends)
         if not whole or all(ends) != any(ends) or (any(ends) and run.groups > 1):
             raise QueueError(

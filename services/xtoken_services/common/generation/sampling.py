@@ -113,11 +113,6 @@ class Sampler:
         if decoder is not None and self._has_positions:
             self._decoder = decoder(model, self._logits, self._sample, settings.max_new_tokens)
 
-    @property
-    def batch_sizes(self) -> list[int]:
-        """Rows of the batches that were decoded in fixed memory, in the order of their first use."""
-        return self._decoder.sizes if self._decoder is not None else []
-
     def load(self, path: Path) -> Version:
         """Load the published weights in a file; return their version.
 

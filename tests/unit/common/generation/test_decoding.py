@@ -64,7 +64,7 @@ def test_tokens_are_those_of_the_models_own_cache(family: str, sizes: int) -> No
     assert len({len(row.ids) for row in expected}) > 5
     sampler, own = completed(model, fixed_memory=True)
     check_same(expected, own)
-    assert sampler.batch_sizes == [24, 8][:sizes]
+    assert sampler._decoder.sizes == [24, 8][:sizes]
     assert model.config._attn_implementation == NAME
 
 
@@ -123,7 +123,7 @@ def test_steps_that_are_captured_give_the_same_tokens(recorded: bool, caplog: py
     decoder.pool = torch.cuda.graph_pool_handle()
     for rows, longest, sizes in ((9, 3, [16, 8]), (20, 60, [24, 8])):
         check_same(completions(own, rows=rows, longest=longest), completions(graphs, rows=rows, longest=longest))
-        assert graphs.batch_sizes == sizes
+        assert decoder.sizes == sizes
     assert (decoder.pool is not None) == recorded
     assert ("a step by the graph differs from one without it" in caplog.text) == (not recorded)
 
@@ -185,7 +185,7 @@ def test_graphs_are_captured_again_for_longer_prompts_on_any_gpu(caplog: pytest.
 def test_graphs_have_the_tokens_of_single_kernels() -> None:
     model = model_of("llama", "cuda")
     sampler, own = completed(model, fixed_memory=True)
-    assert sampler.batch_sizes == [24, 8]
+    assert sampler._decoder.sizes == [24, 8]
     check_same(own, completed(model, fixed_memory=True)[1])
     _, expected = completed(model, fixed_memory=False)
     same = sum(one.ids == other.ids for one, other in zip(expected, own, strict=True))
