@@ -13,6 +13,7 @@ import numpy as np
 from xtoken_core.alignment.tables import SPECIAL, TokenTable, encode_each, token_table
 from xtoken_core.errors import InputError
 
+NO_TEMPLATE = "has no chat template: it cannot take messages (set chat_template of this model)"
 SHOWN_CHARACTERS = 20
 """Length of the part of a text that an error quotes."""
 _SENTINELS = ("\n", ":", "x", "。")
@@ -133,7 +134,7 @@ class TextTokenizer:
             text = str(value["text"])
             return np.concatenate([self.begin(prefix), self.proceed(text)]) if prefix else self.begin(text)
         if not getattr(self.tokenizer, "chat_template", None):
-            raise ConversationError(f"the {self.name}'s tokenizer has no chat template: it cannot take messages")
+            raise ConversationError(f"the {self.name}'s tokenizer {NO_TEMPLATE}")
         messages, _ = with_system(value["messages"], prefix)
         text = self._apply(messages, add_generation_prompt=True, **self._tools(value.get("tools")))
         return self.encode([text], specials=False)[0]
@@ -156,7 +157,7 @@ class TextTokenizer:
             ConversationError: The tokenizer has no chat template, or it refuses the conversation.
         """
         if not getattr(self.tokenizer, "chat_template", None):
-            raise ConversationError(f"the {self.name}'s tokenizer has no chat template: it cannot take messages")
+            raise ConversationError(f"the {self.name}'s tokenizer {NO_TEMPLATE}")
         shown = self._tools(tools)
         text = self._apply(messages, **shown)
         spans: dict[int, tuple[int, int]] = {}
