@@ -19,6 +19,7 @@ from tests.support.memory_queue import MemoryQueue
 from xtoken_core.compat.task_client import TaskClient
 from xtoken_core.data_plane.zmq_transport import ZmqTransport
 from xtoken_core.errors import QueueUnreachableError
+from xtoken_core.queue.any_partition import any_partition
 from xtoken_core.queue.engine import Engine
 from xtoken_core.wire import messages as m
 from xtoken_core.wire import pack_columns, unpack_columns
@@ -65,7 +66,7 @@ class Driven:
 
     def begin(self) -> Engine:
         """An engine, with what its journal says."""
-        self.engine = engine = Engine(memory_limit=self.limit, clock=self.clock)
+        self.engine = engine = Engine(memory_limit=self.limit, clock=self.clock, opens=any_partition)
         if self.kept is not None:
             self.journal = WriteAheadLog(self.kept, engine)
         self.counted = {

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from xtoken_core.queue.any_partition import any_partition
 from xtoken_core.queue.engine import Engine
 from xtoken_core.queue.partition import PriorLease
 from xtoken_core.queue.run.partition import RunPartition
@@ -49,7 +50,7 @@ class Records:
 
 def empty_engine() -> Engine:
     """Return an engine without partitions."""
-    return Engine(memory_limit=1 << 24, clock=lambda: 0.0)
+    return Engine(memory_limit=1 << 24, clock=lambda: 0.0, opens=any_partition)
 
 
 def replayed(*parts: Records) -> Engine:

@@ -13,7 +13,9 @@ from typing import IO
 from xtoken_core.compat.task_client import TaskClient
 from xtoken_core.data_plane.address import Address
 from xtoken_core.data_plane.zmq_transport import ZmqTransport
+from xtoken_core.queue.any_partition import any_partition
 from xtoken_core.queue.engine import Engine
+from xtoken_services.queue.metrics import Metrics
 from xtoken_services.queue.server import Server
 
 ROOT = Path(__file__).parents[2]
@@ -82,7 +84,9 @@ def queue_process(address: Address, *arguments: str) -> Iterator[subprocess.Pope
 @contextmanager
 def queue_thread(address: Address, *, memory_limit: int, metrics_port: int | None = None) -> Iterator[Server]:
     """The same server on a thread of this process: quick to start."""
-    server = Server(Engine(memory_limit=memory_limit, clock=time.monotonic), address, metrics_port=metrics_port)
+    metrics = None if metrics_port is None else Metrics(metrics_port)
+    engine = Engine(memory_limit=memory_limit, clock=time.monotonic, opens=any_partition)
+    server = Server(engine, address, metrics=metrics)
     thread = threading.Thread(target=server.serve)
     thread.start()
     try:

@@ -210,7 +210,7 @@ def test_metrics_are_served(short_tmp: Path) -> None:
         peer.call("open", partition='odd "name"', tasks=TASKS)
         peer.call("put", partition='odd "name"', ids=[0, 1], columns={"x": ints([1], [2])})
         peer.call("claim", partition='odd "name"', task="a", count=1)
-        url = f"http://127.0.0.1:{server.exporter.port}"
+        url = f"http://127.0.0.1:{server.metrics.port}"
         with urllib.request.urlopen(f"{url}/metrics", timeout=10) as reply:
             text = reply.read().decode()
         with pytest.raises(urllib.error.HTTPError, match="404"):

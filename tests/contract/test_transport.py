@@ -21,6 +21,7 @@ from xtoken_core.compat.task_client import TaskClient
 from xtoken_core.data_plane.address import Address, create_token, read_token
 from xtoken_core.data_plane.zmq_transport import ZmqTransport
 from xtoken_core.errors import ConfigError, InputError, QueueUnreachableError, XtokenError
+from xtoken_core.queue.any_partition import any_partition
 from xtoken_core.queue.engine import Engine
 from xtoken_core.wire import Column, pack_columns
 from xtoken_core.wire import messages as m
@@ -165,13 +166,13 @@ def test_a_socket_in_an_open_directory_is_refused(tmp_path: Path) -> None:
     address = ipc_address(tmp_path / "open")
     (tmp_path / "open").chmod(0o755)
     with pytest.raises(ConfigError, match="chmod 700"):
-        Server(Engine(memory_limit=1 << 20, clock=time.monotonic), address)
+        Server(Engine(memory_limit=1 << 20, clock=time.monotonic, opens=any_partition), address)
 
 
 def test_an_address_in_use_is_said_so(ipc_queue: Address, tcp_queue: Address) -> None:
     for address in (ipc_queue, tcp_queue):
         with pytest.raises(XtokenError, match="in use"):
-            Server(Engine(memory_limit=1 << 20, clock=time.monotonic), address)
+            Server(Engine(memory_limit=1 << 20, clock=time.monotonic, opens=any_partition), address)
 
 
 class Breaker:
@@ -266,7 +267,9 @@ def test_a_late_copy_from_another_connection_leases_nothing(short_tmp: Path) -> 
 
 
 def test_a_claim_repeated_on_a_new_connection_is_granted_once(short_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    server = Server(Engine(memory_limit=1 << 20, clock=time.monotonic), ipc_address(short_tmp / "repeated"))
+    server = Server(
+        Engine(memory_limit=1 << 20, clock=time.monotonic, opens=any_partition), ipc_address(short_tmp / "repeated")
+    )
     sent: list[tuple[bytes, Any]] = []
     monkeypatch.setattr(server, "_send_now", lambda peer, reply, _buffers: sent.append((peer, reply)))
 

@@ -15,6 +15,7 @@ import msgspec
 from xtoken_core.config.spec import parse_run_spec
 from xtoken_core.errors import ConfigError, InputError
 from xtoken_core.model_files import INDEX, SUFFIX, weight_files
+from xtoken_core.queue.any_partition import any_partition
 from xtoken_core.queue.engine import Engine
 from xtoken_core.queue.response import Response
 from xtoken_core.queue.run.names import COLLATOR, TEACHER, TRAINER
@@ -58,7 +59,7 @@ class Peers:
     """An engine with a partition `plain` and a run `a_run`, and the sessions of three workers of the run."""
 
     def __init__(self) -> None:
-        self.engine = Engine(memory_limit=MEMORY, clock=lambda: 0.0)
+        self.engine = Engine(memory_limit=MEMORY, clock=lambda: 0.0, opens=any_partition)
         self.sessions = {role: self._hello(role) for role in (COLLATOR, TEACHER, TRAINER)}
         self.trainer = self.engine.sessions.get(self.sessions[TRAINER]).public_id
         tasks = [m.TaskDef(name="train", requires=["input_ids"])]
@@ -138,14 +139,14 @@ def journal(data: bytes) -> None:
     if data[:1] == b"\0":
         damaged_journal(pieces(data[1:]))
         return
-    queue = Engine(memory_limit=MEMORY, clock=lambda: 0.0)
+    queue = Engine(memory_limit=MEMORY, clock=lambda: 0.0, opens=any_partition)
     try:
         apply(queue, [(head, buffers) for head, *buffers in (pieces(one) or [b""] for one in pieces(data[1:]))])
     except ValueError:
         return
     queue.tick()
     again = [(msgspec.msgpack.encode(head), buffers) for head, buffers in records.snapshot(queue)]
-    apply(Engine(memory_limit=MEMORY, clock=lambda: 0.0), again)
+    apply(Engine(memory_limit=MEMORY, clock=lambda: 0.0, opens=any_partition), again)
 
 
 @cache

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from xtoken_core.compat.task_client import TaskClient
 from xtoken_core.data_plane.transport import Reply, Transport
+from xtoken_core.queue.any_partition import any_partition
 from xtoken_core.queue.engine import Engine
 from xtoken_core.wire import QueueError
 from xtoken_core.wire import messages as m
@@ -16,7 +17,7 @@ class MemoryQueue:
     """Queue that several clients of one process share."""
 
     def __init__(self, *, memory_limit: int = 1 << 30, clock: Callable[[], float] = time.monotonic) -> None:
-        self.engine = Engine(memory_limit=memory_limit, clock=clock)
+        self.engine = Engine(memory_limit=memory_limit, clock=clock, opens=any_partition)
         self.changed = threading.Condition()
 
     def connect(self) -> TaskClient:

@@ -32,7 +32,6 @@ from xtoken_core.queue.response import Response
 from xtoken_core.queue.run.partition import RunPartition
 from xtoken_core.queue.sessions import Session, Sessions
 from xtoken_core.queue.stats import stats_document
-from xtoken_core.queue.tasks.partition import TaskPartition
 from xtoken_core.wire import QueueError, unpack_columns
 from xtoken_core.wire import messages as m
 from xtoken_core.wire.bounds import MAX_AHEAD_S, MAX_DOCUMENT_BYTES, MAX_LANES, MAX_PARTITIONS, MAX_SESSIONS
@@ -49,14 +48,26 @@ NBYTES_OF = attrgetter("store.nbytes")
 class Engine:
     """All partitions and sessions of one queue.
 
+    Args:
+        memory_limit: Bytes of all samples and their bookkeeping, at most.
+        clock: Returns seconds.
+        opens: Returns the partition that a message opens.
+
     Attributes:
         changes: Number of requests so far that may let a waiting one proceed.
         on_change: Callback with every change before it is answered, for the write-ahead log.
         waiting: Callback for the number of requests that wait for a change.
     """
 
-    def __init__(self, *, memory_limit: int, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        *,
+        memory_limit: int,
+        clock: Callable[[], float],
+        opens: Callable[[m.OpenPartition, Sessions], Partition] | None = None,
+    ) -> None:
         self.memory_limit = memory_limit
+        self.opens = opens or run_partition
         self.budget = Budget(memory_limit)
         self.clock = clock
         self.sessions = Sessions()
@@ -308,7 +319,7 @@ class Engine:
                 raise QueueError("too_large", f"a queue holds at most {MAX_PARTITIONS} partitions")
             cost = cost_of_definition(request)
             self.budget.require("partitions", cost, f"partition {request.partition!r}")
-            self.partitions[request.partition] = new_partition(request, self.sessions)
+            self.partitions[request.partition] = self.opens(request, self.sessions)
             self.budget.add("partitions", cost)
         return Response(m.Ok())
 
@@ -333,9 +344,15 @@ class Engine:
         self._hellos.pop(session, None)
 
 
-def new_partition(definition: m.OpenPartition, sessions: Sessions) -> Partition:
-    """Return the partition that a message opens: that of a run, or a generic one."""
-    return (TaskPartition if definition.run is None else RunPartition)(definition, sessions)
+def run_partition(definition: m.OpenPartition, sessions: Sessions) -> Partition:
+    """Return the partition of a run that a message opens.
+
+    Raises:
+        QueueError: It opens one with tasks of its own, for which a queue has to be started by hand.
+    """
+    if definition.run is None:
+        raise QueueError("bad_request", "this is the queue of a run: start one for other tasks by `xtoken queue`")
+    return RunPartition(definition, sessions)
 
 
 READS: frozenset[type[m.Request]] = frozenset(

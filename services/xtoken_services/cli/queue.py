@@ -21,6 +21,7 @@ SILENCE_S = 30.0
 MOST_EVERY_S = 3600.0
 """Time between two updates of a view at most; its session may be silent for three times as long."""
 
+INTERVAL = "interval"
 queue_app = typer.Typer(
     help="Serve a queue, or inspect one.", invoke_without_command=True, pretty_exceptions_enable=False
 )
@@ -48,7 +49,7 @@ def serve_queue(
     ] = None,
     fsync: Annotated[
         str, typer.Option("--fsync", help="When the journal is synced to disk: interval or always.")
-    ] = "interval",
+    ] = INTERVAL,
     metrics_port: Annotated[
         int | None, typer.Option("--metrics-port", min=0, max=65535, help="Serve /metrics on this loopback port.")
     ] = None,
@@ -58,12 +59,18 @@ def serve_queue(
         return
     if bind is None:
         raise typer.BadParameter("an address to serve at is required", param_hint="--bind")
-    from xtoken_services.queue.main import serve
-
     set_up_logging()
-    serve(
+    resolved = None if run is None else _load_resolved(run)
+    if resolved is not None and (journal, metrics_port, fsync) == (None, None, INTERVAL):
+        from xtoken_services.queue.main import serve_run
+
+        serve_run(bind, resolved, token_file=token_file, memory_limit=memory_limit, keys=keys, group=group)
+        return
+    from xtoken_services.queue.standalone import serve_alone
+
+    serve_alone(
         bind,
-        run=None if run is None else _load_resolved(run),
+        run=resolved,
         token_file=token_file,
         memory_limit=memory_limit,
         keys=keys,

@@ -17,52 +17,41 @@ from xtoken_core.queue.engine import Engine
 from xtoken_core.wire import messages as m
 from xtoken_services.queue.memory import one_heap
 from xtoken_services.queue.server import Server
-from xtoken_services.queue.write_ahead_log import WriteAheadLog, check_policy
 
 log = logging.getLogger("xtoken.queue")
 
-DEFAULT_MEMORY = 1 << 30
 
-
-def serve(
-    bind: str,
-    *,
-    run: ResolvedRun | None,
-    token_file: Path | None,
-    memory_limit: int | None,
-    keys: Path | None = None,
-    journal: Path | None = None,
-    fsync: str = "interval",
-    metrics_port: int | None = None,
-    group: int = 0,
+def serve_run(
+    bind: str, run: ResolvedRun, *, token_file: Path | None, memory_limit: int | None, keys: Path | None, group: int
 ) -> None:
-    """Serve until SIGTERM or SIGINT.
+    """Serve the queue of a run's node group until SIGTERM or SIGINT.
 
     Raises:
-        ConfigError: The run has no such node group, or an option needs another one that is not given.
-        XtokenError: The address cannot be served, the run cannot be opened, or the journal cannot be read.
+        ConfigError: The run has no such node group.
+        XtokenError: The address cannot be served, or the run cannot be opened.
     """
+    become_queue()
+    resolved = of_group(run, group)
+    engine = Engine(memory_limit=memory_limit or resolved.spec.queue.memory_limit, clock=time.monotonic)
+    open_run(engine, resolved)
+    serve(Server(engine, Address.parse(bind, token_file, keys)), bind)
+
+
+def become_queue() -> None:
+    """Name the process, and keep all that it allocates from here on in one heap."""
     setproctitle("xtoken queue")
     one_heap()
-    if run is None and group:
-        raise ConfigError(f"--group {group} needs the run whose node group it is: name it by --run")
-    if journal is None and check_policy(fsync) == "always":
-        raise ConfigError(f"--fsync {fsync} needs a journal: name its directory by --journal")
-    address = Address.parse(bind, token_file, keys)
-    resolved = None if run is None else of_group(run, group)
-    limit = memory_limit or (resolved.spec.queue.memory_limit if resolved else DEFAULT_MEMORY)
-    engine = Engine(memory_limit=limit, clock=time.monotonic)
-    log_of_changes = None if journal is None else WriteAheadLog(journal, engine, fsync=fsync)
-    if resolved is not None:
-        open_run(engine, resolved)
-    server = Server(engine, address, journal=log_of_changes, metrics_port=metrics_port)
+
+
+def serve(server: Server, bind: str) -> None:
+    """Serve until SIGTERM or SIGINT."""
 
     def stop(_number: int, _frame: FrameType | None) -> None:
         server.stop()
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
-    log.info("serving at %s, up to %d bytes", bind, limit)
+    log.info("serving at %s, up to %d bytes", bind, server.engine.memory_limit)
     server.serve()
 
 

@@ -17,6 +17,8 @@ from prometheus_client import CollectorRegistry, Counter, disable_created_metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from xtoken_core.errors import XtokenError
+from xtoken_core.queue.engine import Engine
+from xtoken_core.queue.stats import stats_document
 from xtoken_core.wire import messages as m
 
 BUCKETS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
@@ -57,21 +59,35 @@ RUN = (
 
 
 class Metrics:
-    """Registry of a queue's metrics: latencies, recorded by the server, and its statistics, read at each scrape.
+    """A queue's metrics: latencies, recorded by the server, and its statistics, read at each scrape of `/metrics`.
 
     Args:
-        document: Returns the statistics as JSON.
+        port: Loopback port; 0 takes any free one, which `port` names.
+
+    Raises:
+        XtokenError: The port is in use.
     """
 
-    def __init__(self, document: Callable[[], bytes]) -> None:
+    def __init__(self, port: int) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
-        self.registry.register(_StatsCollector(document))
+        self._scrapes = Rendezvous()
+        self.registry.register(_StatsCollector(self._scrapes.fetch))
         self._handled = Durations("request_seconds", "How long an answer took that was given at once.")
         self._waited = Durations("wait_seconds", "How long an answered request had waited.")
         self.registry.register(self._handled)
         self.registry.register(self._waited)
         self._refused = Counter(f"{PREFIX}refused", "Requests refused.", ["code"], registry=self.registry)
+        self._exporter = Exporter(port, self.registry)
+        self.port = self._exporter.port
+
+    def serve(self, engine: Engine) -> None:
+        """Make the statistics if a scrape waits for them; the server's loop calls it."""
+        self._scrapes.serve(lambda: stats_document(engine))
+
+    def close(self) -> None:
+        """Stop serving."""
+        self._exporter.close()
 
     def handled(self, request: m.Request, seconds: float) -> None:
         """Record the latency of a request that was answered at once."""

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from xtoken_core.queue.budget import cost_of_definition
-from xtoken_core.queue.engine import Engine, new_partition
+from xtoken_core.queue.engine import Engine
 from xtoken_core.queue.partition import Partition
 from xtoken_core.queue.run.names import TRAINER
 from xtoken_core.queue.run.partition import RunPartition
@@ -82,7 +82,7 @@ def _apply(engine: Engine, head: r.Record, buffers: Sequence[Buffer]) -> None:
         if head.partition != head.definition.partition:
             raise ValueError(f"partition {head.partition!r} is opened as {head.definition.partition!r}")
         if head.partition not in engine.partitions:
-            engine.partitions[head.partition] = new_partition(head.definition, engine.sessions)
+            engine.partitions[head.partition] = engine.opens(head.definition, engine.sessions)
             engine.budget.add("partitions", cost_of_definition(head.definition))
         return
     part = engine.partitions.get(head.partition)

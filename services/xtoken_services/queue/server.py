@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
 from copy import copy
+from typing import TYPE_CHECKING
 
 import zmq
 
@@ -23,7 +24,6 @@ from xtoken_core.data_plane.frames import (
 )
 from xtoken_core.errors import XtokenError
 from xtoken_core.queue.engine import READS, Engine
-from xtoken_core.queue.stats import stats_document
 from xtoken_core.wire import QueueError
 from xtoken_core.wire import messages as m
 from xtoken_core.wire.bounds import MAX_FRAMES
@@ -32,9 +32,11 @@ from xtoken_services.queue.connection_guard import SPARE_BYTES, ConnectionGuard
 from xtoken_services.queue.connections import address_of, connection_limit, disconnect
 from xtoken_services.queue.endpoint import Endpoint
 from xtoken_services.queue.memory import MemoryTrimmer, freeze_gc
-from xtoken_services.queue.metrics import Exporter, Metrics, Rendezvous
 from xtoken_services.queue.waiting import Waiting, WaitingRequest
-from xtoken_services.queue.write_ahead_log import WriteAheadLog
+
+if TYPE_CHECKING:  # the queue of a run has neither
+    from xtoken_services.queue.metrics import Metrics
+    from xtoken_services.queue.write_ahead_log import WriteAheadLog
 
 log = logging.getLogger("xtoken.queue")
 
@@ -64,7 +66,7 @@ class Server:
         engine: State of the queue.
         address: Address to bind, see `Endpoint`.
         journal: Write-ahead log of every change.
-        metrics_port: Loopback port of `/metrics`; 0 takes any free one, None serves none.
+        metrics: Its metrics, closed with it.
 
     Raises:
         XtokenError: The address is in use or cannot be bound.
@@ -72,14 +74,12 @@ class Server:
     """
 
     def __init__(
-        self, engine: Engine, address: Address, *, journal: WriteAheadLog | None = None, metrics_port: int | None = None
+        self, engine: Engine, address: Address, *, journal: WriteAheadLog | None = None, metrics: Metrics | None = None
     ) -> None:
         self.engine = engine
         self.address = address
-        self.scrapes = Rendezvous()
-        self.metrics = Metrics(self.scrapes.fetch)
+        self.metrics = metrics
         self._journal = journal
-        self.exporter = None if metrics_port is None else Exporter(metrics_port, self.metrics.registry)
         self._endpoint = Endpoint(address, max_frame=engine.memory_limit, max_connections=connection_limit())
         self._guard = ConnectionGuard(
             self._endpoint.connections, engine.memory_limit + SPARE_BYTES, lambda: engine.nbytes + engine.budget.used
@@ -115,8 +115,8 @@ class Server:
                     next_tick = now + TICK_S
                 self._answer_waiting(now)
                 self._send_out()
-                if self.exporter is not None:
-                    self.scrapes.serve(lambda: stats_document(self.engine))
+                if self.metrics is not None:
+                    self.metrics.serve(self.engine)
         finally:
             self.close()
 
@@ -124,8 +124,8 @@ class Server:
         """Close the socket and remove its file."""
         self._guard.close()
         self._endpoint.close()
-        if self.exporter is not None:
-            self.exporter.close()
+        if self.metrics is not None:
+            self.metrics.close()
         if self._journal is not None:
             self._journal.close()
 
@@ -200,7 +200,8 @@ class Server:
         buffers: list[Buffer] = [f.bytes if len(f) < OWN_COPY_BYTES else f.buffer for f in frames[1:]]
         now = time.monotonic()
         if self._answer(peer, request, buffers):
-            self.metrics.handled(request, time.monotonic() - now)
+            if self.metrics is not None:
+                self.metrics.handled(request, time.monotonic() - now)
             # A client whose connection broke sends again on a new one; its first copy must not be answered too.
             self.waiting.discard(request)
             # Only a change can let a waiting request proceed.
@@ -221,7 +222,7 @@ class Server:
     def _retry(self, entry: WaitingRequest) -> bool:
         """Try a waiting request again; False if it still has to wait."""
         done = self._answer(entry.peer, entry.request, waited=True)
-        if done:
+        if done and self.metrics is not None:
             self.metrics.waited(entry.request, time.monotonic() - entry.since)
         return done
 
@@ -250,7 +251,8 @@ class Server:
 
     def _refuse(self, peer: bytes, request_id: str, error: QueueError) -> None:
         log.debug("refused: %s: %s", error.code, error)
-        self.metrics.refused(error.code)
+        if self.metrics is not None:
+            self.metrics.refused(error.code)
         self._send(peer, m.Failure(id=request_id, code=error.code, message=str(error)[:4096], detail=error.detail), [])
 
     def _send(self, peer: bytes, reply: m.Reply, buffers: Sequence[memoryview]) -> None:

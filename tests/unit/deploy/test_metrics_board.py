@@ -4,6 +4,7 @@ import json
 import re
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ import yaml
 from fastapi.testclient import TestClient
 from prometheus_client import generate_latest
 
+from xtoken_core.queue.any_partition import any_partition
 from xtoken_core.queue.engine import Engine
-from xtoken_core.queue.stats import stats_document
 from xtoken_services.control.app import create_app
 from xtoken_services.control.runs import Runs
 from xtoken_services.queue.metrics import Metrics
@@ -59,8 +60,14 @@ def names() -> set[str]:
     with TestClient(create_app(Runs(None)), base_url="http://127.0.0.1") as client:
         answer = client.get("/metrics")
     assert answer.status_code == 200
-    engine = Engine(memory_limit=1 << 20, clock=time.monotonic)
-    queue = generate_latest(Metrics(lambda: stats_document(engine)).registry).decode()
+    engine = Engine(memory_limit=1 << 20, clock=time.monotonic, opens=any_partition)
+    metrics = Metrics(0)
+    with ThreadPoolExecutor(1) as scrapes:
+        scrape = scrapes.submit(generate_latest, metrics.registry)
+        while not scrape.done():
+            metrics.serve(engine)
+    metrics.close()
+    queue = scrape.result().decode()
     return served(answer.text) | served(queue)
 
 

@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from tests.unit.queue.run_calls import COLLATOR, leased, make_run, nack, put, put_block, rewind, rows
+from xtoken_core.queue.any_partition import any_partition
 from xtoken_core.queue.budget import (
     BATCH_BYTES,
     COLUMN_BYTES,
@@ -60,13 +61,19 @@ class Worker:
 
 
 def opened(*tasks: m.TaskDef, memory_limit: int = 1 << 20, **definition: Any) -> tuple[Engine, Worker]:
-    engine = Engine(memory_limit=memory_limit, clock=lambda: engine_time[0])
+    engine = Engine(memory_limit=memory_limit, clock=lambda: engine_time[0], opens=any_partition)
     worker = Worker(engine)
     worker.ask(m.OpenPartition, tasks=list(tasks), **definition)
     return engine, worker
 
 
 engine_time = [0.0]
+
+
+def test_the_queue_of_a_run_opens_no_other_tasks() -> None:
+    worker = Worker(Engine(memory_limit=1 << 20, clock=lambda: 0.0))
+    with pytest.raises(QueueError, match="the queue of a run: start one for other tasks by `xtoken queue`"):
+        worker.ask(m.OpenPartition, tasks=[m.TaskDef(name="t", requires=[])])
 
 
 def test_accounts_fit_the_budget() -> None:

@@ -11,6 +11,7 @@ import pytest
 from tests.support.runs import resolved_run
 from xtoken_core.data_plane.address import Address, create_token, read_token
 from xtoken_core.errors import QueueUnreachableError, StaleSessionError
+from xtoken_core.queue.any_partition import any_partition
 from xtoken_core.queue.engine import Engine
 from xtoken_services.common.processes import worker as module
 from xtoken_services.common.processes.worker import QueueLink, StopRequested, worker_session
@@ -23,7 +24,7 @@ def queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str
     monkeypatch.setattr(module, "BEAT_S", 0.02)
     monkeypatch.setattr(module, "EARLY_S", 0.3)
     tmp_path.chmod(0o700)
-    engine = Engine(memory_limit=1 << 20, clock=time.monotonic)
+    engine = Engine(memory_limit=1 << 20, clock=time.monotonic, opens=any_partition)
     server = Server(engine, Address.parse(f"ipc://{tmp_path}/q"))
     thread = threading.Thread(target=server.serve)
     thread.start()
