@@ -83,7 +83,9 @@ def _measured_time(spec: RunSpec, loss: str | None, steps: int) -> str:
         output = Path(directory) / "output"
         result = run_locally(spec.model_copy(update=changes | {"output": output}), show=False, loss=loss)
         if result.exit_code:
-            raise InputError(f"the trial of {MEASURED_STEPS} steps has not completed: {result.error}")
+            raise InputError(
+                f"the trial of {MEASURED_STEPS} steps has not completed: {result.error or 'it was stopped'}"
+            )
         files = [output / "steps.jsonl", *([output / "eval.jsonl"] if spec.eval is not None else ())]
         rows, *evaluated = ([json.loads(line) for line in file.read_text("utf-8").splitlines()] for file in files)
     each = statistics.median(row["seconds"] for row in rows[1:] or rows)

@@ -87,6 +87,8 @@ def _print_dry_run(spec: RunSpec, notes: list[str], loss: str | None, *, measure
 
     for line in check_run(spec, loss, measure=measure):
         typer.echo(line, err=True)
+    if not measure:
+        typer.echo("time: --measure estimates it by a few steps with the real models", err=True)
     typer.echo(resolved_text(spec, notes, as_json=as_json))
 
 

@@ -29,7 +29,8 @@ FLOPS_PER_CORE = 1e10
 EVALUATION_S = 30.0
 BYTES_PER_TOKEN = 4
 LEAST_EVALUATION, MOST_EVALUATION = 16 << 10, 1 << 20
-EVALUATIONS = 10
+EVALUATIONS, LEAST_EVERY = 10, 5
+"""Evaluations of a run, and the fewest steps between two: on a CPU one may take as long as some steps."""
 _DTYPE = "bfloat16 on a GPU, float32 on a CPU"
 FILLED = {
     "output": "runs/NAME",
@@ -38,7 +39,7 @@ FILLED = {
     "teacher.context_length": f"{TEACHER_CONTEXT:g} times the student's, or the model's if less",
     "teacher.dtype": _DTYPE,
     "eval.max_bytes": f"what {EVALUATION_S:.0f} s are enough for, at most 1 MiB",
-    "eval.every": f"a tenth of train.max_steps, or {EvalSpec.model_fields['every'].default}",
+    "eval.every": f"a tenth of train.max_steps, at least {LEAST_EVERY}, or {EvalSpec.model_fields['every'].default}",
     "train.micro_batch_tokens": f"what fits, at most {LARGEST}, on a CPU {CPU_TOKENS}",
 }
 """Settings that models, text and machine decide where a run file leaves them out, and how. Others change with them only
@@ -276,7 +277,8 @@ def _fill_evaluation(defaults: RunDefaults, base: Path) -> None:
         defaults.fill("eval.max_bytes", _evaluation_bytes(defaults, base), "about half a minute on this machine")
         steps = document.get("train", {}).get("max_steps")
         if isinstance(steps, int):
-            defaults.fill("eval.every", max(1, -(-steps // EVALUATIONS)), f"{EVALUATIONS} times in the run")
+            every = max(LEAST_EVERY, -(-steps // EVALUATIONS))
+            defaults.fill("eval.every", every, f"{-(-steps // every)} times in the run")
 
 
 def _hold_back(defaults: RunDefaults, given: Mapping[str, Any], base: Path) -> bool:
@@ -299,7 +301,11 @@ def _hold_back(defaults: RunDefaults, given: Mapping[str, Any], base: Path) -> b
         document.pop("eval", None)
         return False
     if not possible:
-        why = "text is only held back of a single data.path" if several else "no text could be held back"
+        why = (
+            "text is only held back of a single data.path"
+            if several
+            else f"no text could be held back ({HELD_OUT_PERCENT}% of 100 records or more)"
+        )
         if given:
             raise ConfigError(f"eval.{next(iter(given))} is set without eval.path, and {why}: name a text in eval.path")
         defaults.notes.append(f"eval: none, since {why}: name one")

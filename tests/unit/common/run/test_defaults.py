@@ -225,7 +225,10 @@ def test_an_evaluation_without_text(workspace: Path) -> None:
     (workspace / "few.txt").write_text("one\n")
     few = ["data=few.txt", "name=few"]
     spec, notes = load_run(workspace / "short.toml", few, machine=CPU)
-    assert spec.eval is None and "eval: none, since no text could be held back: name one" in notes
+    assert (
+        spec.eval is None
+        and "eval: none, since no text could be held back (2% of 100 records or more): name one" in notes
+    )
     with pytest.raises(ConfigError, match=r"eval\.every is set without eval\.path, and no text could be held back"):
         load_run(workspace / "short.toml", [*few, "eval.every=2"], machine=CPU)
 
