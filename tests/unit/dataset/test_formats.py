@@ -335,7 +335,10 @@ def test_a_check_counts_what_is_used_cut_and_skipped(assets: TinyAssets, tmp_pat
     assert checked(path) == (8, "ShareGPT", {"used": (5, f"{path}:1"), "cut": (0, None), **skipped})
     models = ("--student", assets.student, "--teacher", assets.teacher, "--set", "student.context_length=64")
     without = {
-        "skipped: the student's tokenizer has no chat template: it cannot take messages (set chat_template of this model)": (5, f"{path}:1"),
+        "skipped: the student's tokenizer has no chat template: it cannot take messages (set chat_template of this model)": (
+            5,
+            f"{path}:1",
+        ),
         **skipped,
     }
     assert checked(path, *models) == (8, "ShareGPT", {"used": (0, None), "cut": (0, None), **without})
