@@ -24,6 +24,7 @@ from xtoken_core.collate import CrossTokenizerCollator
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.dataset import BadRecord, DataIndex, Record, unpacking
 from xtoken_core.errors import InputError
+from xtoken_core.tokenizing import NO_TEMPLATE
 from xtoken_services.cli.data import data_app
 from xtoken_services.common.files.allowed_paths import Roots
 from xtoken_services.common.models.hub import fetch_inputs
@@ -334,13 +335,8 @@ def test_a_check_counts_what_is_used_cut_and_skipped(assets: TinyAssets, tmp_pat
     skipped = {narrator: (2, f"{path}:5"), "skipped: empty text": (1, f"{path}:6")}
     assert checked(path) == (8, "ShareGPT", {"used": (5, f"{path}:1"), "cut": (0, None), **skipped})
     models = ("--student", assets.student, "--teacher", assets.teacher, "--set", "student.context_length=64")
-    without = {
-        "skipped: the student's tokenizer has no chat template: it cannot take messages (set chat_template of this model)": (
-            5,
-            f"{path}:1",
-        ),
-        **skipped,
-    }
+    no_template = f"skipped: the student's tokenizer {NO_TEMPLATE}"
+    without = {no_template: (5, f"{path}:1"), **skipped}
     assert checked(path, *models) == (8, "ShareGPT", {"used": (0, None), "cut": (0, None), **without})
     models += tuple(word for side in ("student", "teacher") for word in ("--set", f"{side}.chat_template={template}"))
     none = {"skipped: no assistant message that every chat template shows as it is": (1, f"{path}:3")}
