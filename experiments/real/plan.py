@@ -24,9 +24,8 @@ from experiments.real.methods import (
     START_RATE,
     TWO_TEXTS,
     Cell,
-    student_of,
-    teachers_of,
 )
+from experiments.real.run_files import student_of, teachers_of
 from experiments.real.summary import TASK
 
 PYTHON, GERMAN, FRENCH, WEAK, WEAK_LONG = (

@@ -22,8 +22,9 @@ import tomli_w
 import torch
 
 from experiments.real.machines import machine
-from experiments.real.methods import CONDITIONS, DROPPED, METHODS, SEEDS, Cell, job
+from experiments.real.methods import CONDITIONS, DROPPED, METHODS, SEEDS, Cell
 from experiments.real.models import MissingSourceError
+from experiments.real.run_files import job
 from experiments.real.stages import prepare, write_sample
 from xtoken_core.atomic import atomic_write
 from xtoken_core.errors import XtokenError

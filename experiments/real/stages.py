@@ -15,21 +15,11 @@ from typing import Any
 from experiments.jobs import SHORTEST_S, Job, finished, run_all
 from experiments.real import controls, instructions, word_problems
 from experiments.real.machines import machine
-from experiments.real.methods import (
-    CONDITIONS,
-    EVAL_BYTES,
-    METHODS,
-    PATIENCE,
-    Cell,
-    Condition,
-    job,
-    projection_file,
-    student_of,
-    teachers_of,
-)
+from experiments.real.methods import CONDITIONS, EVAL_BYTES, METHODS, PATIENCE, Cell, Condition
 from experiments.real.models import MissingSourceError
 from experiments.real.plan import gib_of, has_models
 from experiments.real.results import cell_of, merged, missing, read_result, write_result
+from experiments.real.run_files import job, projection_file, student_of, teachers_of
 from xtoken_core.atomic import atomic_write
 from xtoken_services.common.tokenizers.chat_templates import read_chat_template
 

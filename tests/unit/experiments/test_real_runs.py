@@ -20,11 +20,9 @@ from experiments.real.methods import (
     TWO_TEXTS,
     Cell,
     cells,
-    job,
-    student_of,
-    teachers_of,
 )
 from experiments.real.page import RESULT
+from experiments.real.run_files import job, student_of, teachers_of
 from tests.support.tiny_run import documents, make_model, write_jsonl
 from xtoken_core.config.spec import parse_run_spec
 from xtoken_services.demo.vocabularies import train_student_tokenizer, train_teacher_tokenizer

@@ -84,6 +84,18 @@ def test_rewind_ends_older_trainers_and_keeps_its_window() -> None:
     assert run.trainer_of(1) is None
 
 
+def test_rewind_reopens_done_blocks() -> None:
+    run = make_run()
+    put(run, blocks=2)
+    signal(run, open_ring(run), [0, 1])
+    claim_batch(run, [0, 1])
+    ack_window(run)
+    rewind(run)
+    assert rows(run, 0) is None
+    assert leased(run).first == 0
+    assert lease_block(run) is None
+
+
 def test_a_tombstone_of_a_reopened_block_gives_way_to_a_row() -> None:
     run = make_run(teachers=0)
     put_block(run, leased(run).lease, [0], {1: "the store lacks it"})
@@ -97,6 +109,18 @@ def test_a_tombstone_of_a_reopened_block_gives_way_to_a_row() -> None:
     claim_batch(run, [0, 1])
     ack_window(run)
     assert run.skipped == {2: "empty"}
+
+
+def test_calls_beyond_the_end_are_exhausted() -> None:
+    run = make_run()
+    rewind(run, step=2)
+    assert run.ended
+    with pytest.raises(QueueError) as caught:
+        lease_block(run)
+    assert code_of(caught) == "exhausted"
+    with pytest.raises(QueueError) as caught:
+        rows(run, 2)
+    assert code_of(caught) == "exhausted"
 
 
 def test_window_beyond_the_end_waits_for_the_end() -> None:
