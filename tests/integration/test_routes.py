@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from tests.integration.conftest import Tiny
 from tests.support.tiny_run import documents, make_assets, steps_of
@@ -82,6 +83,24 @@ def test_each_teacher_computes_its_own_samples_also_after_kills(tiny: Tiny) -> N
     crew.complete(80)
     for name in ("ids", "loss", "kl_loss_t0", "kl_loss_t1", "samples_t1"):
         assert [line.get(name) for line in steps_of(broken.output)] == [line.get(name) for line in lines]
+
+
+@pytest.mark.slow
+def test_the_cross_entropy_by_teacher_is_the_mean_over_its_samples(tiny: Tiny) -> None:
+    spec = routed(tiny, "apart", names=("other", "other", "code"), train={"max_steps": 4})
+    tiny.start(spec).complete()
+    run, tokenizer = resolve_run(spec), AutoTokenizer.from_pretrained(tiny.assets.student)
+    index, routes = open_data(run), routes_of(run)
+    for line in steps_of(spec.output):
+        lengths = [0, 0]
+        for position in line["ids"]:
+            (record,) = index.read([record_of(run, position)])
+            assert isinstance(record, Record)
+            lengths[routes[position][0]] += min(len(tokenizer(record.value["text"])["input_ids"]), 64)
+        share = lengths[0] / sum(lengths)
+        assert 0.2 < share < 0.9
+        mean = share * line["ce_loss_t0"] + (1 - share) * line["ce_loss_t1"]
+        assert line["ce_loss"] == pytest.approx(mean, rel=0.01)
 
 
 @pytest.mark.slow

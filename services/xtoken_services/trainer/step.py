@@ -271,6 +271,9 @@ class StepRunner:
         self.timer.lap("backward")
         if samples is not None:
             samples.write(step.step, tensors, batch.teachers)
+        if step.shares is not None:  # parts of the mean over each teacher's own samples, as kl_loss_t{i} is
+            own = {teacher: step.shares[teacher] for teacher in batch.teachers if step.shares[teacher]}
+            metrics |= {f"ce_loss_t{teacher}": metrics["ce_loss"] / share for teacher, share in own.items()}
         return metrics | overlap | (text.metrics if text is not None else {})
 
     def _claim(self, batch: MicroBatch, rewinds: int) -> tuple[Claimed, dict[str, Column]]:
