@@ -1,8 +1,8 @@
 """vLLM: completions of no text, with the log-probabilities of the prompt (`prompt_logprobs`).
 
-Written after the request and response models of 0.24.0. Not run yet. A server of a teacher needs `--max-logprobs` of at
-least `teacher.topk`; its default is 20. One that generates reads new weights by `reload_weights` of its workers, which
-takes `VLLM_SERVER_DEV_MODE=1`. Its answers name no weights: the start time of its process shows a restart.
+Written after the request and response models of 0.24.0, and run with it. A teacher's server needs `--max-logprobs` of
+at least `teacher.topk`; its default is 20. One that generates reads new weights by `reload_weights` of its workers,
+which takes `VLLM_SERVER_DEV_MODE=1`. Its answers name no weights: the start time of its process shows a restart.
 """
 
 from __future__ import annotations
