@@ -20,8 +20,6 @@ class LoraSpec(ConfigModel):
     """Rank of every adapter."""
     alpha: Positive = 32.0
     """Scale: an adapter's output is multiplied by `alpha / rank`."""
-    dropout: Fraction = 0.0
-    """Dropout in front of an adapter's first matrix."""
     targets: tuple[str, ...] = ()
     """Names of the linear layers that get one, such as `["q_proj", "v_proj"]`; left out, all but the head."""
     export: Literal["merged", "adapter"] = "merged"

@@ -236,7 +236,6 @@ def add_adapters(model: PreTrainedModel, spec: LoraSpec) -> Any:
     config = LoraConfig(
         r=spec.rank,
         lora_alpha=spec.alpha,  # type: ignore[arg-type,unused-ignore]  # it only divides it
-        lora_dropout=spec.dropout,
         target_modules=list(spec.targets) or "all-linear",
         task_type="CAUSAL_LM",
     )
