@@ -65,7 +65,6 @@ def test_a_bfloat16_student_learns_from_masters_and_is_measured_against_its_teac
         student={"dtype": "bfloat16", "blockwise_head": True, "checkpoint_activations": True},
         eval={"path": held_out, "every": 12, "teacher_kl": True},
         loss={"mode": "chain", "vocab_topk": None},
-        report={"peak_tflops": 1.0},
     )
     tiny.start(spec).complete()
     first, last = lines_of(spec.output / "eval.jsonl")
@@ -73,7 +72,6 @@ def test_a_bfloat16_student_learns_from_masters_and_is_measured_against_its_teac
     assert last["held_out_loss"] < first["held_out_loss"]
     assert last["loss"] < first["loss"]
     step = steps_of(spec.output)[-1]
-    assert 0 < step["mfu"] < 1
     assert step["memory_peak_bytes"] > 0
     assert 0 <= step["data_wait"] + step["teacher_wait"] <= 1
     parts = [step[f"{name}_seconds"] for name in ("forward", "loss", "backward", "optimizer")]
@@ -173,6 +171,7 @@ def test_a_step_follows_the_better_teacher_of_each_micro_batch(
         assert line["num_selected_chunks"] == line["num_valid_pairs_t0"] == line["num_valid_pairs_t1"]
         assert 0.5 < line["chunk_mass_t0"] <= 1  # a mean over the step's chunks, whoever was chosen
     assert any(0 < line["weight_t0"] < 1 for line in one)
+    assert all(0 <= line["mfu"] < 1 for line in two if "device" in workers)  # on a GPU that is in the table
     for name in ("loss", "kl_loss", "weight_t0"):
         expected, found = (torch.tensor([line[name] for line in lines]) for lines in (one, two))
         torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance / 10)

@@ -99,5 +99,3 @@ class ReportSpec(ConfigModel):
     wandb: Literal["off", "offline", "online"] = "off"
     """Weights & Biases, by files in `wandb/` of the output or over the network; needs the extra `wandb`. The project is
     "xtoken", or what the environment variable `WANDB_PROJECT` names."""
-    peak_tflops: Positive | None = None
-    """Peak bfloat16 TFLOPS of the device, for the utilisation (MFU); default: a table of common GPUs."""

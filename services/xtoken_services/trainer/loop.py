@@ -71,7 +71,7 @@ class TrainerLoop:
         self._saved, self._saved_at = -1, time.monotonic()
         self._warned: set[str] = set()
         self._flops_per_token = flops_per_token(student)
-        self._peak_flops = peak_flops(student.device, spec.report.peak_tflops)
+        self._peak_flops = peak_flops(student.device)
         self._optimizer_timer = DeviceTimer(student.device)
         self._stop_requested = worker.stopping
         if group.size > 1:  # several ranks stop together, at a step's boundary

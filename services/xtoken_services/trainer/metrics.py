@@ -71,10 +71,8 @@ def flops_per_token(student: Student) -> float:
     return (4.0 if student.adapted else 6.0) * total
 
 
-def peak_flops(device: torch.device, configured_tflops: float | None) -> float | None:
-    """Return a device's peak FLOP/s from the run's settings or else the table; None if it is in neither."""
-    if configured_tflops is not None:
-        return configured_tflops * 1e12
+def peak_flops(device: torch.device) -> float | None:
+    """Return a device's peak FLOP/s from the table; None if it is not in it."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     return next((peak * 1e12 for part, peak in PEAK_TFLOPS.items() if part in name), None)
 
