@@ -48,11 +48,9 @@ class TrainSpec(ConfigModel):
     left out."""
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """Course of the rate from the warm-up to the end. `wsd` (warm-up, stable, decay) keeps the highest rate until the
-    last `decay_fraction` of the run, and then falls as `linear` does."""
+    last fifth of the run, and then falls as `linear` does."""
     min_learning_rate: NonNegative = 0.0
     """Rate at the end of the schedule; not read by `constant`."""
-    decay_fraction: Annotated[float, Field(gt=0, le=1)] = 0.2
-    """With `wsd`: fraction of the run's steps in which the rate falls."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Steps of the linear warm-up."""
     weight_decay: NonNegative = 0.0

@@ -243,11 +243,15 @@ def decay_groups(weights: Iterable[nn.Parameter], spec: TrainSpec) -> list[dict[
     ]
 
 
+DECAY_FRACTION = 0.2
+"""Fraction of a run's steps in which the rate of the schedule `wsd` falls."""
+
+
 def learning_rate(spec: TrainSpec, steps: int, update: int, restart: tuple[int, float] | None = None) -> float:
     """Return the learning rate: linear warm-up, then the schedule from `learning_rate` down to `min_learning_rate`.
 
     A function of the step alone, so that a resumed run needs no scheduler state. `wsd` (warm-up, stable, decay; Hu et
-    al. 2024, arXiv 2404.06395) stays at the highest rate until the last `decay_fraction` of the run.
+    al. 2024, arXiv 2404.06395) stays at the highest rate until the last fifth of the run.
 
     Args:
         spec: The run's settings.
@@ -264,7 +268,7 @@ def learning_rate(spec: TrainSpec, steps: int, update: int, restart: tuple[int, 
         return spec.learning_rate * ((update + 1) / spec.warmup_steps)
     began = spec.warmup_steps
     if spec.schedule == "wsd":
-        began = max(began, steps - math.ceil(steps * spec.decay_fraction))
+        began = max(began, steps - math.ceil(steps * DECAY_FRACTION))
     progress = min(max(update - began, 0) / max(steps - began, 1), 1.0)
     if spec.schedule == "constant":
         progress = 0.0
