@@ -79,7 +79,7 @@ class Harness:
                 how = self._by_torchrun(spec, part, victim)
             elif launcher == "ray":
                 with closing(RayNodes(NODES, gpus=self._arguments.device == "cuda")) as cluster:
-                    own = {"address": cluster.address, "wait_s": 120.0, "cpus": 5}
+                    own = {"address": cluster.address, "wait_s": 120.0}
                     spec = RunSpec.model_validate({**spec.model_dump(), "ray": own})
                     how = self._supervised(spec, victim, cluster)
             else:

@@ -45,7 +45,7 @@ class ThreeNodes:
             assets, directory, records=records,
             train={"samples_per_step": 12, "checkpoint_every": 4}, queue={"block_size": 2},
             workers={"launcher": "ray", "nodes": nodes, "collators": 1, "max_restarts": 3},
-            ray={"address": self.cluster.address, "wait_s": wait_s, "cpus": 5},
+            ray={"address": self.cluster.address, "wait_s": wait_s},
         )  # fmt: skip
         atexit.register(self.cluster.shutdown)
         self.runs = Runs(directory / "runs" if kept else None, tied=not kept)

@@ -284,7 +284,7 @@ class RunSpec(ConfigModel):
                 f"{self.ring_slots} slots of a ring, which may have {MAX_SLOTS}: raise train.micro_batch_tokens or "
                 "lower train.samples_per_step"
             )
-        check_placement(self.workers, self.queue)
+        check_placement(self.workers)
         check_content(self.workers, [teacher.content for teacher in self.teacher])
         if self.student.dtype == "float16":
             raise ValueError(

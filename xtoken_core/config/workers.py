@@ -20,8 +20,6 @@ TOGETHER_S = 20.0
 class QueueSpec(ConfigModel):
     """The transfer queue of the run."""
 
-    address: str | None = None
-    """`ipc://…` or `tcp://127.0.0.1:PORT`; left out, a socket in a private directory."""
     memory_limit: Count = 1 << 30
     """Maximum of bytes of samples in memory."""
     block_size: Count | None = None
@@ -60,29 +58,23 @@ class WorkersSpec(ConfigModel):
 
 
 class RaySpec(ConfigModel):
-    """The Ray cluster of a run with `workers.launcher = "ray"`. Every node sees the same files at the same paths."""
+    """The Ray cluster of a run with `workers.launcher = "ray"`. Every node sees the same files at the same paths.
+
+    A node group takes a CPU of Ray's per process, and GPUs for its ranks and divided teachers.
+    """
 
     address: Annotated[str, Field(pattern=r"^(auto|[A-Za-z0-9.:\[\]_-]+:[0-9]{1,5})$", max_length=256)] = "auto"
     """The head's `HOST:PORT`; `auto` is the cluster that this machine belongs to."""
-    cpus: Annotated[float, Field(gt=0)] | None = None
-    """Ray's CPUs that a node group takes; one per process if left out."""
-    gpus: Annotated[int, Field(ge=0)] | None = None
-    """GPUs that a node group takes; one per rank if left out, none on CPUs."""
     wait_s: Positive = 300.0
     """Seconds that the run waits for nodes, at its start and after losing one, before it fails."""
 
 
-def check_placement(workers: WorkersSpec, queue: QueueSpec) -> None:
+def check_placement(workers: WorkersSpec) -> None:
     """Refuse impossible placements of a run's processes.
 
     Raises:
         ValueError: The settings that exclude each other, and what to do.
     """
-    many = workers.nodes > 1
-    if queue.address is not None and (many or workers.launcher == "ray"):
-        raise ValueError(
-            "queue.address: with several nodes, or on Ray, every queue gets an address of its own: unset it"
-        )
     if workers.device == "cpu" and workers.transport == "cuda_ipc":
         raise ValueError(
             f'workers.transport = "{workers.transport}" needs GPUs, and workers.device is "cpu": use "auto"'

@@ -31,7 +31,7 @@ class RunRow(Base):
         seq: Sequence number in order of creation; the cursor of pages.
         spec: Specification as JSON, with absolute paths.
         launch: Number of the current launch: 1 for the first, one more with every resume.
-        queue: Address of the queue (`url`, `token_file`) and the run's private directory (`private`), once assigned.
+        queue: Addresses of the queues (`urls`), their `keys` and the private directory (`private`), once assigned.
         key: Idempotency key of the request that created the run.
         digest: SHA-256 of that request's specification.
         description: What a user has written about the run.

@@ -82,8 +82,6 @@ class SpecValidator:
             raise RefusedError("push_to", "a control plane pushes nothing, since its token would be used: unset it")
         if self.roots is not None:
             _check_sizes(spec.model_dump())
-            if spec.queue.address is not None:
-                raise RefusedError("queue.address", "the control plane assigns an address to every run: unset it")
             if spec.ray.address != "auto":
                 raise RefusedError("ray.address", "the control plane uses the cluster of its own machine: unset it")
         output = self._resolved(spec.output)

@@ -78,9 +78,7 @@ class _NodeProcesses:
         self.loss: tuple[str, ...] = ("--loss", loss) if loss is not None else ()
         self.run, self.node, self.queue = run, node, queue
         self.prefix = f"node{node}-" if run.spec.workers.nodes > 1 else ""
-        self.credentials: tuple[str, ...] = ("--token-file", str(queue.token_file)) if queue.token_file else ()
-        if queue.keys is not None:
-            self.credentials = ("--keys", str(queue.keys))
+        self.credentials: tuple[str, ...] = ("--keys", str(queue.keys)) if queue.keys is not None else ()
 
     def specs(self, resolved_file: Path) -> Iterator[ProcessSpec]:
         """Yield the processes, the queue first."""
@@ -173,8 +171,6 @@ def threads_of_model_workers(spec: RunSpec) -> int:
         return int(setting)
     workers, cores = spec.workers, len(os.sched_getaffinity(0))
     processes = workers.ranks + spec.teacher_processes + (spec.rollout.workers if spec.rollout else 0)
-    if workers.launcher == "ray":
-        cores = int(spec.ray.cpus or cores)  # of a node; all nodes are alike
-    else:
+    if workers.launcher != "ray":  # a node of Ray has one group, and all nodes are alike
         processes *= workers.nodes
     return max(1, cores // processes)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from xtoken_core.config.spec import RunSpec
-from xtoken_core.data_plane.address import IPC_PATH_BYTES, Address, create_token
+from xtoken_core.data_plane.address import IPC_PATH_BYTES, Address
 from xtoken_core.data_plane.keys import CLIENTS, create_client_keys, create_queue_keys
 from xtoken_core.errors import XtokenError
 from xtoken_services.common.files.directory_lock import OccupiedError, sole_owner
@@ -32,7 +32,7 @@ class QueueDirectory:
 
     Attributes:
         addresses: Addresses of the queues, one per node group.
-        private: Directory of this user alone, for their sockets, tokens and keys.
+        private: Directory of this user alone, for their sockets and keys.
     """
 
     addresses: tuple[Address, ...]
@@ -49,19 +49,18 @@ class QueueDirectory:
 
     def to_document(self) -> dict[str, Any]:
         """Return plain values for the database."""
-        first = self.addresses[0]
+        keys = self.addresses[0].keys
         return {
             "urls": [address.url for address in self.addresses],
-            "token_file": str(first.token_file) if first.token_file else None,
-            "keys": str(first.keys) if first.keys else None,
+            "keys": str(keys) if keys else None,
             "private": str(self.private),
         }
 
     @classmethod
     def from_document(cls, document: dict[str, Any]) -> QueueDirectory:
         """Return the directory that a document describes."""
-        token, keys = (Path(document[name]) if document.get(name) else None for name in ("token_file", "keys"))
-        return cls(tuple(Address(url, token, keys) for url in document["urls"]), Path(document["private"]))
+        keys = Path(document["keys"]) if document["keys"] else None
+        return cls(tuple(Address(url, None, keys) for url in document["urls"]), Path(document["private"]))
 
     def remove(self) -> None:
         """Remove the directory and all that is in it."""
@@ -73,16 +72,8 @@ def _addresses(spec: RunSpec, private: Path) -> tuple[Address, ...]:
     if spec.workers.launcher == "ray":
         create_keys(private / KEYS)
         return (Address(QUEUE_PLACEHOLDER, None, Path(KEYS_PLACEHOLDER)),) * nodes
-    if nodes > 1:
-        return tuple(Address.parse(f"ipc://{private / SOCKET}-{node}") for node in range(nodes))
-    if spec.queue.address is None:
-        return (Address.parse(f"ipc://{private / SOCKET}"),)
-    address = Address.parse(spec.queue.address)
-    if address.ipc_path is not None:
-        return (address,)
-    token = address.token_file or private / "token"
-    create_token(token)
-    return (Address.parse(spec.queue.address, token),)
+    numbers = [f"-{node}" for node in range(nodes)] if nodes > 1 else [""]
+    return tuple(Address.parse(f"ipc://{private / SOCKET}{number}") for number in numbers)
 
 
 def create_keys(directory: Path) -> None:

@@ -56,13 +56,13 @@ def test_only_a_process_that_uses_a_key_has_it(tmp_path: Path, monkeypatch: pyte
 
 
 def test_commands_are_accepted_by_the_cli(tmp_path: Path) -> None:
-    address = Address.parse("tcp://127.0.0.1:5000", tmp_path / "token")
+    address = Address.parse("tcp://10.0.0.5:5000", keys=tmp_path / "keys")
     for member in build_process_specs(resolved_run(tmp_path, steps=2, ranks=2), tmp_path / "r.json", [address]):
         arguments = member.command_line(3)
         assert arguments[1:4] == ["-P", "-m", "xtoken_services.cli"], (
             "a folder `services` where it is started is not ours"
         )
-        assert str(tmp_path / "token") in arguments
+        assert str(tmp_path / "keys") in arguments
         shown = CliRunner().invoke(app, [*arguments[4:], "--help"])
         assert shown.exit_code == 0, shown.output
 

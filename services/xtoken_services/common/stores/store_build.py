@@ -63,7 +63,6 @@ def build_spec(spec: RunSpec, teacher: int | None, out: str) -> RunSpec:
             source["weight"] = document["train"]["max_steps"] = None
     document["train"]["lora"] = None
     document["workers"]["nodes"] = 1
-    document["queue"]["address"] = None
     document["name"] = spec.name[: 64 - len(SUFFIX)] + SUFFIX
     document["output"] = (
         spec.output.with_name(spec.output.name + SUFFIX) if is_address(out) else Path(out).absolute() / BUILD

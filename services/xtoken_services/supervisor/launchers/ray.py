@@ -245,7 +245,7 @@ class RayLauncher:
 
     def _no_machine(self, node: int, machine: Machine) -> str:
         wait = f"{self._spec.ray.wait_s:g} s (ray.wait_s)"
-        needs = f"{cpus_of(self._spec):g} CPUs and {gpus_of(self._spec)} GPUs on a node of its own"
+        needs = f"{cpus_of(self._spec)} CPUs and {gpus_of(self._spec)} GPUs on a node of its own"
         if machine.name:
             what = f"{machine.name} was lost and nothing in the Ray cluster took its place within {wait}"
             return f"{what}; it takes {needs}: add a node and resume the run"
@@ -326,16 +326,13 @@ class Bridge:
         timeout.cancel()
 
 
-def cpus_of(spec: RunSpec) -> float:
-    """Return the CPUs of a node group, in Ray's count."""
-    workers = spec.workers
-    return spec.ray.cpus or 1 + workers.collators + workers.ranks + spec.teacher_processes
+def cpus_of(spec: RunSpec) -> int:
+    """Return the CPUs of a node group, in Ray's count: one per process."""
+    return 1 + spec.workers.collators + spec.workers.ranks + spec.teacher_processes
 
 
 def gpus_of(spec: RunSpec) -> int:
     """Return the number of GPUs of a node group."""
-    if spec.ray.gpus is not None:
-        return spec.ray.gpus
     return spec.gpus_needed if spec.workers.device == "cuda" else 0
 
 
