@@ -86,7 +86,7 @@ class Method:
         return "chain" in (self.loss.get("mode"), *self.loss.get("teacher_modes", ()))
 
 
-CHAIN = {"mode": "chain", "chain_bare_space": False, "kl_loss_weight_end": "none"}
+CHAIN = {"mode": "chain", "chain_without": ["bare_space"], "kl_loss_weight_end": "none"}
 """Without the nodes at a single space and with one weight to the end, as these runs were planned: no defaults."""
 
 _LIGHT = _named("even", "light", "strong")
@@ -163,12 +163,10 @@ METHODS = {
         routed=True,
         second_weight=2.0,
     ),
-    "chain_bare_space": _chain("chain with the bare space", chain_bare_space=True),
-    "chain_unconditioned": _chain("chain, not conditioned", chain_conditioning=False),
-    "chain_no_end": _chain("chain without end terms", chain_end_terms=False),
-    "chain_uncorrected": _chain(
-        "chain without corrections", chain_conditioning=False, chain_end_terms=False, chain_bare_space=True
-    ),
+    "chain_bare_space": _chain("chain with the bare space", chain_without=[]),
+    "chain_unconditioned": _chain("chain, not conditioned", chain_without=["bare_space", "conditioning"]),
+    "chain_no_end": _chain("chain without end terms", chain_without=["bare_space", "end_terms"]),
+    "chain_uncorrected": _chain("chain without corrections", chain_without=["conditioning", "end_terms"]),
     "bpm": _custom("BPM", "bpm:BPMLoss"),
     "escd": _custom("ESCD", "escd:ESCDLoss"),
     "simct": _custom("SimCT", "simct:SimCTLoss"),

@@ -14,6 +14,7 @@ NonNegative = Annotated[float, Field(ge=0)]
 
 LossMode = Literal["p_kl", "gold", "h_kl", "uld", "alm", "chain", "custom"]
 """The losses between different tokenizers, by short name."""
+ChainPart = Literal["conditioning", "end_terms", "bare_space"]
 MODE_NAMES: dict[str, str] = {"p_kl": "P-KL", "h_kl": "H-KL", "uld": "ULD", "alm": "ALM", "custom": "custom loss"}
 """Names of modes in text, where they differ from the short one."""
 
@@ -73,9 +74,7 @@ BELONGS_TO: dict[str, LossMode] = {
     "teacher_chunk_average": "p_kl",
     "alm_temperature": "alm",
     "beta": "chain",
-    "chain_conditioning": "chain",
-    "chain_end_terms": "chain",
-    "chain_bare_space": "chain",
+    "chain_without": "chain",
 }
 """The only mode that reads a setting; it is refused beside others."""
 GIVEN_TEXT = {
@@ -126,12 +125,10 @@ class LossConfig(ConfigModel):
     alm_temperature: Positive = 1.0
     """ALM: `tau`; the `tau`-th roots of both chunk likelihoods are compared. With 100, as published, the term is a few
     percent of the loss at the default weights."""
-    chain_conditioning: bool = True
-    """Chain: at the start of a chunk, compare over the tokens that can follow the other side's last token only."""
-    chain_end_terms: bool = True
-    """Chain: compare whether a token ends after the last token of a chunk, too."""
-    chain_bare_space: bool = True
-    """Chain: compare after a single space inside a token, too, although digits that come later may decide there."""
+    chain_without: tuple[ChainPart, ...] = ()
+    """Chain, for measurements: leave out `conditioning`, which compares at the start of a chunk over the tokens that
+    can follow the other side's last token only; `end_terms`, whether a token ends after the last token of a chunk; or
+    `bare_space`, what follows a single space inside a token, although digits that come later may decide there."""
     importance_cap: Annotated[float, Field(ge=1)] | None = None
     """Completions only (`[rollout]`): weigh a chunk by the ratio of the probabilities that the weights of now and those
     that sampled give to the completion before it, this at most. Left out, stale completions count as they are."""

@@ -60,7 +60,7 @@ class ChainLoss(ChunkLoss):
                 f"the chain tables are those of {self.widths[0]} and {self.widths[1]} tokens, student and teacher "
                 f"{index} have {student_vocab_size} and {teacher.vocab_size}: delete the tables, they are built again"
             )
-        self.options = ChainOptions(config.chain_conditioning, config.chain_end_terms, config.chain_bare_space)
+        self.options = ChainOptions(**dict.fromkeys(config.chain_without, False))
 
     @property
     def with_cross_entropy(self) -> bool:  # type: ignore[override]  # here it depends on the backend

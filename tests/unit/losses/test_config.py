@@ -49,8 +49,8 @@ REFUSED = {
     "reverse_and_beta": ({"mode": "chain", "reverse_kl": True, "beta": 0.5}, "two forms of the divergence"),
     "beta_elsewhere": ({"mode": "p_kl", "beta": 0.5}, "beta belongs to chain, the mode is p_kl"),
     "chain_option_elsewhere": (
-        {"mode": "p_kl", "chain_end_terms": False},
-        "chain_end_terms belongs to chain, the mode is p_kl",
+        {"mode": "p_kl", "chain_without": ["end_terms"]},
+        "chain_without belongs to chain, the mode is p_kl",
     ),
     "averaged_alm": ({"teacher_aggregation": "averaged_logits", "mode": "alm"}, "compares token by token"),
     "exact_only_chain": ({"mode": "chain", "exact_token_match_only": True}, "belongs to P-KL, the mode is chain"),

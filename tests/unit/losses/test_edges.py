@@ -222,9 +222,9 @@ REFUSED_TEACHERS = {
     "exact_only_of_same_tokenizers": ({"exact_token_match_only": True}, [True], "belongs to P-KL, which compares no"),
     "prob_of_same_tokenizers": ({"teacher_chunk_average": "prob"}, [True], "belongs to P-KL, which compares no"),
     "ends_of_same_tokenizers": (
-        {"chain_end_terms": False},
+        {"chain_without": ["end_terms"]},
         [True],
-        "chain_end_terms belongs to chain, which compares no",
+        "chain_without belongs to chain, which compares no",
     ),
     "beta_of_same_tokenizers": ({"beta": 0.5}, [True, True], "beta belongs to chain, which compares no"),
 }
