@@ -31,9 +31,7 @@ def main() -> int:
     parser.add_argument("--work", type=Path, default=Path("runs", "divided-teacher"))
     parser.add_argument("--layers", type=int, default=36)
     parser.add_argument("--small", action="store_true", help="a thin model: to try the harness on a CPU")
-    formats = parser.add_mutually_exclusive_group()
-    formats.add_argument("--fp8", action="store_true", help="linear layers in 8 bits")
-    formats.add_argument("--nf4", action="store_true", help="linear layers in 4 bits")
+    parser.add_argument("--quantized", choices=("fp8", "nf4"), help="format of the linear layers")
     arguments = parser.parse_args()
     in_process(make_models, arguments)  # leaves no memory of a GPU behind
     found = {str(gpus): in_process(measured, arguments, gpus) for gpus in (1, 2)}
@@ -42,8 +40,7 @@ def main() -> int:
         **machine(),
         "layers": arguments.layers,
         "document": DOCUMENT,
-        "fp8": arguments.fp8,
-        "nf4": arguments.nf4,
+        "quantized": arguments.quantized,
         "gpus": found,
         "times_one": {documents: rates[1][documents] / rate for documents, rate in rates[0].items()},
         "deviation": deviation(arguments.work),
@@ -100,8 +97,7 @@ def run_of(arguments: argparse.Namespace, gpus: int) -> Any:
 
     work = arguments.work.absolute()
     models = {name: {"model": work / name, "context_length": DOCUMENT} for name in ("student", "teacher")}
-    teacher = {**models["teacher"], "dtype": "bfloat16", "gpus": gpus, "gpu": 0}
-    teacher |= {"fp8": arguments.fp8, "nf4": arguments.nf4}
+    teacher = {**models["teacher"], "dtype": "bfloat16", "gpus": gpus, "gpu": 0, "quantized": arguments.quantized}
     tokens = DOCUMENT * max(DOCUMENTS)
     raw = {"output": work / "out", "student": models["student"], "teacher": [teacher], "data": {"path": work / "text"}}
     spec = RunSpec.model_validate({**raw, "train": {"micro_batch_tokens": tokens}})

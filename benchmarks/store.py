@@ -116,7 +116,7 @@ def main() -> None:
     made = outputs(model, pieces, vocab, torch.bfloat16)
     base: dict[str, Any] = {
         "text": "", "records": len(pieces), "append_eos": False, "tokenizer": "", "context_length": LENGTH,
-        "model": "", "dtype": "bfloat16", "fp8": False, "vocab_size": vocab,
+        "model": "", "dtype": "bfloat16", "vocab_size": vocab,
     }  # fmt: skip
     forms: dict[str, dict[str, Any]] = {}
     torch.set_num_threads(1)  # rates are those of one thread

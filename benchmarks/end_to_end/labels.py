@@ -43,7 +43,7 @@ def label_of(variant: dict[str, Any]) -> str:
     parts = {
         ", not compiled": not student.get("compile"),
         ", hidden": "hidden" in workers.get("signal", ""),
-        ", 8-bit teacher": teacher.get("fp8"),
+        ", 8-bit teacher": teacher.get("fp8") or teacher.get("quantized"),
         ", wide": variant["wide"],
         ", teacher apart": teacher.get("gpu") is not None,
         ", FSDP2": workers.get("ranks", 1) > 1,

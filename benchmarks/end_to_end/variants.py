@@ -65,7 +65,7 @@ KEPT: dict[str, dict[str, Any]] = {
     **SHARED,
     "train": {"parallel": "fsdp", "reshard_after_forward": False, "reduce_dtype": "bfloat16"},
 }
-EIGHT_BITS: dict[str, dict[str, Any]] = {**COMPILED, "teacher": {"compile": True, "fp8": True}}
+EIGHT_BITS: dict[str, dict[str, Any]] = {**COMPILED, "teacher": {"compile": True, "quantized": "fp8"}}
 PADDED: dict[str, dict[str, Any]] = {**LEAN, "train": {"packing": "off"}}
 MIXED: dict[str, Any] = {"samples": 16, "budget": 16_384, "wide": True}
 SMALL_MODELS: dict[str, Any] = {"samples": 128, "budget": 32_768, "wide": True, "pair": "135m_270m"}
@@ -153,4 +153,4 @@ def _for_a_cpu(spec: dict[str, dict[str, Any]]) -> None:
         return
     for name in ("student", "teacher"):
         spec[name].update(compile=False, dtype="float32")
-    spec["teacher"].pop("fp8", None)
+    spec["teacher"].pop("quantized", None)

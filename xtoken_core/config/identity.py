@@ -40,8 +40,7 @@ class TeacherIdentity(ModelIdentity):
         prompt: What it alone reads before a text.
         special_tokens: Pairs of special tokens that are set by hand.
         weight: Static weight in the loss.
-        fp8: Its matrix products are in float8.
-        nf4: Its weights are in NormalFloat 4.
+        quantized: Format of its linear layers' weights; None: its dtype.
         topk: Tokens of a position that it is given by; None: it is given by all.
         sync_decay: Part of the moving average of the student's weights that a step keeps; None: its weights stay.
     """
@@ -50,8 +49,7 @@ class TeacherIdentity(ModelIdentity):
     prompt: str = ""
     special_tokens: dict[str, str] = Field({})
     weight: float = 1.0
-    fp8: bool = False
-    nf4: bool = False
+    quantized: str | None = None
     topk: int | None = None
     sync_decay: float | None = None
 

@@ -148,8 +148,7 @@ class ResolvedRun(ConfigModel):
                 projection=projection,
                 special_tokens=teacher.special_tokens,
                 weight=teacher.weight,
-                fp8=teacher.fp8,
-                nf4=teacher.nf4,
+                quantized=teacher.quantized,
                 topk=teacher.topk if teacher.content == "topk" else None,
                 sync_decay=spec.sync_decays.get(number),
             )

@@ -57,5 +57,5 @@ def check_sync(run: RunSpec) -> None:
         if not whole or not alike or measured or run.workers.transport == "queue":
             raise ValueError(
                 f"{name}.sync replaces the weights of a model that runs beside the student in its dtype: unset url, "
-                'store, gpus, fp8, nf4, dtype, content = "hidden", workers.transport = "queue" and eval.teacher_kl'
+                'store, gpus, quantized, dtype, content = "hidden", workers.transport = "queue" and eval.teacher_kl'
             )

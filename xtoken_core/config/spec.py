@@ -23,6 +23,7 @@ from xtoken_core.config.workers import Content, QueueSpec, RaySpec, WorkersSpec,
 from xtoken_core.errors import ConfigError, InputError
 
 Dtype = Literal["float32", "bfloat16", "float16"]
+Quantized = Literal["fp8", "nf4"]
 PAD_MULTIPLE = 8
 """Padded lengths are rounded up to a multiple of this."""
 MAX_SLOTS = 1024
@@ -112,12 +113,10 @@ class TeacherSpec(ModelSpec, ServedSpec):
     many. On CPUs: as many processes."""
     compile: bool = False
     """Compile its layers with `torch.compile`: worth it for more than a few hundred steps."""
-    fp8: bool = False
-    """Store and multiply the weights of its linear layers in float8, scaled by row; the head keeps its dtype. Needs a
-    GPU of the Ada or Hopper generation or newer."""
-    nf4: bool = False
-    """Store the weights of its linear layers in NormalFloat 4, scaled by blocks of 64; products and head keep its
-    dtype. Needs the extra `bitsandbytes`. On a GPU or a CPU."""
+    quantized: Quantized | None = None
+    """Format of the weights of its linear layers; the head keeps its dtype. `fp8`: they are stored and multiplied in
+    float8, scaled by row; needs a GPU of the Ada or Hopper generation or newer. `nf4`: they are stored in NormalFloat
+    4, scaled by blocks of 64, and multiplied in its dtype; needs the extra `bitsandbytes`, on a GPU or a CPU."""
     content: Content | None = None
     """What it sends of a micro-batch: `logits`; `hidden`, its hidden states, with the head once; `topk`, the largest
     logits of each position, its log-normaliser and the log-probability of the text's own token. Left out: `topk` with
@@ -157,15 +156,9 @@ class TeacherSpec(ModelSpec, ServedSpec):
             return self
         if self.content not in (None, "topk"):
             raise ValueError(f'content = "{self.content}": a server (url) gives the likeliest tokens: set it to "topk"')
-        for name in ("gpu", "gpus", "compile", "fp8", "nf4"):
+        for name in ("gpu", "gpus", "compile", "quantized"):
             if getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(f"{name} belongs to a model that the run loads, and url names a server: unset one")
-        return self
-
-    @model_validator(mode="after")
-    def _one_format(self) -> TeacherSpec:
-        if self.fp8 and self.nf4:
-            raise ValueError("fp8 and nf4 are two formats of the same weights: set one of them to false")
         return self
 
     @model_validator(mode="after")
@@ -185,11 +178,6 @@ class TeacherSpec(ModelSpec, ServedSpec):
     def loads_model(self) -> bool:
         """True if its process computes: no server does, and no store has its output."""
         return not self.url and self.store is None
-
-    @property
-    def quantized(self) -> Literal["", "fp8", "nf4"]:
-        """Format of its linear layers' weights; empty: its dtype."""
-        return "fp8" if self.fp8 else "nf4" if self.nf4 else ""
 
     def gpu_index(self, rank: int, part: int = 0) -> int:
         """Return the number of the GPU of a part of a rank's teacher; it may be beyond the last one there is."""
@@ -296,8 +284,10 @@ class RunSpec(ConfigModel):
         served = {f"teacher.{number}": teacher for number, teacher in enumerate(self.teacher)}
         check_waiting({**served, "rollout": self.rollout}, self.workers.hang_timeout_s)
         for index, teacher in enumerate(self.teacher):
-            if teacher.fp8 and self.workers.device == "cpu":
-                raise ValueError(f'teacher.{index}.fp8 needs a GPU, and workers.device is "cpu": set it to false')
+            if teacher.quantized == "fp8" and self.workers.device == "cpu":
+                raise ValueError(
+                    f'teacher.{index}.quantized = "fp8" needs a GPU, and workers.device is "cpu": unset it'
+                )
         divided = next((number for number, teacher in enumerate(self.teacher) if teacher.gpus > 1), None)
         if divided is not None and self.eval is not None and self.eval.teacher_kl:
             raise ValueError(

@@ -8,7 +8,7 @@ from typing import Literal
 
 from xtoken_core.config.base import ConfigModel
 from xtoken_core.config.resolved import ResolvedRun
-from xtoken_core.config.spec import Dtype
+from xtoken_core.config.spec import Dtype, Quantized
 from xtoken_core.errors import InputError
 from xtoken_core.transports.ring import TOPK_DTYPE, TOPK_SCALARS
 
@@ -30,8 +30,7 @@ class StoreIdentity(ConfigModel):
         context_length: Tokens of a text beyond this are cut off.
         model: Fingerprint of the teacher's configuration and weights.
         dtype: Of the teacher's forward pass.
-        fp8: Its matrix products are in float8.
-        nf4: Its weights are in NormalFloat 4.
+        quantized: Format of its linear layers' weights; None: its dtype.
         vocab_size: Tokens of its vocabulary.
         hidden_size: Width of the hidden states; 0 for largest logits.
         topk: Tokens of a position; 0 for hidden states.
@@ -47,8 +46,7 @@ class StoreIdentity(ConfigModel):
     context_length: int
     model: str
     dtype: Dtype
-    fp8: bool
-    nf4: bool = False
+    quantized: Quantized | None = None
     vocab_size: int
     hidden_size: int = 0
     topk: int = 0
@@ -95,8 +93,7 @@ _LABELS = {
     "model": "the teacher's weights (teacher.model)",
     "context_length": "the teacher's context_length",
     "dtype": "teacher.dtype",
-    "fp8": "teacher.fp8",
-    "nf4": "teacher.nf4",
+    "quantized": "teacher.quantized",
     "content": "teacher.content",
     "topk": "teacher.topk",
     "temperature": "loss.temperature",
@@ -136,8 +133,7 @@ def identity_of(run: ResolvedRun, teacher: int) -> StoreIdentity:
         context_length=side.context_length,
         model=files.weights_fingerprint,
         dtype=spec.dtype,
-        fp8=spec.fp8,
-        nf4=spec.nf4,
+        quantized=spec.quantized,
         vocab_size=files.vocab_size,
         hidden_size=0 if by_topk else files.hidden_size,
         topk=min(spec.topk, files.vocab_size) if by_topk else 0,

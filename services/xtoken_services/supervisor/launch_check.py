@@ -42,8 +42,8 @@ def check_launch(spec: RunSpec) -> None:
 def _needed(spec: RunSpec) -> Iterator[tuple[str, str]]:
     """Yield the optional packages that workers import: the setting and the package."""
     for number, teacher in enumerate(spec.teacher):
-        if teacher.nf4 and (teacher.store is None or teacher.store_missing == "compute"):
-            yield f"teacher.{number}.nf4", "bitsandbytes"
+        if teacher.quantized == "nf4" and (teacher.store is None or teacher.store_missing == "compute"):
+            yield f"teacher.{number}.quantized", "bitsandbytes"
     if spec.train.lora is not None:
         yield "train.lora", "peft"
     if spec.train.optimizer == "adamw8bit":

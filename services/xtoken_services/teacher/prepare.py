@@ -84,7 +84,7 @@ def prepared_model(run: ResolvedRun, teacher: int, device: torch.device, transpo
     if device.type == "cuda":
         torch.cuda.set_device(device)
     kind = _format(spec, device, what)
-    by_layer = spec.nf4 and spec.gpus == 1  # its GPU never holds all weights in the dtype
+    by_layer = spec.quantized == "nf4" and spec.gpus == 1  # its GPU never holds all weights in the dtype
     weights = teacher_bytes(spec) if by_layer else weight_bytes(spec.model, spec.dtype) // spec.gpus
     check_room(run, device)
     check_teacher(device, weights, ring_shape(run, teacher), what, ring_on_device=transport == CUDA_IPC)
@@ -109,8 +109,8 @@ def _quantize(
     count = swap_linears(model.base_model, kind, device)
     if not count:
         raise ConfigError(
-            f"{what}: {spec.quantized} finds no linear layer whose sides are multiples of {kind.MULTIPLES[1]}: set "
-            f"{spec.quantized} = false"
+            f"{what}: {spec.quantized} finds no linear layer whose sides are multiples of {kind.MULTIPLES[1]}: "
+            "unset quantized"
         )
     log.info("%s: %d linear layers in %s", what, count, spec.quantized)
 
@@ -121,10 +121,10 @@ def _format(spec: TeacherSpec, device: torch.device, what: str) -> type[Quantize
     Raises:
         ConfigError: The device, the dtype or this installation does not support it.
     """
-    if spec.fp8:
+    if spec.quantized == "fp8":
         check_fp8(device, spec.dtype, what)
         return Fp8Linear
-    if not spec.nf4:
+    if spec.quantized is None:
         return None
     try:
         from xtoken_services.teacher.nf4 import Nf4Linear
@@ -179,12 +179,12 @@ def check_fp8(device: torch.device, dtype: str, what: str) -> None:
         ConfigError: It is not supported; the text says why.
     """
     if device.type != "cuda":
-        raise ConfigError(f"{what}: fp8 needs a GPU, and this teacher is on the {device.type.upper()}: set fp8 = false")
+        raise ConfigError(f"{what}: fp8 needs a GPU, and this teacher is on the {device.type.upper()}: unset quantized")
     capability = torch.cuda.get_device_capability(device)
     if capability < OLDEST:
         raise ConfigError(
             f"{what}: fp8 needs a GPU of compute capability {OLDEST[0]}.{OLDEST[1]} or newer, "
-            f"{torch.cuda.get_device_name(device)} has {capability[0]}.{capability[1]}: set fp8 = false"
+            f"{torch.cuda.get_device_name(device)} has {capability[0]}.{capability[1]}: unset quantized"
         )
     if dtype != "bfloat16":
         raise ConfigError(f'{what}: fp8 goes with dtype = "bfloat16", not {dtype!r}')

@@ -107,7 +107,7 @@ class EvalLoss:
     ) -> dict[str, float]:
         """Return the loss and its parts, means over all documents, named as in `steps.jsonl` with a prefix `held_out_`.
 
-        All teachers are on the student's device meanwhile, each in its dtype, one with `fp8` or `nf4` too.
+        All teachers are on the student's device meanwhile, each in its dtype, a quantized one too.
 
         Args:
             student: The student.

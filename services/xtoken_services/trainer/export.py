@@ -279,7 +279,7 @@ def _teachers(run: ResolvedRun) -> str:
             how = f"projection `{file.name}` (`{fingerprint[:16]}`)"
         else:
             how = f"{PAIR_NAMES[kind]} built for this run (`{fingerprint[:16]}`)"
-        weights = teacher.dtype + {"": "", "fp8": ", 8-bit weights", "nf4": ", 4-bit weights"}[teacher.quantized]
+        weights = teacher.dtype + {None: "", "fp8": ", 8-bit weights", "nf4": ", 4-bit weights"}[teacher.quantized]
         lines.append(f"- teacher: `{base_model(teacher.model)}`, {weights}, weight {teacher.weight:g}, {how}")
     return "".join(f"{line}\n" for line in lines)
 

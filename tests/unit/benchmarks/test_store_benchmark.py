@@ -11,7 +11,7 @@ from xtoken_core.teacher_store.identity import StoreIdentity
 K, RECORDS = 4, 6
 IDENTITY = StoreIdentity(
     text="", records=RECORDS, append_eos=False, tokenizer="", context_length=LENGTH, model="", dtype="bfloat16",
-    fp8=False, vocab_size=1000, content="topk", topk=K,
+    vocab_size=1000, content="topk", topk=K,
 )  # fmt: skip
 
 

@@ -68,7 +68,7 @@ def test_maxima_come_only_where_columns_are_selected(tmp_path: Path, loss: dict[
         ("student.dtype", "float16", "student is not trained in float16"),
         ("train.betas", [0.9, 1.5], "train.betas"),
         ("workers.transport", "cuda_ipc", 'workers.transport = "cuda_ipc" needs GPUs'),
-        ("teacher.0.fp8", True, "teacher.0.fp8 needs a GPU"),
+        ("teacher.0.quantized", "fp8", 'teacher.0.quantized = "fp8" needs a GPU'),
         ("workers", {"ranks": 2, "stop_timeout_s": 5}, "workers.stop_timeout_s = 5: several ranks"),
     ],
 )

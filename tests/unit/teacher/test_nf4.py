@@ -58,7 +58,7 @@ def test_a_layer_in_4_bits_is_close_to_the_layer(device: str, dtype: str, rows: 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_teacher_in_4_bits_is_close_to_itself(tmp_path: Path, device: str) -> None:
     pytest.importorskip("bitsandbytes")
-    run = divided_run(tmp_path, "qwen3", gpus=1, nf4=True, **SIZES)
+    run = divided_run(tmp_path, "qwen3", gpus=1, quantized="nf4", **SIZES)
     teacher = prepared_model(run, 0, pick_device(device, 0))
     exact = TeacherModel(load_model(run.spec.teacher[0], "teacher", teacher.device), longest=32)
     assert type(teacher.model.get_output_embeddings()) is nn.Linear
@@ -70,12 +70,12 @@ def test_a_teacher_in_4_bits_is_close_to_itself(tmp_path: Path, device: str) -> 
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
 def test_parts_in_4_bits_give_the_results_of_a_whole_one(tmp_path: Path, kind: str) -> None:
     pytest.importorskip("bitsandbytes")
-    run = divided_run(tmp_path, kind, nf4=True, **SIZES)
+    run = divided_run(tmp_path, kind, quantized="nf4", **SIZES)
     with started_shards(run, 0, [CPU, CPU]):
         part = prepared_model(run, 0, CPU)
         part.before_forward = send_tokens
         found = part.hidden(TOKENS)
-    whole = prepared_model(divided_run(tmp_path, kind, gpus=1, nf4=True, **SIZES), 0, CPU)
+    whole = prepared_model(divided_run(tmp_path, kind, gpus=1, quantized="nf4", **SIZES), 0, CPU)
     torch.testing.assert_close(found, whole.hidden(TOKENS), rtol=1e-4, atol=1e-5)
 
 
@@ -104,9 +104,9 @@ def test_4_bits_are_refused_without_the_package(tmp_path: Path, monkeypatch: pyt
     monkeypatch.delitem(sys.modules, "xtoken_services.teacher.nf4", raising=False)
     run = resolved_run(tmp_path, device="cpu")
     check_launch(run.spec)
-    spec = with_teacher(run.spec, nf4=True)
+    spec = with_teacher(run.spec, quantized="nf4")
     with pytest.raises(
-        ConfigError, match=r"teacher\.0\.nf4 needs bitsandbytes: install it by pip install bitsandbytes$"
+        ConfigError, match=r"teacher\.0\.quantized needs bitsandbytes: install it by pip install bitsandbytes$"
     ):
         check_launch(spec)
     check_launch(with_teacher(spec, store="s3://x/y"))
@@ -114,12 +114,6 @@ def test_4_bits_are_refused_without_the_package(tmp_path: Path, monkeypatch: pyt
         ConfigError, match=r"teacher: nf4 needs bitsandbytes \(.*\): install it by pip install bitsandbytes$"
     ):
         prepared_model(run.model_copy(update={"spec": spec}), 0, CPU)
-
-
-def test_two_formats_of_the_same_weights_are_refused(tmp_path: Path) -> None:
-    run = resolved_run(tmp_path, device="auto")
-    with pytest.raises(ValueError, match="fp8 and nf4 are two formats of the same weights: set one of them to false"):
-        with_teacher(run.spec, fp8=True, nf4=True)
 
 
 @pytest.fixture

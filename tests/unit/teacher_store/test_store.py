@@ -29,7 +29,7 @@ from xtoken_core.teacher_store.writing import (
 
 BASE: dict[str, Any] = {
     "content": "topk", "text": "a" * 64, "records": 10_000, "append_eos": True, "tokenizer": "b" * 64,
-    "context_length": 64, "model": "c" * 64, "dtype": "bfloat16", "fp8": False, "vocab_size": 500, "topk": 4,
+    "context_length": 64, "model": "c" * 64, "dtype": "bfloat16", "vocab_size": 500, "topk": 4,
 }  # fmt: skip
 IDENTITY = StoreIdentity(**BASE)
 

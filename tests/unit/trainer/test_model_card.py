@@ -76,7 +76,7 @@ def test_a_weight_that_ends_as_it_begins_is_stated_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("name", "bits"), [("fp8", 8), ("nf4", 4)])
 def test_quantized_weights_are_stated(tmp_path: Path, name: str, bits: int) -> None:
     teacher = {"dtype": "bfloat16"}
-    text = card(tmp_path, [{**teacher, name: True}, teacher])
+    text = card(tmp_path, [{**teacher, "quantized": name}, teacher])
     assert f"- teacher: `teacher-0`, bfloat16, {bits}-bit weights, weight 1, projection" in text
     assert "- teacher: `teacher-1`, bfloat16, weight 1, projection" in text
 

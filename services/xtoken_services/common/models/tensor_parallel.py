@@ -53,7 +53,9 @@ def why_not_divided(config: Mapping[str, Any], gpus: int) -> str | None:
     return None
 
 
-def check_divided(what: str, directory: Path, config: Mapping[str, Any], gpus: int, *, quantized: str = "") -> None:
+def check_divided(
+    what: str, directory: Path, config: Mapping[str, Any], gpus: int, *, quantized: str | None = None
+) -> None:
     """Refuse a model that cannot be divided over several GPUs.
 
     Args:
@@ -61,7 +63,7 @@ def check_divided(what: str, directory: Path, config: Mapping[str, Any], gpus: i
         directory: The model's directory.
         config: Its `config.json`.
         gpus: Number of GPUs.
-        quantized: Format of its linear layers, such as `fp8`; empty: its dtype.
+        quantized: Format of its linear layers, such as `fp8`; None: its dtype.
 
     Raises:
         ConfigError: It cannot; the text has the reason.

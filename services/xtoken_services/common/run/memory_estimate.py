@@ -152,10 +152,10 @@ def weight_bytes(directory: Path, dtype: str) -> int:
 
 def teacher_bytes(teacher: TeacherSpec) -> int:
     """Return the bytes of a teacher's weights while it runs; those that are not quantized count as if they were."""
-    if teacher.nf4:
+    if teacher.quantized == "nf4":
         return weight_count(teacher.model) * NF4_BITS // 16
     weights = weight_bytes(teacher.model, teacher.dtype)
-    return weights // 2 if teacher.fp8 else weights
+    return weights // 2 if teacher.quantized == "fp8" else weights
 
 
 def student_bytes(spec: RunSpec, *, copies: int = COPIES) -> int:

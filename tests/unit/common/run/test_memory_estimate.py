@@ -174,7 +174,7 @@ def test_a_gpu_without_room_for_the_teachers_beside_the_student_is_told_what_to_
 @pytest.mark.parametrize(("name", "bits"), [("fp8", 8), ("nf4", 4.5)])
 def test_a_quantized_teacher_is_beside_the_student_in_its_own_dtype(tmp_path: Path, name: str, bits: float) -> None:
     plain = with_models(tmp_path)
-    run = with_models(tmp_path, teacher=in_bfloat16(plain, **{name: True}), **READ)
+    run = with_models(tmp_path, teacher=in_bfloat16(plain, quantized=name), **READ)
     weights = weight_bytes(run.spec.student.model, "bfloat16")
     assert [need.nbytes for need in staying(run, 0, 1, rings=False, evaluates=True)][1:] == [
         weights,

@@ -76,12 +76,9 @@ def test_another_precision_is_another_run(saved: ResolvedRun) -> None:
         check_output(with_student(saved, dtype="bfloat16"))
     with pytest.raises(ConfigError, match=r"what differs is student\.dtype, train\.master_weights; choose another"):
         check_output(with_student(with_train(saved, master_weights=False), dtype="bfloat16"))
-    small = saved.spec.teacher[0].model_copy(update={"dtype": "bfloat16", "fp8": True})
-    with pytest.raises(ConfigError, match=r"what differs is teacher\.0\.dtype, teacher\.0\.fp8; choose"):
+    small = saved.spec.teacher[0].model_copy(update={"dtype": "bfloat16", "quantized": "fp8"})
+    with pytest.raises(ConfigError, match=r"what differs is teacher\.0\.dtype, teacher\.0\.quantized; choose"):
         check_output(saved.model_copy(update={"spec": saved.spec.model_copy(update={"teacher": (small,)})}))
-    smaller = saved.spec.teacher[0].model_copy(update={"nf4": True})
-    with pytest.raises(ConfigError, match=r"what differs is teacher\.0\.nf4; choose"):
-        check_output(saved.model_copy(update={"spec": saved.spec.model_copy(update={"teacher": (smaller,)})}))
 
 
 def test_a_teacher_that_was_taken_away_makes_another_run(tmp_path: Path) -> None:
@@ -112,8 +109,7 @@ def test_a_field_newer_than_the_checkpoint_has_its_default(saved: ResolvedRun) -
     identity = document["identity"]
     del (
         identity["lora"],
-        identity["teacher"][0]["fp8"],
-        identity["teacher"][0]["nf4"],
+        identity["teacher"][0]["quantized"],
         identity["teacher"][0]["weight"],
         identity["loss"]["reverse_kl"],
     )
