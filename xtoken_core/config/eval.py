@@ -63,16 +63,8 @@ class TasksSpec(ConfigModel):
 
 
 PromptText = Annotated[str, Field(min_length=1, max_length=4096)]
-
-
-class SamplesSpec(ConfigModel):
-    """Prompts that the student completes at every evaluation, for reading: the most likely token each time."""
-
-    prompts: Annotated[tuple[PromptText, ...], Field(min_length=1, max_length=32)]
-    """Texts to continue, such as `["Once upon a time"]`. `eval.jsonl` gets `samples`, a list of objects with `prompt`
-    and `completion`."""
-    max_new_tokens: Count = 64
-    """Tokens of a completion."""
+SAMPLE_TOKENS = 64
+"""Tokens of a completion of `eval.samples`, where the context is at least twice as long."""
 
 
 class EvalSpec(ConfigModel):
@@ -100,7 +92,10 @@ class EvalSpec(ConfigModel):
     """Measure the run's loss on 64 documents of the held-out text too, with the divergence from the teachers. They are
     loaded beside the student for every evaluation and need their memory."""
     tasks: OrNone[TasksSpec] = None
-    samples: OrNone[SamplesSpec] = None
+    samples: Annotated[tuple[PromptText, ...], Field(max_length=32)] = ()
+    """Texts that the student continues at every evaluation, for reading, such as `["Once upon a time"]`: by the most
+    likely token each time, up to 64 or half of the context. `eval.jsonl` gets `samples`, a list of objects with
+    `prompt` and `completion`."""
 
     @property
     def paths(self) -> tuple[Path, ...]:

@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-from xtoken_core.config.eval import TasksSpec
+from xtoken_core.config.eval import SAMPLE_TOKENS, TasksSpec
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import InputError
 from xtoken_core.tasks import Prompt, accuracy_of, read_prompts
@@ -136,18 +136,17 @@ class EvalSamples:
     """
 
     def __init__(self, spec: RunSpec, tokenizer: Any) -> None:
-        assert spec.eval is not None and spec.eval.samples is not None
-        settings = spec.eval.samples
-        self._completer = Completer(tokenizer, Sampling(settings.max_new_tokens, temperature=0))
-        self.prompts = settings.prompts
+        assert spec.eval is not None
+        count = min(SAMPLE_TOKENS, spec.student.context_length // 2)
+        self._completer = Completer(tokenizer, Sampling(count, temperature=0))
+        self.prompts = spec.eval.samples
         self._ids = [self._completer.encoder.begin(prompt).tolist() for prompt in self.prompts]
-        room = spec.student.context_length - settings.max_new_tokens
+        room = spec.student.context_length - count
         for prompt, ids in zip(self.prompts, self._ids, strict=True):
             if not 0 < len(ids) <= room:
                 raise InputError(
-                    f"eval.samples: the prompt {prompt[:40]!r} has {len(ids)} tokens: with "
-                    f"eval.samples.max_new_tokens = {settings.max_new_tokens}, student.context_length has room for 1 "
-                    f"to {max(0, room)}"
+                    f"eval.samples: the prompt {prompt[:40]!r} has {len(ids)} tokens: beside {count} new ones, "
+                    f"student.context_length has room for 1 to {max(0, room)}"
                 )
 
     def measure(self, student: Student, *, progress: Callable[[], None] = lambda: None) -> dict[str, Any]:

@@ -63,8 +63,7 @@ class Evaluator:
         self._eval_loss: EvalLoss | None = None
         has_tasks = self.spec.eval is not None and self.spec.eval.tasks is not None
         self.tasks = EvalTasks(self.spec, tokenizer) if has_tasks else None
-        has_samples = self.spec.eval is not None and self.spec.eval.samples is not None
-        self.samples = EvalSamples(self.spec, tokenizer) if has_samples else None
+        self.samples = EvalSamples(self.spec, tokenizer) if self.spec.eval and self.spec.eval.samples else None
         # `alive` raises once a stop is requested; of several ranks none may leave an evaluation alone.
         self._beat = worker.alive if worker.run.world == 1 else worker.beat
         self._meanwhile, self._called_at = meanwhile, 0.0

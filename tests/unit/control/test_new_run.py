@@ -46,7 +46,7 @@ def full(tmp_path: Path) -> RunSpec:
                 "path": [tmp_path / "a.txt", tmp_path / "b.txt"],
                 "every": 7,
                 "tasks": {"path": tmp_path / "sums.jsonl", "match": "number"},
-                "samples": {"prompts": ["one, two", "three"]},
+                "samples": ["one, two", "three"],
             },
             loss={"vocab_topk": "none", "teacher_modes": ["gold", "none"]},
             train={"lora": {"targets": ["q_proj", "v_proj"]}, "learning_rate": 1.23456789e-5, "master_weights": False},

@@ -137,7 +137,7 @@ def parts_of(annotation: object) -> list[object]:
 def test_every_path_of_a_specification_is_checked() -> None:
     """A new field that takes text must be looked at here: a path is a `Path`, which the roots hold."""
     assert texts_of(RunSpec) == {
-        "name", "push_to", "hub", "data.field", "data.sources.field", "eval.field", "eval.samples.prompts",
+        "name", "push_to", "hub", "data.field", "data.sources.field", "eval.field", "eval.samples",
         "train.lora.targets", "ray.address", "rollout.stop",
         "teacher.special_tokens", "teacher.name", "teacher.prompt", "data.sources.teachers",
         "teacher.store", "teacher.url",

@@ -40,7 +40,7 @@ def test_every_field_of_a_run_file_is_explained() -> None:
     unexplained = [line for line in page.splitlines() if "|  |" in line]
     assert unexplained == []
     required = {line.split("`")[1] for line in page.splitlines() if "| required |" in line}
-    assert required == {"model", "path", "prompts"}, "a default by context is one"
+    assert required == {"model", "path"}, "a default by context is one"
 
 
 def test_every_setting_is_explained_in_its_model() -> None:

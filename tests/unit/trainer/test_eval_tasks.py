@@ -161,12 +161,11 @@ def test_a_student_whose_tokens_spell_no_spaces_has_its_text_from_the_tokenizer(
     path.write_text(json.dumps({"prompt": "the", "answer": "x"}) + "\n")
     raw = settings({"dtype": "float32"}).model_dump()
     tasks = {"path": path, "max_new_tokens": 6, "match": "contains"}
-    samples = {"prompts": ["the"], "max_new_tokens": 6}
-    spec = RunSpec.model_validate(raw | {"eval": {"path": path, "tasks": tasks, "samples": samples}})
+    spec = RunSpec.model_validate(raw | {"eval": {"path": path, "tasks": tasks, "samples": ["the"]}})
     student = Student(llama(len(tokenizer)), settings({"dtype": "float32"})).eval()
     ids = EvalTasks(spec, tokenizer)._ids["words"]
     whole = student.model.generate(
-        torch.tensor(ids), max_new_tokens=6, do_sample=False, eos_token_id=tokenizer.eos_token_id, pad_token_id=0
+        torch.tensor(ids), max_new_tokens=32, do_sample=False, eos_token_id=tokenizer.eos_token_id, pad_token_id=0
     )
     expected = tokenizer.decode(whole[0, len(ids[0]) :], skip_special_tokens=True)
     assert expected
@@ -280,17 +279,18 @@ def test_ranks_of_a_sharded_student_complete_together(tmp_path: Path) -> None:
     assert rows[0] == rows[1] == rows[2]
 
 
-def samples_of(prompts: list[str], count: int = 6) -> EvalSamples:
-    raw = settings({"dtype": "float32"}).model_dump()
-    raw["eval"] = {"path": "text.jsonl", "samples": {"prompts": prompts, "max_new_tokens": count}}
+def samples_of(prompts: list[str], context: int) -> EvalSamples:
+    raw = settings({"dtype": "float32", "context_length": context}).model_dump()
+    raw["eval"] = {"path": "text.jsonl", "samples": prompts}
     return EvalSamples(RunSpec.model_validate(raw), TOKENIZER)
 
 
 def test_sample_completions() -> None:
     student = student_of().eval()
     before = torch.get_rng_state()
-    row = samples_of(PROMPTS).measure(student)
-    assert row == {"samples": [{"prompt": p, "completion": greedy(student, p, 6)} for p in PROMPTS]}
+    for context, count in ((64, 32), (192, 64)):
+        row = samples_of(PROMPTS, context).measure(student)
+        assert row == {"samples": [{"prompt": p, "completion": greedy(student, p, count)} for p in PROMPTS]}
     assert torch.equal(torch.get_rng_state(), before)
     with pytest.raises(InputError, match=r"eval\.samples: the prompt 'xx.* has room for 1 to"):
-        samples_of(["x" * 500])
+        samples_of(["x" * 500], 192)

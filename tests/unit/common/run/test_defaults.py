@@ -87,19 +87,15 @@ def test_a_weight_of_0_to_the_end_starts_no_teacher(workspace: Path, settings: t
         assert spec.loss.ce_loss_scale == (0.5 if "loss.ce_loss_scale=0.5" in settings else 1.0)
 
 
-@pytest.mark.parametrize("table", ["eval.tasks", "eval.samples", "train.lora"])
+@pytest.mark.parametrize("table", ["eval.tasks", "train.lora"])
 def test_a_table_of_the_file_is_set_to_none(workspace: Path, table: str) -> None:
-    tasks = '[eval.tasks]\npath = "sums.jsonl"\n[eval.samples]\nprompts = ["once"]\n'
+    tasks = '[eval.tasks]\npath = "sums.jsonl"\n'
     (workspace / "run.toml").write_text(f"{SHORT}{tasks}[train.lora]\nrank = 4\n")
     settings = {}
     for given in ((), (f"{table}=none",)):
         spec, _ = load_run(workspace / "run.toml", given, machine=CPU)
         assert spec.eval is not None
-        settings[given] = {
-            "eval.tasks": spec.eval.tasks,
-            "eval.samples": spec.eval.samples,
-            "train.lora": spec.train.lora,
-        }
+        settings[given] = {"eval.tasks": spec.eval.tasks, "train.lora": spec.train.lora}
     whole, without = settings.values()
     assert None not in whole.values() and without == {**whole, table: None}
 
