@@ -154,8 +154,6 @@ class LossConfig(ConfigModel):
     """`sum`: each teacher's own mode, in the teachers' order; "none" or an empty list: the mode set above."""
     dynamic_teacher_weights: Literal["ce", "entropy", "max_prob"] | None = None
     """`sum`: weigh teachers by a softmax of this score of theirs on the micro-batch, not by static weights."""
-    dynamic_weight_alpha: Positive = 1.0
-    """Factor of the scores in the softmax of `dynamic_teacher_weights`."""
     normalize_teacher_by_vocab: bool = False
     """`sum`: weigh a teacher's loss and score by the logarithm of its vocabulary relative to the smallest."""
 
@@ -357,8 +355,6 @@ class LossConfig(ConfigModel):
                     return f'{name} belongs to teacher_aggregation = "sum", not "{self.teacher_aggregation}"'
         if self.teacher_aggregation == "averaged_logits" and self.mode not in ("p_kl", "chain"):
             return 'teacher_aggregation = "averaged_logits" compares token by token: unset mode'
-        if self.dynamic_weight_alpha != 1.0 and self.dynamic_teacher_weights is None:
-            return "dynamic_weight_alpha needs dynamic_teacher_weights"
         return None
 
 

@@ -345,7 +345,7 @@ class CrossTokenizerDistillationLoss:
             for loss, logits, factor in zip(self.losses, teachers, self.factors, strict=True)
         ]
         # On the device: the weights are tensors, so that no step waits for a score.
-        weights = torch.softmax(self.config.dynamic_weight_alpha * torch.stack(scores), dim=0)
+        weights = torch.softmax(torch.stack(scores), dim=0)
         return TeacherWeights(list(weights.unbind()), self.factors)
 
     def _blocks(self, batch: Mapping[str, Tensor], teachers: Sequence[Logits]) -> TokenBlocks:

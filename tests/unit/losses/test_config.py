@@ -54,7 +54,6 @@ REFUSED = {
     ),
     "averaged_alm": ({"teacher_aggregation": "averaged_logits", "mode": "alm"}, "compares token by token"),
     "exact_only_chain": ({"mode": "chain", "exact_token_match_only": True}, "belongs to P-KL, the mode is chain"),
-    "alpha_alone": ({"dynamic_weight_alpha": 2.0}, "needs dynamic_teacher_weights"),
     "zero_temperature": ({"temperature": 0.0}, "temperature"),
     "zero_topk": ({"vocab_topk": 0}, "vocab_topk"),
     "unknown": ({"vocab_top_k": 5}, "vocab_top_k"),

@@ -154,14 +154,12 @@ def test_dynamic_teacher_weights(kind, normalised):
     case = several()
     factors = FACTORS if normalised else [1.0] * 3
     scores = torch.stack(each_score(case, kind)) * torch.tensor(factors, dtype=torch.float64)
-    weights = (1.7 * scores).exp() / (1.7 * scores).exp().sum()
+    weights = scores.exp() / scores.exp().sum()
 
     def expected(z):
         return sum(w * f * t for w, f, t in zip(weights, factors, each_term(case, z), strict=True))
 
-    config = LossConfig(
-        **MIXED, dynamic_teacher_weights=kind, dynamic_weight_alpha=1.7, normalize_teacher_by_vocab=normalised
-    )
+    config = LossConfig(**MIXED, dynamic_teacher_weights=kind, normalize_teacher_by_vocab=normalised)
     metrics = check(case, config, expected)
     for i in range(3):
         assert math.isclose(metrics[f"weight_t{i}"].item(), weights[i].item(), rel_tol=1e-5)
