@@ -159,9 +159,9 @@ def test_routes_are_a_part_of_what_a_checkpoint_must_have_in_common(tiny: Tiny) 
     assert isinstance(record, Record) and value_with_route(other, open_data(other), record)["route"].teachers == (1,)
 
 
-def prompted(tiny: Tiny, name: str, prompt: str | None, **changes: Any) -> RunSpec:
+def prompted(tiny: Tiny, name: str, prompt: Any, **changes: Any) -> RunSpec:
     """A run whose teacher has the student's tokenizer, and words of its own before every text."""
-    own = {"model": tiny.assets.student, "context_length": 96}
+    own: dict[str, Any] = {"model": tiny.assets.student, "context_length": 96}
     teacher = own if prompt is None else {**own, "prompt": prompt}
     return tiny.spec(name, teacher=[teacher], loss={"mode": "chain", "vocab_topk": None}, **changes)
 
@@ -170,9 +170,7 @@ def prompted(tiny: Tiny, name: str, prompt: str | None, **changes: Any) -> RunSp
 @pytest.mark.timeout(1200)
 def test_the_student_behind_a_prompt_teaches_the_student_without_it(tiny: Tiny) -> None:
     (tiny.path / "prompt.txt").write_text("def class return\n")
-    spec = prompted(tiny, "prompted", None, train={"max_steps": 4})
-    teacher = spec.teacher[0].model_copy(update={"prompt_file": tiny.path / "prompt.txt"})
-    spec = spec.model_copy(update={"teacher": (teacher,)})
+    spec = prompted(tiny, "prompted", {"file": tiny.path / "prompt.txt"}, train={"max_steps": 4})
     run = resolve_run(spec)
     assert run.same_tokenizer == (False,) and run.teachers[0].prompt == "def class return\n"
     tiny.start(spec).complete(32)
@@ -202,5 +200,9 @@ def test_a_prefix_for_a_teacher_that_reads_the_student_s_rows_is_refused(tiny: T
 
 
 def test_a_prompt_is_a_part_of_what_a_checkpoint_must_have_in_common(tiny: Tiny) -> None:
-    one, other = (resolve_run(prompted(tiny, name, name)).identity() for name in ("one", "two"))
-    assert one.differences(other) == ["teacher.0.prompt"]
+    (tiny.path / "prompt.txt").write_text("one")
+    prompts = ("one", "two", {"file": tiny.path / "prompt.txt"})
+    one, other, read = (
+        resolve_run(prompted(tiny, f"run-{number}", prompt)).identity() for number, prompt in enumerate(prompts)
+    )
+    assert one.differences(other) == ["teacher.0.prompt"] and one.differences(read) == []

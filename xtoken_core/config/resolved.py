@@ -189,7 +189,7 @@ def same_tokenizer_of(spec: RunSpec, student: ResolvedModel, teachers: Sequence[
     own = student.tokenizer_fingerprint
     pairs = zip(teachers, spec.teacher, strict=True)
     return tuple(
-        files.tokenizer_fingerprint == own and teacher.projection is None and not teacher.has_prompt
+        files.tokenizer_fingerprint == own and teacher.projection is None and teacher.prompt is None
         for files, teacher in pairs
     )
 

@@ -7,7 +7,7 @@ import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from xtoken_core.config.base import ConfigModel, OrNone, absolute_path, teacher_name
 from xtoken_core.config.data import DataSpec
@@ -24,6 +24,7 @@ from xtoken_core.errors import ConfigError, InputError
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Quantized = Literal["fp8", "nf4"]
+PromptFile = dict[Literal["file"], Path]
 PAD_MULTIPLE = 8
 """Padded lengths are rounded up to a multiple of this."""
 MAX_SLOTS = 1024
@@ -84,13 +85,12 @@ class TeacherSpec(ModelSpec, ServedSpec):
     name: Annotated[str | None, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] = None
     """Name by which texts (`data.sources`, `teachers`) and records (field `teacher`) choose it. Samples that choose
     none are compared with all teachers."""
-    prompt: Annotated[str, Field(min_length=1)] | None = None
-    """What only this teacher reads before every text, such as solved examples. A record's `teacher_prefix` follows it,
+    prompt: Annotated[str | PromptFile, Field(min_length=1)] | None = None
+    """What only this teacher reads before every text, such as solved examples: the text, or `{ file = "PATH" }`. A
+    record's `teacher_prefix` follows it,
     or stands where the prompt has `{teacher_prefix}`. With `messages` it is a system message of the teacher's own. A
     teacher with a prompt is compared chunk by chunk, also with the student's tokenizer. It is measured on held-out text
     without it."""
-    prompt_file: Path | None = None
-    """File with the `prompt`, in UTF-8."""
     sync: Literal["ema"] | None = None
     """`model = "student"`: `ema` makes its weights an exponential moving average of the student's. Left out, they are
     the first ones."""
@@ -131,18 +131,20 @@ class TeacherSpec(ModelSpec, ServedSpec):
     counts it, `compute` runs the teacher over such records before the run starts, and adds them to the store. A control
     plane does not take `compute`."""
 
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _text_or_file(cls, value: Any) -> Any:
+        file = value.get("file") if isinstance(value, dict) and len(value) == 1 else value
+        if value is not None and not isinstance(file, (str, Path)):
+            raise ValueError('it takes a text, or { file = "PATH" }')
+        return value
+
     @model_validator(mode="before")
     @classmethod
     def _content_of_url(cls, value: Any) -> Any:
         if isinstance(value, dict) and value.get("url") and value.get("content") is None:
             return {**value, "content": "topk"}
         return value
-
-    @model_validator(mode="after")
-    def _one_prompt(self) -> TeacherSpec:
-        if self.prompt is not None and self.prompt_file is not None:
-            raise ValueError("prompt and prompt_file are two places of the same words: unset one")
-        return self
 
     @model_validator(mode="after")
     def _settings_of_topk(self) -> TeacherSpec:
@@ -168,11 +170,6 @@ class TeacherSpec(ModelSpec, ServedSpec):
         if self.gpus > 1 and self.store is not None:
             raise ValueError("gpus belongs to a teacher that runs, and this one is read from a store: unset gpus")
         return self
-
-    @property
-    def has_prompt(self) -> bool:
-        """True if it reads something of its own before every text."""
-        return self.prompt is not None or self.prompt_file is not None
 
     @property
     def loads_model(self) -> bool:

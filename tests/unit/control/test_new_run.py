@@ -52,7 +52,7 @@ def full(tmp_path: Path) -> RunSpec:
             train={"lora": {"targets": ["q_proj", "v_proj"]}, "learning_rate": 1.23456789e-5, "master_weights": False},
             teacher=[
                 {"model": tmp_path / "t", "context_length": 9, "projection": tmp_path / 'odd "name" 日本 👍.pt'},
-                {"model": tmp_path / "u", "context_length": 10, "projection": tmp_path / "p.pt"},
+                {"model": tmp_path / "u", "context_length": 10, "prompt": {"file": tmp_path / "p.txt"}},
             ],
         )
     )

@@ -336,9 +336,10 @@ def prompt_of(what: str, spec: ModelSpec) -> str:
     Raises:
         InputError: The file cannot be read.
     """
-    if not isinstance(spec, TeacherSpec) or spec.prompt_file is None:
-        return (isinstance(spec, TeacherSpec) and spec.prompt) or ""
-    path = check_allowed(spec.prompt_file, f"the {what}'s prompt")
+    prompt = spec.prompt if isinstance(spec, TeacherSpec) else None
+    if not isinstance(prompt, dict):
+        return prompt or ""
+    path = check_allowed(prompt["file"], f"the {what}'s prompt")
     try:
         return read_regular(path, TEMPLATE_LIMIT).decode("utf-8")
     except (OSError, ValueError) as error:

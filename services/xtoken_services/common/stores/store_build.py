@@ -85,7 +85,7 @@ def as_part_of(build: ResolvedRun, run: RunSpec, progress: Callable[[int, int], 
         return build
     student = tokenizer_fingerprint(run.student.tokenizer_dir)
     same = [
-        each.projection is None and not each.has_prompt and tokenizer_fingerprint(each.tokenizer_dir) == student
+        each.projection is None and each.prompt is None and tokenizer_fingerprint(each.tokenizer_dir) == student
         for each in run.teacher
     ]
     limit = measure_pieces(run.model_copy(update={"output": build.spec.output}), same, progress)
