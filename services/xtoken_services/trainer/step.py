@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -134,7 +134,8 @@ class StepRunner:
         metrics = []
         self.stopped = False
         self.timer.reset()
-        received: Iterable[ClaimedBatch | None] = self._receive(step, rewinds)
+        # Lazily: a micro-batch is claimed when the one before it has been enqueued.
+        received: Iterable[ClaimedBatch | None] = (self._claim(b, rewinds) for b in step.plan.ranks[self.rank])
         choices: TeacherChoices | None = None
         if self.loss.selects_teacher:
             received = [self._if_open(micro_batch) for micro_batch in list(received)]
@@ -164,19 +165,22 @@ class StepRunner:
         self._reads = self._requests = RequestCounts()
         return metrics
 
-    def _receive(self, step: StepPlan, rewinds: int) -> Iterator[ClaimedBatch | None]:
-        """Yield each micro-batch of this rank, claimed lazily; None for one with nothing to train on."""
-        for batch in step.plan.ranks[self.rank]:
-            yield self._claim_padded(batch, rewinds) if batch.ids and not self.stopped else None
+    def _claim(self, batch: MicroBatch, rewinds: int) -> ClaimedBatch | None:
+        """Lease a micro-batch, with its signals; None if it has nothing to train on, or this rank is to stop.
 
-    def _claim_padded(self, batch: MicroBatch, rewinds: int) -> ClaimedBatch | None:
+        While it waits it opens the rings of teachers that (re)start.
+        """
+        if not batch.ids or self.stopped:
+            return None
+        fields = self._fields(batch.teachers)
+
+        def ask() -> tuple[Claimed, dict[str, Column]] | None:
+            self.rings.poll()
+            return self.queue.claim_batch(batch.ids, fields, rewinds=rewinds, wait_s=WAIT_S)
+
         began = time.monotonic()
         try:
-            claimed, columns = self._claim(batch, rewinds)
-            self._requests = self._requests.plus(take_requests(columns, self._served))
-            self._reads = self._reads.plus(take_requests(columns, self._stored))
-            if len(claimed.slots) < len(batch.teachers) or set(claimed.dead).issuperset(batch.ids):
-                return None  # every sample is dead
+            claimed, columns = self.worker.until(ask)
         except StopRequested:
             if self.run.world == 1:
                 raise
@@ -184,6 +188,10 @@ class StepRunner:
             return None
         finally:
             self.waited_s += time.monotonic() - began
+        self._requests = self._requests.plus(take_requests(columns, self._served))
+        self._reads = self._reads.plus(take_requests(columns, self._stored))
+        if len(claimed.slots) < len(batch.teachers) or set(claimed.dead).issuperset(batch.ids):
+            return None  # every sample is dead
         slots = sorted(claimed.slots, key=lambda ref: ref.teacher)
         self.rings.receive(slots, columns)
         return ClaimedBatch(batch, *self._tensors(batch, claimed, columns), slots)
@@ -275,16 +283,6 @@ class StepRunner:
             own = {teacher: step.shares[teacher] for teacher in batch.teachers if step.shares[teacher]}
             metrics |= {f"ce_loss_t{teacher}": metrics["ce_loss"] / share for teacher, share in own.items()}
         return metrics | overlap | (text.metrics if text is not None else {})
-
-    def _claim(self, batch: MicroBatch, rewinds: int) -> tuple[Claimed, dict[str, Column]]:
-        """Lease a micro-batch; while waiting, open the rings of teachers that (re)start."""
-        fields = self._fields(batch.teachers)
-
-        def ask() -> tuple[Claimed, dict[str, Column]] | None:
-            self.rings.poll()
-            return self.queue.claim_batch(batch.ids, fields, rewinds=rewinds, wait_s=WAIT_S)
-
-        return self.worker.until(ask)
 
     def _fields(self, teachers: Collection[int]) -> list[str]:
         """Return the columns that the loss reads of samples that these teachers compare."""
