@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -13,7 +14,7 @@ from xtoken_core.chain.tables import ChainTables
 from xtoken_core.losses.masks import whole_chunks
 from xtoken_core.ops.chain.divergences import Generated
 from xtoken_core.ops.chain.listed import TopKTeacher, listed_parts
-from xtoken_core.ops.chain.reference import BLOCK_BYTES, ChainOptions, chain_parts
+from xtoken_core.ops.chain.reference import BLOCK_BYTES, ChainOptions, ChainSettings, chain
 
 
 @dataclass(frozen=True)
@@ -71,9 +72,13 @@ def chain_divergence(
         for ids, chunk_id in zip((batch.student_ids, batch.teacher_ids), chunk_ids, strict=True)
     )
     options = options or ChainOptions()
-    named: dict[str, Any] = {"temperature": temperature, "generated": generated, "block_bytes": block_bytes}
+    named: dict[str, Any] = {"temperature": temperature, "generated": generated}
     if isinstance(teacher_logits, TopKTeacher):
-        parts = listed_parts(student_logits, teacher_logits, (student, teacher), P, tables, options, **named).parts
+        parts = listed_parts(
+            student_logits, teacher_logits, (student, teacher), P, tables, options, block_bytes=block_bytes, **named
+        ).parts
     else:
-        parts = chain_parts(student_logits, teacher_logits, (student, teacher), P, tables, options, **named)
+        settings = ChainSettings(P, options, with_cross_entropy=False, **named)
+        result = chain(student_logits, teacher_logits, student, teacher, tables, settings, block_bytes=block_bytes)
+        parts = torch.stack(result[:3])
     return parts.sum(0)

@@ -24,7 +24,7 @@ from xtoken_core.losses.masks import predicted_ids
 from xtoken_core.ops.chain.divergences import Generated
 from xtoken_core.ops.chain.events import PARTS
 from xtoken_core.ops.chain.listed import TopKTeacher, listed_parts
-from xtoken_core.ops.chain.reference import ChainOptions, chain_parts
+from xtoken_core.ops.chain.reference import ChainOptions, ChainSettings, chain
 from xtoken_core.schema import with_numbers
 from xtoken_core.topk_logits import largest_logits
 from xtoken_core.transports.ring import TopKSettings
@@ -348,7 +348,7 @@ def test_unlisted_tokens_have_equal_parts_inside_a_token_of_the_teacher():
         for x, chunk_id in zip((batch.student_ids, batch.teacher_ids), chunk_ids, strict=True)
     )
     P = batch.usable.shape[1]
-    whole = chain_parts(student, alike, sides, P, tables, options)
+    whole = chain(student, alike, *sides, tables, ChainSettings(P, options, with_cross_entropy=False))[:3]
     parts = [whole, listed_parts(student, given, sides, P, tables, options).parts]
     assert parts[0][1].sum() > 0
     torch.testing.assert_close(parts[1][1], parts[0][1], rtol=1e-6, atol=1e-9)

@@ -101,6 +101,8 @@ def chain(
     teacher: SideTokens,
     tables: ChainTables,
     settings: ChainSettings,
+    *,
+    block_bytes: int = BLOCK_BYTES,
 ) -> ChainResult:
     """Compute the parts of every chunk's divergence, and `cross_entropy` on the student's whole head.
 
@@ -111,22 +113,36 @@ def chain(
         teacher: The teacher's tokens.
         tables: Tables of the two tokenizers, on the logits' device.
         settings: Settings of the call.
+        block_bytes: Memory limit of the rows that are computed together, in bytes.
+
+    Returns:
+        The parts in float32, or float64 for such logits.
     """
-    student_logits = upcast(student_logits)  # once: the gradient has several parts, and is rounded once
-    parts = chain_parts(
-        student_logits[..., : len(tables.student.root)],
-        teacher_logits[..., : len(tables.teacher.root)],
-        (student, teacher),
-        settings.max_chunks,
-        tables,
-        settings.options,
-        temperature=settings.temperature,
-        generated=settings.generated,
+    whole_head = upcast(student_logits)  # once: the gradient has several parts, and is rounded once
+    z_s = whole_head[..., : len(tables.student.root)]
+    z_t = teacher_logits[..., : len(tables.teacher.root)].detach().flatten(0, 1)
+    dtype = torch.promote_types(torch.promote_types(z_s.dtype, z_t.dtype), torch.float32)
+    # Both sides' rows, and as much again for their sums by class; on a GPU every node takes the room of the largest.
+    ragged_sizes = (
+        8 * max(each.most_members + each.most_slots, each.live.most_rules) for each in (tables.student, tables.teacher)
     )
-    start, inner, end = parts.unbind()
+    width = z_s.shape[2] + z_t.shape[1] + 2 * tables.classes + (max(ragged_sizes) if z_s.is_cuda else 0)
+    size = max(1, block_bytes // (8 * width))
+    chunks = len(z_s) * settings.max_chunks
+    blocks: list[Block] = []
+    for events, term in find_terms((student, teacher), tables, settings):
+        # A block's term sees the student's rows alone as its variable: `_Sum` differentiates by them block by block.
+        def value(block: Any, rows: Tensor, term: Term = term) -> Tensor:
+            T = settings.temperature
+            return term(block, rows.to(dtype) / T, z_t[block.teacher_row].to(dtype) / T)
+
+        # Of a size that follows from shapes alone, so that sums have the same order in every run.
+        parts = [events.part(slice(at, at + size)) for at in range(0, len(events.chunk), size)]
+        blocks += [Block(part, chunks, value) for part in parts]
+    start, inner, end = summed(z_s, blocks, chunks, dtype).unbind()
     if not settings.with_cross_entropy:
         return ChainResult(start, inner, end)
-    losses, hits = cross_entropy(student_logits, student.predicted)
+    losses, hits = cross_entropy(whole_head, student.predicted)
     return ChainResult(start, inner, end, losses, hits)
 
 
@@ -143,71 +159,17 @@ class NativeChainOp(Op):
         tables.read_sizes()
 
 
-def chain_parts(
-    student_logits: Float[Tensor, "B T_s V_s"],
-    teacher_logits: Float[Tensor, "B T_t V_t"],
-    sides: tuple[SideTokens, SideTokens],
-    max_chunks: int,
-    tables: ChainTables,
-    options: ChainOptions | None = None,
-    *,
-    temperature: float = 1.0,
-    generated: Generated | None = None,
-    block_bytes: int = BLOCK_BYTES,
-) -> Float[Tensor, "3 B P"]:
-    """Compute the parts of every chunk's divergence (`PARTS`), with a gradient for the student.
-
-    Args:
-        student_logits: Cut to the student's vocabulary.
-        teacher_logits: Cut to the teacher's vocabulary; no gradient.
-        sides: The student's and the teacher's tokens.
-        max_chunks: `P`.
-        tables: Tables of the two tokenizers, on the logits' device.
-        options: Terms to include; None: the defaults.
-        temperature: Divides both sides' logits.
-        generated: The form on text that the student has generated; None: all text is given.
-        block_bytes: Memory limit of the rows that are computed together, in bytes.
-
-    Returns:
-        float32, or float64 for such logits.
-    """
-    terms = find_terms(sides, max_chunks, tables, options or ChainOptions(), generated)
-    teacher = teacher_logits.detach().flatten(0, 1)
-    dtype = torch.promote_types(torch.promote_types(student_logits.dtype, teacher.dtype), torch.float32)
-    # Both sides' rows, and as much again for their sums by class; on a GPU every node takes the room of the largest.
-    ragged_sizes = (
-        8 * max(each.most_members + each.most_slots, each.live.most_rules) for each in (tables.student, tables.teacher)
-    )
-    width = student_logits.shape[2] + teacher.shape[1] + 2 * tables.classes
-    width += max(ragged_sizes) if student_logits.is_cuda else 0
-    size = max(1, block_bytes // (8 * width))
-    chunks = student_logits.shape[0] * max_chunks
-    blocks: list[Block] = []
-    for events, term in terms:
-        # A block's term sees the student's rows alone as its variable: `_Sum` differentiates by them block by block.
-        def value(block: Any, rows: Tensor, term: Term = term) -> Tensor:
-            return term(block, rows.to(dtype) / temperature, teacher[block.teacher_row].to(dtype) / temperature)
-
-        # Of a size that follows from shapes alone, so that sums have the same order in every run.
-        parts = [events.part(slice(at, at + size)) for at in range(0, len(events.chunk), size)]
-        blocks += [Block(part, chunks, value) for part in parts]
-    return summed(student_logits, blocks, chunks, dtype)
-
-
 Term = Callable[[Any, Tensor, Tensor], Tensor]
 """Values `[E]` of `E` events from the student's logits `[E, V_s]` and the teacher's `[E, V_t]`."""
 
 
 def find_terms(
-    sides: tuple[SideTokens, SideTokens],
-    max_chunks: int,
-    tables: ChainTables,
-    options: ChainOptions,
-    generated: Generated | None = None,
+    sides: tuple[SideTokens, SideTokens], tables: ChainTables, settings: ChainSettings
 ) -> Sequence[tuple[Starts | Inner, Term]]:
     """List the terms to compare: the starts, then the nodes inside the student's and inside the teacher's tokens."""
+    options, generated = settings.options, settings.generated
     flags = {"end_terms": options.end_terms, "bare_space": options.bare_space}
-    every = find_events(sides, max_chunks, (tables.student, tables.teacher), **flags)
+    every = find_events(sides, settings.max_chunks, (tables.student, tables.teacher), **flags)
     starts, inside_student, inside_teacher = (events.without_padding() for events in every)
 
     def generated_rows(block: Starts | Inner) -> Generated | None:
