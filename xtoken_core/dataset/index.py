@@ -129,7 +129,7 @@ class DataIndex:
             InputError: A file has changed since it was indexed, or cannot be read any more.
             IndexError: No record has this number.
         """
-        return [self._read_one(number) for number in record_numbers]
+        return [self._read_row(number, *self._locate(number)) for number in record_numbers]
 
     def location(self, number: int) -> str:
         """Return the location of a record as `file:line`, counted from 1 (a row for parquet and arrow files)."""
@@ -171,11 +171,7 @@ class DataIndex:
         return (record.value for record in self._usable())
 
     def _usable(self) -> Iterator[Record]:
-        records = map(self._read_one, range(len(self)))
-        return (record for record in records if isinstance(record, Record))
-
-    def _read_one(self, number: int) -> Record | BadRecord:
-        return self._read_row(number, *self._locate(number))
+        return (record for number in range(len(self)) for record in self.read([number]) if isinstance(record, Record))
 
     def _read_row(self, number: int, file: int, row: int) -> Record | BadRecord:
         try:
