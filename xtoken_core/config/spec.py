@@ -147,28 +147,22 @@ class TeacherSpec(ModelSpec, ServedSpec):
         return value
 
     @model_validator(mode="after")
-    def _settings_of_topk(self) -> TeacherSpec:
+    def _refuse_impossible(self) -> TeacherSpec:
         if self.content != "topk" and self.topk != DEFAULT_TOPK:
             raise ValueError('topk belongs to content = "topk": set that or unset topk')
-        return self
-
-    @model_validator(mode="after")
-    def _settings_beside_url(self) -> TeacherSpec:
-        if not self.url:
-            return self
-        if self.content not in (None, "topk"):
+        if self.url and self.content not in (None, "topk"):
             raise ValueError(f'content = "{self.content}": a server (url) gives the likeliest tokens: set it to "topk"')
         for name in ("gpu", "gpus", "compile", "quantized"):
-            if getattr(self, name) != type(self).model_fields[name].default:
+            if self.url and getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(f"{name} belongs to a model that the run loads, and url names a server: unset one")
-        return self
-
-    @model_validator(mode="after")
-    def _divided(self) -> TeacherSpec:
         if self.gpus > 1 and self.compile:
             raise ValueError(f"compile = true is for a teacher on one GPU, and gpus = {self.gpus}: set it to false")
         if self.gpus > 1 and self.store is not None:
             raise ValueError("gpus belongs to a teacher that runs, and this one is read from a store: unset gpus")
+        if self.store is None and self.store_missing != "fail":
+            raise ValueError("store_missing belongs to a store: set store or unset store_missing")
+        if self.store is not None and self.content == "logits":
+            raise ValueError('store: whole logits are not stored: set content to "hidden" or "topk"')
         return self
 
     @property
@@ -181,14 +175,6 @@ class TeacherSpec(ModelSpec, ServedSpec):
         if self.gpus == 1:
             return rank if self.gpu is None else self.gpu + rank
         return (self.gpu or 0) + rank * self.gpus + part
-
-    @model_validator(mode="after")
-    def _settings_of_store(self) -> TeacherSpec:
-        if self.store is None and self.store_missing != "fail":
-            raise ValueError("store_missing belongs to a store: set store or unset store_missing")
-        if self.store is not None and self.content == "logits":
-            raise ValueError('store: whole logits are not stored: set content to "hidden" or "topk"')
-        return self
 
 
 class RunSpec(ConfigModel):
