@@ -33,6 +33,10 @@ SETTINGS_OF_NONE: dict[str, dict[str, Any]] = {
     "a constant weight": {"loss": {"kl_loss_weight_end": "none"}},
     "whole vocabularies": {"loss": {"vocab_topk": "none", "teacher_modes": ["none"]}, "train": {"grad_clip": "none"}},
     "the divergence alone": {"loss": {"ce_loss_scale": 0.0}},
+    "chain with a public name": {"loss": {"mode": "chain", "vocab_topk": 64}},
+    "P-KL weighed as chain": {"loss": {"mode": "p_kl", "ce_loss_scale": 1.0}},
+    "P-KL by its name": {"loss": {"vocab_topk": 64}},
+    "P-KL that fades": {"loss": {"mode": "p_kl", "kl_loss_weight_end": 0.0}},
     "completions": {"rollout": {"max_new_tokens": 4}},
 }
 
@@ -167,22 +171,6 @@ def test_the_run_file_of_another_run(client: TestClient, runs: Runs) -> None:
 def test_hostile_text(client: TestClient, text: str, action: str) -> None:
     answer = client.post("/runs/new", data={"toml": text, "action": action})
     assert answer.status_code == 200 and 'role="alert"' in answer.text and "<script>alert" not in answer.text
-
-
-@cases(
-    "loss",
-    {"mode": "chain", "vocab_topk": 64},
-    {"mode": "p_kl", "ce_loss_scale": 1.0},
-    {"vocab_topk": 64},
-    {"mode": "p_kl", "kl_loss_weight_end": 0.0},
-    {"kl_loss_weight_end": "none"},
-    {},
-    ids=["chain-with-a-public-name", "p_kl-weighed-as-chain", "p_kl-by-its-name", "p_kl-fading", "constant", "default"],
-)
-def test_a_run_that_is_copied_has_the_same_loss(tmp_path: Path, loss: dict[str, Any]) -> None:
-    original = RunSpec.model_validate(spec(tmp_path, loss=loss))
-    copied = without_defaults(original)
-    assert RunSpec.model_validate(copied).loss == original.loss
 
 
 def test_a_copied_run_leaves_the_weight_at_the_end_to_what_decides_it(tmp_path: Path) -> None:

@@ -332,15 +332,10 @@ def test_rows_do_not_depend_on_their_company(student, teacher):
     ("record", "reason"),
     [
         ({"text": ""}, "empty text"),
-        ({"text": " \n"}, "empty text"),
         ({"other": "x"}, "no field 'text'"),
-        ({"text": 3}, "the field 'text' is not a string"),
         ({"text": b"\xff\xfe"}, "invalid UTF-8 at byte 0"),
-        ({"text": "a\ud800"}, "half of a surrogate pair"),
-        ({"prompt": "p", "completion": ""}, "empty completion"),
-        ({"messages": []}, "not a list with at least one message"),
     ],
-    ids=["empty", "blank", "missing", "number", "not UTF-8", "surrogate", "no completion", "no message"],
+    ids=["empty", "missing", "not UTF-8"],
 )
 def test_a_bad_record_has_a_reason_and_harms_no_other(collator, record, reason):
     rows = collator.rows([{"text": "good"}, record, {"text": "good"}])
