@@ -291,16 +291,12 @@ def test_neither_torch_nor_pyarrow_is_imported_for_text_files(tmp_path: Path) ->
     assert done.stdout.strip() == "[]"
 
 
-def index(path: Path) -> DataIndex:
-    return DataIndex.build([path], field="text", cache_dir=path.parent / "cache")
-
-
 def test_repeated_values_are_in_memory_once(tmp_path: Path) -> None:
     path = tmp_path / "x.parquet"
     pq.write_table(pa.table({"text": ["x" * 3_000_000] * 30}), path)
     assert path.stat().st_size < 1_000_000
     before = pa.total_allocated_bytes()
-    (record,) = index(path).read([29])
+    (record,) = build(path).read([29])
     assert isinstance(record, Record) and len(record.document) == 3_000_000
     assert pa.total_allocated_bytes() - before < 64 << 20
 
@@ -313,7 +309,7 @@ def test_row_group_that_decodes_to_too_much(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(
         InputError, match=r"x\.parquet: row group 0 decodes to \d+ bytes from \d+: write the file again"
     ):
-        index(path)
+        build(path)
 
 
 def test_compressed_arrow_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,12 +320,12 @@ def test_compressed_arrow_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     with pa.ipc.new_stream(tmp_path / "x.arrow", table.schema, options=options) as writer:
         writer.write_table(table)
     with pytest.raises(InputError, match=r"x\.arrow decodes to \d+ bytes from \d+"):
-        index(tmp_path)
+        build(tmp_path)
 
 
 def test_record_longer_than_the_limit(tmp_path: Path) -> None:
     pq.write_table(pa.table({"text": ["x" * (MAX_RECORD_BYTES + 1), "fine"]}), tmp_path / "x.parquet")
-    first, second = index(tmp_path / "x.parquet").read([0, 1])
+    first, second = build(tmp_path / "x.parquet").read([0, 1])
     assert isinstance(first, BadRecord) and first.reason == "longer than 64 MiB" and isinstance(second, Record)
 
 
@@ -343,13 +339,6 @@ def test_line_longer_than_any_text(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         DataIndex.build([path], field="text", cache_dir=tmp_path / "cache", progress=lambda done, _: read.append(done))
     assert max(read) < 6 << 20
     assert list((tmp_path / "cache").iterdir()) == []
-
-
-def test_messages_from_a_parquet_file(tmp_path: Path) -> None:
-    conversation = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "ü"}]
-    pq.write_table(pa.table({"messages": [conversation] * 3}), tmp_path / "x.parquet")
-    (record,) = index(tmp_path / "x.parquet").read([2])
-    assert isinstance(record, Record) and record.value == {"messages": conversation}
 
 
 def test_answers_of_rows(tmp_path: Path) -> None:

@@ -223,12 +223,6 @@ def test_a_file_built_anew_is_read_anew(built, tmp_path):
     assert len(p.get_topk_projection(path, CPU)[0]) == 1
 
 
-def test_a_sparse_file_has_no_rows_of_weights(tmp_path):
-    torch.save({(0, 1): 1.0}, tmp_path / "p.pt")
-    with pytest.raises(ValueError, match="sparse"):
-        p.get_topk_projection(tmp_path / "p.pt", CPU)
-
-
 def test_the_exact_token_map_is_cached_by_rule_and_width(tmp_path):
     path = tmp_path / "p.pt"
     indices = torch.tensor([[5, -1], [5, -1], [2, 3], [4, 1]])

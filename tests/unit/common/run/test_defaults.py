@@ -126,9 +126,7 @@ def test_named_settings_stay(workspace: Path) -> None:
 
 
 def test_a_resume_reads_the_first_starts_defaults(workspace: Path) -> None:
-    first, _ = load_run(workspace / "short.toml", machine=CPU)
-    first.output.mkdir(parents=True, exist_ok=True)
-    write_json(first.output / SPEC, first.model_dump(mode="json"))
+    first = started(workspace)
     assert load_run(workspace / "short.toml", machine=GPU_24)[0] == first
 
 
