@@ -25,7 +25,7 @@ NAMED_ELSEWHERE = {
 }
 """Settings by the names that transformers and TRL give them."""
 
-TAKES = {"model_type": "it takes a table of settings", "path_type": "it takes a path"}
+TAKES = {"model_type": "it takes a table of settings", "path_type": "it takes a path", "tuple_type": "it takes a list"}
 """Messages in place of pydantic's that name classes, by the error's type."""
 
 

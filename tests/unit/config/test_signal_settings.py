@@ -69,6 +69,7 @@ def test_maxima_come_only_where_columns_are_selected(tmp_path: Path, loss: dict[
         ("train.betas", [0.9, 1.5], "train.betas"),
         ("workers.transport", "cuda_ipc", 'workers.transport = "cuda_ipc" needs GPUs'),
         ("teacher.0.quantized", "fp8", 'teacher.0.quantized = "fp8" needs a GPU'),
+        ("eval", {"samples": {"prompts": ["a"]}}, "eval.samples: it takes a list"),
         ("teacher.0.prompt", {"path": "x"}, 'teacher.0.prompt: it takes a text, or { file = "PATH" }'),
         ("workers", {"ranks": 2, "stop_timeout_s": 5}, "workers.stop_timeout_s = 5: several ranks"),
     ],
