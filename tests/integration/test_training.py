@@ -112,7 +112,7 @@ def test_ranks_that_wait_for_each_other_leave_together_and_save(tiny: Tiny, para
     task = tiny.path / "task.jsonl"
     task.write_text('{"prompt": "def x", "answer": "x"}\n{"prompt": "return value", "answer": "x"}\n')
     tasks = {"path": task, "match": "contains", "max_new_tokens": 5, "samples": 2, "temperature": 1.0}
-    evaluation = {"path": held_out, "also": [copy], "every": 2, "tasks": tasks}
+    evaluation = {"path": held_out, "also": [copy], "every": 2, "tasks": tasks, "keep_best": False}
     changes: dict[str, Any] = {"workers": {"ranks": 2, "collators": 1}, "eval": evaluation}
     spec = tiny.spec(records=80_000, train=train, **changes)
     crew = tiny.start(spec)
