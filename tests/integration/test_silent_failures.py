@@ -205,6 +205,7 @@ def test_a_dry_run_warns_of_cut_documents(tiny: Tiny) -> None:
     lines = check_run(tiny.spec(data={"path": long}), None)
     assert any(line.startswith("text: 64 tokens each on average, about 1,536") for line in lines)
     assert sum("samples are cut" in line for line in lines) == 1, "once"
+    assert "--measure" in lines[-1] and "whether the teacher is better" in lines[-1]
     assert any(line.startswith("warning: 24 of 24 samples are cut at a context") for line in lines), lines
 
 
@@ -221,19 +222,30 @@ def test_evaluation_text_that_is_trained_on_is_warned_about(tiny: Tiny) -> None:
 
 
 @pytest.mark.slow
-def test_three_steps_with_the_real_models_give_the_time_of_the_whole_run(tiny: Tiny) -> None:
+def test_three_steps_with_the_real_models_compare_the_teacher_and_give_the_time_of_the_whole_run(tiny: Tiny) -> None:
     held_out = write_jsonl(tiny.path / "held-out.jsonl", documents(6, seed=3))
     spec = tiny.spec(eval={"path": held_out, "every": 2}, report={"tensorboard": True}, train={"checkpoint_every": 1})
     before = sorted(tiny.path.iterdir())
-    *_, time = check_run(spec, None, measure=True)
+    *_, teacher, time = check_run(spec, None, measure=True)
     found = re.fullmatch(
-        r"time: (\S+) s a step, the median after the first of 3, (\S+) s an evaluation, of which there are 7: about "
-        r"(?:(\d+) min )?(\d+) s for 12 steps; the trainer's peak was 0\.\d+ GiB",
+        r"time: (\S+) s a step, the median after the first of 3, (\S+) s an evaluation, of which there are 7, (\S+) s "
+        r"for start and end: about (?:(\d+) min )?(\d+) s for 12 steps; the trainer's peak was 0\.\d+ GiB",
         time,
     )
     assert found, time
-    step, evaluation, minutes, seconds = (float(group or 0) for group in found.groups())
-    assert 60 * minutes + seconds == pytest.approx(12 * step + 7 * evaluation, abs=1.1)
+    step, evaluation, once, minutes, seconds = (float(group or 0) for group in found.groups())
+    assert 60 * minutes + seconds == pytest.approx(12 * step + 7 * evaluation + once, abs=1.1)
+    results = re.fullmatch(
+        r"teacher beside the student: (.*): (\d\.\d{4}) bits per byte of held-out text, the student (\d\.\d{4}) ± "
+        r"0\.\d{4} \(6 documents, [\d,]+ bytes\)",
+        teacher,
+    )
+    assert results, teacher
+    verdict, its, own = results[1], *map(float, results.groups()[1:])
+    if not verdict.startswith("no difference"):
+        word, difference = re.findall(r"(better|worse) by (\d\.\d{4}) ± ", verdict)[0]
+        assert word == ("worse" if its > own else "better")
+        assert float(difference) == pytest.approx(abs(its - own), abs=2e-4)
     assert sorted(tiny.path.iterdir()) == before, "the trial leaves nothing"
 
 
