@@ -122,6 +122,7 @@ def test_a_run_that_the_memory_cannot_hold_is_refused_and_defaults_are_made_to_f
     assert sizes[0].startswith("text: 94 records, 1 epoch: 94 samples in 3 steps of 32") and sizes[1].startswith(
         "models: student 0.0 million parameters"
     )
+    assert sizes[0].endswith("; evaluated 2 times, every 100 steps, on at most 6,144 bytes") and len(lines) <= 10
     assert "of 1.50 GiB host memory (available)" in sizes[-2] and sizes[-1].startswith("disk: at most 3 checkpoints of")
     has_memory(tiny.path / "proc", 24 << 20, monkeypatch)
     fitted, notes = load_run(tiny.path / "run.toml")

@@ -105,7 +105,7 @@ def _measured(spec: RunSpec, loss: str | None, steps: int) -> list[str]:
     once = time.monotonic() - began - each * len(rows) - sum(row["seconds"] for row in evaluated)
     text, whole = f"time: {each:.3g} s a step, the median after the first of {len(rows)}", each * steps + once
     if spec.eval is not None:
-        last, count = evaluated[-1], -(-steps // spec.eval.every) + 1
+        last, count = evaluated[-1], spec.eval.evaluations(steps)
         more = min(spec.eval.max_bytes / _trial_bytes(spec.eval, spec), documents / last["documents"])
         whole += count * more * last["seconds"]
         text += f", {more * last['seconds']:.3g} s an evaluation, of which there are {count}"
