@@ -3,6 +3,9 @@
 import json
 import re
 import shutil
+import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.integration.conftest import Crew, Tiny
 from tests.support.forks import ForkLauncher
-from tests.support.tiny_run import TinyAssets, documents, steps_of, tiny_spec, write_jsonl
+from tests.support.tiny_run import TinyAssets, documents, steps_of, tiny_spec, write_jsonl, write_run
+from tests.support.waiting import until
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import ConfigError, XtokenError
 from xtoken_core.evaluation import EvalResult
@@ -248,6 +252,17 @@ def test_three_steps_with_the_real_models_compare_the_teacher_and_give_the_time_
         assert word == ("worse" if its > own else "better")
         assert float(difference) == pytest.approx(abs(its - own), abs=2e-4)
     assert sorted(tiny.path.iterdir()) == before, "the trial leaves nothing"
+
+
+@pytest.mark.slow
+def test_a_trial_that_is_stopped_names_the_signal(tiny: Tiny) -> None:
+    file = write_run(tiny.path, {"eval": "none"} | tiny.spec().model_dump(mode="json", exclude_defaults=True))
+    command = [sys.executable, "-m", "xtoken", "run", str(file), "--dry-run", "--measure"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as trial:
+        until(lambda: any(tiny.path.rglob(".xtoken-*/output/logs/trainer*")))
+        trial.send_signal(signal.SIGTERM)
+        _, said = trial.communicate()
+    assert said.splitlines()[-1] == "error: the trial of 3 steps has not completed: it was stopped by SIGTERM"
 
 
 def test_a_run_without_a_usable_record_ends_before_its_first_step(tiny: Tiny, forking: ForkLauncher) -> None:

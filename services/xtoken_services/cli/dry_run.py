@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import statistics
 import tempfile
 import time
@@ -96,9 +97,8 @@ def _measured(spec: RunSpec, loss: str | None, steps: int) -> list[str]:
         trial = spec.model_copy(update=changes | {"output": output})
         result = run_locally(trial, show=False, loss=loss)
         if result.exit_code:
-            raise InputError(
-                f"the trial of {MEASURED_STEPS} steps has not completed: {result.error or 'it was stopped'}"
-            )
+            why = result.error or f"it was stopped by {signal.Signals(result.exit_code - 128).name}"
+            raise InputError(f"the trial of {MEASURED_STEPS} steps has not completed: {why}")
         rows, evaluated = _lines(output / "steps.jsonl"), _lines(output / "eval.jsonl")
         documents = len(open_held_out(trial)) if evaluated else 0
     each = statistics.median(row["seconds"] for row in rows[1:] or rows)
