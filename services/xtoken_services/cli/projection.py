@@ -19,14 +19,6 @@ projection_app = typer.Typer(
 FileArgument = Annotated[Path, typer.Argument(metavar="FILE", help="A projection file.")]
 
 
-MOST_UNREACHABLE = 0.1
-COVERAGE = {"unnamed_tokens_of_text": "of text, unnamed", "unreachable_mass": "unreachable mass"}
-UNREACHABLE = (
-    "more than 10% of the teacher on this text is on tokens that no row names: P-KL has no gradient for them; use "
-    'loss.mode = "chain", "alm" or "gold"'
-)
-
-
 @projection_app.command()
 def build(
     student: StudentOption,
@@ -67,10 +59,6 @@ def inspect(
     student: StudentOption,
     teacher: TeacherOption,
     samples: Annotated[int, typer.Option(min=0, help="Rows shown of each kind.")] = 5,
-    text: Annotated[Path | None, typer.Option("--text", help="Measure the coverage of this text.")] = None,
-    mass: Annotated[
-        bool, typer.Option("--mass", help="With --text: the teacher's probability on uncovered tokens.")
-    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Show what a projection covers, and warn where it is thin."""
@@ -79,13 +67,12 @@ def inspect(
     from xtoken_services.common.tables.pair_files import check_projection_pair
 
     check_projection_pair(file, student, teacher)
-    coverage = _coverage_of_file(file, teacher, text, mass=mass, quiet=as_json)
     with spinner("reading both vocabularies", quiet=as_json):
         summary = report.inspect_projection(
             read_topk(file), _table(student, "student"), _table(teacher, "teacher"), samples=samples
         )
     if as_json:
-        typer.echo(json.dumps(report.as_json(summary) | coverage, ensure_ascii=False, indent=2))
+        typer.echo(json.dumps(report.as_json(summary), ensure_ascii=False, indent=2))
         return
     typer.echo(f"rows               {summary.rows} of up to {summary.top_k} teacher tokens")
     typer.echo(f"  one counterpart  {summary.exact}")
@@ -93,9 +80,6 @@ def inspect(
     beyond = f", {summary.padding} of them rows of the head beyond the vocabulary" if summary.padding else ""
     typer.echo(f"  none             {summary.empty}{beyond}")
     typer.echo(f"teacher tokens     {summary.teacher_covered} named by some row")
-    for name, words in COVERAGE.items():
-        if name in coverage:
-            typer.echo(f"  {words:<16} {coverage[name]:.1%}")
     typer.echo(
         f"common tokens      {summary.common_strict} strict, {summary.common_relaxed} relaxed "
         "(paired by the projection, specials too; overlap counts equal spellings, no specials)"
@@ -108,30 +92,8 @@ def inspect(
             typer.echo(f"{kind}:")
         for name, row in rows:
             typer.echo(f"  {_quoted(name)} -> " + (", ".join(f"{_quoted(t)} {w:.3f}" for t, w in row) or "nothing"))
-    warnings = [*summary.warnings]
-    if max(coverage.values(), default=0.0) > MOST_UNREACHABLE:
-        warnings.append(UNREACHABLE)
-    for warning in warnings:
+    for warning in summary.warnings:
         typer.echo(f"warning: {warning}", err=True)
-
-
-def _coverage_of_file(file: Path, teacher: Path, text: Path | None, *, mass: bool, quiet: bool) -> dict[str, float]:
-    """Return the coverage of a text in a file; empty without one.
-
-    Raises:
-        ConfigError: The probability is wanted without a text.
-    """
-    from xtoken_core.errors import ConfigError
-    from xtoken_services.cli.align import read_text
-
-    if text is None:
-        if mass:
-            raise ConfigError("--mass measures the teacher on a text: name one with --text")
-        return {}
-    from xtoken_services.common.tables.coverage import coverage_of_text
-
-    with spinner("measuring the text", quiet=quiet):
-        return coverage_of_text(file, teacher, read_text(None, text), mass=mass)
 
 
 @projection_app.command()
