@@ -1,4 +1,4 @@
-"""`xtoken projection`: build a projection, look into one, compare vocabularies, draw a matrix."""
+"""`xtoken projection`: build a projection, look into one."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def inspect(
     typer.echo(f"teacher tokens     {summary.teacher_covered} named by some row")
     typer.echo(
         f"common tokens      {summary.common_strict} strict, {summary.common_relaxed} relaxed "
-        "(paired by the projection, specials too; overlap counts equal spellings, no specials)"
+        "(paired by the projection, specials too)"
     )
     typer.echo("uncommon by category:")
     for name, (total, uncommon) in summary.categories.items():
@@ -94,29 +94,6 @@ def inspect(
             typer.echo(f"  {_quoted(name)} -> " + (", ".join(f"{_quoted(t)} {w:.3f}" for t, w in row) or "nothing"))
     for warning in summary.warnings:
         typer.echo(f"warning: {warning}", err=True)
-
-
-@projection_app.command()
-def overlap(
-    tokenizers: Annotated[list[Path] | None, typer.Argument(metavar="DIR...", help="More directories.")] = None,
-    student: Annotated[Path | None, typer.Option("--student", help="The student's directory.")] = None,
-    teacher: Annotated[Path | None, typer.Option("--teacher", help="The teacher's directory.")] = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Show how many spellings each pair of vocabularies has in common, without specials."""
-    from xtoken_core.errors import ConfigError
-    from xtoken_core.projection import report
-
-    directories = [path for path in (student, teacher, *(tokenizers or ())) if path is not None]
-    if len(directories) < 2:
-        raise ConfigError("overlap takes two directories or more: --student, --teacher, or DIR...")
-    with spinner("reading the vocabularies", quiet=as_json):
-        rows = report.overlap({str(path): _table(path, "vocabulary") for path in directories})
-    if as_json:
-        typer.echo(json.dumps(report.overlap_table(rows), indent=2))
-        return
-    for a, b, both, fraction in rows:
-        typer.echo(f"{a}  {b}  {both} common spellings, {fraction:.3f} of the smaller")
 
 
 def _tokenizer(directory: Path, what: str) -> Any:
