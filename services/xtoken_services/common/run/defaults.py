@@ -284,7 +284,7 @@ def _fill_evaluation(defaults: RunDefaults, base: Path) -> None:
         steps = document.get("train", {}).get("max_steps")
         if isinstance(steps, int):
             every = max(LEAST_EVERY, -(-steps // EVALUATIONS))
-            defaults.fill("eval.every", every, f"{-(-steps // every)} times in the run")
+            defaults.fill("eval.every", every, f"{-(-steps // every) + 1} times in the run")
         defaults.fill("eval.max_bytes", _evaluation_bytes(defaults, base), FILLED["eval.max_bytes"])
 
 

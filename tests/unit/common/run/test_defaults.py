@@ -78,6 +78,7 @@ def test_evaluations_on_a_cpu_read_half_of_what_is_trained_between_them(workspac
 
     steps = ("train.max_steps=50", "train.samples_per_step=8")  # evaluated every 5
     assert most(*steps) == 5 * 8 * 1024 / 2
+    assert "eval.every = 5 (11 times in the run)" in load_run(workspace / "short.toml", steps, machine=CPU)[1]
     assert most(*steps, "eval.every=10") == 10 * 8 * 1024 / 2
     assert most(*steps, "student.context_length=64") == 5 * 8 * 64 * 4 / 2, "what is cut is not trained"
     assert most("train.max_steps=1", "train.samples_per_step=1") == LEAST_EVALUATION
