@@ -5,10 +5,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # Tests side by side.
 JOBS ?= 2
-# On a machine where pip would choose a CUDA build of torch, point this at an index of CPU builds:
+# On a machine where pip would choose a CUDA build of torch, point this at an index of CPU builds, which is asked for
+# torch alone:
 #   make test TORCH_INDEX=https://download.pytorch.org/whl/cpu
 TORCH_INDEX ?=
-PIP_INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX),)
 
 .PHONY: help install demo lock lint format type test test-all test-browser test-docker check-gpu-service test-deploy docs fuzz fuzz-parsers attack bench-checkpoint bench-store bench-queue bench-queue-compare bench-queue-load bench-queue-peer bench-collate bench-startup bench-ops bench-e2e bench-on-policy bench-e2e-mps bench-e2e-two-gpus bench-divided-teacher bench-node-groups bench-kills bench-control clean
 .DEFAULT_GOAL := help
@@ -21,7 +21,8 @@ install: $(STAMP)  ## create .venv and install xtoken with its development tools
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	@# Modules are compiled when they are first imported, most of them never: that saves a minute here.
-	$(BIN)/python -m pip install --no-compile $(PIP_INDEX) -c constraints.txt torch -e ".[dev,triton,lora,tensorboard$$(test -e /proc/driver/nvidia/version && echo ,gpu)]"
+	$(if $(TORCH_INDEX),$(BIN)/python -m pip install --no-compile --no-deps --index-url $(TORCH_INDEX) -c constraints.txt torch)
+	$(BIN)/python -m pip install --no-compile -c constraints.txt torch -e ".[dev,triton,lora,tensorboard$$(test -e /proc/driver/nvidia/version && echo ,gpu)]"
 	@touch $@
 
 LOCK := $(BIN)/uv pip compile --quiet --python $(BIN)/python --generate-hashes --no-header --no-annotate pyproject.toml - --extra all
@@ -62,17 +63,17 @@ check-gpu-service: $(STAMP)  ## what compose starts on a GPU node, without a con
 	$(BIN)/python -m tests.docker.by_hand
 
 test-deploy: $(STAMP)  ## the Kubernetes manifests against their API's schemas
-	$(BIN)/python -m pip install --quiet $(PIP_INDEX) -c constraints.txt -e '.[deploy]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[deploy]'
 	$(BIN)/pytest tests/unit/deploy/test_kubernetes.py
 
 test-browser: $(STAMP)  ## start, watch, stop and resume a run by the web page, in a headless Chromium (CHROMIUM names it)
-	$(BIN)/python -m pip install --quiet $(PIP_INDEX) -c constraints.txt -e '.[browser]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[browser]'
 	$(BIN)/pytest -m browser tests/browser
 
 docs: $(STAMP)  ## generate the reference pages and the measured figures, build the site into build/site
 	$(BIN)/python docs/generate.py
 	$(BIN)/python -m benchmarks.pages
-	$(BIN)/python -m pip install --quiet $(PIP_INDEX) -c constraints.txt -e '.[docs]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 bench-queue: $(STAMP)  ## the queue beside raw pyzmq and TransferQueue; eight minutes
@@ -94,7 +95,7 @@ fuzz: $(STAMP)  ## a million malformed frame lists against a queue
 	$(BIN)/python -m tests.contract.fuzz --lists 1000000 --seconds 900 --out benchmarks/results/fuzz.json
 
 fuzz-parsers: $(STAMP)  ## five parsers fuzzed with coverage guidance, FUZZ_S seconds of processor time each
-	$(BIN)/python -m pip install --quiet $(PIP_INDEX) -c constraints.txt -e '.[fuzz]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[fuzz]'
 	$(BIN)/python -m tests.fuzz all --seconds $(or $(FUZZ_S),1200) --out benchmarks/results/fuzz_parsers.json
 
 attack: $(STAMP)  ## attack a queue and a control plane that serve a real run, for five minutes (ATTACK_S)
@@ -108,7 +109,7 @@ bench-store: $(STAMP)  ## a store of MODEL's output of TEXT: bytes per token and
 	$(BIN)/python -m benchmarks.pages
 
 bench-collate: $(STAMP)  ## alignment beside TRL's, collation, projection; then two collators beside one
-	$(BIN)/python -m pip install --quiet $(PIP_INDEX) -c constraints.txt -e '.[bench]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[bench]'
 	$(BIN)/python -m benchmarks.collate
 	$(BIN)/python -m benchmarks.collate_workers
 	$(BIN)/python -m benchmarks.pages
@@ -122,7 +123,7 @@ bench-ops: $(STAMP)  ## test and time the operators on a GPU, the references bes
 	$(BIN)/python -m benchmarks.ops
 	$(BIN)/python -m benchmarks.hidden_states
 	$(BIN)/python -m benchmarks.chain
-	$(BIN)/python -m pip install --quiet $(PIP_INDEX) -c constraints.txt -e '.[bench]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[bench]'
 	$(BIN)/python -m benchmarks.same_tokenizer
 	$(BIN)/python -m benchmarks.pages
 
@@ -131,7 +132,7 @@ bench-control: $(STAMP)  ## the control plane: its list, a run's first step, tra
 	$(BIN)/python -m benchmarks.pages
 
 bench-e2e: $(STAMP)  ## a whole run at real model sizes on a GPU, beside the plain serial loop and one with TRL's loss
-	$(BIN)/python -m pip install --quiet $(PIP_INDEX) -c constraints.txt -e '.[bench]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[bench]'
 	$(BIN)/python -m benchmarks.end_to_end --out benchmarks/results/end_to_end.json --public-loss
 	$(BIN)/python -m benchmarks.end_to_end --out benchmarks/results/end_to_end_chain.json --no-serial --steps 20 --warmup 5 \
 		--variants chain_wide chain_fp8_wide chain_hidden_wide
@@ -142,7 +143,7 @@ bench-e2e: $(STAMP)  ## a whole run at real model sizes on a GPU, beside the pla
 	$(BIN)/python -m benchmarks.pages
 
 bench-on-policy: $(STAMP)  ## on-policy distillation beside TRL's GOLD trainer: STUDENT, TEACHER, TEXT; one GPU, five minutes
-	$(BIN)/python -m pip install --quiet $(PIP_INDEX) -c constraints.txt -e '.[bench]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[bench]'
 	$(BIN)/python -m benchmarks.on_policy --student $(STUDENT) --teacher $(TEACHER) --text $(TEXT)
 	$(BIN)/python -m benchmarks.pages
 

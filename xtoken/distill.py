@@ -182,7 +182,7 @@ def dry_run(
         run_file: As of `distill`, and so are `settings`, `loss` and the tables.
         settings: See there.
         loss: See there.
-        measure: Take three steps with the real models, and estimate the time of the whole run.
+        measure: Take three steps with the real models, for the time of the run, and whether the teacher is better.
         **document: See there.
 
     Returns:

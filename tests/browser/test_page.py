@@ -253,6 +253,9 @@ def test_notes_order_checkpoints_and_documents(open_page: Open, remembered: Plan
     page.get_by_role("link", name="Docs").click()
     page.get_by_role("link", name="REST", exact=True).click()
     expect(page.get_by_role("heading", name="REST interface")).to_be_visible()
+    bar = page.get_by_role("navigation", name="Documents")
+    expect(bar.get_by_role("link", name="REST")).to_have_css("font-weight", "600")
+    expect(bar.get_by_role("link", name="Sizing")).to_have_css("font-weight", "400")
     assert page.evaluate("scrollY") == 0
     page = open_page("/guide/docs/quickstart.md", at=remembered, width=NARROW)
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")

@@ -3,6 +3,9 @@
 import json
 import re
 import shutil
+import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,10 +18,12 @@ from safetensors.torch import load_file, save_file
 
 from tests.integration.conftest import Crew, Tiny
 from tests.support.forks import ForkLauncher
-from tests.support.tiny_run import TinyAssets, documents, steps_of, tiny_spec, write_jsonl
+from tests.support.tiny_run import TinyAssets, documents, steps_of, tiny_spec, write_jsonl, write_run
+from tests.support.waiting import until
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import ConfigError, XtokenError
 from xtoken_core.evaluation import EvalResult
+from xtoken_services.cli import dry_run
 from xtoken_services.cli.dry_run import check_run
 from xtoken_services.common.run import machine, resolve
 from xtoken_services.common.run.defaults import load_run
@@ -122,6 +127,7 @@ def test_a_run_that_the_memory_cannot_hold_is_refused_and_defaults_are_made_to_f
     assert sizes[0].startswith("text: 94 records, 1 epoch: 94 samples in 3 steps of 32") and sizes[1].startswith(
         "models: student 0.0 million parameters"
     )
+    assert sizes[0].endswith("; evaluated 2 times, every 100 steps, on at most 6,144 bytes") and len(lines) <= 10
     assert "of 1.50 GiB host memory (available)" in sizes[-2] and sizes[-1].startswith("disk: at most 3 checkpoints of")
     has_memory(tiny.path / "proc", 24 << 20, monkeypatch)
     fitted, notes = load_run(tiny.path / "run.toml")
@@ -205,6 +211,7 @@ def test_a_dry_run_warns_of_cut_documents(tiny: Tiny) -> None:
     lines = check_run(tiny.spec(data={"path": long}), None)
     assert any(line.startswith("text: 64 tokens each on average, about 1,536") for line in lines)
     assert sum("samples are cut" in line for line in lines) == 1, "once"
+    assert "--measure" in lines[-1] and "whether the teacher is better" in lines[-1]
     assert any(line.startswith("warning: 24 of 24 samples are cut at a context") for line in lines), lines
 
 
@@ -221,20 +228,45 @@ def test_evaluation_text_that_is_trained_on_is_warned_about(tiny: Tiny) -> None:
 
 
 @pytest.mark.slow
-def test_three_steps_with_the_real_models_give_the_time_of_the_whole_run(tiny: Tiny) -> None:
+def test_a_trial_compares_the_teacher_and_gives_the_time_of_the_whole_run(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dry_run, "TRIAL_BYTES", 250)
     held_out = write_jsonl(tiny.path / "held-out.jsonl", documents(6, seed=3))
     spec = tiny.spec(eval={"path": held_out, "every": 2}, report={"tensorboard": True}, train={"checkpoint_every": 1})
     before = sorted(tiny.path.iterdir())
-    *_, time = check_run(spec, None, measure=True)
+    *_, teacher, time = check_run(spec, None, measure=True)
     found = re.fullmatch(
-        r"time: (\S+) s a step, the median after the first of 3, (\S+) s an evaluation, of which there are 7: about "
-        r"(?:(\d+) min )?(\d+) s for 12 steps; the trainer's peak was 0\.\d+ GiB",
+        r"time: (\S+) s a step, the median after the first of 3, (\S+) s an evaluation, of which there are 7, (\S+) s "
+        r"for start and end: about (?:(\d+) min )?(\d+) s for 12 steps; the trainer's peak was 0\.\d+ GiB",
         time,
     )
     assert found, time
-    step, evaluation, minutes, seconds = (float(group or 0) for group in found.groups())
-    assert 60 * minutes + seconds == pytest.approx(12 * step + 7 * evaluation, abs=1.1)
+    step, evaluation, once, minutes, seconds = (float(group or 0) for group in found.groups())
+    assert 60 * minutes + seconds == pytest.approx(12 * step + 7 * evaluation + once, abs=1.1)
+    results = re.fullmatch(
+        r"teacher beside the student: (.*): (\d\.\d{4}) bits per byte of held-out text, the student (\d\.\d{4}) ± "
+        r"0\.\d{4} \([2-5] documents, 2\d\d bytes\)",
+        teacher,
+    )
+    assert results, teacher
+    verdict, its, own = results[1], *map(float, results.groups()[1:])
+    if not verdict.startswith("no difference"):
+        word, difference = re.findall(r"(better|worse) by (\d\.\d{4}) ± ", verdict)[0]
+        assert word == ("worse" if its > own else "better")
+        assert float(difference) == pytest.approx(abs(its - own), abs=2e-4)
     assert sorted(tiny.path.iterdir()) == before, "the trial leaves nothing"
+
+
+@pytest.mark.slow
+def test_a_trial_that_is_stopped_names_the_signal(tiny: Tiny) -> None:
+    file = write_run(tiny.path, {"eval": "none"} | tiny.spec().model_dump(mode="json", exclude_defaults=True))
+    command = [sys.executable, "-m", "xtoken", "run", str(file), "--dry-run", "--measure"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as trial:
+        until(lambda: any(tiny.path.rglob(".xtoken-*/output/logs/trainer*")))
+        trial.send_signal(signal.SIGTERM)
+        _, said = trial.communicate()
+    assert said.splitlines()[-1] == "error: the trial of 3 steps has not completed: it was stopped by SIGTERM"
 
 
 def test_a_run_without_a_usable_record_ends_before_its_first_step(tiny: Tiny, forking: ForkLauncher) -> None:

@@ -102,6 +102,10 @@ class EvalSpec(ConfigModel):
         """The path or paths, always as a tuple."""
         return self.path if isinstance(self.path, tuple) else (self.path,)
 
+    def evaluations(self, steps: int) -> int:
+        """Return the number of evaluations of a run of so many steps."""
+        return -(-steps // self.every) + 1
+
     @property
     def also_by_name(self) -> dict[str, Path]:
         """The texts of `also` by the name that their metrics carry."""

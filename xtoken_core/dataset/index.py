@@ -223,7 +223,8 @@ class DataIndex:
                     break
             if missing and missing == rows:
                 raise InputError(
-                    f"no record of {source.name} has the field {self._field!r}: set `field` to the one with the text"
+                    f"no record of {source.name} has the field {self._field!r}: name the one with the text by --set "
+                    "data.field=NAME (held-out text: eval.field; xtoken align check: --field NAME)"
                 )
         if not usable and first is not None:
             raise InputError(

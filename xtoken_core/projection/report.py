@@ -1,10 +1,10 @@
-"""Reports on a projection and on pairs of vocabularies: coverage, kinds of rows, samples, overlap."""
+"""Reports on a projection: coverage, kinds of rows, samples."""
 
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ class ProjectionReport:
         empty: Rows without any.
         padding: How many of them are beyond the student's vocabulary: rows of a head that is wider than it.
         teacher_covered: Teacher ids that some row names.
-        common_strict: Pairs of the strict exact-token map; specials, which `overlap` leaves out, are among them.
+        common_strict: Pairs of the strict exact-token map, specials among them.
         common_relaxed: Pairs of the relaxed one.
         categories: Per category of tokens: how many student tokens it has and how many of them are uncommon.
         warnings: What a user should know before training, with the loss mode that it suggests.
@@ -95,19 +95,6 @@ def inspect_projection(
     )
 
 
-def overlap(tables: Mapping[str, TokenTable]) -> list[tuple[str, str, int, float]]:
-    """Return for every pair of tokenizers their common spellings, without specials, and the fraction of the smaller."""
-    spellings = {name: {piece for piece in table.pieces if piece} for name, table in tables.items()}
-    names = list(tables)
-    rows = []
-    for i, a in enumerate(names):
-        for b in names[i + 1 :]:
-            both = len(spellings[a] & spellings[b])
-            smaller = min(len(spellings[a]), len(spellings[b]))
-            rows.append((a, b, both, both / smaller if smaller else 0.0))
-    return rows
-
-
 def category(piece: bytes) -> str:
     """Return the category of text that a token spells, as a user looks for them among uncommon tokens."""
     text = piece.decode("utf-8", "replace").strip()
@@ -146,7 +133,7 @@ def _warnings(categories: Mapping[str, tuple[int, int]]) -> tuple[str, ...]:
             warnings.append(
                 f"{uncommon} of {total} student tokens of the category {name} have no exact counterpart: "
                 'gold and H-KL compare them by sorted probabilities only; chain (loss.mode = "chain") suits better, or '
-                "P-KL where `xtoken projection inspect --text FILE --mass` finds little unreachable mass"
+                "P-KL where `xtoken align check --projection FILE --mass` finds little unreachable mass"
             )
     return tuple(warnings)
 
@@ -183,24 +170,12 @@ def _name(table: TokenTable, index: int) -> str:
     return spelled.decode("utf-8", "backslashreplace")
 
 
-_COUNTS = ("rows", "top_k", "exact", "spread", "empty", "padding", "teacher_covered")
-
-
 def as_json(report: ProjectionReport) -> dict[str, Any]:
     """Return the report as plain values."""
-    return {
-        **{name: getattr(report, name) for name in _COUNTS},
-        "common_strict": report.common_strict,
-        "common_relaxed": report.common_relaxed,
+    return asdict(report) | {
         "categories": {name: {"tokens": t, "uncommon": u} for name, (t, u) in report.categories.items()},
-        "warnings": list(report.warnings),
         "samples": {
             kind: [{"student": name, "teacher": dict(row)} for name, row in rows]
             for kind, rows in report.samples.items()
         },
     }
-
-
-def overlap_table(rows: Sequence[tuple[str, str, int, float]]) -> list[dict[str, Any]]:
-    """Return the pairwise overlap as plain values."""
-    return [{"a": a, "b": b, "common": both, "of_smaller": round(fraction, 4)} for a, b, both, fraction in rows]

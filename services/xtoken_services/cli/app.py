@@ -152,9 +152,7 @@ def _run(arguments: list[str]) -> int:
     chosen = app_of(first) if first and first[0] in (*COMMANDS, *GROUPS) else app
     try:
         status = chosen(arguments, prog_name="xtoken", standalone_mode=False)
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    except typer.Abort:
+    except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
     except Exception as error:
         return _fail(error)

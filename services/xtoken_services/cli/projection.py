@@ -1,4 +1,4 @@
-"""`xtoken projection`: build a projection, look into one, compare vocabularies, draw a matrix."""
+"""`xtoken projection`: build a projection, look into one."""
 
 from __future__ import annotations
 
@@ -17,14 +17,6 @@ projection_app = typer.Typer(
 )
 
 FileArgument = Annotated[Path, typer.Argument(metavar="FILE", help="A projection file.")]
-
-
-MOST_UNREACHABLE = 0.1
-COVERAGE = {"unnamed_tokens_of_text": "of text, unnamed", "unreachable_mass": "unreachable mass"}
-UNREACHABLE = (
-    "more than 10% of the teacher on this text is on tokens that no row names: P-KL has no gradient for them; use "
-    'loss.mode = "chain", "alm" or "gold"'
-)
 
 
 @projection_app.command()
@@ -67,10 +59,6 @@ def inspect(
     student: StudentOption,
     teacher: TeacherOption,
     samples: Annotated[int, typer.Option(min=0, help="Rows shown of each kind.")] = 5,
-    text: Annotated[Path | None, typer.Option("--text", help="Measure the coverage of this text.")] = None,
-    mass: Annotated[
-        bool, typer.Option("--mass", help="With --text: the teacher's probability on uncovered tokens.")
-    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Show what a projection covers, and warn where it is thin."""
@@ -79,13 +67,12 @@ def inspect(
     from xtoken_services.common.tables.pair_files import check_projection_pair
 
     check_projection_pair(file, student, teacher)
-    coverage = _coverage_of_file(file, teacher, text, mass=mass, quiet=as_json)
     with spinner("reading both vocabularies", quiet=as_json):
         summary = report.inspect_projection(
             read_topk(file), _table(student, "student"), _table(teacher, "teacher"), samples=samples
         )
     if as_json:
-        typer.echo(json.dumps(report.as_json(summary) | coverage, ensure_ascii=False, indent=2))
+        typer.echo(json.dumps(report.as_json(summary), ensure_ascii=False, indent=2))
         return
     typer.echo(f"rows               {summary.rows} of up to {summary.top_k} teacher tokens")
     typer.echo(f"  one counterpart  {summary.exact}")
@@ -93,12 +80,9 @@ def inspect(
     beyond = f", {summary.padding} of them rows of the head beyond the vocabulary" if summary.padding else ""
     typer.echo(f"  none             {summary.empty}{beyond}")
     typer.echo(f"teacher tokens     {summary.teacher_covered} named by some row")
-    for name, words in COVERAGE.items():
-        if name in coverage:
-            typer.echo(f"  {words:<16} {coverage[name]:.1%}")
     typer.echo(
         f"common tokens      {summary.common_strict} strict, {summary.common_relaxed} relaxed "
-        "(paired by the projection, specials too; overlap counts equal spellings, no specials)"
+        "(paired by the projection, specials too)"
     )
     typer.echo("uncommon by category:")
     for name, (total, uncommon) in summary.categories.items():
@@ -108,53 +92,8 @@ def inspect(
             typer.echo(f"{kind}:")
         for name, row in rows:
             typer.echo(f"  {_quoted(name)} -> " + (", ".join(f"{_quoted(t)} {w:.3f}" for t, w in row) or "nothing"))
-    warnings = [*summary.warnings]
-    if max(coverage.values(), default=0.0) > MOST_UNREACHABLE:
-        warnings.append(UNREACHABLE)
-    for warning in warnings:
+    for warning in summary.warnings:
         typer.echo(f"warning: {warning}", err=True)
-
-
-def _coverage_of_file(file: Path, teacher: Path, text: Path | None, *, mass: bool, quiet: bool) -> dict[str, float]:
-    """Return the coverage of a text in a file; empty without one.
-
-    Raises:
-        ConfigError: The probability is wanted without a text.
-    """
-    from xtoken_core.errors import ConfigError
-    from xtoken_services.cli.align import read_text
-
-    if text is None:
-        if mass:
-            raise ConfigError("--mass measures the teacher on a text: name one with --text")
-        return {}
-    from xtoken_services.common.tables.coverage import coverage_of_text
-
-    with spinner("measuring the text", quiet=quiet):
-        return coverage_of_text(file, teacher, read_text(None, text), mass=mass)
-
-
-@projection_app.command()
-def overlap(
-    tokenizers: Annotated[list[Path] | None, typer.Argument(metavar="DIR...", help="More directories.")] = None,
-    student: Annotated[Path | None, typer.Option("--student", help="The student's directory.")] = None,
-    teacher: Annotated[Path | None, typer.Option("--teacher", help="The teacher's directory.")] = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Show how many spellings each pair of vocabularies has in common, without specials."""
-    from xtoken_core.errors import ConfigError
-    from xtoken_core.projection import report
-
-    directories = [path for path in (student, teacher, *(tokenizers or ())) if path is not None]
-    if len(directories) < 2:
-        raise ConfigError("overlap takes two directories or more: --student, --teacher, or DIR...")
-    with spinner("reading the vocabularies", quiet=as_json):
-        rows = report.overlap({str(path): _table(path, "vocabulary") for path in directories})
-    if as_json:
-        typer.echo(json.dumps(report.overlap_table(rows), indent=2))
-        return
-    for a, b, both, fraction in rows:
-        typer.echo(f"{a}  {b}  {both} common spellings, {fraction:.3f} of the smaller")
 
 
 def _tokenizer(directory: Path, what: str) -> Any:

@@ -38,7 +38,10 @@ def run(
     ] = False,
     measure: Annotated[
         bool,
-        typer.Option("--measure", help="With --dry-run: take three steps with the real models, and estimate the time."),
+        typer.Option(
+            "--measure",
+            help="With --dry-run: take three steps with the real models: the time, and whether the teacher is better.",
+        ),
     ] = False,
     baseline: Annotated[
         bool,
@@ -87,8 +90,6 @@ def _print_dry_run(spec: RunSpec, notes: list[str], loss: str | None, *, measure
 
     for line in check_run(spec, loss, measure=measure):
         typer.echo(line, err=True)
-    if not measure:
-        typer.echo("time: --measure estimates it by a few steps with the real models", err=True)
     typer.echo(resolved_text(spec, notes, as_json=as_json))
 
 

@@ -294,8 +294,8 @@ def _held_out(status: RunStatus) -> str:
     change = "" if status.change is None else f" (since step 0: {status.change})"
     if status.of_teacher:
         change += f"; {status.of_teacher}"
-        share = covered(status.first_evaluation, exported)
-        change += "" if share is None else f", {share:.0%} of the distance to it is covered"
+        if (share := covered(status.first_evaluation, exported)) is not None:
+            change += f", {share:.0%} of the distance to it is covered" if share <= 1 else ", the student has passed it"
     return f"; {with_error(exported)} bits per byte on held-out text{which}{change}"
 
 

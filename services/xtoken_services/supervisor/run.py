@@ -374,8 +374,10 @@ def prepare_run(
         warnings.append(
             f"the output directory {output} {access}: others may change what the run reads again: chmod 700 it"
         )
+    sizes = "\n".join(filter(is_size, warnings))
+    for text in filter(None, (sizes, *(line for line in warnings if not is_size(line)))):
+        run.events.message(text)
     for line in warnings:
-        run.events.message(line)
         log.log(logging.INFO if is_size(line) else logging.WARNING, "%s", line)
     queues = QueueDirectory.create(run.spec)
     run.events.queues_assigned(queues.to_document())

@@ -9,6 +9,7 @@ import pytest
 
 from tests.unit.supervisor.scripted_run import resolved_run, use_scripted_workers
 from xtoken_services.control.runs import Runs
+from xtoken_services.supervisor import run as run_module
 
 
 @pytest.fixture
@@ -33,7 +34,9 @@ def test_killing_a_trainer_during_shutdown_is_recorded(
 ) -> None:
     state = tmp_path / "state"
     use_scripted_workers(state, 1000, monkeypatch.setattr, trainer_0=["start:deaf"])
-    spec = resolved_run(tmp_path / "out", 1000).spec
+    resolved = resolved_run(tmp_path / "out", 1000)
+    spec, lines = resolved.spec, ["text: 1 record", "rows are padded", "disk: 2 GiB"]
+    monkeypatch.setattr(run_module, "resolve_here", lambda run: (resolved.model_copy(update={"spec": run.spec}), lines))
     workers = spec.workers.model_copy(update={"stop_timeout_s": 1.0})
     run, row = runs.start(spec.model_copy(update={"workers": workers}))
     steps = state / "steps"
@@ -45,7 +48,9 @@ def test_killing_a_trainer_during_shutdown_is_recorded(
     ended = runs.store.run(row.id)
     assert (ended.state, ended.exit_code) == ("stopped", 130)
     assert ended.error.startswith(lost)
-    assert [note.message for note in runs.store.notes(row.id)][-1] == f"stopped: {ended.error}"
+    notes = [note.message for note in runs.store.notes(row.id)]
+    assert notes[-1] == f"stopped: {ended.error}"
+    assert notes[:2] == ["text: 1 record\ndisk: 2 GiB", "rows are padded"], "all sizes are one entry"
 
 
 def test_a_run_that_has_ended_early_has_taken_the_steps_of_its_summary(

@@ -243,7 +243,10 @@ def broken_inputs(tmp_path: Path) -> dict[str, tuple[Path, str]]:
         "blank": (tmp_path / "blank.txt", "no record can be used; .*blank.txt:1 is the first: empty text"),
         "other-column": (tmp_path / "other.parquet", "no column 'text': it has body"),
         "numbers": (tmp_path / "numbers.parquet", "'text' of .* holds int64, not text"),
-        "other-field": (tmp_path / "other.jsonl", "no record of .*other.jsonl has the field 'text'"),
+        "other-field": (
+            tmp_path / "other.jsonl",
+            "no record of .*other.jsonl has the field 'text'.* by --set data.field=NAME ",
+        ),
     }
 
 

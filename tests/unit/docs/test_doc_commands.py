@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -121,6 +122,14 @@ def test_a_script_is_split_into_commands(script: str, commands: list[list[str]])
 def test_a_wrong_command_is_noticed(words: list[str]) -> None:
     with pytest.raises(Exception):  # noqa: B017 - each check has its own
         test_a_command_exists_with_its_options(words)
+
+
+def test_an_index_of_torch_is_asked_for_nothing_else() -> None:
+    words = ["make", "--dry-run", "--always-make", "install", "TORCH_INDEX=https://torch.example"]
+    shown = subprocess.run(words, cwd=ROOT, check=True, capture_output=True, text=True).stdout.splitlines()
+    torch, rest = (line.split() for line in shown if "pip install" in line)
+    assert "--no-deps" in torch and torch[-1] == "torch" and "https://torch.example" in torch
+    assert not any("index" in word for word in rest)
 
 
 def test_a_use_before_the_installation_is_noticed() -> None:

@@ -15,14 +15,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from tests.support import vocabularies as v
-from tests.support.alignments import aligner_of, table_of
+from tests.support.alignments import table_of
 from tests.support.cases import cases
 from tests.support.tiny_run import documents, make_assets, write_jsonl
 from xtoken_core.errors import InputError, XtokenError
 from xtoken_core.projection import BuildOptions, build_projection, write_projection
 from xtoken_core.projection.coverage import named_tokens, unnamed_fraction, unreachable_mass
 from xtoken_core.projection.files import TopKProjection, read_topk
-from xtoken_core.projection.report import category, inspect_projection, overlap
+from xtoken_core.projection.report import category, inspect_projection
 from xtoken_services.cli.align import align_app
 from xtoken_services.cli.projection import projection_app
 from xtoken_services.common.tables.coverage import WINDOW, coverage_of_text
@@ -94,11 +94,6 @@ def test_a_projection_wider_than_the_vocabulary_is_refused():
         inspect_projection(TopKProjection(torch.tensor([[9]]), torch.ones(1, 1)), table_of([b"a"]), table_of([b"a"]))
 
 
-def test_overlap_counts_spellings():
-    rows = overlap({"x": table_of([b"a", b"b", b""]), "y": table_of([b"b", b"c", b"d"]), "z": table_of([b"e"])})
-    assert rows == [("x", "y", 1, 0.5), ("x", "z", 0, 0.0), ("y", "z", 0, 0.0)]
-
-
 def test_the_projection_commands(directories, tmp_path):
     pair, out = sides(directories), str(tmp_path / "p.safetensors")
     done = RUNNER.invoke(projection_app, ["build", *pair, "--out", out], catch_exceptions=False)
@@ -110,12 +105,6 @@ def test_the_projection_commands(directories, tmp_path):
     assert found["exact"] + found["spread"] + found["empty"] == found["rows"]
     text = RUNNER.invoke(projection_app, ["inspect", out, *pair], catch_exceptions=False).output
     assert f"rows               {found['rows']}" in text
-    both = RUNNER.invoke(projection_app, ["overlap", *pair, "--json"], catch_exceptions=False)
-    by_directories = RUNNER.invoke(projection_app, ["overlap", pair[1], pair[3], "--json"], catch_exceptions=False)
-    assert by_directories.stdout == both.stdout
-    aligner = aligner_of(v.unigram(), v.byte_level(bos=True))
-    common = ({*aligner.student.pieces} & {*aligner.teacher.pieces}) - {b""}
-    assert json.loads(both.stdout)[0]["common"] == len(common)
 
 
 def test_align_check_counts_files_and_total(directories, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
@@ -14,6 +15,7 @@ from xtoken_core.config.base import NONE, absolute_path
 from xtoken_core.config.eval import HELD_OUT_PERCENT, NOT_IN_A_NAME, EvalSpec
 from xtoken_core.config.self_teacher import with_teachers
 from xtoken_core.config.spec import RunSpec, padded_length, parse_run_spec, read_run_file
+from xtoken_core.config.train import TrainSpec
 from xtoken_core.errors import ConfigError, InputError
 from xtoken_core.regular_files import read_json_object
 from xtoken_services.common.models.hub import fetch_inputs
@@ -28,7 +30,12 @@ AUTO = "auto"
 FLOPS_PER_CORE = 1e10
 EVALUATION_S = 30.0
 BYTES_PER_TOKEN = 4
-LEAST_EVALUATION, MOST_EVALUATION = 16 << 10, 1 << 20
+FIRST_BYTES = 64 << 10
+"""Bytes of a text by which the length of its records is estimated."""
+LEAST_EVALUATION, MOST_EVALUATION = 4 << 10, 1 << 20
+OF_TRAINED = 0.5
+"""Bytes of an evaluation per byte trained since the one before: training reads a byte for three times the work or more,
+so that evaluations take about a quarter of a run at most, with the one before its first step."""
 EVALUATIONS, LEAST_EVERY = 10, 5
 """Evaluations of a run, and the fewest steps between two: on a CPU one may take as long as some steps."""
 _DTYPE = "bfloat16 on a GPU, float32 on a CPU"
@@ -38,7 +45,7 @@ FILLED = {
     "student.dtype": _DTYPE,
     "teacher.context_length": f"{TEACHER_CONTEXT:g} times the student's, or the model's if less",
     "teacher.dtype": _DTYPE,
-    "eval.max_bytes": f"what {EVALUATION_S:.0f} s are enough for, at most 1 MiB",
+    "eval.max_bytes": f"on a CPU about {EVALUATION_S:.0f} s, at most a quarter of the run; else 1 MiB",
     "eval.every": f"a tenth of train.max_steps, at least {LEAST_EVERY}, or {EvalSpec.model_fields['every'].default}",
     "train.micro_batch_tokens": f"what fits, at most {LARGEST}, on a CPU {CPU_TOKENS}",
 }
@@ -274,11 +281,11 @@ def _fill_evaluation(defaults: RunDefaults, base: Path) -> None:
     if isinstance(given, dict) and not given.get("path") and not _hold_back(defaults, given, base):
         return
     if isinstance(document["eval"], dict):
-        defaults.fill("eval.max_bytes", _evaluation_bytes(defaults, base), "about half a minute on this machine")
         steps = document.get("train", {}).get("max_steps")
         if isinstance(steps, int):
             every = max(LEAST_EVERY, -(-steps // EVALUATIONS))
-            defaults.fill("eval.every", every, f"{-(-steps // every)} times in the run")
+            defaults.fill("eval.every", every, f"{-(-steps // every) + 1} times in the run")
+        defaults.fill("eval.max_bytes", _evaluation_bytes(defaults, base), FILLED["eval.max_bytes"])
 
 
 def _hold_back(defaults: RunDefaults, given: Mapping[str, Any], base: Path) -> bool:
@@ -317,11 +324,9 @@ def _hold_back(defaults: RunDefaults, given: Mapping[str, Any], base: Path) -> b
 
 def _can_hold_back(data: Mapping[str, Any], base: Path) -> bool | None:
     """Return True if a part of the text can be held back; None if it cannot be read, which later checks report."""
-    path = data.get("path")
-    named = path if isinstance(path, list) else [path]
-    paths = [absolute_path(each, base) for each in named if isinstance(each, str)]
+    paths = _text_paths(data, base)
     try:
-        if len(paths) < len(named) or not all(path.exists() for path in paths):
+        if not paths or not all(path.exists() for path in paths):
             return None
         from xtoken_core.dataset.index import can_hold_out  # numpy
 
@@ -330,19 +335,47 @@ def _can_hold_back(data: Mapping[str, Any], base: Path) -> bool | None:
         return None
 
 
+def _text_paths(data: Mapping[str, Any], base: Path) -> list[Path]:
+    """Return the paths of a text; none if one is no path."""
+    named = data["path"] if isinstance(data.get("path"), list) else [data.get("path")]
+    paths = [absolute_path(each, base) for each in named if isinstance(each, str)]
+    return paths if len(paths) == len(named) else []
+
+
 def _evaluation_bytes(defaults: RunDefaults, base: Path) -> int:
-    """Return how much text a student can be evaluated on in `EVALUATION_S`: all of it on a GPU."""
-    if defaults.machine.gpu_bytes and not _on_cpu(defaults.document):
+    """Return how much text a student is evaluated on: on a CPU what `EVALUATION_S` and `OF_TRAINED` allow."""
+    document = defaults.document
+    if defaults.machine.gpu_bytes and not _on_cpu(document):
         return MOST_EVALUATION
     from xtoken_services.common.models.weights import weight_count
 
     try:
-        weights = weight_count(base / str(defaults.document["student"].get("model", "")))
-    except Exception:  # the check of the model's files reports what is wrong with them
-        weights = 0
+        weights = weight_count(base / str(document["student"].get("model", "")))
+        steps = document["eval"].get("every", EvalSpec.model_fields["every"].default)
+        samples = steps * document.get("train", {}).get(
+            "samples_per_step", TrainSpec.model_fields["samples_per_step"].default
+        )
+        trained = _trained_bytes(document["data"], base, samples, document["student"]["context_length"])
+    except Exception:  # the checks of the files and settings report what is wrong with them
+        return LEAST_EVALUATION
     tokens = EVALUATION_S * defaults.machine.cores * FLOPS_PER_CORE / max(2 * weights, 1)
-    whole = int(min(tokens * BYTES_PER_TOKEN, MOST_EVALUATION)) >> 10 << 10
+    whole = int(min(tokens * BYTES_PER_TOKEN, OF_TRAINED * trained, MOST_EVALUATION)) >> 10 << 10
     return max(LEAST_EVALUATION, whole)
+
+
+def _trained_bytes(data: Mapping[str, Any], base: Path, samples: int, context: int) -> float:
+    """Return about how many bytes so many samples of a text have, by the length of its first records."""
+    from xtoken_core.dataset.sources import LINES, find_sources  # numpy
+
+    each, text = float(context * BYTES_PER_TOKEN), math.inf
+    if paths := _text_paths(data, base):
+        sources = find_sources(paths)
+        text = sum(source.size for source in sources) * data.get("epochs", 1)
+        if sources[0].kind in LINES:
+            with sources[0].path.open("rb") as file:
+                begin = file.read(FIRST_BYTES)
+            each = min(each, len(begin) / max(begin.count(b"\n"), 1))
+    return min(samples * each, text)
 
 
 def _max_length(directory: Path) -> int:

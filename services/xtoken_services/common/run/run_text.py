@@ -87,7 +87,8 @@ def _keep(document: Any, complete: Any, path: Sequence[str]) -> None:
 def document_of(part: ConfigModel, *, exclude_defaults: bool = False) -> dict[str, Any]:
     """Return settings as plain values that mean the same in a run file.
 
-    None is the word "none" where a setting takes it; elsewhere it is None, which a run file leaves out.
+    None is the word "none" where a setting takes it; elsewhere it is None, which a run file leaves out. An empty list
+    or table is left out where that is the default.
 
     >>> from xtoken_core.config.loss import LossConfig
     >>> document_of(LossConfig(kl_loss_weight_end=None), exclude_defaults=True)
@@ -124,6 +125,7 @@ def _written(value: Any, plain: Any) -> Any:
         return {
             name: NONE if item is None and NoneWord in fields[name].metadata else _written(getattr(value, name), item)
             for name, item in plain.items()
+            if item not in ([], {}) or fields[name].default not in ((), {})
         }
     if isinstance(value, tuple):
         # An item that is None takes the word: a run file could not leave it out.

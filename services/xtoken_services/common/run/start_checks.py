@@ -63,6 +63,9 @@ def _size_lines(run: ResolvedRun) -> list[str]:
     texts = f"{run.records:,} {'pieces' if run.piece_bytes else 'records'}, {epochs} epoch{'s' * (epochs > 1)}"
     steps = f"{run.positions:,} samples in {run.steps:,} steps of {spec.train.samples_per_step}"
     tokens = f"at most {run.positions * spec.student.context_length:,} tokens"
+    if spec.eval is not None:
+        often = f"evaluated {spec.eval.evaluations(run.steps)} times, every {spec.eval.every} steps"
+        tokens += f"; {often}, on at most {spec.eval.max_bytes:,} bytes"
     loaded = [
         (spec.teacher_name(number), teacher) for number, teacher in enumerate(spec.teacher) if teacher.loads_model
     ]

@@ -19,7 +19,7 @@ from xtoken_core.errors import ConfigError, InputError, XtokenError
 from xtoken_services.cli.starter import find_inputs, starter_text
 from xtoken_services.common.models.packable import why_not_packed
 from xtoken_services.common.run import resolve
-from xtoken_services.common.run.defaults import load_run
+from xtoken_services.common.run.defaults import LEAST_EVALUATION, load_run
 from xtoken_services.common.run.machine import Machine
 from xtoken_services.common.text.training_text import open_held_out, open_text, scored_documents
 from xtoken_services.supervisor.run_record import SPEC, write_json
@@ -57,7 +57,7 @@ def test_three_lines_are_a_run(workspace: Path) -> None:
     assert (spec.name, spec.output) == ("short", workspace / "runs" / "short")
     assert (spec.student.context_length, spec.teacher[0].context_length) == (512, 640)
     assert spec.student.dtype == spec.teacher[0].dtype == "float32"
-    assert spec.eval is not None and spec.eval.max_bytes == 1 << 20
+    assert spec.eval is not None and spec.eval.max_bytes == LEAST_EVALUATION
     assert spec.holds_back and spec.data.paths == (workspace / "text.jsonl",) and not spec.output.exists()
     trained, held_out, _ = records_of(spec)
     assert 0 < len(held_out) < 40 and len(held_out) + len(trained) == 400
@@ -65,6 +65,25 @@ def test_three_lines_are_a_run(workspace: Path) -> None:
     assert all(map(is_held_out, lines[held_out])) and not any(map(is_held_out, lines[trained]))
     assert any(note.startswith("student.context_length = 512") for note in notes)
     assert any(note.startswith("teacher.context_length") for note in notes)
+
+
+def test_evaluations_on_a_cpu_read_half_of_what_is_trained_between_them(workspace: Path) -> None:
+    records = (json.dumps({"text": f"{number:01011}"}) + "\n" for number in range(1000))
+    (workspace / "text.jsonl").write_text("".join(records))  # of 1 KiB each
+
+    def most(*settings: str, machine: Machine = CPU) -> int:
+        spec, _ = load_run(workspace / "short.toml", settings, machine=machine)
+        assert spec.eval is not None
+        return spec.eval.max_bytes
+
+    steps = ("train.max_steps=50", "train.samples_per_step=8")  # evaluated every 5
+    assert most(*steps) == 5 * 8 * 1024 / 2
+    assert "eval.every = 5 (11 times in the run)" in load_run(workspace / "short.toml", steps, machine=CPU)[1]
+    assert most(*steps, "eval.every=10") == 10 * 8 * 1024 / 2
+    assert most(*steps, "student.context_length=64") == 5 * 8 * 64 * 4 / 2, "what is cut is not trained"
+    assert most("train.max_steps=1", "train.samples_per_step=1") == LEAST_EVALUATION
+    assert most() == 500 << 10, "the whole text once, as it has fewer than 100 steps"
+    assert most(*steps, machine=GPU_24) == 1 << 20
 
 
 @pytest.mark.parametrize(

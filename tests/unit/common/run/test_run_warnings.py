@@ -65,6 +65,7 @@ def test_a_teacher_is_compared_with_the_student() -> None:
     assert warnings_of(told(1.831)) == {}
     beside = "the teacher has 1.8310, better than the student at step 0, 50% of the distance to it is covered"
     assert beside in final_line(told(1.831))
+    assert "better than the student at step 0, the student has passed it; model in" in final_line(told(2.2))
     assert "the teacher has 2.4000, worse than the student at step 0; model in" in final_line(told(2.4))
     assert "the teacher has 2.4000; model in" in final_line(told(2.4, 0.04))
     assert ("teacher", "1.8310") in metrics_of(told(1.831))
