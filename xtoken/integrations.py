@@ -6,6 +6,7 @@ A step's loss is a sum over its micro-batches and processes, each divided by the
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,8 @@ from xtoken_core.losses.masks import loss_counts
 
 if TYPE_CHECKING:
     from accelerate import Accelerator  # type: ignore[import-untyped]  # ships no stubs
+
+log = logging.getLogger("xtoken")
 
 COUNTS = (schema.CE_TOKENS.name, schema.field_name(schema.KD_CHUNKS, 0))
 
@@ -115,6 +118,12 @@ class Distillation:
             raise ConfigError(
                 f"the pair is on {pair.device}, the trainer on {device} of {max(gpus, 1)}: give the TokenizerPair "
                 f'device="{device.type}", and start a process per GPU (torchrun)'
+            )
+        if any(one.requires_grad and one.dtype.itemsize < 4 for one in trainer.model.parameters()):
+            log.warning(
+                "the student's weights are %s: small updates are lost in them, and a CPU is slow with them; load it "
+                'with dtype="float32" (bf16=True computes in bfloat16 on a GPU)',
+                trainer.model.dtype,
             )
         self.pair, self.teacher = pair, teacher.eval().requires_grad_(False).to(device)
         trainer.args.remove_unused_columns = False  # records have the columns of texts, not of models

@@ -20,7 +20,7 @@ def train(student_dir: str, teacher_dir: str, text: str, out: str) -> list[float
     """Train the student on the lines of a text, write it to `out`, and return the loss of every step."""
     accelerator = Accelerator()
     tokenizers = [AutoTokenizer.from_pretrained(directory) for directory in (student_dir, teacher_dir)]
-    student, teacher = (AutoModelForCausalLM.from_pretrained(directory) for directory in (student_dir, teacher_dir))
+    student, teacher = (AutoModelForCausalLM.from_pretrained(d, dtype="float32") for d in (student_dir, teacher_dir))
     pair = xtoken.TokenizerPair(*tokenizers, context_length=CONTEXT, mode="alm", device=accelerator.device)
     lines = [line for line in Path(text).read_text(encoding="utf-8").splitlines() if line.strip()]
     loader = DataLoader(lines, batch_size=ROWS, shuffle=True, collate_fn=DistillationCollator(pair))

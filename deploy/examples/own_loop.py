@@ -14,7 +14,7 @@ STEPS, ROWS, CONTEXT = 20, 4, 128
 def train(student_dir: str, teacher_dir: str, text: str, out: str) -> list[float]:
     """Train the student on the lines of a text, write it to `out`, and return the loss of every step."""
     tokenizers = [AutoTokenizer.from_pretrained(directory) for directory in (student_dir, teacher_dir)]
-    student, teacher = (AutoModelForCausalLM.from_pretrained(directory) for directory in (student_dir, teacher_dir))
+    student, teacher = (AutoModelForCausalLM.from_pretrained(d, dtype="float32") for d in (student_dir, teacher_dir))
     pair = xtoken.TokenizerPair(*tokenizers, context_length=CONTEXT, mode="alm", kl_loss_weight=1.0, ce_loss_scale=1.0)
     optimizer = torch.optim.AdamW(student.parameters(), lr=1e-3)
     lines = [line for line in Path(text).read_text(encoding="utf-8").splitlines() if line.strip()]

@@ -19,7 +19,7 @@ class DistillationSFTTrainer(Distillation, SFTTrainer):
 def train(student_dir: str, teacher_dir: str, text: str, out: str, **settings: object) -> list[float]:
     """Train the student on the lines of a text, write it to `out`, and return the losses that were logged."""
     tokenizers = [AutoTokenizer.from_pretrained(directory) for directory in (student_dir, teacher_dir)]
-    student, teacher = (AutoModelForCausalLM.from_pretrained(directory) for directory in (student_dir, teacher_dir))
+    student, teacher = (AutoModelForCausalLM.from_pretrained(d, dtype="float32") for d in (student_dir, teacher_dir))
     lines = [line for line in Path(text).read_text(encoding="utf-8").splitlines() if line.strip()]
     defaults = {"max_steps": 20, "learning_rate": 1e-3, "per_device_train_batch_size": 2, "logging_steps": 1}
     defaults |= {"bf16": torch.cuda.is_available(), "use_cpu": not torch.cuda.is_available()}

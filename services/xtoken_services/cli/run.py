@@ -88,6 +88,8 @@ def _print_dry_run(spec: RunSpec, notes: list[str], loss: str | None, *, measure
     from xtoken_services.cli.dry_run import check_run
     from xtoken_services.common.run.run_text import resolved_text
 
+    if measure:
+        typer.echo("a few steps are taken with the real models: on a CPU that may take minutes", err=True)
     for line in check_run(spec, loss, measure=measure):
         typer.echo(line, err=True)
     typer.echo(resolved_text(spec, notes, as_json=as_json))

@@ -189,6 +189,16 @@ def test_a_pair_on_another_device_is_refused(assets: TinyAssets, tmp_path: Path)
         DistillationTrainer(student, arguments(tmp_path, 2, 1), pair=pair, teacher=teacher)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_student_without_masters_is_warned_about(
+    assets: TinyAssets, tmp_path: Path, dtype: torch.dtype, caplog: pytest.LogCaptureFixture
+) -> None:
+    student, teacher = models_of(assets, dtype)
+    DistillationTrainer(student, arguments(tmp_path, 2, 1), pair=pair_of(assets), teacher=teacher)
+    told = [text for text in caplog.messages if text.startswith("the student's weights are torch.bfloat16: small")]
+    assert len(told) == (dtype == torch.bfloat16)
+
+
 def test_the_collator_takes_what_a_pair_takes(assets: TinyAssets) -> None:
     pair = pair_of(assets)
     batch = DistillationCollator(pair)(["x = 345", RECORDS[9], RECORDS[10]])

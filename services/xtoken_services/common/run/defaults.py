@@ -311,11 +311,11 @@ def _hold_back(defaults: RunDefaults, given: Mapping[str, Any], base: Path) -> b
         why = (
             "text is only held back of a single data.path"
             if several
-            else f"no text could be held back ({HELD_OUT_PERCENT}% of 100 records or more)"
+            else f"no record is in the {HELD_OUT_PERCENT}% held back by their content: it takes some hundred"
         )
         if given:
             raise ConfigError(f"eval.{next(iter(given))} is set without eval.path, and {why}: name a text in eval.path")
-        defaults.notes.append(f"eval: none, since {why}: name one")
+        defaults.notes.append(f"eval: none, since {why}: name a text in eval.path, or the teacher is not compared")
         return False
     document["eval"] = {"field": data["field"], **given} if "field" in data else dict(given)
     defaults.notes.append(f"eval: {HELD_OUT_PERCENT}% of the records of data.path, chosen by a hash of their content")

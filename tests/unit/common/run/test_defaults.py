@@ -238,11 +238,9 @@ def test_an_evaluation_without_text(workspace: Path) -> None:
     (workspace / "few.txt").write_text("one\n")
     few = ["data=few.txt", "name=few"]
     spec, notes = load_run(workspace / "short.toml", few, machine=CPU)
-    assert (
-        spec.eval is None
-        and "eval: none, since no text could be held back (2% of 100 records or more): name one" in notes
-    )
-    with pytest.raises(ConfigError, match=r"eval\.every is set without eval\.path, and no text could be held back"):
+    why = "no record is in the 2% held back by their content: it takes some hundred: name a text in eval"
+    assert spec.eval is None and f"eval: none, since {why}.path, or the teacher is not compared" in notes
+    with pytest.raises(ConfigError, match=rf"eval\.every is set without eval\.path, and {why}"):
         load_run(workspace / "short.toml", [*few, "eval.every=2"], machine=CPU)
 
 
