@@ -43,6 +43,8 @@ def fit_memory(defaults: RunDefaults, base: Path, *, on_gpu: bool) -> None:
         return  # a user who names it has chosen the settings beside it too
     try:
         spec = _with_paths(document, base)
+        if not all((side.model / "config.json").is_file() for side in (spec.student, *spec.teacher)):
+            return  # the check of the models' files reports it, before imports that take longer than starting Python
         longest = max(padded_length(side.context_length) for side in (spec.student, *spec.teacher))
         savers: dict[str, Any] = {}
         tokens = 0
