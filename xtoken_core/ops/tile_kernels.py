@@ -10,11 +10,22 @@ from __future__ import annotations
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
+LOG2_E = tl.constexpr(1.4426950408889634)
+
 
 @triton.jit
 def row_bases(logits_ptr, rows, T, stride_b, stride_t):
-    """Return the offset of each row; row r is position r % T of sample r // T."""
-    return logits_ptr + rows // T * stride_b + rows % T * stride_t
+    """Return the first logit of each row; row r is position r % T of sample r // T."""
+    # A division in 32 bits is a fifth of one in 64.
+    rows = rows.to(tl.int32)
+    return logits_ptr + (rows // T).to(tl.int64) * stride_b + (rows % T).to(tl.int64) * stride_t
+
+
+@triton.jit
+def exp_above(x, pivot, scale):
+    """Return `exp((x - pivot) * scale)` by the power of 2, of tiles `[rows, columns]` and one pivot a row."""
+    # A product less a product is one instruction and `exp2` another one, where `exp` takes five.
+    return tl.exp2(x * (scale * LOG2_E) - (pivot * (scale * LOG2_E))[:, None])
 
 
 @triton.jit
@@ -31,12 +42,12 @@ def tile_of_lines(tile, height, ROWS: tl.constexpr, LINE: tl.constexpr):
 
 
 @triton.jit
-def store_tile_sums(z, top_ptr, total_ptr, places):
-    """Store per row of a tile `[rows, columns]` its maximum and `sum exp(z - maximum)`."""
-    top = tl.max(z, axis=1)
+def store_tile_sums(x, scale, top_ptr, total_ptr, places):
+    """Store per row of a tile `[rows, columns]` the maximum of `z = x * scale`, and `sum exp(z - maximum)`."""
+    top = tl.max(x, axis=1)
     pivot = tl.where(top == float("-inf"), 0.0, top)  # -inf - -inf would be NaN
-    tl.store(top_ptr + places, top)
-    tl.store(total_ptr + places, tl.sum(tl.exp(z - pivot[:, None]), axis=1))
+    tl.store(top_ptr + places, top * scale)
+    tl.store(total_ptr + places, tl.sum(exp_above(x, pivot, scale), axis=1))
 
 
 @triton.jit

@@ -42,6 +42,8 @@ LIVE_WARPS, TEACHER_WARPS, STUDENT_WARPS, CLASS_WARPS, NODE_WARPS = 4, 8, 16, 4,
 CLEAR_WARPS = 4
 STUDENT_REGISTERS, GRADIENT_REGISTERS = 64, 80
 """Most registers of a thread with generated text: two programs of the first kernel, three of the second at once."""
+CLASS_REGISTERS = 96
+"""Most registers of a thread that compares classes: one program more at a time on a processor."""
 NODE_PROGRAMS_PER_PROCESSOR = 16
 
 
@@ -263,7 +265,7 @@ class Comparison:
             tiles = *class_layout.HEIGHTS, *class_layout.LENGTHS, class_layout.TILE, CLASS_EVENTS, self.form
             arguments = *inputs, *members, *results, *sizes, *self._strides(student, teacher), *tiles
             class_kernels.chain_class_kernel[(triton.cdiv(E, CLASS_EVENTS) * blocks,)](
-                student.logits, teacher.logits, *arguments, num_warps=CLASS_WARPS
+                student.logits, teacher.logits, *arguments, num_warps=CLASS_WARPS, maxnreg=CLASS_REGISTERS
             )
 
     def node_values(self, student: Rows, teacher: Rows, starts: StartResults, *, learns: bool) -> NodeResults:

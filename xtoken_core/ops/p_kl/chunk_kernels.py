@@ -137,37 +137,24 @@ def further_positions(
     for i in range(1, most):
         row = position(order_ptr, first, count, i)
         other = in_lines(row, K, LINE)
-        product = tl.zeros((CHUNKS, COLUMNS), dtype=tl.float32)
+        product = tl.zeros((CHUNKS,), dtype=tl.float32)
         for start in range(0, PER, COLUMNS):
             k = start + tl.arange(0, COLUMNS)
             there = (k < left)[None, :] & (i < count)[:, None]
             by_entry = tl.load(block_ptr + line[:, None] + k[None, :] * LINE, mask=there, other=0.0)
             places = other[:, None] + k[None, :] * LINE
-            product += by_entry * tl.load(block_ptr + places, mask=there, other=0.0)
+            product += tl.sum(by_entry * tl.load(block_ptr + places, mask=there, other=0.0), axis=1)
             tl.store(block_ptr + places, by_entry, mask=there)
-        tl.store(products_ptr + row, tl.sum(product, axis=1), mask=i < count)
+        tl.store(products_ptr + row, product, mask=i < count)
 
 
 @triton.jit
-def larger(best, at, value, here, always):
-    """Return the larger of each pair and its index; the index is also taken if `always`."""
-    return tl.maximum(best, value), tl.where((value > best) | always, here, at)
-
-
-@triton.jit
-def store_sums(a, b, c, a_ptr, b_ptr, c_ptr):
-    """Store each row's sums of three tiles."""
-    tl.store(a_ptr, tl.sum(a, axis=1))
-    tl.store(b_ptr, tl.sum(b, axis=1))
-    tl.store(c_ptr, tl.sum(c, axis=1))
-
-
-@triton.jit
-def store_argmax(best, at, best_ptr, at_ptr):
-    """Store each row's maximum and its lowest index."""
-    top = tl.max(best, axis=1)
-    tl.store(best_ptr, top)
-    tl.store(at_ptr, tl.min(tl.where(best == top[:, None], at, 2147483647), axis=1))
+def larger(best, at, values, k, always):
+    """Return the larger of `best` and each row's maximum, with its lowest column, which is also taken if `always`."""
+    top = tl.max(values, axis=1)
+    here = tl.min(tl.where(values == top[:, None], k[None, :], 2147483647), axis=1)
+    taken = (top > best) | always
+    return tl.where(taken, top, best), tl.where(taken, here, at)
 
 
 @triton.jit(do_not_specialize=["C"])
@@ -213,10 +200,9 @@ def p_kl_chunk_kernel(
     row_s, row_t = position(student_order_ptr, first_s, count_s, 0), position(teacher_order_ptr, first_t, count_t, 0)
     line_s, line_t = in_lines(row_s, K, LINE), in_lines(row_t, K, LINE)
     lse_t = tl.load(teacher_lse_ptr + row_t)
-    nothing = tl.zeros((CHUNKS, COLUMNS), dtype=tl.float32)
-    kl, mass, inner, product = nothing, nothing, nothing, nothing
-    best_q = tl.full((CHUNKS, COLUMNS), -1.0, dtype=tl.float32)
-    best_l = tl.full((CHUNKS, COLUMNS), float("-inf"), dtype=tl.float32)
+    # A thread has all columns of its chunks, so that a sum over them stays in it, and one number is kept of each.
+    nothing = tl.zeros((CHUNKS,), dtype=tl.float32)
+    kl, mass, inner, product, best_q, best_l = nothing, nothing, nothing, nothing, nothing, nothing
     at_q, at_l = nothing.to(tl.int32), nothing.to(tl.int32)
     for start in range(0, PER, COLUMNS):
         from_k = part * PER + start
@@ -246,17 +232,17 @@ def p_kl_chunk_kernel(
         Qn = Q * share[:, None]
         # With r = Q / (sum Q + eps) + eps the chunk's value is a sum of `term`, its derivative by r `slope`. Through
         # the norm every Q_k gets (slope_k - inner) / norm, inner = sum slope_k Q_k / norm; `kernels` has the rest.
-        kl += tl.where(inside, term(Qn + EPS, log_p, REVERSE), 0.0)
-        mass += tl.where(inside, tl.exp(log_p), 0.0)
+        kl += tl.sum(tl.where(inside, term(Qn + EPS, log_p, REVERSE), 0.0), axis=1)
+        mass += tl.sum(tl.where(inside, tl.exp(log_p), 0.0), axis=1)
         by_entry = slope(Qn + EPS, log_p, REVERSE)
-        inner += tl.where(inside, by_entry * Qn, 0.0)
-        product += tl.where(inside, by_entry * q, 0.0)
+        inner += tl.sum(tl.where(inside, by_entry * Qn, 0.0), axis=1)
+        product += tl.sum(tl.where(inside, by_entry * q, 0.0), axis=1)
         places = line_s[:, None] + tl.arange(0, COLUMNS)[None, :] * LINE
         # The buffer of probabilities becomes that of slopes: q is not needed any more.
         tl.store(block_ptr + places, by_entry, mask=inside & (count_s > 0)[:, None])
-        best_q, at_q = larger(best_q, at_q, tl.where(inside, Q, -1.0), k[None, :].to(tl.int32), False)
-        best_l, at_l = larger(best_l, at_l, log_p, k[None, :].to(tl.int32), start == 0)
-    tl.store(products_ptr + part * student_padded + row_s, tl.sum(product, axis=1), mask=count_s > 0)
+        best_q, at_q = larger(best_q, at_q, tl.where(inside, Q, -1.0), k.to(tl.int32), start == 0)
+        best_l, at_l = larger(best_l, at_l, log_p, k.to(tl.int32), start == 0)
+    tl.store(products_ptr + part * student_padded + row_s, product, mask=count_s > 0)
     further_positions(
         projected_ptr + part * PER * LINE,
         products_ptr + part * student_padded,
@@ -274,9 +260,13 @@ def p_kl_chunk_kernel(
     )
     tl.store(norm_ptr + chunks, norm)
     places = part * chunks_padded + chunks
-    store_sums(kl, mass, inner, kl_ptr + places, mass_ptr + places, inner_ptr + places)
-    store_argmax(best_q, at_q, best_q_ptr + places, at_q_ptr + places)
-    store_argmax(best_l, at_l, best_l_ptr + places, at_l_ptr + places)
+    tl.store(kl_ptr + places, kl)
+    tl.store(mass_ptr + places, mass)
+    tl.store(inner_ptr + places, inner)
+    tl.store(best_q_ptr + places, best_q)
+    tl.store(at_q_ptr + places, at_q)
+    tl.store(best_l_ptr + places, best_l)
+    tl.store(at_l_ptr + places, at_l)
 
 
 @triton.jit(do_not_specialize=["C"])

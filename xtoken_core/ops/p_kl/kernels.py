@@ -11,7 +11,14 @@ from __future__ import annotations
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-from xtoken_core.ops.tile_kernels import combined_log_sum_exp, row_bases, store_tile_sums, tile_of_lines
+from xtoken_core.ops.tile_kernels import (
+    LOG2_E,
+    combined_log_sum_exp,
+    exp_above,
+    row_bases,
+    store_tile_sums,
+    tile_of_lines,
+)
 
 EPS = tl.constexpr(1e-10)
 
@@ -32,7 +39,9 @@ def p_kl_slots_kernel(
         tl.store(weights_ptr + kept * V + v, weight, mask=place >= 0)
         kept += (place >= 0).to(tl.int32)
     for slot in range(SLOTS):
-        tl.store(places_ptr + slot * V + v, tl.full((BLOCK,), -1, dtype=tl.int32), mask=(v < V) & (slot >= kept))
+        empty = (v < V) & (slot >= kept)
+        tl.store(places_ptr + slot * V + v, tl.full((BLOCK,), -1, dtype=tl.int32), mask=empty)
+        tl.store(weights_ptr + slot * V + v, tl.zeros((BLOCK,), dtype=tl.float32), mask=empty)
     tl.store(counts_ptr + v, kept, mask=v < V)
 
 
@@ -64,7 +73,7 @@ def p_kl_student_kernel(
     tile = tl.program_id(1).to(tl.int64)
     local = tile * ROWS + tl.arange(0, ROWS)
     rows = from_row + local
-    v = part * COLUMNS + tl.arange(0, COLUMNS)
+    v = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     base = row_bases(logits_ptr, rows, T, stride_b, stride_t)
     inside = (rows < R)[:, None] & (v < V_head)[None, :]
     raw = tl.load(base[:, None] + v[None, :], mask=inside, other=float("-inf"))  # [ROWS, COLUMNS]
@@ -75,10 +84,10 @@ def p_kl_student_kernel(
         tl.store(transposed_ptr + tile_of_lines(tile, V, ROWS, LINE) + places, raw, mask=needed[None, :])
     x = raw.to(tl.float32)
     if HEAD:
-        store_tile_sums(x, head_top_ptr, head_total_ptr, part * width + local)
-    # The vocabulary is cut from the head behind the load: a tile can hold both.
-    z = tl.where((v < V)[None, :], x, float("-inf")) * scale
-    store_tile_sums(z, top_ptr, total_ptr, part * width + local)
+        store_tile_sums(x, 1.0, head_top_ptr, head_total_ptr, part * width + local)
+        # The vocabulary is cut from the head behind the load: a tile can hold both.
+        x = tl.where((v < V)[None, :], x, float("-inf"))
+    store_tile_sums(x, scale, top_ptr, total_ptr, part * width + local)
 
 
 @triton.jit(do_not_specialize=["R", "T", "from_row"])
@@ -166,7 +175,7 @@ def p_kl_project_kernel(
     lane = tl.arange(0, ROWS)
     from_ptr = transposed_ptr + tile_of_lines(tile, V, ROWS, LINE)
     to_ptr = projected_ptr + tile_of_lines(from_row // ROWS + tile, K, ROWS, LINE)
-    lse = tl.load(lse_ptr + from_row + tile * ROWS + lane)
+    lse = tl.load(lse_ptr + from_row + tile * ROWS + lane) * LOG2_E
     sums = tl.zeros((ROWS,), dtype=tl.float32)
     for done in range(0, PER, COLUMNS):
         k = part * PER + done + tl.arange(0, COLUMNS)
@@ -180,12 +189,12 @@ def p_kl_project_kernel(
             for ahead in tl.static_range(AHEAD):
                 entry = entries + ahead
                 there = entry < count
-                source = tl.load(sources_ptr + first + entry, mask=there, other=0).to(tl.int64)
+                source = tl.load(sources_ptr + first + entry, mask=there, other=0)
                 weight = tl.load(weights_ptr + first + entry, mask=there, other=0.0)
                 x = tl.load(
                     from_ptr + (source[:, None] * LINE + lane[None, :]), mask=there[:, None], other=float("-inf")
                 ).to(tl.float32)
-                total += weight[:, None] * tl.exp(x * scale - lse[None, :])
+                total += weight[:, None] * tl.exp2(x * (scale * LOG2_E) - lse[None, :])
         tl.store(to_ptr + (k[:, None] * LINE + lane[None, :]), total, mask=(k < K)[:, None])
         sums += tl.sum(total, axis=0)
     tl.store(sums_ptr + part * width + tile * ROWS + lane, sums)
@@ -218,8 +227,8 @@ def p_kl_teacher_kernel(
     """
     part = tl.program_id(0).to(tl.int64)
     rows = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    k = part * COLUMNS + tl.arange(0, COLUMNS)
-    column = tl.load(columns_ptr + k, mask=k < K, other=0)
+    k = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    column = tl.load(columns_ptr + k, mask=k < K, other=0).to(tl.int32)
     base = row_bases(logits_ptr, rows, T, stride_b, stride_t)
     inside = (rows < R)[:, None] & (k < K)[None, :]
     # Where the compared columns are adjacent (the whole vocabulary is compared) a tile is read as whole vectors.
@@ -235,12 +244,12 @@ def p_kl_teacher_kernel(
     )
     token = tl.load(token_ptr + k, mask=k < K, other=0)
     entries = tl.load(offsets_ptr + token + 1, mask=k < K, other=1) - tl.load(offsets_ptr + token, mask=k < K, other=0)
-    z = x.to(tl.float32) * scale
+    x = x.to(tl.float32)
     # As `store_tile_sums`, with a second sum of the same exponentials.
-    top = tl.max(z, axis=1)
+    top = tl.max(x, axis=1)
     pivot = tl.where(top == float("-inf"), 0.0, top)
-    e = tl.exp(z - pivot[:, None])
-    tl.store(top_ptr + part * padded + rows, top)
+    e = exp_above(x, pivot, scale)
+    tl.store(top_ptr + part * padded + rows, top * scale)
     tl.store(total_ptr + part * padded + rows, tl.sum(e, axis=1))
     tl.store(unnamed_ptr + part * padded + rows, tl.sum(tl.where((entries == 0)[None, :], e, 0.0), axis=1))
 
@@ -265,12 +274,11 @@ def p_kl_teacher_rows_kernel(
 
 
 @triton.jit
-def entry_of_slot(places_ptr, weights_ptr, slopes_ptr, slot, v, V, ROWS: tl.constexpr, LINE: tl.constexpr):
-    """Return an entry of each token's projection row, `[tokens]`, and its product with slopes `[tokens, positions]`."""
-    place = tl.load(places_ptr + slot * V + v, mask=v < V, other=-1).to(tl.int64)
-    weight = tl.load(weights_ptr + slot * V + v, mask=place >= 0, other=0.0)
-    offsets = place[:, None] * LINE + tl.arange(0, ROWS)[None, :]
-    return weight, weight[:, None] * tl.load(slopes_ptr + offsets, mask=(place >= 0)[:, None], other=0.0)
+def entry_of_slot(places_ptr, weights_ptr, slot, slots, v, V):
+    """Return the places in K of a slot of the student's tokens, and its weights; -1 and 0 where it is empty."""
+    there = v < tl.where(slot < slots, V, 0)
+    weight = tl.load(weights_ptr + slot * V + v, mask=there, other=0.0)
+    return tl.load(places_ptr + slot * V + v, mask=there, other=-1), weight
 
 
 @triton.jit(do_not_specialize=["R"])
@@ -316,6 +324,7 @@ def p_kl_student_bwd_kernel(
     places_ptr,
     weights_ptr,
     counts_ptr,
+    slots,
     targets_ptr,
     head_lse_ptr,
     loss_upstream_ptr,
@@ -330,7 +339,6 @@ def p_kl_student_bwd_kernel(
     scale,
     TARGETS: tl.constexpr,
     HEAD: tl.constexpr,
-    EAGER: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     LINE: tl.constexpr,
@@ -339,34 +347,44 @@ def p_kl_student_bwd_kernel(
     # With p = softmax(z), the projection q_k = sum_v p_v W_vk, slopes g_k, and the normalisation of the chunk, which
     # subtracts `inner` from every slope: a_v = sum_k W_vk (g_k - inner), and the softmax's backward pass gives
     # p_v (a_v - sum_u p_u a_u). The last sum is sum_k q_k (g_k - inner): `dot`, stored by `p_kl_factors_kernel`.
-    v = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
-    tile = tl.program_id(1).to(tl.int64)
-    rows = tile * ROWS + tl.arange(0, ROWS)
+    v = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    factor, upstream = tl.load(factor_ptr + rows), tl.zeros((ROWS,), dtype=tl.float32)
+    if TARGETS:
+        upstream = tl.load(loss_upstream_ptr + rows, mask=rows < R, other=0.0)
+    # A position without an upstream gradient gets zeros, whatever it holds.
+    used = (factor != 0.0) | (upstream != 0.0)
+    inside = (rows < R)[None, :] & (v < V_head)[:, None]
+    base = row_bases(logits_ptr, rows, T, stride_b, stride_t)
+    x = tl.load(base[None, :] + v[:, None], mask=inside & used[None, :], other=float("-inf"))  # [COLUMNS, ROWS]
+    tl.debug_barrier()  # asked for first and used last: without it the compiler would move the load to its use
     filled = tl.load(counts_ptr + v, mask=v < V, other=0)
-    slopes_ptr += tile_of_lines(tile, K, ROWS, LINE)
+    slopes_ptr += tile_of_lines(tl.program_id(1).to(tl.int64), K, ROWS, LINE) + tl.arange(0, ROWS)
     pull = tl.zeros((COLUMNS, ROWS), dtype=tl.float32)
     weights = tl.zeros((COLUMNS,), dtype=tl.float32)
-    # EAGER slots are read without asking how many are filled (`Comparison._eager_slots`): loads without a loop.
-    for slot in tl.static_range(EAGER):
-        weight, product = entry_of_slot(places_ptr, weights_ptr, slopes_ptr, slot, v, V, ROWS, LINE)
-        pull += product
+    place, weight = entry_of_slot(places_ptr, weights_ptr, 0, slots, v, V)
+    for slot in range(tl.max(filled, axis=0)):
+        # Lanes lie as for the logits: few tokens have an entry, and values that change lanes do so for all.
+        of_place = tl.max_contiguous(slopes_ptr[None, :] + (place * LINE)[:, None], [1, 1])
         weights += weight
-    for slot in range(EAGER, tl.max(filled, axis=0)):
-        weight, product = entry_of_slot(places_ptr, weights_ptr, slopes_ptr, slot, v, V, ROWS, LINE)
-        pull += product
-        weights += weight
-    inside = (v < V_head)[:, None] & (rows < R)[None, :]
-    base = row_bases(logits_ptr, rows, T, stride_b, stride_t)
-    x = tl.load(base[None, :] + v[:, None], mask=inside, other=float("-inf")).to(tl.float32)
-    factor = tl.load(factor_ptr + rows)
-    p = tl.exp(x * scale - tl.load(lse_ptr + rows)[None, :])  # [COLUMNS, ROWS]
-    pull -= weights[:, None] * tl.load(inner_ptr + rows)[None, :] + tl.load(dot_ptr + rows)[None, :]
-    gradient = tl.where((factor != 0.0)[None, :] & (v < V)[:, None], p * pull * factor[None, :], 0.0)
+        pull += weight[:, None] * tl.load(of_place, mask=(place >= 0)[:, None], other=0.0)
+        place, weight = entry_of_slot(places_ptr, weights_ptr, slot + 1, slots, v, V)
+    x = x.to(tl.float32)
+    lse = tl.where(used, tl.load(lse_ptr + rows), 0.0) * LOG2_E
+    by_weight, by_row = -factor * tl.load(inner_ptr + rows), -factor * tl.load(dot_ptr + rows)
+    p = tl.exp2(x * (scale * LOG2_E) - lse[None, :])
+    if TARGETS and not HEAD:
+        by_row += upstream  # one softmax for both
+    pull = tl.where((factor != 0.0)[None, :], pull, 0.0)
+    pull = pull * factor[None, :] + (weights[:, None] * by_weight[None, :] + by_row[None, :])
+    gradient = p * pull
+    if HEAD:
+        gradient = tl.where((v < V)[:, None], gradient, 0.0)  # beyond the vocabulary p may be infinite
     if TARGETS:
-        loss_upstream = tl.load(loss_upstream_ptr + rows, mask=rows < R, other=0.0)
-        target = tl.load(targets_ptr + rows, mask=rows < R, other=-1)
-        whole = tl.exp(x - tl.load(head_lse_ptr + rows)[None, :]) if HEAD else p
-        own = (whole - (v[:, None] == target[None, :]).to(tl.float32)) * loss_upstream[None, :]
-        gradient += tl.where((loss_upstream != 0.0)[None, :], own, 0.0)
-    out = out_ptr + rows[None, :] * V_head + v[:, None]
+        if HEAD:
+            head_lse = tl.where(used, tl.load(head_lse_ptr + rows), 0.0) * LOG2_E
+            gradient += tl.exp2(x * LOG2_E - head_lse[None, :]) * upstream[None, :]
+        target = tl.load(targets_ptr + rows, mask=rows < R, other=-1).to(tl.int32)
+        gradient -= tl.where(v[:, None] == target[None, :], upstream[None, :], 0.0)
+    out = out_ptr + rows[None, :].to(tl.int64) * V_head + v[:, None]
     tl.store(out, gradient.to(out_ptr.dtype.element_ty), mask=inside)

@@ -23,7 +23,7 @@ PADDING = 64
 """Positions (or chunks) of a line; buffers hold whole lines, whatever the batch: layouts stay the same."""
 SLAB = 2048
 """Positions whose student logits are copied at once; a multiple of PADDING."""
-STUDENT_TILE = (32, 256)
+STUDENT_TILE = (16, 256)
 TEACHER_TILE = (64, 128)
 GRADIENT_TILE = (64, 32)
 """Positions and columns of a tile of logits."""
@@ -34,10 +34,10 @@ CHUNK_TILE = (64, 8)
 PER = 32, 256
 """Compared columns of one program of the two kernels that go through several tiles, for few columns and for many."""
 MANY = 32_768
-EAGER_SLOTS = 4
-"""Most projection entries of a student token that the gradient looks up without asking how many there are."""
-STUDENT_WARPS, TEACHER_WARPS = 8, 8
+STUDENT_WARPS, TEACHER_WARPS = 4, 8
 PROJECT_WARPS, CHUNK_WARPS, GRADIENT_WARPS = 2, 2, 4
+GRADIENT_REGISTERS = 64
+"""Most registers of a thread of the gradient, with which a processor has more programs at a time."""
 PARTS, ROWS = 512, 8
 """Parts and rows that a program combines at once."""
 
@@ -294,14 +294,9 @@ class Comparison:
         head = V_head != self.V or self.scale != 1.0
         of_tokens = lse if targets is None else targets, head_lse, lse if of_losses is None else of_losses
         sizes = B * T, T, self.V, V_head, self.K, *row_strides(logits), self.scale
-        constants = targets is not None, head, self._eager_slots(), rows, columns, PADDING
-        arguments = lse, slopes, factor, inner, dot, *slots, *of_tokens, out, *sizes, *constants
+        constants = targets is not None, head, rows, columns, PADDING
+        arguments = lse, slopes, factor, inner, dot, *slots, len(slots[0]), *of_tokens, out, *sizes, *constants
         kernels.p_kl_student_bwd_kernel[(triton.cdiv(V_head, columns), width // rows)](
-            logits, *arguments, num_warps=GRADIENT_WARPS
+            logits, *arguments, num_warps=GRADIENT_WARPS, maxnreg=GRADIENT_REGISTERS
         )
         return out
-
-    def _eager_slots(self) -> int:
-        """Return the slots to read without a test: all filled ones if K is most of the vocabulary, else one."""
-        slots = self.projection.slot_targets.shape[0]
-        return min(slots if self.projection.teacher_vocab_size < 2 * self.K else 1, EAGER_SLOTS)
