@@ -203,13 +203,15 @@ def followed(result: Mapping[str, Any]) -> str:
     if not runs:
         return ""
     head = (
-        "rate | instructions followed, each data seed | of answers drawn at temperature 1, mean | word problems, mean "
-        "| entropy of completions, nats: begin, most | completions that end: begin, fewest"
+        "rate | followed, each data seed | at temperature 1, mean | word problems, mean | entropy: begin, most "
+        "| completions that end: begin, fewest"
     )
     teacher = result["teachers"].get(methods.INSTRUCTIONS, {})
     lines: list[Sequence[str]] = [["the teacher", "", f"{teacher.get(most_likely, math.nan):.1%}", *[""] * 4]]
     for name in names:
         of_it = {key[1:]: by_seed for key, by_seed in runs.items() if key[0] == name}
+        if len({method for method, _ in of_it}) == 1 and name != methods.START:
+            continue  # nothing to compare it with
         if starts := [run["curve"][0] for by_seed in of_it.values() for run in by_seed.values()]:
             before = [f"{fmean(row.get(key, math.nan) for row in starts):.1%}" for key in (most_likely, drawn)]
             lines.append([f"**{methods.CONDITIONS[name].note}**: the student before", "", *before, *[""] * 3])
