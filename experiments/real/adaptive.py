@@ -179,14 +179,12 @@ def on_policy(result: Mapping[str, Any]) -> str:
         "rate | right answers, each data seed | change from the cold start, mean | entropy of completions, nats: "
         "begin, most | completions that end: begin, fewest"
     )
-    runs, lines = _by_rate(result, plan.COLD_NO_END, methods.COLD_START, plan.ON_POLICY), []
-    cold = {
-        seed: run["curve"][-1][right] for seed, run in runs[methods.COLD_START, BASELINE, methods.START_RATE].items()
-    }
+    runs, lines = _by_rate(result, plan.COLD_NO_END, methods.COLD_START, plan.ON_POLICY, methods.AGAIN), []
     for (condition, method, rate), by_seed in sorted(runs.items()):
-        change = fmean(run["curve"][-1][right] - cold[seed] for seed, run in by_seed.items())
+        change = fmean(run["curve"][-1][right] - run["curve"][0][right] for run in by_seed.values())
         title = NAMES.get(condition) or methods.TITLES[method].replace(" only", " continued")
-        change_cell = "" if condition == methods.COLD_START else f"{100 * change:+.1f} points"
+        title += f", {methods.CONDITIONS[condition].note}" * (condition == methods.AGAIN)
+        change_cell = "" if condition.startswith(methods.COLD_START) else f"{100 * change:+.1f} points"
         lines.append([title, f"{rate:g}", _at_end(by_seed, right), change_cell, *_of_completions(by_seed)])
     return markdown_table(["", *head.split(" | ")], lines)
 
