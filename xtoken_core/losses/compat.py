@@ -12,8 +12,8 @@ from jaxtyping import Num
 from torch import Tensor
 
 from xtoken_core.alignment import alignment_from_flat_batch
-from xtoken_core.ops.chunk_mean import chunk_average_log_probs
-from xtoken_core.ops.sparse_projection import Fp32SparseMM
+from xtoken_core.ops.chunk_mean.reference import chunk_average_log_probs
+from xtoken_core.ops.sparse_projection.reference import Fp32SparseMM
 from xtoken_core.projection.compat import (
     _EXACT_TOKEN_MAP_CACHE,
     _SPARSE_PROJECTION_CACHE,
