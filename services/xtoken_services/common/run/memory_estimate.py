@@ -33,9 +33,8 @@ COPIES = 4
 """Values that a student keeps per weight: the weight, its gradient, AdamW's two moments."""
 COPIES_BETWEEN_STEPS = COPIES - 1
 """Without the gradient, which is freed at a step's end."""
-FEWER = {"adamw": 0, "adamw8bit": 1, "muon": 1, "adafactor": 2}
-"""Values per weight that an optimiser keeps less than AdamW. Muon keeps one moment of most weights, Adafactor next to
-none; that Muon leaves embedding and head to AdamW is not counted."""
+FEWER = {"adamw": 0, "adafactor": 2}
+"""Values per weight that an optimiser keeps less than AdamW: Adafactor keeps next to none."""
 NF4_BITS = 9
 """Half bits of a weight in NormalFloat 4: one of 4 bits, and a float32 scale for 64 of them."""
 BLOCK_ROWS = 2048
@@ -168,7 +167,7 @@ def student_bytes(spec: RunSpec, *, copies: int = COPIES) -> int:
     count, item, train = weight_count(spec.student.model), ITEM_SIZES[spec.student.dtype], spec.train
     if train.lora is not None:
         return count * item
-    copies -= FEWER.get(train.optimizer, 0)
+    copies -= FEWER[train.optimizer]
     masters = train.master_weights and item < FLOAT32
     # With float32 masters a sharded student has no other weights.
     own = count * item if masters and shards(spec) == 1 else 0
