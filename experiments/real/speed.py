@@ -142,7 +142,7 @@ class _Step:
         self.loss = make_loss(run, where, METHODS[name].custom or None, tokenizer)
         self.weight, self.timer = spec.loss.kl_weight_at(0, run.steps), DeviceTimer(where)
         texts = [{"text": text} for text in islice(filter(str.strip, open_held_out(spec).documents()), documents)]
-        collator, count, sides = make_collator(run, tokenizer), row_counts(run), range(len(spec.teacher))
+        collator, count, sides = make_collator(run), row_counts(run), range(len(spec.teacher))
         rows = max(1, spec.train.micro_batch_tokens // max(m.context_length for m in (spec.student, *spec.teacher)))
         own, others = schema.INPUT_LENGTHS.name, [schema.field_name(schema.TEACHER_INPUT_LENGTHS, n) for n in sides]
         self.batches = []
