@@ -281,8 +281,9 @@ def test_two_teachers_are_made_and_teach_two_texts(tmp_path: Path) -> None:
         for split in ("train", "validation", "test"):
             (tmp_path / "texts").mkdir(exist_ok=True)
             write_jsonl(tmp_path / "texts" / f"{source}.{split}.jsonl", documents(40, seed=len(source + split)))
+    first = [cell for cell in plan.planned({"runs": []}) if not cell.seed and cell.rate < 8e-4]
     planned = [
-        cell for cell in plan.planned({"runs": []}) if cell.condition in (GERMAN_TEACHER, TWO_TEXTS) and not cell.seed
+        cell for cell in first if cell.condition in (GERMAN_TEACHER, TWO_TEXTS) and cell.method != "chain_routed_twice"
     ]
     # Four runs read the teacher that the first one makes.
     assert stages.runs(tmp_path, planned, side_by_side=2, until=float("inf"), device="cpu", steps=4, partly=True)
