@@ -19,8 +19,10 @@ from tests.support.engine_server import Answer
 OK: Answer = (200, {}, b"")
 LOADING = threading.Lock()
 """Of all servers: `from_pretrained` replaces methods of transformers' classes meanwhile; two at once leave them so."""
-STARTS = itertools.count(1_772_367_069)
-"""Start times of processes, one per server."""
+STARTED = 1_772_367_069.12
+"""Start time of every server's process, as if one script had started them at the same moment."""
+CREATED = itertools.count(1)
+"""Microseconds after it at which a server's counters are made."""
 FIELDS = {
     # io_struct.py of SGLang: UpdateWeightFromDiskReqInput, PauseGenerationReqInput, ContinueGenerationReqInput.
     "/update_weights_from_disk": {
@@ -48,7 +50,7 @@ class GeneratingServer:
 
     def __init__(self, start: Path, end: int, max_length: int = 4096) -> None:
         self.start, self.end, self.max_length = start, end, max_length
-        self.started = next(STARTS)
+        self.created = STARTED + next(CREATED) / 1e6
         self.seen: list[str] = []
         self.bodies: list[Any] = []
         self.held: list[int] | None = None
@@ -80,8 +82,14 @@ class GeneratingServer:
 
     def _metrics(self, body: Any, query: Any) -> Answer:
         # As prometheus_client writes it; vLLM with several API servers lists no process.
-        name = "process_start_time_seconds"
-        return 200, {}, f"# HELP {name} Start time.\n# TYPE {name} gauge\n{name} {self.started / 1e9}e+09\n".encode()
+        start, counter = "process_start_time_seconds", "vllm:prompt_tokens"
+        labels = '{engine="0",model_name="m"}'
+        lines = (
+            f"# HELP {start} Start time.", f"# TYPE {start} gauge", f"{start} {STARTED / 1e9}e+09",
+            f"# TYPE {counter}_total counter", f"{counter}_total{labels} {float(len(self.seen))}",
+            f"# TYPE {counter}_created gauge", f"{counter}_created{labels} {self.created / 1e9}e+09",
+        )  # fmt: skip
+        return 200, {}, "\n".join([*lines, ""]).encode()
 
     def _model_info(self, body: Any, query: Any) -> Answer:
         return 200, {}, {"model_path": str(self._path), "weight_version": self.version}

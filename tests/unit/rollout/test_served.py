@@ -206,6 +206,7 @@ def test_no_completion_is_of_the_weights_of_a_restarted_server(run: Run) -> None
         return run.server(*request)
 
     run.publish()
+    run.server = run.ready()  # before its first completion
     run.answer = answer  # type: ignore[method-assign]
     while restarts < 12:
         run.check(*PROMPTS)
@@ -238,16 +239,18 @@ def test_a_prompt_that_a_server_refuses_has_no_completion(run: Run) -> None:
         run.sampler.complete([np.array([5])], [1], lambda _: None)
 
 
+@pytest.mark.parametrize("lacking", ["process_start_time_seconds", "vllm:prompt_tokens_created"])
 def test_a_server_whose_restart_would_not_be_noticed_is_refused(
-    stack: ExitStack, student: Path, tmp_path: Path
+    stack: ExitStack, student: Path, tmp_path: Path, lacking: str
 ) -> None:
     run = Run(stack, student, tmp_path / "run", "vllm")
 
     def answer(*request: Any) -> Answer:
-        return (200, {}, b"") if request[1] == "/metrics" else run.server(*request)
+        status, headers, data = run.server(*request)
+        return status, headers, data.replace(lacking.encode(), b"x") if request[1] == "/metrics" else data
 
     run.answer = answer  # type: ignore[method-assign]
-    with pytest.raises(EngineRefusalError, match="no process_start_time_seconds, by which a restart is noticed"):
+    with pytest.raises(EngineRefusalError, match=f"no {lacking}, by which a restart is noticed"):
         run.publish()
 
 

@@ -2,7 +2,7 @@
 
 Written after the request and response models of 0.24.0, and run with it. A teacher's server needs `--max-logprobs` of
 at least `teacher.topk`; its default is 20. One that generates reads new weights by `reload_weights` of its workers,
-which takes `VLLM_SERVER_DEV_MODE=1`. Its answers name no weights: the start time of its process shows a restart.
+which takes `VLLM_SERVER_DEV_MODE=1`. Its answers name no weights: times in its metrics show a restart.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ from xtoken_services.common.http_engine.scores import (
 
 log = logging.getLogger("xtoken.engine")
 
-START = re.compile(rb"^process_start_time_seconds (\S+)", re.MULTILINE)
-"""Line of a server's metrics."""
+PROCESS = re.compile(rb"^(process_start_time_seconds|vllm:prompt_tokens_created)\b.* (\S+)$", re.MULTILINE)
+"""Lines of a server's metrics that no other process has: the start to 10 ms, which servers that one script starts may
+have in common, and when each engine's counter was made, seconds later, to less than 1 us."""
 
 
 class _Entry(msgspec.Struct):
@@ -59,6 +60,8 @@ class _Completion(msgspec.Struct):
     choices: Annotated[list[_Choice], msgspec.Meta(min_length=1)]
 
 
+_Process = list[tuple[bytes, bytes]]
+"""The lines `PROCESS`."""
 read_completion = msgspec.json.Decoder(_Completion).decode
 
 
@@ -67,7 +70,7 @@ class VllmEngine(Engine):
 
     def __init__(self, pool: EnginePool, model: str | None, vocab_size: int) -> None:
         super().__init__(pool, model, vocab_size)
-        self._loaded: dict[str, tuple[Path, str, bytes]] = {}
+        self._loaded: dict[str, tuple[Path, str, _Process]] = {}
 
     def score(self, ids: Sequence[int], k: int, replica: Replica | None = None) -> PromptScores:
         """See `Engine.score`."""
@@ -127,7 +130,7 @@ class VllmEngine(Engine):
 
     def load_weights(self, directory: Path, version: str, replica: Replica) -> None:
         """See `Engine.load_weights`; the server must have been started in development mode."""
-        started = self._start_of(replica)  # before: one that is started again meanwhile must load them once more
+        process = self._process_of(replica)  # before: one that is started again meanwhile must load them once more
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}}
         with self._paused(replica, "/pause?mode=wait", "/resume"):
             try:
@@ -135,28 +138,30 @@ class VllmEngine(Engine):
             except EngineError as error:  # it answers with status 500, whatever the reason
                 raise EngineError(f"{error}; let it see {directory} under the same path") from error
             self.pool.call("POST", "/reset_prefix_cache", decode=bytes, replica=replica)
-        self._loaded[replica.url] = directory, version, started
+        self._loaded[replica.url] = directory, version, process
 
     def restored(self) -> bool:
         """See `Engine.restored`."""
         restarted = False
         for replica in self.pool.replicas:
-            directory, version, started = self._loaded.get(replica.url, (None, "", b""))
-            if directory is not None and self._start_of(replica) != started:
+            directory, version, process = self._loaded.get(replica.url, (None, "", []))
+            if directory is not None and self._process_of(replica) != process:
                 log.warning("%s has been started again: loading the weights %s", replica.url, version)
                 self.load_weights(directory, version, replica)
                 restarted = True
         return restarted
 
-    def _start_of(self, replica: Replica) -> bytes:
-        """Return the start time of a server's process."""
-        found = START.search(self.pool.call("GET", "/metrics", decode=bytes, replica=replica))
-        if found is None:
-            raise EngineRefusalError(
-                f"{self.pool.field}.url: {replica.url}/metrics has no process_start_time_seconds, by which a restart "
-                "is noticed: start it with --api-server-count 1 and without PROMETHEUS_MULTIPROC_DIR"
-            )
-        return found[1]
+    def _process_of(self, replica: Replica) -> _Process:
+        """Return the lines of a server's metrics that no other process has."""
+        found = PROCESS.findall(self.pool.call("GET", "/metrics", decode=bytes, replica=replica))
+        for name in (b"process_start_time_seconds", b"vllm:prompt_tokens_created"):
+            if name not in dict(found):
+                raise EngineRefusalError(
+                    f"{self.pool.field}.url: {replica.url}/metrics has no {name.decode()}, by which a restart is "
+                    "noticed: start it with --api-server-count 1 and without --disable-log-stats, "
+                    "PROMETHEUS_MULTIPROC_DIR and PROMETHEUS_DISABLE_CREATED_SERIES"
+                )
+        return found
 
     def _completion(self, body: dict[str, Any], entries: int, replica: Replica | None) -> _Choice:
         send = partial(

@@ -322,8 +322,18 @@ def test_vllm_updates_weights_by_the_same_calls() -> None:
 
 def test_vllm_tells_when_its_process_was_started() -> None:
     assert "    return REGISTRY" in source("vllm", "v1/metrics/prometheus.py")
-    text = pytest.importorskip("prometheus_client").generate_latest()
-    assert 1e9 < float(vllm.START.search(text)[1]) <= time.time()
+    assert 'name="vllm:prompt_tokens",' in source("vllm", "v1/metrics/loggers.py")
+    prometheus = pytest.importorskip("prometheus_client")
+    made = [time.time()]
+    for engine_ in range(2):
+        registry = prometheus.CollectorRegistry()
+        prometheus.ProcessCollector(registry=registry)
+        counter = prometheus.Counter("vllm:prompt_tokens", "Tokens.", ["model_name", "engine"], registry=registry)
+        counter.labels("m", str(engine_)).inc()
+        start, created = vllm.PROCESS.findall(prometheus.generate_latest(registry))
+        assert 1e9 < float(start[1]) <= time.time()
+        made.append(float(created[1]))
+    assert made[0] <= made[1] < made[2] <= time.time()
 
 
 @pytest.mark.parametrize(
