@@ -29,6 +29,7 @@ from xtoken_core.config.rollout import RolloutSpec
 from xtoken_core.tokenizing import TextTokenizer
 from xtoken_services.common.generation.published_weights import Version, WeightsWriter
 from xtoken_services.common.generation.vocabulary import Vocabulary
+from xtoken_services.common.http_engine import vllm
 from xtoken_services.common.http_engine.engine import Sampling
 from xtoken_services.common.http_engine.errors import EngineError, EngineRefusalError
 from xtoken_services.common.http_engine.factory import open_engine
@@ -392,6 +393,7 @@ def test_a_vllm_that_does_not_open_the_memory(
     else:
         with pytest.raises(EngineError, match=f"500: .*{reason}.*; start it with CUDA_VISIBLE_DEVICES=GPU-{GPU}, VLLM"):
             run.publish()
+        assert run.server.seen.count("/update_weights") == vllm.LOADS  # a request is not repeated alone
     assert not (run.server.paused or run.server.in_update)
 
 

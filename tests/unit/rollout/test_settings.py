@@ -145,13 +145,14 @@ def test_weights_in_a_gpus_memory_need_a_gpu(tmp_path: Path) -> None:
         make_sampler(run, None, torch.device("cpu"))  # type: ignore[arg-type]
 
 
-def test_stopping_when_worse_on_tasks_is_taken_and_may_change_in_a_resume(tmp_path: Path) -> None:
-    run = spec({"stop_when_worse": 2}, eval=TASKS)
+def test_stopping_when_worse_is_taken_and_may_change_in_a_resume_as_url_weights_may(tmp_path: Path) -> None:
+    served = {"url": "http://a:1"}
+    run = spec({"stop_when_worse": 2, "url_weights": "ipc", **served}, eval=TASKS)
     assert run.rollout is not None and run.rollout.stop_when_worse == 2
     made = resolved_run(tmp_path)
     one, other = (
         made.model_copy(update={"spec": made.spec.model_copy(update={"rollout": each})}).identity()
-        for each in (run.rollout, spec({}).rollout)
+        for each in (run.rollout, spec(served).rollout)
     )
     assert one == other
 
