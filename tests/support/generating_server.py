@@ -172,12 +172,15 @@ class GeneratingServer:
     def _copy_weights(self, body: Any, query: Any) -> Answer:
         update = body["update_info"]
         if not self.in_update:
-            return failed("update_weights called before start_weight_update")
-        if not self.unpickles:
-            return failed("Refusing to deserialize `ipc_handles_pickled` without VLLM_ALLOW_INSECURE_SERIALIZATION=1")
+            return failed("start_weight_update must be called before update_weights.")
         handles = pickle.loads(b64decode(update["ipc_handles_pickled"]))
-        if any(self.gpu not in handle for handle in handles):
-            return failed(f"IPC handle not found for GPU UUID {self.gpu}")
+        refusals = {
+            "Refusing to deserialize `ipc_handles_pickled` without VLLM_ALLOW_INSECURE_SERIALIZATION=1": self.unpickles,
+            f"IPC handle not found for GPU UUID {self.gpu}": all(self.gpu in handle for handle in handles),
+        }
+        self.in_update = all(refusals.values())
+        if not self.in_update:
+            return failed(next(reason for reason, holds in refusals.items() if not holds))
         if self._model is None:
             self._load(self._path)
         tensors = [MEMORY[handle[self.gpu][0]] for handle in handles]
@@ -192,7 +195,7 @@ class GeneratingServer:
 
     def _finish_update(self, body: Any, query: Any) -> Answer:
         if not self.in_update:
-            return failed("finish_weight_update called before start_weight_update")
+            return failed("finish_weight_update called without a matching start_weight_update.")
         self.in_update = False
         return OK
 
