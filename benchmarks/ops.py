@@ -30,10 +30,10 @@ from benchmarks.whole_losses import CONFIGS, OPS_OF, whole_loss
 from xtoken_core.losses.masks import whole_chunks
 from xtoken_core.ops.chain.divergences import Generated
 from xtoken_core.ops.chain_topk.reference import ChainTopKSettings
-from xtoken_core.ops.gold import GoldOptions, TokenPartition
-from xtoken_core.ops.p_kl import PKLOptions
+from xtoken_core.ops.gold.reference import GoldOptions, TokenPartition
+from xtoken_core.ops.p_kl.reference import PKLOptions
 from xtoken_core.ops.registry import BACKENDS, load_backend
-from xtoken_core.ops.sparse_projection import ProjectionMatrix
+from xtoken_core.ops.sparse_projection.matrix import ProjectionMatrix
 from xtoken_core.topk_logits import largest_logits
 from xtoken_core.transports.ring import TopKSettings
 

@@ -26,10 +26,18 @@ def lazy_names(module: str, names: Mapping[str, Sequence[str]]) -> Callable[[str
     return load
 
 
-def names_in_stub(file: str) -> dict[str, list[str]]:
-    """Return the names that the stub beside a module's file imports, by module, from whatever folder."""
+def attach_stub(module: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Return a module's `__getattr__`, `__dir__` and `__all__` of the names that the stub beside its file imports.
+
+    `lazy_loader.attach_stub` takes relative imports only; here the names may be defined in any package.
+
+    Args:
+        module: The module's name.
+        file: The module's file.
+    """
     names: dict[str, list[str]] = {}
     for node in ast.parse(Path(file).with_suffix(".pyi").read_text(encoding="utf-8")).body:
         if isinstance(node, ast.ImportFrom):
             names.setdefault(str(node.module), []).extend(alias.name for alias in node.names)
-    return names
+    every = sorted(name for some in names.values() for name in some)
+    return lazy_names(module, names), lambda: every, every

@@ -179,14 +179,12 @@ def on_policy(result: Mapping[str, Any]) -> str:
         "rate | right answers, each data seed | change from the cold start, mean | entropy of completions, nats: "
         "begin, most | completions that end: begin, fewest"
     )
-    runs, lines = _by_rate(result, plan.COLD_NO_END, methods.COLD_START, plan.ON_POLICY), []
-    cold = {
-        seed: run["curve"][-1][right] for seed, run in runs[methods.COLD_START, BASELINE, methods.START_RATE].items()
-    }
+    runs, lines = _by_rate(result, plan.COLD_NO_END, methods.COLD_START, plan.ON_POLICY, methods.AGAIN), []
     for (condition, method, rate), by_seed in sorted(runs.items()):
-        change = fmean(run["curve"][-1][right] - cold[seed] for seed, run in by_seed.items())
+        change = fmean(run["curve"][-1][right] - run["curve"][0][right] for run in by_seed.values())
         title = NAMES.get(condition) or methods.TITLES[method].replace(" only", " continued")
-        change_cell = "" if condition == methods.COLD_START else f"{100 * change:+.1f} points"
+        title += f", {methods.CONDITIONS[condition].note}" * (condition == methods.AGAIN)
+        change_cell = "" if condition.startswith(methods.COLD_START) else f"{100 * change:+.1f} points"
         lines.append([title, f"{rate:g}", _at_end(by_seed, right), change_cell, *_of_completions(by_seed)])
     return markdown_table(["", *head.split(" | ")], lines)
 
@@ -203,13 +201,15 @@ def followed(result: Mapping[str, Any]) -> str:
     if not runs:
         return ""
     head = (
-        "rate | instructions followed, each data seed | of answers drawn at temperature 1, mean | word problems, mean "
-        "| entropy of completions, nats: begin, most | completions that end: begin, fewest"
+        "rate | followed, each data seed | at temperature 1, mean | word problems, mean | entropy: begin, most "
+        "| completions that end: begin, fewest"
     )
     teacher = result["teachers"].get(methods.INSTRUCTIONS, {})
     lines: list[Sequence[str]] = [["the teacher", "", f"{teacher.get(most_likely, math.nan):.1%}", *[""] * 4]]
     for name in names:
         of_it = {key[1:]: by_seed for key, by_seed in runs.items() if key[0] == name}
+        if len({method for method, _ in of_it}) == 1 and name != methods.START:
+            continue  # nothing to compare it with
         if starts := [run["curve"][0] for by_seed in of_it.values() for run in by_seed.values()]:
             before = [f"{fmean(row.get(key, math.nan) for row in starts):.1%}" for key in (most_likely, drawn)]
             lines.append([f"**{methods.CONDITIONS[name].note}**: the student before", "", *before, *[""] * 3])

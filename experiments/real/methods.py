@@ -50,6 +50,8 @@ class Method:
         on_policy: The student completes the text's prompts and learns from the divergence on its completions.
         after: Part of the steps that learn from the text first, by cross-entropy at `FIRST_RATE`.
         shots: The teacher of word problems reads two solved ones before each question, as when it wrote the answers.
+        sharp: The teacher is at temperature .5: a copy of it whose logits are twice as large.
+        fraction: Part of a step that is completions.
         second: The teacher of a condition's second text compares, too, or alone with `teachers` = 0.
         routed: Each of the two compares its own text.
         second_weight: Weight of the second text's teacher beside the other.
@@ -66,6 +68,8 @@ class Method:
     on_policy: bool = False
     after: float = 0.0
     shots: bool = False
+    sharp: bool = False
+    fraction: float = 1.0
     second: bool = False
     routed: bool = False
     second_weight: float = 1.0
@@ -110,6 +114,8 @@ def _custom(title: str, name: str) -> Method:
     return Method(title, {"mode": "custom"}, _LIGHT, custom=f"experiments.losses.{name}", hidden=True)
 
 
+SHARP = "-sharp"
+"""Ends the name of a teacher's copy whose logits are twice as large."""
 METHODS = {
     "ce": Method("cross-entropy only", weights={"ce": (0.0, 1.0)}, teachers=0, micro_batch_tokens=WHOLE_STEP_TOKENS),
     "p_kl": Method("P-KL", {"mode": "p_kl"}, projects=True),
@@ -177,6 +183,13 @@ METHODS = {
     "kd_same": Method("KD, one tokenizer, adaptive", {"vocab_topk": "none"}, _named("even"), hidden=True),
     "samples": Method("cross-entropy, teacher's samples", weights={"ce": (0.0, 1.0)}, teachers=0),
 }
+METHODS |= {
+    f"{name}_sharp": replace(METHODS[name], title=f"{METHODS[name].title}, the teacher at temperature .5", sharp=True)
+    for name in ("on_jsd", "on_after")
+}
+METHODS["on_half_sharp"] = replace(
+    METHODS["on_jsd_sharp"], title=f"half text, half {METHODS['on_jsd_sharp'].title}", fraction=0.5
+)
 
 
 DROPPED_FORMS = ("adaptive_level", "adaptive_past")
@@ -337,6 +350,8 @@ CONDITIONS |= {
     FEW: replace(_INSTRUCTIONS, size=150_000, note="after word problems, few prompts"),
     FOR_GEMMA: replace(_INSTRUCTIONS, student=GEMMA3, start="", tasks=(), note="to Gemma 3 270M"),
 }
+AGAIN = "qwen-problems-on-again"
+CONDITIONS[AGAIN] = replace(CONDITIONS["qwen-problems-on"], rates=(3e-5,), note="after another cold start")
 GERMAN_TEACHER, TWO_TEXTS = "gemma-on-german", "qwen-two-texts"
 CONDITIONS |= {
     GERMAN_TEACHER: Condition(

@@ -8,6 +8,7 @@ from typing import Any
 
 from experiments.real import instructions, word_problems
 from experiments.real.methods import (
+    AGAIN,
     COLD_START,
     CONDITIONS,
     FEW,
@@ -33,6 +34,7 @@ PYTHON, GERMAN, FRENCH, WEAK, WEAK_LONG = (
 )  # fmt: skip
 TO_GEMMA, TO_QWEN, PROBLEMS = "qwen-de-500k-to-gemma", "qwen-de-500k-to-qwen", "qwen-problems"
 ON_POLICY, PROBLEMS_NO_END, COLD_NO_END = "qwen-problems-on", f"{PROBLEMS}{NO_END}", f"{COLD_START}{NO_END}"
+_CONTINUED = ("on_half_sharp", "on_jsd_sharp", "ce", "chain_shots", "on_jsd")
 PLAN = (
     (GERMAN_TEACHER, "ce", (5e-5,)),
     (TWO_TEXTS, "chain_routed", (4e-4,)),
@@ -103,16 +105,16 @@ PLAN = (
     (TWO_TEXTS, "chain", (8e-4,)),
     (START, "ce", (2e-4,)),
     (INSTRUCTIONS, "on_after", (1e-4, 3e-5)),
-    (INSTRUCTIONS, "ce", (1e-4, 2e-4)),
-    (INSTRUCTIONS, "chain_adaptive", (1e-4, 2e-4)),
+    *((INSTRUCTIONS, method, (1e-4, 2e-4)) for method in ("ce", "chain_adaptive")),
     (INSTRUCTIONS, "on_jsd", (1e-4,)),
-    (FEW, "ce", (5e-5, 1e-4)),
-    (FEW, "chain_adaptive", (5e-5, 1e-4)),
+    *((FEW, method, (5e-5, 1e-4)) for method in ("ce", "chain_adaptive")),
     (FEW, "on_after", (1e-4, 3e-5)),
     (FOR_GEMMA, "on_after", (3e-5,)),
     (FOR_GEMMA, "ce", (5e-5, 1e-4)),
     (FOR_GEMMA, "chain_adaptive", (5e-5,)),
     (FOR_GEMMA, "on_after", (1e-4,)),
+    *((AGAIN, method, (3e-5,)) for method in _CONTINUED),
+    *((name, "on_after_sharp", (1e-4, 3e-5)) for name in (INSTRUCTIONS, FEW)),
 )
 """Condition, method with its first weights, and learning rates, on the first data seed."""
 OTHER_SEEDS = (
@@ -125,7 +127,12 @@ OTHER_SEEDS = (
     (COLD_START, "ce", START_RATE), (COLD_NO_END, "ce", START_RATE), (ON_POLICY, "on_jsd", 3e-5),
     (PROBLEMS, "ce", 4e-4), (PROBLEMS, "chain_shots", 2e-4),
     (PROBLEMS, "chain_adaptive", 2e-4), (START, "ce", 2e-4),
-    *((name, method, None) for name in (INSTRUCTIONS, FEW) for method in ("on_after", "ce", "chain_adaptive")),
+    *((AGAIN, method, 3e-5) for method in _CONTINUED),
+    *(
+        (name, method, None)
+        for name in (INSTRUCTIONS, FEW)
+        for method in ("on_after", "ce", "chain_adaptive", "on_after_sharp")
+    ),
 )  # fmt: skip
 """What runs on the other data seeds, at the rates that were best on the first one: before what is new on it. None is
 the rate with the most right answers there."""

@@ -17,6 +17,7 @@ from experiments.real.methods import (
     METHODS,
     PATIENCE,
     SEEDS,
+    SHARP,
     Cell,
     Condition,
     Method,
@@ -66,7 +67,7 @@ def job(cell: Cell, *, device: str = "auto", steps: int | None = None, patience:
         ),
         *(("eval.tasks", _tasks(condition)) for _ in condition.tasks[:1]),
         *(("rollout", _rollout(cell)) for _ in range(method.on_policy)),
-        *(("queue", {"block_size": condition.documents}) for _ in range(method.on_policy)),
+        *(("queue", {"block_size": int(condition.documents * method.fraction)}) for _ in range(method.on_policy)),
         ("loss", method.loss if method.loss.get("dynamic_loss_scaling") else {**method.loss, **weights}),
         ("train", _train(cell, steps)),
         ("workers", {"collators": 1, "device": device}),
@@ -88,7 +89,7 @@ def _choice(method: Method, number: int) -> dict[str, Any]:
 def teachers_of(cell: Cell) -> list[str]:
     """Return the directories of a run's teachers, relative to the state's directory, each as often as it is listed."""
     condition, method = CONDITIONS[cell.condition], METHODS[cell.method]
-    found = [f"models/{condition.teacher}"] * method.teachers
+    found = [f"models/{condition.teacher}{SHARP * method.sharp}"] * method.teachers
     if method.second:
         (rate,) = CONDITIONS[condition.second_teacher].rates
         found.append(f"runs/{Cell(condition.second_teacher, 'ce', 'ce', rate, SEEDS[0]).name}/model")
@@ -118,9 +119,9 @@ def student_of(cell: Cell) -> str:
 
 
 def _rollout(cell: Cell) -> dict[str, Any]:
-    condition, after = CONDITIONS[cell.condition], METHODS[cell.method].after
-    switch = {"after": after, "learning_rate": cell.rate} if after else {}
-    return {"max_new_tokens": condition.completion_tokens} | switch
+    condition, method = CONDITIONS[cell.condition], METHODS[cell.method]
+    settings = {"max_new_tokens": condition.completion_tokens, "fraction": method.fraction}
+    return settings | ({"after": method.after, "learning_rate": cell.rate} if method.after else {})
 
 
 def _train(cell: Cell, steps: int) -> dict[str, Any]:

@@ -41,7 +41,7 @@ def main() -> int:
     parser.add_argument("--state", type=Path, default=Path("runs/real"), help="models and texts")
     parser.add_argument("--methods", nargs="*", choices=METHODS, default=[])
     parser.add_argument("--device", choices=["auto", "cuda", "cpu"], default="auto")
-    parser.add_argument("--documents", type=int, default=DOCUMENTS, help="documents of a step, at most 64")
+    parser.add_argument("--documents", type=int, default=DOCUMENTS, help="documents of a step")
     parser.add_argument("--repeats", type=int, default=REPEATS)
     parser.add_argument("--out", type=Path, default=RESULT)
     arguments = parser.parse_args()
@@ -114,18 +114,21 @@ class _Step:
 
     Attributes:
         batches: The micro-batches with their layouts.
-        tokens: Tokens of the student in all of them.
+        tokens: Tokens of the student in all of them, of which `valid` are learnt.
+        chunks: Valid chunks of each teacher.
         teacher_seconds: Time of the teacher's forward passes.
     """
 
     def __init__(self, state: Path, name: str, device: str, documents: int) -> None:
         from xtoken_core import schema
-        from xtoken_services.common.models.loading import pick_device
+        from xtoken_services.common.batches.packed_batch import packed_batch
+        from xtoken_services.common.models.loading import load_model, pick_device
+        from xtoken_services.common.models.packed_attention import packed_inputs
         from xtoken_services.common.run.defaults import load_run
         from xtoken_services.common.run.resolve import resolve_run
+        from xtoken_services.common.text.collation import make_collator, row_counts
         from xtoken_services.common.text.training_text import open_held_out
         from xtoken_services.common.tokenizers.loading import tokenizer_of
-        from xtoken_services.trainer.eval_loss import EvalLoss, on_device
         from xtoken_services.trainer.main import make_loss
         from xtoken_services.trainer.student import load_student
         from xtoken_services.trainer.timing import DeviceTimer
@@ -133,21 +136,39 @@ class _Step:
         file = _run_file(state, name, device)
         spec, _ = load_run(file)
         run, where = resolve_run(spec), pick_device(spec.workers.device, 0)
-        assert spec.eval is not None
+        assert run.packed, "the experiment's models can be packed"
         tokenizer = tokenizer_of(spec.student, "student")
-        self.student = load_student(spec, where, ranks=1, packed=run.packed)
+        self.student = load_student(spec, where, ranks=1, packed=True)
         self.loss = make_loss(run, where, METHODS[name].custom or None, tokenizer)
-        texts = islice(filter(str.strip, open_held_out(spec).documents()), documents)
-        self.held_out = EvalLoss(run, self.loss, tokenizer, texts)
-        self.weight = spec.loss.kl_weight_at(0, run.steps)
-        self.batches = [(on_device(batch.data, where), batch) for batch in self.held_out.batches]
-        self.tokens = sum(int(tensors[schema.INPUT_LENGTHS.name].sum()) for tensors, _ in self.batches)
-        self.timer, self._ids = DeviceTimer(where), schema.INPUT_IDS.name
-        teachers = self.held_out.load_teachers(where)
+        self.weight, self.timer = spec.loss.kl_weight_at(0, run.steps), DeviceTimer(where)
+        texts = [{"text": text} for text in islice(filter(str.strip, open_held_out(spec).documents()), documents)]
+        collator, count, sides = make_collator(run), row_counts(run), range(len(spec.teacher))
+        rows = max(1, spec.train.micro_batch_tokens // max(m.context_length for m in (spec.student, *spec.teacher)))
+        own, others = schema.INPUT_LENGTHS.name, [schema.field_name(schema.TEACHER_INPUT_LENGTHS, n) for n in sides]
+        self.batches = []
+        for columns in (collator.rows(texts[at : at + rows], count).columns for at in range(0, len(texts), rows)):
+            widths = [sum(columns.get(name, columns[own]).values.cast("q")) for name in (own, *others)]
+            batch = packed_batch(columns, widths=widths, pad_ids=[0] * len(widths))
+            tensors = {name: value.to(where) for name, value in batch.data.items() if isinstance(value, torch.Tensor)}
+            self.batches.append((tensors, batch))
+
+        def sum_of(column: str) -> int:
+            return sum(int(tensors[column].sum()) for tensors, _ in self.batches)
+
+        self.tokens, self.valid, self._ids = sum_of(own), sum_of(schema.CE_TOKENS.name), schema.INPUT_IDS.name
+        same = run.same_tokenizer
+        self.chunks = [self.valid if same[n] else sum_of(schema.field_name(schema.KD_CHUNKS, n)) for n in sides]
+        ids = [self._ids if same[n] else schema.field_name(schema.TEACHER_INPUT_IDS, n) for n in sides]
+        teachers = [load_model(each, f"teacher {n}", where, packed=True).eval() for n, each in enumerate(spec.teacher)]
+
+        def logits(tensors: dict[str, Any], rows: Sequence[Any], n: int) -> Any:
+            layout = packed_inputs(rows[1 + n], where, longest=spec.teacher[n].context_length)
+            return teachers[n](input_ids=tensors[ids[n]], use_cache=False, **layout).logits
+
         with torch.no_grad():
             for _ in range(2):  # the first pass warms up
                 self.timer.start()
-                self.signals = [self.held_out.signals(teachers, tensors, each.rows) for tensors, each in self.batches]
+                self.signals = [[logits(tensors, batch.rows, n) for n in sides] for tensors, batch in self.batches]
                 self.timer.lap("teacher")
                 self.teacher_seconds = self.timer.collect()["teacher"]
 
@@ -155,7 +176,7 @@ class _Step:
         """Run forward, loss and backward of all micro-batches; return the seconds of each part."""
         for (tensors, batch), signals in zip(self.batches, self.signals, strict=True):
             self.timer.start()
-            outputs = self.student.outputs(tensors[self._ids], batch.rows[0] if batch.rows else None)
+            outputs = self.student.outputs(tensors[self._ids], batch.rows[0])
             self.timer.lap("forward")
             blocks = None
             if self.student.blockwise:
@@ -164,8 +185,8 @@ class _Step:
                 tensors,
                 outputs,
                 signals,
-                global_valid_toks=self.held_out.tokens,
-                global_valid_chunks=self.held_out.chunks,
+                global_valid_toks=self.valid,
+                global_valid_chunks=self.chunks,
                 blocks=blocks,
                 kl_loss_weight=self.weight,
             )

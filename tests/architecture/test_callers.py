@@ -36,6 +36,10 @@ OWN_CODE = {
 """Functions and classes of the surface that call none of the product's."""
 
 
+INTERFACES = ("xtoken/__init__.pyi", "xtoken_core/data_plane/codec.pyi", "xtoken_core/losses/__init__.pyi")
+"""Stubs that list the names of the Python interface and of documented import paths."""
+
+
 def is_surface(path: Path) -> bool:
     """True for a module of the compatibility surface; task queue and TensorDicts there are code of their own."""
     named = path.parent.name == "compat" and path.stem not in ("__init__", "task_client", "tensors", "layout")
@@ -74,15 +78,12 @@ def imported(path: Path) -> dict[str, str]:
 
 def offered() -> set[str]:
     """The names of the Python interface and of the compatibility surface, those it passes on among them."""
-    stubs = [tree_of(ROOT / name) for name in ("xtoken/__init__.pyi", "xtoken_core/data_plane/codec.pyi")]
+    stubs = [tree_of(ROOT / name) for name in INTERFACES]
     imports = [node for stub in stubs for node in ast.walk(stub) if isinstance(node, ast.ImportFrom)]
     names = {alias.name for node in imports for alias in node.names}
     names |= {node.name for node in definitions(ROOT / "xtoken/integrations.py")}
     for path in filter(is_surface, source_files(*HOUSE)):
         names |= {node.name for node in definitions(path)}
-        for node in tree_of(path).body:
-            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-                names |= set(ast.literal_eval(node.value))
     return names
 
 

@@ -43,7 +43,7 @@ def start_by_the_form(page: Any, plane: Plane) -> None:
     """Start a run from the list through the form, after checking it."""
     page.get_by_role("link", name="New run").last.click()
     tasks = {"path": str(plane.tasks), "match": "contains", "max_new_tokens": 4}
-    evaluation = {"path": str(plane.held_out), "every": 20, "teacher_kl": True, "tasks": tasks}
+    evaluation = {"path": str(plane.held_out), "every": 20, "tasks": tasks}
     page.get_by_label("Run file").fill(run_file(plane, "first", eval=evaluation))
     picture(page, "02-form")
     page.get_by_role("button", name="Check").click()
@@ -68,7 +68,7 @@ def test_run_from_form_to_files(open_page: Open, plane: Plane, tmp_path: Path) -
     page.wait_for_function("before => document.querySelector('#curve-loss canvas').toDataURL() !== before", arg=seen)
     names = page.locator("#curve-loss .legend li")
     expect(names).to_have_text([re.compile(name) for name in ("total", "P-KL", "0.1 × cross-entropy")])
-    for name in ("held-out", "held-out-loss", "mass", "gradient", "tasks"):
+    for name in ("held-out", "mass", "gradient", "tasks"):
         expect(page.locator(f"#curve-{name}")).to_be_visible()
     page.locator("#speed > summary").click()
     for name in ("throughput", "waiting", "queue", "memory"):
@@ -194,12 +194,10 @@ def compare_from_the_list(page: Any, open_page: Open, plane: Plane) -> None:
 
 def test_charts_of_teachers(open_page: Open, remembered: Plane) -> None:
     page = open_page("/runs/of-2", at=remembered)
-    terms = ["total", "P-KL, teacher 0", "P-KL, teacher 1", "0.1 × cross-entropy"]
     for name, labels in (
-        ("loss", terms),
+        ("loss", ["total", "P-KL, teacher 0", "P-KL, teacher 1", "0.1 × cross-entropy"]),
         ("mass", ["compared, teacher 0", "compared, teacher 1"]),
-        ("held-out-loss", terms),
-        ("held-out-agreement", ["next token", "with teacher 0", "with teacher 1"]),
+        ("agreement", ["next token", "with teacher 0", "with teacher 1"]),
     ):
         curve = page.locator(f"#curve-{name}")
         expect(curve.locator("canvas")).to_be_visible()

@@ -82,13 +82,13 @@ def test_a_teacher_that_hangs_is_told_of_and_replaced(tiny: Tiny) -> None:
 def test_all_tokens_as_largest_logits_train_as_logits_do(tiny: Tiny, transport: str) -> None:
     teacher = tiny.assets.first_teacher()
     held_out = write_jsonl(tiny.path / "heldout.jsonl", documents(8, seed=5))
-    changes: dict[str, Any] = {"loss": {"vocab_topk": None}, "eval": {"path": held_out, "teacher_kl": True}}
+    changes: dict[str, Any] = {"loss": {"vocab_topk": None}, "eval": {"path": held_out}}
     whole = losses_of(tiny, "logits", **changes)
     changes |= {"teacher": [{**teacher, "content": "topk", "topk": 1000}], "workers": {"transport": transport}}
     found = losses_of(tiny, "topk", **changes)
     torch.testing.assert_close(found, whole, rtol=1e-5, atol=1e-6)
     rows = [(tiny.path / name / "out" / "eval.jsonl").read_text().splitlines()[-1] for name in ("logits", "topk")]
-    measured = [json.loads(row)["held_out_kl_loss_t0"] for row in rows]
+    measured = [json.loads(row)["teacher_bits_per_byte"] for row in rows]
     assert measured[1] == pytest.approx(measured[0], rel=1e-4)
 
 

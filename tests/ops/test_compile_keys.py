@@ -12,10 +12,10 @@ from xtoken_core.ops.chain.divergences import Generated
 from xtoken_core.ops.chain.events import SideTokens
 from xtoken_core.ops.chain.reference import ChainSettings
 from xtoken_core.ops.chain_topk.reference import ChainTopKSettings
-from xtoken_core.ops.gold import GoldOptions, TokenPartition
-from xtoken_core.ops.p_kl import PKLOptions
-from xtoken_core.ops.sparse_projection import ProjectionMatrix
-from xtoken_core.ops.token_kl import TokenKLOptions
+from xtoken_core.ops.gold.reference import GoldOptions, TokenPartition
+from xtoken_core.ops.p_kl.reference import PKLOptions
+from xtoken_core.ops.sparse_projection.matrix import ProjectionMatrix
+from xtoken_core.ops.token_kl.reference import TokenKLOptions
 
 pytest.importorskip("triton")
 keys = pytest.importorskip("tests.support.compile_keys", reason="Triton has another way to bind arguments")

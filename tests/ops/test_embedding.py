@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from xtoken_core.compat.embedding import NativeEmbeddingOp
+from xtoken_core.compat.embedding.reference import NativeEmbeddingOp
 from xtoken_core.ops.registry import BACKENDS, load_backend
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

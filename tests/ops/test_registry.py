@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from tests.support.cases import cases
-from xtoken_core.compat.embedding import NativeEmbeddingOp
+from xtoken_core.compat.embedding.reference import NativeEmbeddingOp
 from xtoken_core.errors import ConfigError
 from xtoken_core.ops import OpBackend, get_op, op_names, priority
 from xtoken_core.ops.registry import BACKENDS, PRIORITY, load_backend

@@ -7,10 +7,10 @@ import torch
 
 from tests.ops.op_cases import CASES, gradient, outputs
 from tests.ops.tolerances import FAMILY, GRADIENT, OUTPUT, assert_within
-from xtoken_core.ops.gold import GoldOptions, TokenPartition
-from xtoken_core.ops.p_kl import PKLOptions
+from xtoken_core.ops.gold.reference import GoldOptions, TokenPartition
+from xtoken_core.ops.p_kl.reference import PKLOptions
 from xtoken_core.ops.registry import BACKENDS, load_backend
-from xtoken_core.ops.sparse_projection import ProjectionMatrix
+from xtoken_core.ops.sparse_projection.matrix import ProjectionMatrix
 
 pytest.importorskip("triton")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

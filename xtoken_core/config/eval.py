@@ -88,9 +88,6 @@ class EvalSpec(ConfigModel):
     under the name of its file without the last suffix: `bits_per_byte_NAME`."""
     max_bytes: Count = 1 << 20
     """Bytes that are read of the held-out text, and of every text of `also`, in UTF-8."""
-    teacher_kl: bool = False
-    """Measure the run's loss on 64 documents of the held-out text too, with the divergence from the teachers. They are
-    loaded beside the student for every evaluation and need their memory."""
     tasks: OrNone[TasksSpec] = None
     samples: Annotated[tuple[PromptText, ...], Field(max_length=32)] = ()
     """Texts that the student continues at every evaluation, for reading, such as `["Once upon a time"]`: by the most

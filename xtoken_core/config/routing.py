@@ -109,7 +109,3 @@ def check_routes(run: RunSpec) -> None:
             )
     if names and len(run.teacher) > MAX_ROUTED:
         raise ValueError(f"teacher.name: samples are routed among {MAX_ROUTED} teachers at most: unset the names")
-    if names and run.eval is not None and run.eval.teacher_kl:
-        raise ValueError(
-            "eval.teacher_kl compares a text with every teacher, and teacher.name routes samples: set it to false"
-        )

@@ -53,9 +53,8 @@ def check_sync(run: RunSpec) -> None:
             raise ValueError(f'{name}.sync is for a teacher that is the student: set {name}.model = "student"')
         whole = teacher.loads_model and teacher.gpus == 1 and not teacher.quantized
         alike = teacher.dtype == run.student.dtype and run.content_of(number) != "hidden"
-        measured = run.eval is not None and run.eval.teacher_kl
-        if not whole or not alike or measured or run.workers.transport == "queue":
+        if not whole or not alike or run.workers.transport == "queue":
             raise ValueError(
                 f"{name}.sync replaces the weights of a model that runs beside the student in its dtype: unset url, "
-                'store, gpus, quantized, dtype, content = "hidden", workers.transport = "queue" and eval.teacher_kl'
+                'store, gpus, quantized, dtype, content = "hidden" and workers.transport = "queue"'
             )

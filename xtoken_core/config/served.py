@@ -10,7 +10,6 @@ from urllib.parse import urlsplit
 from pydantic import Field, field_validator, model_validator
 
 from xtoken_core.config.base import ConfigModel
-from xtoken_core.config.eval import EvalSpec
 from xtoken_core.config.loss import LossConfig, Positive
 
 EngineName = Literal["vllm", "sglang"]
@@ -86,21 +85,15 @@ def check_waiting(models: Mapping[str, ServedSpec | None], hang_timeout_s: float
             )
 
 
-def check_served(loss: LossConfig, held_out: EvalSpec | None, teachers: Sequence[ServedSpec]) -> None:
-    """Refuse settings that a teacher behind an address cannot serve.
+def check_served(loss: LossConfig, teachers: Sequence[ServedSpec]) -> None:
+    """Refuse a temperature that a teacher behind an address cannot serve.
 
     Raises:
-        ValueError: The first of them.
+        ValueError: The text says what to change.
     """
     number = next((number for number, teacher in enumerate(teachers) if teacher.url), None)
-    if number is None:
-        return
-    if loss.temperature != 1.0:
+    if number is not None and loss.temperature != 1.0:
         raise ValueError(
             f"loss.temperature = {loss.temperature:g}: a server gives log-probabilities at temperature 1, and for "
             f"another one it would have to give all tokens': set it to 1, or unset teacher.{number}.url"
-        )
-    if held_out is not None and held_out.teacher_kl:
-        raise ValueError(
-            f"eval.teacher_kl compares with teachers that the trainer loads, and teacher.{number} is served: unset it"
         )

@@ -237,7 +237,7 @@ class RunSpec(ConfigModel):
     @model_validator(mode="after")
     def _consistent(self) -> RunSpec:
         if not self.teacher:
-            check_without_teachers(self.loss, self.eval)
+            check_without_teachers(self.loss)
         if self.train.micro_batch_tokens < self._longest:
             raise ValueError(
                 f"train.micro_batch_tokens = {self.train.micro_batch_tokens} cannot hold one sample of "
@@ -263,7 +263,7 @@ class RunSpec(ConfigModel):
             )
         if self.holds_back and self.data.sources:
             raise ValueError("eval.path: text is held back of a single data.path only, not of data.sources: name one")
-        check_served(self.loss, self.eval, self.teacher)
+        check_served(self.loss, self.teacher)
         served = {f"teacher.{number}": teacher for number, teacher in enumerate(self.teacher)}
         check_waiting({**served, "rollout": self.rollout}, self.workers.hang_timeout_s)
         for index, teacher in enumerate(self.teacher):
@@ -271,12 +271,6 @@ class RunSpec(ConfigModel):
                 raise ValueError(
                     f'teacher.{index}.quantized = "fp8" needs a GPU, and workers.device is "cpu": unset it'
                 )
-        divided = next((number for number, teacher in enumerate(self.teacher) if teacher.gpus > 1), None)
-        if divided is not None and self.eval is not None and self.eval.teacher_kl:
-            raise ValueError(
-                f"eval.teacher_kl loads every teacher beside the student, and teacher.{divided}.gpus = "
-                f"{self.teacher[divided].gpus}: set eval.teacher_kl to false"
-            )
         self.loss.check_weights([t.weight for t in self.teacher])
         check_routes(self)
         check_sync(self)
@@ -425,7 +419,7 @@ def parse_run_spec(raw: object, *, source: str) -> RunSpec:
         raise ConfigError(f"{source}: {describe(error, RunSpec)}") from error
 
 
-def check_without_teachers(loss: LossConfig, held_out: EvalSpec | None) -> None:
+def check_without_teachers(loss: LossConfig) -> None:
     """Refuse settings that compare with a teacher in a run that has none.
 
     Raises:
@@ -437,6 +431,5 @@ def check_without_teachers(loss: LossConfig, held_out: EvalSpec | None) -> None:
     if not given["kl_loss_weight_end"]:  # as much as the default, where nothing is weighed
         del given["kl_loss_weight_end"]
     other = next((name for name, value in given.items() if value != getattr(plain, name)), None)
-    other = f"loss.{other}" if other else "eval.teacher_kl" if held_out is not None and held_out.teacher_kl else None
     if other:
-        raise ValueError(f"{other} compares with a teacher, and this run has none: unset it, or name a [teacher]")
+        raise ValueError(f"loss.{other} compares with a teacher, and this run has none: unset it, or name a [teacher]")

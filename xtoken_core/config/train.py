@@ -10,7 +10,7 @@ from xtoken_core.config.base import ConfigModel, Count, OrNone
 from xtoken_core.config.loss import NonNegative, Positive
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
-OptimizerName = Literal["adamw", "adamw8bit", "adafactor", "muon"]
+OptimizerName = Literal["adamw", "adafactor"]
 
 
 class LoraSpec(ConfigModel):
@@ -40,9 +40,7 @@ class TrainSpec(ConfigModel):
     into a padded row. `auto`: if the student and every teacher can be packed; `on`: refuse a run if one cannot."""
     optimizer: OptimizerName = "adamw"
     """`adafactor` keeps the second moment as a row and a column and no first one: half the memory beyond the weights or
-    less. `muon` orthogonalises the update of the matrices between embedding and head and leaves the rest to AdamW; it
-    takes AdamW's learning rates. `adamw8bit` (torchao, an extra) keeps AdamW's moments in 8 bits. All three need whole
-    weights, not `parallel = "fsdp"`."""
+    less. It needs whole weights, not `parallel = "fsdp"`."""
     learning_rate: Positive = 1e-4
     """The highest rate, reached after the warm-up. With completions from the first step on (`[rollout]`) 3e-5 if
     left out."""

@@ -20,18 +20,17 @@ with warnings.catch_warnings():
     torch.frombuffer(b"\0", dtype=torch.uint8)
 
 
-def tensor_over(buffer: memoryview | mmap.mmap, dtype: torch.dtype, *, count: int = -1, offset: int = 0) -> Tensor:
+def tensor_over(buffer: memoryview | mmap.mmap, dtype: torch.dtype, *, count: int = -1) -> Tensor:
     """Return a flat tensor over a buffer's bytes, without a copy; it keeps the buffer alive.
 
     Args:
         buffer: The bytes; if they are read-only, the tensor must not be written.
         dtype: Type of the items.
         count: Number of items; all if -1.
-        offset: Bytes before the first item.
     """
-    if count == 0 or memoryview(buffer).nbytes == offset:
+    if count == 0 or not memoryview(buffer).nbytes:
         return torch.empty(0, dtype=dtype)
-    return torch.frombuffer(buffer, dtype=dtype, count=count, offset=offset)
+    return torch.frombuffer(buffer, dtype=dtype, count=count)
 
 
 def column_values(column: Column) -> Tensor:

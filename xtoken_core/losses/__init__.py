@@ -5,6 +5,6 @@ tensors are those of `xtoken_core.ops`. Names are imported at their first use (`
 light module of this folder can be imported by itself.
 """
 
-import lazy_loader
+from xtoken_core.lazy_names import attach_stub
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__getattr__, __dir__, __all__ = attach_stub(__name__, __file__)

@@ -1,7 +1,7 @@
-"""Compatibility surface: names of the public loss utilities that the pipeline itself does not call.
+"""Compatibility surface: a name of the public loss utilities that the pipeline itself does not call.
 
-Most are defined where they belong (operators, projection, alignment, transports) and offered here under their public
-path `xtoken_core.losses`.
+The others are defined where they belong (operators, projection, alignment, transports), and offered under their public
+path `xtoken_core.losses` by the stub of that package.
 """
 
 from __future__ import annotations
@@ -10,37 +10,6 @@ import torch
 import torch.distributed as dist
 from jaxtyping import Num
 from torch import Tensor
-
-from xtoken_core.alignment import alignment_from_flat_batch
-from xtoken_core.ops.chunk_mean import chunk_average_log_probs
-from xtoken_core.ops.sparse_projection import Fp32SparseMM
-from xtoken_core.projection.compat import (
-    _EXACT_TOKEN_MAP_CACHE,
-    _SPARSE_PROJECTION_CACHE,
-    _TOPK_PROJECTION_CACHE,
-    build_exact_token_map,
-    get_sparse_projection_matrix,
-    get_topk_projection,
-)
-from xtoken_core.projection.exact_map import exact_token_map
-from xtoken_core.projection.files import parse_projection_file
-from xtoken_core.transports.compat import rebuild_teacher_full_logits_from_ipc
-
-__all__ = [
-    "_EXACT_TOKEN_MAP_CACHE",
-    "_SPARSE_PROJECTION_CACHE",
-    "_TOPK_PROJECTION_CACHE",
-    "Fp32SparseMM",
-    "alignment_from_flat_batch",
-    "build_exact_token_map",
-    "chunk_average_log_probs",
-    "dp_all_reduce_sum",
-    "exact_token_map",
-    "get_sparse_projection_matrix",
-    "get_topk_projection",
-    "parse_projection_file",
-    "rebuild_teacher_full_logits_from_ipc",
-]
 
 
 def dp_all_reduce_sum(local: Num[Tensor, ""]) -> Tensor:

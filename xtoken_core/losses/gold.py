@@ -12,7 +12,7 @@ from xtoken_core.losses.base import ChunkLoss
 from xtoken_core.losses.common import Divergence, LossInput, LossTeacher
 from xtoken_core.losses.lazy_logits import cut
 from xtoken_core.ops import get_op
-from xtoken_core.ops.gold import GoldCrossEntropyResult, GoldOptions, GoldResult, TokenPartition
+from xtoken_core.ops.gold.reference import GoldCrossEntropyResult, GoldOptions, GoldResult, TokenPartition
 from xtoken_core.projection.exact_map import exact_token_map
 
 

@@ -14,8 +14,8 @@ from xtoken_core.losses.common import Divergence, LossInput, LossTeacher, Pairin
 from xtoken_core.losses.lazy_logits import Logits, cut
 from xtoken_core.losses.p_kl_rest import column_log_probs, p_kl_with_rest
 from xtoken_core.ops import get_op
-from xtoken_core.ops.p_kl import PKLCrossEntropyResult, PKLOptions, PKLResult
-from xtoken_core.ops.sparse_projection import ProjectionMatrix
+from xtoken_core.ops.p_kl.reference import PKLCrossEntropyResult, PKLOptions, PKLResult
+from xtoken_core.ops.sparse_projection.matrix import ProjectionMatrix
 from xtoken_core.topk_logits import TopKLogits
 
 

@@ -8,9 +8,8 @@ from torch import Tensor
 
 from xtoken_core.ops import get_op
 from xtoken_core.ops.numerics import upcast
-from xtoken_core.ops.p_kl import PKLOptions
-from xtoken_core.ops.p_kl.reference import compared_chunks, teacher_log_probs
-from xtoken_core.ops.sparse_projection import ProjectionMatrix
+from xtoken_core.ops.p_kl.reference import PKLOptions, compared_chunks, teacher_log_probs
+from xtoken_core.ops.sparse_projection.matrix import ProjectionMatrix
 from xtoken_core.topk_logits import TopKLogits
 
 

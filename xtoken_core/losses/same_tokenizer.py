@@ -14,7 +14,7 @@ from xtoken_core.losses.lazy_logits import Logits, cut
 from xtoken_core.losses.masks import SampleTokens, next_token_targets, student_tokens
 from xtoken_core.ops import get_op
 from xtoken_core.ops.numerics import floored_log, kl_terms, upcast
-from xtoken_core.ops.token_kl import TokenKLOptions, TokenKLResult
+from xtoken_core.ops.token_kl.reference import TokenKLOptions, TokenKLResult
 from xtoken_core.topk_logits import TopKLogits
 
 

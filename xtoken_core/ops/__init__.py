@@ -9,4 +9,4 @@ from xtoken_core.ops.registry import OpBackend, get_op, op_names, priority
 
 __all__ = ["OpBackend", "get_op", "op_names", "priority"]
 
-__getattr__ = lazy_names(__name__, {"xtoken_core.compat.embedding": ["NativeEmbeddingOp"]})
+__getattr__ = lazy_names(__name__, {"xtoken_core.compat.embedding.reference": ["NativeEmbeddingOp"]})

@@ -117,7 +117,7 @@ def _measured(spec: RunSpec, loss: str | None, steps: int) -> list[str]:
 
 def _trial_bytes(whole: EvalSpec, spec: RunSpec) -> int:
     """Return how much of the held-out text a trial is evaluated on: on a CPU a share, if its time can be scaled."""
-    others = whole.tasks or whole.samples or whole.teacher_kl or any(teacher.store for teacher in spec.teacher)
+    others = whole.tasks or whole.samples or any(teacher.store for teacher in spec.teacher)
     on_gpu = spec.workers.device != "cpu" and Machine.of_this().gpu_bytes
     return whole.max_bytes if others or on_gpu else min(whole.max_bytes, TRIAL_BYTES)
 

@@ -46,8 +46,6 @@ def _needed(spec: RunSpec) -> Iterator[tuple[str, str]]:
             yield f"teacher.{number}.quantized", "bitsandbytes"
     if spec.train.lora is not None:
         yield "train.lora", "peft"
-    if spec.train.optimizer == "adamw8bit":
-        yield "train.optimizer", "torchao"
     if spec.report.tensorboard:
         yield "report.tensorboard", "tensorboard"
     if spec.report.wandb != "off":

@@ -1,4 +1,4 @@
-"""Evaluation on held-out text during a run: bits per byte, accuracy and losses, into `eval.jsonl`."""
+"""Evaluation on held-out text during a run: bits per byte, accuracy and tasks, into `eval.jsonl`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ import torch
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.dataset.index import DataIndex
 from xtoken_core.evaluation import EvalResult, evaluate
-from xtoken_core.losses import CrossTokenizerDistillationLoss
 from xtoken_core.transports.signal import RINGS
 from xtoken_services.common.files.jsonl import JsonLines
 from xtoken_services.common.processes.worker import Worker
@@ -24,7 +23,6 @@ from xtoken_services.common.run.metric_lines import BEYOND_TEACHER, BITS, ERROR,
 from xtoken_services.common.run.teacher_result import read_result
 from xtoken_services.common.run.verdict import difference
 from xtoken_services.common.text.training_text import open_held_out, open_index, scored_documents
-from xtoken_services.trainer.eval_loss import EvalLoss
 from xtoken_services.trainer.eval_tasks import EvalSamples, EvalTasks
 from xtoken_services.trainer.loggers import eval_line
 from xtoken_services.trainer.student import Student
@@ -43,24 +41,16 @@ class Evaluator:
     Args:
         worker: The session.
         tokenizer: The student's.
-        loss: The run's loss.
         meanwhile: Called from time to time during an evaluation: teachers need not wait for its end to start.
 
     Raises:
         InputError: A task cannot be read, or a prompt leaves no room for its completion.
     """
 
-    def __init__(
-        self,
-        worker: Worker,
-        tokenizer: Any,
-        loss: CrossTokenizerDistillationLoss,
-        meanwhile: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.worker, self.tokenizer, self.loss = worker, tokenizer, loss
+    def __init__(self, worker: Worker, tokenizer: Any, meanwhile: Callable[[], None] = lambda: None) -> None:
+        self.worker, self.tokenizer = worker, tokenizer
         self.spec, self.packed = worker.run.spec, worker.run.packed
         self.lines = JsonLines(self.spec.output / "eval.jsonl")
-        self._eval_loss: EvalLoss | None = None
         has_tasks = self.spec.eval is not None and self.spec.eval.tasks is not None
         self.tasks = EvalTasks(self.spec, tokenizer) if has_tasks else None
         self.samples = EvalSamples(self.spec, tokenizer) if self.spec.eval and self.spec.eval.samples else None
@@ -68,15 +58,12 @@ class Evaluator:
         self._beat = worker.alive if worker.run.world == 1 else worker.beat
         self._meanwhile, self._called_at = meanwhile, 0.0
 
-    def evaluate(
-        self, student: Student, step: int, kl_loss_weight: float, *, writes: bool = True
-    ) -> dict[str, Any] | None:
+    def evaluate(self, student: Student, step: int, *, writes: bool = True) -> dict[str, Any] | None:
         """Evaluate, and append a line to `eval.jsonl`; all ranks of a sharded student call.
 
         Args:
             student: The student.
             step: Optimizer steps that it was trained for.
-            kl_loss_weight: Weight of the divergence in the run's loss.
             writes: This rank writes the line.
 
         Returns:
@@ -102,18 +89,6 @@ class Evaluator:
                 if self.samples is not None:
                     self.worker.activity("evaluating: sample completions")
                     row |= self.samples.measure(student, progress=self._heartbeat)
-                if self.spec.eval.teacher_kl:
-                    self.worker.activity("evaluating with the teachers")
-                    self._heartbeat()
-                    if self._eval_loss is None:
-                        self._eval_loss = EvalLoss(
-                            self.worker.run,
-                            self.loss,
-                            self.tokenizer,
-                            scored_documents(self.spec, index),
-                            progress=self._heartbeat,
-                        )
-                    row |= self._eval_loss.measure(student, kl_loss_weight, progress=self._heartbeat)
         finally:
             student.train()
             self.worker.activity("")

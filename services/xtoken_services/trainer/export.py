@@ -34,8 +34,6 @@ EVAL_METRICS = (
     ("teacher_bits_per_byte", "bits per byte of the teacher"),
     ("loss", "cross-entropy, nats per token"),
     ("next_token_accuracy", "next-token accuracy"),
-    ("held_out_loss", "the run's loss"),
-    ("held_out_kl_loss", "divergence from the teachers"),
 )
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 SNAPSHOT = re.compile(r".*/(?:models|datasets)--(?P<repo>[^/]+)/snapshots/[0-9a-f]{40}(/.*)?")

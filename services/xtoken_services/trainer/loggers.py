@@ -181,8 +181,8 @@ def train_line(row: Row) -> str:
 def eval_line(row: Row) -> str:
     """Return the log line of an evaluation.
 
-    >>> eval_line({"bits_per_byte": 1.25, "loss": 3.0, "held_out_kl_loss": 0.5, "next_token_accuracy": 0.3125})
-    '1.2500 bits per byte on held-out text, loss 3.0000, kl_loss 0.5000, next-token accuracy 31.2%'
+    >>> eval_line({"bits_per_byte": 1.25, "loss": 3.0, "next_token_accuracy": 0.3125})
+    '1.2500 bits per byte on held-out text, loss 3.0000, next-token accuracy 31.2%'
     >>> eval_line({"bits_per_byte": 1.25, "bits_per_byte_test": 1.5})
     '1.2500 bits per byte on held-out text, 1.5000 on test'
     >>> eval_line({"bits_per_byte": 1.25, "teacher_bits_per_byte": 1.0})
@@ -199,8 +199,6 @@ def eval_line(row: Row) -> str:
     ]
     if _has(row, "loss"):
         parts.append(f"loss {row['loss']:.4f}")
-    if _has(row, "held_out_kl_loss"):
-        parts.append(f"kl_loss {row['held_out_kl_loss']:.4f}{_by_teacher(row, 'held_out_kl_loss')}")
     if _has(row, "next_token_accuracy"):
         parts.append(f"next-token accuracy {row['next_token_accuracy']:.1%}")
     tasks = [name.removeprefix(TASK) for name in row if name.startswith(TASK) and _has(row, name)]

@@ -303,8 +303,7 @@ class TrainerLoop:
         if due and self.evaluator is not None:
             done = self.group.broadcast(int(self.evaluator.lines.last_step() == step))
             if not done and (self.student.sharded or self.group.is_leader):
-                weight = self.kd_weight.at(step)
-                row = self.evaluator.evaluate(self.student, step, weight, writes=self.group.is_leader)
+                row = self.evaluator.evaluate(self.student, step, writes=self.group.is_leader)
                 for logger in self.loggers:
                     logger.log("eval", step, row or {})
             self.group.barrier()

@@ -141,7 +141,7 @@ def train(worker: Worker, group: RankGroup, rank: int, custom_loss: str | None =
             samples=samples,
             token_bytes=torch.tensor([float(len(p)) for p in token_table(tokenizer).pieces], device=device),
         )
-        evaluator = Evaluator(worker, tokenizer, loss, rings.poll) if run.spec.eval is not None else None
+        evaluator = Evaluator(worker, tokenizer, rings.poll) if run.spec.eval is not None else None
         loop = TrainerLoop(worker, student, runner, group, evaluator)
         exported = loop.train()
         worker.activity("exporting the model")

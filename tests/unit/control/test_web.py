@@ -171,9 +171,6 @@ TWO_TEACHERS = ONE_TEACHER | {"kl_loss_t1": 3.0, "chunk_mass_t1": 0.875, "proj_a
 BITS = {"step": 4, "bits_per_byte": 1.5, "loss": 3.0, "nll_nats": 90.0, "tokens": 30, "next_token_accuracy": 0.3125}
 
 
-MEASURED = BITS | {f"held_out_{name}": value for name, value in ONE_TEACHER.items() if "loss" in name}
-
-
 def page_of(client: TestClient, runs: Runs, name: str, step: dict[str, float], read: dict[str, float]) -> str:
     """Return the page of a run with these last metrics."""
     output = put(runs, name)
@@ -194,10 +191,8 @@ def test_tiles_show_available_metrics(client: TestClient, runs: Runs) -> None:
     one = tiles(page_of(client, runs, "one-1", ONE_TEACHER | {"kl_fraction": 0.9}, BITS))
     assert one["Held-out accuracy"] == ("31.2 %", "next token")
     assert one["Loss"] == ("2.5", "nats, 90.0 % of it chain")
-    assert "Held-out loss" not in one, "it was not measured"
     slow = tiles(page_of(client, runs, "slow-1", {"step": 3, "data_wait": 0.1, "teacher_wait": 0.4}, BITS))
     assert slow["Waiting"] == ("40.0 %", "of the last step, for the teacher")
-    assert tiles(page_of(client, runs, "two-1", TWO_TEACHERS, MEASURED))["Held-out loss"][0] == "2.5"
 
 
 def test_result_stands_first_with_its_change(client: TestClient, runs: Runs) -> None:
@@ -217,11 +212,11 @@ def test_result_stands_first_with_its_change(client: TestClient, runs: Runs) -> 
 
 
 def test_page_has_every_chart(client: TestClient, runs: Runs) -> None:
-    page = page_of(client, runs, "two-1", TWO_TEACHERS, MEASURED)
+    page = page_of(client, runs, "two-1", TWO_TEACHERS, BITS)
     figures = dict(re.findall(r'<figure [^>]*id="curve-([^"]+)"(.*?)</figure>', page, re.DOTALL))
     charts = {chart.name: chart for chart in sum(charts_of(TWO).values(), ())}
     assert figures.keys() == charts.keys()
-    for name in figures.keys() - {"loss", "held-out-loss"}:  # the stored run has one teacher
+    for name in figures.keys() - {"loss"}:  # the stored run has one teacher
         keys = re.findall(r'data-key="([^"]+)"', figures[name])
         assert keys == [line.key for line in charts[name].lines]
         assert f'data-min-lines="{charts[name].min_lines}"' in figures[name]
@@ -277,8 +272,6 @@ def test_losses_have_their_names_and_weights() -> None:
     assert fading["loss"]["(1 to 0) × chain"] == 1.125, "as the step weighed it"
     alone = {"teacher": [], "loss": {"kl_loss_weight": 0.0, "ce_loss_scale": 1.0}}
     assert drawn("steps", {"step": 1, "loss": 1.5, "ce_loss": 1.5}, alone)["loss"] == {"cross-entropy": 1.5}
-    measured = {f"held_out_{name}": value for name, value in TWO_TEACHERS.items()} | BITS
-    assert drawn("eval", measured, TWO)["held-out-loss"]["ALM, teacher 1"] == 6.0
     assert drawn("eval", BITS, ONE).keys() == {"held-out", "held-out-agreement"}
 
 

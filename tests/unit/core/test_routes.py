@@ -52,19 +52,18 @@ def test_a_record_that_names_no_teacher_is_refused_with_the_names(named: object)
 
 
 @pytest.mark.parametrize(
-    ("names", "sources", "changes", "message"),
+    ("names", "sources", "message"),
     [
-        (["math"], [["maths"]], {}, r"data.sources.0.teachers names the teacher 'maths', and the names are math"),
-        ([None], [["math"]], {}, r"names the teacher 'math', and no \[\[teacher\]\] has a name"),
-        (["math"], [None, []], {}, r"data.sources.1.teachers names no teacher: name one, or leave it out"),
-        (["math", "math"], [None], {}, "teacher.name = 'math' is there twice"),
-        (["math", None], [["math"]], {}, "teacher.1 has no name, and every source names others"),
-        (["math"], [None], {"eval": {"path": "e.txt", "teacher_kl": True}}, "eval.teacher_kl"),
+        (["math"], [["maths"]], r"data.sources.0.teachers names the teacher 'maths', and the names are math"),
+        ([None], [["math"]], r"names the teacher 'math', and no \[\[teacher\]\] has a name"),
+        (["math"], [None, []], r"data.sources.1.teachers names no teacher: name one, or leave it out"),
+        (["math", "math"], [None], "teacher.name = 'math' is there twice"),
+        (["math", None], [["math"]], "teacher.1 has no name, and every source names others"),
     ],
 )
-def test_names_that_route_nothing_are_refused(names: Any, sources: Any, changes: Any, message: str) -> None:
+def test_names_that_route_nothing_are_refused(names: Any, sources: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        spec_of(names, sources, **changes)
+        spec_of(names, sources)
 
 
 @pytest.mark.parametrize("packed", [False, True])

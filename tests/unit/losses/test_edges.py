@@ -10,7 +10,7 @@ from tests.unit.losses.loss_cases import V_S, make_case, run
 from xtoken_core.config import LossConfig
 from xtoken_core.errors import ConfigError, InputError
 from xtoken_core.losses import CrossTokenizerDistillationLoss, LossTeacher, kd_chunk_counts
-from xtoken_core.ops.select_topk_columns import select_topk_columns
+from xtoken_core.ops.select_topk_columns.reference import select_topk_columns
 
 CONFIGS = {
     "p_kl": LossConfig(vocab_topk=6),

@@ -83,10 +83,6 @@ def test_every_teacher_is_named_if_there_are_several(figures: dict[str, float], 
 def test_held_out_text_in_the_log() -> None:
     text = "1.2346 (3 documents, 1,000 bytes) bits per byte on held-out text, loss 3.0000, next-token accuracy 31.2%"
     assert eval_line(READ) == text
-    measured = {"held_out_loss": 2.0, "held_out_kl_loss": 0.5, "held_out_kl_loss_t0": 0.5, "held_out_accuracy": 0.9}
-    assert eval_line(READ | measured) == text.replace(", next", ", kl_loss 0.5000, next")
-    measured |= {"held_out_kl_loss_t1": 0.75}
-    assert eval_line(READ | measured) == text.replace(", next", ", kl_loss 0.5000 (t0 0.5000, t1 0.7500), next")
     assert eval_line(READ | {"standard_error": 0.05}).startswith("1.2346 ± 0.0500 (3 documents")
     assert eval_line({"bits_per_byte": 1.0, "loss": None}) == "1.0000 bits per byte on held-out text"
 

@@ -2,23 +2,3 @@
 
 `p_kl_cross_entropy` is the same together with the student's cross-entropy, for one gradient of both.
 """
-
-from xtoken_core.ops.p_kl.reference import (
-    NativePKLCrossEntropyOp,
-    NativePKLOp,
-    PKLCrossEntropyResult,
-    PKLOptions,
-    PKLResult,
-    p_kl,
-    p_kl_cross_entropy,
-)
-
-__all__ = [
-    "NativePKLCrossEntropyOp",
-    "NativePKLOp",
-    "PKLCrossEntropyResult",
-    "PKLOptions",
-    "PKLResult",
-    "p_kl",
-    "p_kl_cross_entropy",
-]

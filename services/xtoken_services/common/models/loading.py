@@ -67,7 +67,6 @@ def load_model(
     spec: ModelSpec,
     what: str,
     device: torch.device,
-    directory: Path | None = None,
     dtype: torch.dtype | None = None,
     *,
     packed: bool = False,
@@ -80,7 +79,6 @@ def load_model(
         spec: Settings of the model.
         what: Name of the model for errors.
         device: Device to load it to.
-        directory: Directory, if not the spec's.
         dtype: Dtype of the weights, if not the spec's.
         packed: It is to run on packed rows too.
         gpus: Load this process's part of a model that the processes of the process group divide among them.
@@ -90,7 +88,7 @@ def load_model(
         InputError: It cannot be loaded, or its head is narrower than the configuration says.
         ConfigError: It mixes the samples of a packed row.
     """
-    path = check_allowed(directory or spec.model, f"the {what}'s model")
+    path = check_allowed(spec.model, f"the {what}'s model")
     check_model_directory(path)
     check_architecture(path, what)
     try:

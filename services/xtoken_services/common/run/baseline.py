@@ -51,6 +51,4 @@ def baseline_of(spec: RunSpec) -> RunSpec:
     document["name"] = spec.name[: 64 - len(SUFFIX)] + SUFFIX
     for source in document["data"]["sources"]:
         source["teachers"] = None
-    if document["eval"] is not None:
-        document["eval"]["teacher_kl"] = False
     return parse_run_spec(document, source="the baseline")

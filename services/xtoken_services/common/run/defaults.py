@@ -177,8 +177,7 @@ def fill_run_defaults(
 
 def _needs_teacher(spec: RunSpec) -> bool:
     """Return whether a run reads what its teachers say: for its loss, completions or evaluation."""
-    measured = spec.eval is not None and spec.eval.teacher_kl
-    return spec.loss.weighs_kd or "custom" in spec.loss.modes or spec.rollout is not None or measured
+    return spec.loss.weighs_kd or "custom" in spec.loss.modes or spec.rollout is not None
 
 
 def _override(document: dict[str, Any], setting: str) -> None:

@@ -33,9 +33,8 @@ COPIES = 4
 """Values that a student keeps per weight: the weight, its gradient, AdamW's two moments."""
 COPIES_BETWEEN_STEPS = COPIES - 1
 """Without the gradient, which is freed at a step's end."""
-FEWER = {"adamw": 0, "adamw8bit": 1, "muon": 1, "adafactor": 2}
-"""Values per weight that an optimiser keeps less than AdamW. Muon keeps one moment of most weights, Adafactor next to
-none; that Muon leaves embedding and head to AdamW is not counted."""
+FEWER = {"adamw": 0, "adafactor": 2}
+"""Values per weight that an optimiser keeps less than AdamW: Adafactor keeps next to none."""
 NF4_BITS = 9
 """Half bits of a weight in NormalFloat 4: one of 4 bits, and a float32 scale for 64 of them."""
 BLOCK_ROWS = 2048
@@ -69,7 +68,6 @@ REMEDIES = (
     'student among ranks (train.parallel = "fsdp"), or train without float32 masters (train.master_weights = false)'
 )
 FEWER_SLOTS = "lower train.samples_per_step, all of whose signals select_teacher holds at once"
-REMEDIES_FOR_EVALUATION = f"set eval.teacher_kl = false, or {REMEDIES}"
 """If the teachers beside the student are too much."""
 
 
@@ -168,7 +166,7 @@ def student_bytes(spec: RunSpec, *, copies: int = COPIES) -> int:
     count, item, train = weight_count(spec.student.model), ITEM_SIZES[spec.student.dtype], spec.train
     if train.lora is not None:
         return count * item
-    copies -= FEWER.get(train.optimizer, 0)
+    copies -= FEWER[train.optimizer]
     masters = train.master_weights and item < FLOAT32
     # With float32 masters a sharded student has no other weights.
     own = count * item if masters and shards(spec) == 1 else 0
@@ -231,31 +229,19 @@ def forward_bytes(run: ResolvedRun, number: int) -> int:
     return tokens * (4 * model.hidden + 3 * model.inner + logits) * ITEM_SIZES[teacher.dtype]
 
 
-def loads_teachers(run: ResolvedRun, rank: int) -> bool:
-    """Return whether a rank of this node group loads the teachers beside its student for evaluation."""
-    if run.spec.eval is None or not run.spec.eval.teacher_kl:
-        return False
-    return shards(run.spec) > 1 or run.group == rank == 0
-
-
-def all_uses(run: ResolvedRun, *, rings: bool, on_gpu: bool = True, evaluates: bool = False) -> Iterator[MemoryUse]:
+def all_uses(run: ResolvedRun, *, rings: bool, on_gpu: bool = True) -> Iterator[MemoryUse]:
     """Yield the memory that a node group's processes take, part by part.
 
     Args:
         run: The run.
         rings: The teachers' rings are on their GPUs.
         on_gpu: Models are on GPUs.
-        evaluates: During an evaluation instead of a training step.
     """
     spec = run.spec
     for rank in range(spec.workers.ranks):
         of_rank = f" of rank {rank}" if spec.workers.ranks > 1 else ""
-        name, beside = f"trainer-{rank}", evaluates and loads_teachers(run, rank)
-        copies = COPIES_BETWEEN_STEPS if beside else COPIES
-        yield MemoryUse(f"the student's state{of_rank}", student_bytes(spec, copies=copies), name, gpu=rank)
-        for number, teacher in enumerate(spec.teacher if beside else ()):
-            what = f"{spec.teacher_name(number)}'s weights beside the student{of_rank} while the held-out text is read"
-            yield MemoryUse(what, weight_bytes(teacher.model, teacher.dtype), name, gpu=rank)
+        name = f"trainer-{rank}"
+        yield MemoryUse(f"the student's state{of_rank}", student_bytes(spec), name, gpu=rank)
         yield MemoryUse(f"a micro-batch{of_rank}", step_bytes(run, on_gpu=on_gpu), name, gpu=rank, stays=False)
         yield MemoryUse("the copy for checkpoints", checkpoint_bytes(spec), name, Where.HOST)
         for number in range(len(spec.teacher)):
@@ -316,17 +302,16 @@ def _process_uses(run: ResolvedRun, *, on_gpu: bool) -> Iterator[MemoryUse]:
         yield MemoryUse("CUDA's context", CONTEXT_BYTES, name, gpu=gpu, stays=False)
 
 
-def memory_uses(run: ResolvedRun, gpu: int, gpus: int, *, rings: bool, evaluates: bool = False) -> list[MemoryUse]:
+def memory_uses(run: ResolvedRun, gpu: int, gpus: int, *, rings: bool) -> list[MemoryUse]:
     """Return the memory that a node group's processes take on one of its GPUs, part by part.
 
     Args:
         run: The run.
         gpu: Number of the GPU, from 0.
         gpus: Number of GPUs; rank r is on GPU r modulo this.
-        rings: As of `all_uses`, and so is `evaluates`.
-        evaluates: See there.
+        rings: As of `all_uses`.
     """
-    uses = all_uses(run, rings=rings, evaluates=evaluates)
+    uses = all_uses(run, rings=rings)
     return [use for use in uses if use.where == Where.DEVICE and use.gpu % gpus == gpu]
 
 
@@ -359,7 +344,7 @@ def custom_loss_memory(run: ResolvedRun, losses: Sequence[Loss], student_vocab_s
 
 
 def check_room(run: ResolvedRun, device: torch.device, further: Sequence[MemoryUse] = ()) -> None:
-    """Refuse a run that keeps more on a GPU than the GPU has, in a step or in an evaluation.
+    """Refuse a run that keeps more on a GPU than the GPU has.
 
     Workers without a supervisor may each see other GPUs under the same number: they only log a warning.
 
@@ -400,13 +385,10 @@ def memory_shortage(
         rings: As for `memory_uses`.
         further: As for `check_room`.
     """
-    where = f"cuda:{gpu}"
-    step, evaluation = (memory_uses(run, gpu, gpus, rings=rings, evaluates=part) for part in (False, True))
+    uses = [*memory_uses(run, gpu, gpus, rings=rings), *further]
     holds_a_step = rings and run.spec.ring_slots > run.spec.workers.slots
     fewer = f"{FEWER_SLOTS}, " if holds_a_step else ""
-    return exceeds_memory([*step, *further], total, where, fewer + REMEDIES) or exceeds_memory(
-        evaluation, total, where, REMEDIES_FOR_EVALUATION
-    )
+    return exceeds_memory(uses, total, f"cuda:{gpu}", fewer + REMEDIES)
 
 
 def exceeds_memory(uses: list[MemoryUse], total: int, where: str, remedies: str = REMEDIES) -> str:

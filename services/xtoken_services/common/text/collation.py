@@ -53,28 +53,24 @@ def serve_blocks(worker: Worker, fill: Callable[[Block], None]) -> None:
     worker.serve(lambda: fill(worker.until(lambda: worker.queue.lease_block(wait_s=WAIT_S))), unless="lease_revoked")
 
 
-def make_collator(
-    run: ResolvedRun, student: Any = None, progress: Callable[[], None] = lambda: None
-) -> CrossTokenizerCollator:
-    """Return the run's collator of text; arguments as for `collator_of`."""
-    return collator_of(CrossTokenizerCollator, run, student, progress)
+def make_collator(run: ResolvedRun) -> CrossTokenizerCollator:
+    """Return the run's collator of text."""
+    return collator_of(CrossTokenizerCollator, run)
 
 
-def collator_of(kind: type[C], run: ResolvedRun, student: Any = None, progress: Callable[[], None] = lambda: None) -> C:
+def collator_of(kind: type[C], run: ResolvedRun) -> C:
     """Return a collator of the run: every tokenizer of it, and an aligner per teacher with its own.
 
     Args:
         kind: Its class.
         run: The run.
-        student: The student's tokenizer; None: it is loaded.
-        progress: Called after every teacher's tokenizer; it may raise to stop.
     """
     spec = run.spec
-    student = student or tokenizer_of(spec.student, "student")
-    teachers = []
-    for number, (teacher, same) in enumerate(zip(spec.teacher, run.same_tokenizer, strict=True)):
-        teachers.append(None if same else tokenizer_of(teacher, spec.teacher_name(number)))
-        progress()
+    student = tokenizer_of(spec.student, "student")
+    teachers = [
+        None if same else tokenizer_of(teacher, spec.teacher_name(number))
+        for number, (teacher, same) in enumerate(zip(spec.teacher, run.same_tokenizer, strict=True))
+    ]
     return collator_with(kind, spec, student, teachers, [files.prompt for files in run.teachers])
 
 

@@ -82,16 +82,7 @@ HELD_OUT = Chart(
 )
 TASKS = Chart("tasks", "Tasks", "% right", (Line("task_accuracy_*", "", "right"),), "eval")
 QUALITY = (
-    Chart(
-        "held-out-agreement",
-        "Held-out accuracy",
-        "%",
-        (
-            Line("next_token_accuracy", "next token"),
-            Line("held_out_proj_accuracy*", "with teacher", "with the teacher"),
-        ),
-        "eval",
-    ),
+    Chart("held-out-agreement", "Held-out accuracy", "%", (Line("next_token_accuracy", "next token"),), "eval"),
     Chart(
         "agreement",
         "Training accuracy",
@@ -195,36 +186,28 @@ def charts_of(spec: Mapping[str, Any], same_tokenizer: Sequence[bool] = ()) -> d
         spec: Its specification as JSON.
         same_tokenizer: True for each teacher with the student's tokenizer; empty if that is not known yet.
     """
-    terms, held_out = (_terms(spec, same_tokenizer, prefix) for prefix in ("", "held_out_"))
-    loss = Chart("loss", "Loss", "nats, weighted", terms, floor=None)
-    held_out_loss = Chart("held-out-loss", "Held-out loss", "nats, weighted", held_out, "eval", floor=None)
+    loss = Chart("loss", "Loss", "nats, weighted", _terms(spec, same_tokenizer), floor=None)
     by_class = BY_CLASS if spec.get("rollout") else ()
-    return {"main": (HELD_OUT, loss), "detail": (TASKS, *QUALITY, *by_class, held_out_loss), "speed": RATES}
+    return {"main": (HELD_OUT, loss), "detail": (TASKS, *QUALITY, *by_class), "speed": RATES}
 
 
-def _terms(spec: Mapping[str, Any], same_tokenizer: Sequence[bool], prefix: str) -> tuple[Line, ...]:
+def _terms(spec: Mapping[str, Any], same_tokenizer: Sequence[bool]) -> tuple[Line, ...]:
     """Return a line for the loss and one for each of its terms, as large as it counts in the loss."""
     loss = loss_of(spec)
     weight = ce_weight(loss)
-    entropy = Line(f"{prefix}ce_loss", weighted(CROSS_ENTROPY, weight), factor=weight)
+    entropy = Line("ce_loss", weighted(CROSS_ENTROPY, weight), factor=weight)
     names = names_by_teacher(spec, same_tokenizer)
     if not names:
-        return (Line(f"{prefix}loss", CROSS_ENTROPY),)
+        return (Line("loss", CROSS_ENTROPY),)
     times = kd_weights(loss)
-    scale = (f"{prefix}kl_loss_scale",)
-    added = loss.teacher_aggregation == "sum" and not loss.normalize_teacher_by_vocab
-    if len(names) > 1 and added and not (prefix and loss.dynamic_teacher_weights):
-        weights = [1.0 if not prefix else float(t.get("weight", 1.0)) for t in spec["teacher"]]
+    if len(names) > 1 and loss.teacher_aggregation == "sum" and not loss.normalize_teacher_by_vocab:
         divergences = [
             Line(
-                f"{prefix}kl_loss_t{i}",
-                f"{weighted(name, *times)}, teacher {i}",
-                factor=own,
-                factor_keys=scale if prefix else (*scale, f"weight_t{i}"),
+                f"kl_loss_t{i}", f"{weighted(name, *times)}, teacher {i}", factor_keys=("kl_loss_scale", f"weight_t{i}")
             )
-            for i, (name, own) in enumerate(zip(names, weights, strict=True))
+            for i, name in enumerate(names)
         ]
     else:
         name = weighted(divergence_name(spec, same_tokenizer), *times)
-        divergences = [Line(f"{prefix}kl_loss", name, factor_keys=scale)]
-    return (Line(f"{prefix}loss", "total"), *divergences, entropy)
+        divergences = [Line("kl_loss", name, factor_keys=("kl_loss_scale",))]
+    return (Line("loss", "total"), *divergences, entropy)

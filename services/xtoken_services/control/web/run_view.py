@@ -192,7 +192,6 @@ class RunView:
         tiles = [
             ("Held-out accuracy", percent(evaluation.get("next_token_accuracy")), "next token"),
             ("Loss", number(last.get("loss")), self._parts(last)),
-            ("Held-out loss", number(evaluation.get("held_out_loss")), "nats, weighted as in training"),
             ("Throughput", number(last.get("tokens_per_second")), "tokens/s"),
             ("Waiting", *self._waiting(last)),
         ]

@@ -41,7 +41,6 @@ def test_a_run_without_teachers_is_trained_by_cross_entropy() -> None:
         ({"loss": {"kl_loss_weight": 1.0}}, "loss.kl_loss_weight"),
         ({"loss": {"kl_loss_weight": 0.0, "kl_loss_weight_end": 0.5}}, "loss.kl_loss_weight_end"),
         ({"loss": {"dynamic_loss_scaling": True, "ce_loss_scale": 1.0, "kl_loss_weight": 1.0}}, "loss.kl_loss_weight"),
-        ({"eval": {"path": "/heldout.jsonl", "teacher_kl": True}}, "eval.teacher_kl"),
     ],
 )
 def test_settings_of_a_teacher_are_refused_without_one(changes: dict[str, Any], named: str) -> None:
@@ -55,7 +54,7 @@ def test_a_run_without_a_teacher_takes_a_weight_at_the_end_that_means_nothing(la
 
 
 def test_a_baseline_is_the_run_without_its_teachers() -> None:
-    held_out = {"path": "/heldout.jsonl", "teacher_kl": True, "every": 7}
+    held_out = {"path": "/heldout.jsonl", "every": 7}
     spec = RunSpec.model_validate(
         RAW | {"teacher": TEACHER, "loss": {"mode": "gold", "kl_loss_weight_end": 0.0}, "eval": held_out, "seed": 3}
     )

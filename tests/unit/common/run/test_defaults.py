@@ -92,7 +92,6 @@ def test_evaluations_on_a_cpu_read_half_of_what_is_trained_between_them(workspac
         (("loss.kl_loss_weight=0",), 0),
         (("loss.kl_loss_weight=0", "loss.kl_loss_weight_end=none", "loss.mode=gold", "loss.ce_loss_scale=0.5"), 0),
         (("loss.kl_loss_weight=0", "loss.kl_loss_weight_end=1.0"), 1),
-        (("loss.kl_loss_weight=0", "eval.teacher_kl=true"), 1),
         (("loss.kl_loss_weight=0", "loss.mode=custom"), 1),
         ((), 1),
     ],

@@ -1,0 +1,7 @@
+from xtoken_core.compat.indices_to_multihot import IndicesToMultihot as IndicesToMultihot
+from xtoken_core.compat.indices_to_multihot import NativeIndicesToMultihotOp as NativeIndicesToMultihotOp
+from xtoken_core.compat.indices_to_multihot import _indices_to_multihot_kernel as _indices_to_multihot_kernel
+from xtoken_core.compat.indices_to_multihot import _multihot_to_indices_kernel as _multihot_to_indices_kernel
+from xtoken_core.compat.indices_to_multihot import fused_indices_to_multihot as fused_indices_to_multihot
+from xtoken_core.compat.indices_to_multihot import indices_to_multihot as indices_to_multihot
+from xtoken_core.compat.indices_to_multihot import null_decorator as null_decorator
