@@ -70,7 +70,7 @@ def _serve(kind: str, model: Path, port: int, end: int) -> None:
 
     if kind == "generating":
         handler = GeneratingServer(model, end)
-        handler.started = time.time()
+        handler.created = time.time()
     else:
         handler = ModelHandler(model)
     with suppress(KeyboardInterrupt), serving(handler, port):

@@ -6,7 +6,9 @@ running ones.
 """
 
 import itertools
+import pickle
 import threading
+from base64 import b64decode
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -19,8 +21,13 @@ from tests.support.engine_server import Answer
 OK: Answer = (200, {}, b"")
 LOADING = threading.Lock()
 """Of all servers: `from_pretrained` replaces methods of transformers' classes meanwhile; two at once leave them so."""
-STARTS = itertools.count(1_772_367_069)
-"""Start times of processes, one per server."""
+STARTED = 1_772_367_069.12
+"""Start time of every server's process, as if one script had started them at the same moment."""
+CREATED = itertools.count(1)
+"""Microseconds after it at which a server's counters are made."""
+MEMORY: dict[int, torch.Tensor] = {}
+"""Stands for a GPU's memory, which CUDA IPC opens: tensors of this process by the handles that `shared` gives."""
+GPU = "f5c7a8e0-1a2b-4c3d-8e9f-000000000001"
 FIELDS = {
     # io_struct.py of SGLang: UpdateWeightFromDiskReqInput, PauseGenerationReqInput, ContinueGenerationReqInput.
     "/update_weights_from_disk": {
@@ -31,7 +38,21 @@ FIELDS = {
     "/continue_generation": {"torch_empty_cache"},
     # api_router.py of vLLM's `serve/dev/rpc`.
     "/collective_rpc": {"method", "args", "kwargs", "timeout"},
+    # api_router.py of `serve/dev/rlhf`.
+    "/init_weight_transfer_engine": {"init_info"}, "/start_weight_update": {"is_checkpoint_format"},
+    "/update_weights": {"update_info"},
 }  # fmt: skip
+
+
+def shared(weight: torch.Tensor) -> tuple[None, tuple[int]]:
+    """Stands for torch's `reduce_tensor`."""
+    MEMORY[weight.data_ptr()] = weight
+    return None, (weight.data_ptr(),)
+
+
+def failed(reason: str) -> Answer:
+    """An answer of vLLM whose workers have raised an exception."""
+    return 500, {}, {"error": {"message": f"Call to collective_rpc method failed: {reason}"}}
 
 
 class GeneratingServer:
@@ -44,14 +65,18 @@ class GeneratingServer:
 
     Attributes:
         held: Prompt whose completion runs until it is aborted, or a pause waits for it.
+        gpu: Its GPU.
+        unpickles: VLLM_ALLOW_INSECURE_SERIALIZATION is set.
+        in_update: An update of the weights has begun and not ended.
     """
 
     def __init__(self, start: Path, end: int, max_length: int = 4096) -> None:
         self.start, self.end, self.max_length = start, end, max_length
-        self.started = next(STARTS)
+        self.created = STARTED + next(CREATED) / 1e6
         self.seen: list[str] = []
         self.bodies: list[Any] = []
         self.held: list[int] | None = None
+        self.gpu, self.unpickles, self.in_update = GPU, True, False
         self.holding = threading.Event()
         self.version, self.paused, self.updating, self.running = "default", False, False, 0
         self._let_go = False
@@ -72,6 +97,8 @@ class GeneratingServer:
             "/continue_generation": self._continue_sglang, "/v1/completions": self._complete,
             "/collective_rpc": self._reload, "/reset_prefix_cache": self._reset, "/pause": self._pause_vllm,
             "/resume": self._resume_vllm, "/metrics": self._metrics,
+            "/init_weight_transfer_engine": lambda *_: OK, "/start_weight_update": self._start_update,
+            "/update_weights": self._copy_weights, "/finish_weight_update": self._finish_update,
         }  # fmt: skip
         return routes[path](body, query) if path in routes else (404, {}, {"detail": "Not Found"})
 
@@ -80,8 +107,14 @@ class GeneratingServer:
 
     def _metrics(self, body: Any, query: Any) -> Answer:
         # As prometheus_client writes it; vLLM with several API servers lists no process.
-        name = "process_start_time_seconds"
-        return 200, {}, f"# HELP {name} Start time.\n# TYPE {name} gauge\n{name} {self.started / 1e9}e+09\n".encode()
+        start, counter = "process_start_time_seconds", "vllm:prompt_tokens"
+        labels = '{engine="0",model_name="m"}'
+        lines = (
+            f"# HELP {start} Start time.", f"# TYPE {start} gauge", f"{start} {STARTED / 1e9}e+09",
+            f"# TYPE {counter}_total counter", f"{counter}_total{labels} {float(len(self.seen))}",
+            f"# TYPE {counter}_created gauge", f"{counter}_created{labels} {self.created / 1e9}e+09",
+        )  # fmt: skip
+        return 200, {}, "\n".join([*lines, ""]).encode()
 
     def _model_info(self, body: Any, query: Any) -> Answer:
         return 200, {}, {"model_path": str(self._path), "weight_version": self.version}
@@ -129,6 +162,42 @@ class GeneratingServer:
             return 500, {}, {"error": {"message": "Internal server error"}}
         self._load(path)
         return 200, {}, {"results": [None]}
+
+    def _start_update(self, body: Any, query: Any) -> Answer:
+        if self.in_update:
+            return failed("start_weight_update called while a weight update is already active")
+        self.in_update = True
+        return OK
+
+    def _copy_weights(self, body: Any, query: Any) -> Answer:
+        update = body["update_info"]
+        if not self.in_update:
+            return failed("start_weight_update must be called before update_weights.")
+        handles = pickle.loads(b64decode(update["ipc_handles_pickled"]))
+        refusals = {
+            "Refusing to deserialize `ipc_handles_pickled` without VLLM_ALLOW_INSECURE_SERIALIZATION=1": self.unpickles,
+            f"IPC handle not found for GPU UUID {self.gpu}": all(self.gpu in handle for handle in handles),
+        }
+        self.in_update = all(refusals.values())
+        if not self.in_update:
+            return failed(next(reason for reason, holds in refusals.items() if not holds))
+        if self._model is None:
+            self._load(self._path)
+        tensors = [MEMORY[handle[self.gpu][0]] for handle in handles]
+        assert [list(tensor.shape) for tensor in tensors] == update["shapes"]
+        assert [str(tensor.dtype) for tensor in tensors] == [f"torch.{name}" for name in update["dtype_names"]]
+        weights = dict(self._model.named_parameters())
+        assert weights.keys() == set(update["names"])
+        with torch.no_grad():
+            for name, tensor in zip(update["names"], tensors, strict=True):
+                weights[name].copy_(tensor)
+        return OK
+
+    def _finish_update(self, body: Any, query: Any) -> Answer:
+        if not self.in_update:
+            return failed("finish_weight_update called without a matching start_weight_update.")
+        self.in_update = False
+        return OK
 
     def _generate(self, body: Any, query: Any) -> Answer:
         parameters = body["sampling_params"]

@@ -15,7 +15,10 @@ from xtoken_core.config.validation_errors import describe
 from xtoken_core.errors import ConfigError
 from xtoken_core.prompt_plan import PromptPlan
 
-BESIDE_THE_IDENTITY = {"workers": 1, "weights": "shared_memory", "stop_when_worse": None, "learning_rate": None}
+BESIDE_THE_IDENTITY = {"workers": 1, "weights": "shared_memory", "url_weights": "directory"} | {
+    "stop_when_worse": None,
+    "learning_rate": None,
+}
 """Settings of rollouts that a run may change when it resumes."""
 
 

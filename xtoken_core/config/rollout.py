@@ -22,9 +22,12 @@ LEARNING_RATE, BETA = 3e-5, 0.5
 class RolloutSpec(ServedSpec):
     """On-policy distillation: the student completes prompts of the training text and learns from its completions.
 
-    With `url` servers generate instead of the rollout worker, which writes every version of the weights to
-    `rollout-model` in the run's output directory and makes the servers read it.
+    With `url` servers generate instead of the rollout worker, which makes them load every version of the weights.
     """
+
+    url_weights: Literal["directory", "ipc"] = "directory"
+    """Servers load weights from `rollout-model` in the run's output directory, or ("ipc", vLLM alone) from the memory
+    of the rollout worker's GPU, on which the server runs too."""
 
     after: Annotated[int, Field(ge=0, strict=True)] | Annotated[float, Field(gt=0, lt=1)] = 0
     """Cold start: so many steps, or this fraction of the run's steps, train on the text alone before the first
@@ -59,8 +62,8 @@ class RolloutSpec(ServedSpec):
     the trainer waits for the completions of every step."""
     weights: Literal["auto", "shared_memory", "directory"] = "auto"
     """Where the trainer publishes weights: in the memory of its GPU, for rollout workers that see it ("auto"; without a
-    GPU, without cuda-bindings or with `url` as "shared_memory"); in shared memory, for those on its machine; or as a
-    file in the run's output directory, for workers on other machines that see it."""
+    GPU, without cuda-bindings or for servers with a directory as "shared_memory"); in shared memory, for those on its
+    machine; or as a file in the run's output directory, for workers on other machines that see it."""
     stop_when_worse: Count | None = None
     """End the run after so many evaluations in a row whose accuracy on `[eval.tasks]`, a mean over tasks, was below the
     best one's. The best evaluation, which `eval.keep_best` keeps and exports, is then that with the highest accuracy,
@@ -80,7 +83,14 @@ class RolloutSpec(ServedSpec):
             raise ValueError(
                 f"rollout.workers = {self.workers}: one worker updates the servers of rollout.url: set it to 1"
             )
+        if self.url_weights == "ipc" and self.url_engine != "vllm":
+            raise ValueError(f'rollout.url_weights = "ipc" is for vLLM, not {self.url_engine}: set it to "directory"')
         return self
+
+    @property
+    def loads_model(self) -> bool:
+        """True if rollout workers have the student's weights on their own device."""
+        return not self.url or self.url_weights == "ipc"
 
     @property
     def fractions(self) -> tuple[float, float]:

@@ -47,8 +47,8 @@ class ServedSpec(ConfigModel):
 
     @model_validator(mode="after")
     def _settings_of_url(self) -> ServedSpec:
-        for name in ServedSpec.model_fields:
-            if not self.url and getattr(self, name) != ServedSpec.model_fields[name].default:
+        for name, setting in type(self).model_fields.items():
+            if not self.url and name.startswith("url_") and getattr(self, name) != setting.default:
                 raise ValueError(f"{name} belongs to url: set that or unset {name}")
         return self
 

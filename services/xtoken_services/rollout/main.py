@@ -265,16 +265,21 @@ def make_sampler(run: ResolvedRun, tokenizer: TextTokenizer, device: torch.devic
     """
     spec = run.spec
     assert spec.rollout is not None
+    if spec.rollout.url_weights == "ipc" and device.type != "cuda":
+        raise ConfigError('rollout.url_weights = "ipc" needs a GPU for the rollout worker: set it to "directory"')
+    if device.type == "cuda" and spec.rollout.loads_model:
+        torch.cuda.set_device(device)
+    model = load_model(spec.student, "student", device).eval() if spec.rollout.loads_model else None  # type: ignore[no-untyped-call]
     if spec.rollout.url:
         engine = open_engine(spec.rollout, "rollout", run.student.vocab_size)
         file = spec.student.model / "generation_config.json"
         defaults = read_json_object(file).get("eos_token_id") if file.is_file() else None
         vocabulary = vocabulary_of(tokenizer, defaults, width=run.student.vocab_size)
         student, longest = spec.student, spec.student.context_length
-        return ServedSampler(engine, vocabulary, spec.rollout, student.model, spec.output / MODEL, longest=longest)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    model = load_model(spec.student, "student", device).eval()  # type: ignore[no-untyped-call]
+        return ServedSampler(
+            engine, vocabulary, spec.rollout, student.model, spec.output / MODEL, longest=longest, model=model
+        )
+    assert model is not None
     vocabulary = vocabulary_of(tokenizer, end_tokens(model), width=head_width(model))
     on_gpu = device.type == "cuda"  # by CUDA graphs: without, a small model waits for the launches of its kernels
     return Sampler(model, vocabulary.to(device), Sampling.of(spec.rollout), decoder=Decoder if on_gpu else None)

@@ -1,23 +1,28 @@
-"""Completions by servers over HTTP, which read every version of the weights from a directory."""
+"""Completions by servers over HTTP, which load every version of the weights from a directory or a GPU's memory."""
 
 from __future__ import annotations
 
 import logging
+import pickle
 import shutil
 import stat
+from base64 import b64encode
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import reduce_tensor
 
 from xtoken_core.atomic import atomic_path, atomic_write
 from xtoken_core.config.rollout import RolloutSpec
 from xtoken_core.model_files import INDEX, SUFFIX, WHOLE
-from xtoken_services.common.generation.published_weights import Version, read_weights
+from xtoken_services.common.generation.published_weights import Version, load_weights, read_weights
 from xtoken_services.common.generation.sampling import Sampled
 from xtoken_services.common.generation.vocabulary import Vocabulary
-from xtoken_services.common.http_engine.engine import Engine, Sampling
+from xtoken_services.common.http_engine.engine import Engine, Sampling, SharedWeights
 from xtoken_services.common.http_engine.errors import EngineRefusalError, SampleRefusedError
 from xtoken_services.common.http_engine.pool import Replica
 from xtoken_services.common.http_engine.results import results_of
@@ -42,6 +47,7 @@ class ServedSampler:
         student: Directory of the student's configuration and tokenizer.
         directory: Where the weights are written for the servers.
         longest: Tokens of the longest prompt with its completion.
+        model: The student on a GPU that the servers are on too; None: they read the directory.
     """
 
     def __init__(
@@ -53,10 +59,12 @@ class ServedSampler:
         directory: Path,
         *,
         longest: int,
+        model: nn.Module | None = None,
     ) -> None:
         self.engine, self.vocabulary, self.settings = engine, vocabulary, settings
         self.student, self.directory, self.longest = student, directory, longest
-        self._has_files = False
+        self.model = model
+        self._shared: SharedWeights | None = None
         self._allowed = vocabulary.allowed.tolist()
         self._threads = ThreadPoolExecutor(
             min(len(engine.pool.replicas) * engine.pool.limit, THREADS), thread_name_prefix="engine"
@@ -73,11 +81,13 @@ class ServedSampler:
             EngineError: A server has not answered in time.
             EngineRefusalError: One has not loaded them.
         """
-        version, payload = read_weights(path)
-        if not self._has_files:
+        if self.model is None:
+            version, payload = read_weights(path)
             self._copy_missing()
-            self._has_files = True
-        atomic_write(self.directory / WHOLE, payload)
+            atomic_write(self.directory / WHOLE, payload)
+        else:
+            version = load_weights(self.model, path)
+            self._shared = share(self.model, self._shared)
         name = f"{version.tag}-{version.step}"
         loads = [self._threads.submit(self._load, name, replica) for replica in self.engine.pool.replicas]
         results_of(loads, lambda _: None)
@@ -108,7 +118,7 @@ class ServedSampler:
                 f"{self.engine.pool.field}.url: {replica.url} takes {served.max_length} tokens, and a prompt with its "
                 f"completion may have {self.longest}: lower student.context_length, or start the server with more"
             )
-        self.engine.load_weights(self.directory, version, replica)
+        self.engine.load_weights(self._shared or self.directory, version, replica)
 
     def _copy_missing(self) -> None:
         """Copy the student's files that the directory lacks, each whole: a worker may have been killed at this."""
@@ -144,3 +154,26 @@ class ServedSampler:
     def _may_be(self, token: int) -> bool:
         """Return False for a token that spells no text: a server samples from the whole head."""
         return 0 <= token < len(self._allowed) and self._allowed[token]
+
+
+def share(model: nn.Module, before: SharedWeights | None = None) -> SharedWeights:
+    """Return the weights of a model on a GPU for servers, which may open them as long as the model is there.
+
+    Args:
+        model: The model; this waits until its weights are written.
+        before: What an earlier call has returned, which stays right: torch wraps memory anew whenever it is shared.
+    """
+    weights = {name: weight.detach() for name, weight in model.named_parameters()}
+    gpu = next(iter(weights.values())).device
+    torch.cuda.synchronize(gpu)
+    if before is not None:
+        return before
+    uuid = str(torch.cuda.get_device_properties(gpu).uuid)
+    handles = [{uuid: reduce_tensor(weight)[1]} for weight in weights.values()]  # type: ignore[no-untyped-call]
+    update = {
+        "names": list(weights),
+        "dtype_names": [str(weight.dtype).removeprefix("torch.") for weight in weights.values()],
+        "shapes": [list(weight.shape) for weight in weights.values()],
+        "ipc_handles_pickled": b64encode(pickle.dumps(handles)).decode(),
+    }
+    return SharedWeights(uuid, update)

@@ -71,7 +71,7 @@ class WeightsPublisher:
         self._from = worker.run.prompts.after - staleness  # weights of steps before complete no prompt
         self._writer: WeightsWriter | None = None
         if self.rollout is not None and writes:
-            on_device = self.rollout.weights == "auto" and not self.rollout.url
+            on_device = self.rollout.weights == "auto" and self.rollout.loads_model
             self._writer = WeightsWriter(weights_file(worker.run), on_device=on_device)
         self._tag = 0
 

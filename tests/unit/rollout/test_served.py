@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -19,16 +23,18 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.support.engine_server import Answer, serving
-from tests.support.generating_server import GeneratingServer
+from tests.support.generating_server import GPU, GeneratingServer, shared
 from tests.support.tiny_run import documents, make_model
 from xtoken_core.config.rollout import RolloutSpec
 from xtoken_core.tokenizing import TextTokenizer
 from xtoken_services.common.generation.published_weights import Version, WeightsWriter
 from xtoken_services.common.generation.vocabulary import Vocabulary
+from xtoken_services.common.http_engine import vllm
 from xtoken_services.common.http_engine.engine import Sampling
 from xtoken_services.common.http_engine.errors import EngineError, EngineRefusalError
 from xtoken_services.common.http_engine.factory import open_engine
 from xtoken_services.demo.vocabularies import train_teacher_tokenizer
+from xtoken_services.rollout import served
 from xtoken_services.rollout.served import ServedSampler
 
 WHOLE = Sampling(max_tokens=4, seed=(1 << 40) + 3, temperature=0.7, top_k=9, top_p=0.9, stop=("\n",))
@@ -82,9 +88,9 @@ def student(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def engine_of(stack: ExitStack, student: Path, kind: str, *handlers: Any) -> Any:
     urls = tuple(stack.enter_context(serving(handler)) for handler in handlers)
-    served = RolloutSpec(url=urls, url_engine=kind, url_timeout_s=20.0)
+    settings = RolloutSpec(url=urls, url_engine=kind, url_timeout_s=20.0)
     text = TextTokenizer(AutoTokenizer.from_pretrained(student), "student")
-    engine = open_engine(served, "rollout", len(text.tokenizer))
+    engine = open_engine(settings, "rollout", len(text.tokenizer))
     stack.callback(engine.pool.close)
     return engine
 
@@ -131,12 +137,15 @@ class Run:
         self.end, self.directory = text.eos_id, output / "rollout-model"
         self.kind, self.student = kind, student
         self.server = self.ready()
-        self.engine = engine_of(stack, student, kind, *[lambda *request: self.answer(*request)] * servers)
+        self.engine = engine_of(
+            stack, student, kind.removesuffix("-ipc"), *[lambda *request: self.answer(*request)] * servers
+        )
         allowed = torch.ones(len(text.tokenizer), dtype=torch.bool)
         vocabulary = Vocabulary(text.table.pieces, allowed, frozenset({self.end}), 0)
         spec = RolloutSpec(max_new_tokens=6, temperature=0.0)
         output.mkdir(mode=0o700)
-        self.sampler = ServedSampler(self.engine, vocabulary, spec, student, self.directory, longest=64)
+        copy = AutoModelForCausalLM.from_pretrained(student) if kind == "vllm-ipc" else None
+        self.sampler = ServedSampler(self.engine, vocabulary, spec, student, self.directory, longest=64, model=copy)
         self.model: Any = AutoModelForCausalLM.from_pretrained(student)
         self.published = output.parent / "weights"
         self.writer = WeightsWriter(self.published)
@@ -179,8 +188,16 @@ class Run:
             assert row.finished == row.ends == (row.ids[-1] == self.end)
 
 
-@pytest.fixture(params=["vllm", "sglang"])
-def run(request: pytest.FixtureRequest, stack: ExitStack, student: Path, tmp_path: Path) -> Run:
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU's memory, as `GeneratingServer` has it."""
+    monkeypatch.setattr(served, "reduce_tensor", shared)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid=GPU))
+
+
+@pytest.fixture(params=["vllm", "vllm-ipc", "sglang"])
+def run(request: pytest.FixtureRequest, stack: ExitStack, student: Path, tmp_path: Path, gpu: None) -> Run:
     return Run(stack, student, tmp_path / "run", request.param)
 
 
@@ -190,8 +207,11 @@ PROMPTS = [[5, 6, 7], [9], [11, 12], [13, 5], [6, 6, 8], [7]]
 def test_every_version_is_read_by_the_server(run: Run) -> None:
     for _ in range(2):
         run.publish()
-        output = run.directory.parent
-        assert [path.stat().st_mode & 0o777 for path in (output, run.directory)] == [0o711, 0o755]
+        if run.kind == "vllm-ipc":
+            assert not run.directory.exists()
+        else:
+            paths = run.directory.parent, run.directory
+            assert [path.stat().st_mode & 0o777 for path in paths] == [0o711, 0o755]
         run.check(*PROMPTS)
 
 
@@ -206,8 +226,9 @@ def test_no_completion_is_of_the_weights_of_a_restarted_server(run: Run) -> None
         return run.server(*request)
 
     run.publish()
+    run.server = run.ready()  # before its first completion
     run.answer = answer  # type: ignore[method-assign]
-    while restarts < 12:
+    while restarts < 9:
         run.check(*PROMPTS)
         run.publish()
 
@@ -217,7 +238,7 @@ def test_keys_and_values_of_old_weights_go_though_a_request_runs(run: Run) -> No
     run.check(*PROMPTS)
     run.server.held = [8, 8]
     body = {"prompt": [8, 8], "max_tokens": 6, "input_ids": [8, 8], "sampling_params": {"max_new_tokens": 6}}
-    path = {"sglang": "/generate", "vllm": "/v1/completions"}[run.kind]
+    path = "/generate" if run.kind == "sglang" else "/v1/completions"
     url = run.engine.pool.replicas[0].url + path
     abandoned = threading.Thread(target=httpx.post, args=(url,), kwargs={"json": body, "timeout": 60}, daemon=True)
     abandoned.start()
@@ -238,16 +259,18 @@ def test_a_prompt_that_a_server_refuses_has_no_completion(run: Run) -> None:
         run.sampler.complete([np.array([5])], [1], lambda _: None)
 
 
+@pytest.mark.parametrize("lacking", ["process_start_time_seconds", "vllm:prompt_tokens_created"])
 def test_a_server_whose_restart_would_not_be_noticed_is_refused(
-    stack: ExitStack, student: Path, tmp_path: Path
+    stack: ExitStack, student: Path, tmp_path: Path, lacking: str
 ) -> None:
     run = Run(stack, student, tmp_path / "run", "vllm")
 
     def answer(*request: Any) -> Answer:
-        return (200, {}, b"") if request[1] == "/metrics" else run.server(*request)
+        status, headers, data = run.server(*request)
+        return status, headers, data.replace(lacking.encode(), b"x") if request[1] == "/metrics" else data
 
     run.answer = answer  # type: ignore[method-assign]
-    with pytest.raises(EngineRefusalError, match="no process_start_time_seconds, by which a restart is noticed"):
+    with pytest.raises(EngineRefusalError, match=f"no {lacking}, by which a restart is noticed"):
         run.publish()
 
 
@@ -261,7 +284,7 @@ def test_a_server_that_is_updated_gets_no_prompts(run: Run) -> None:
     held: list[bool] = []
 
     def answer(method: str, path: str, body: Any, headers: dict[str, str]) -> Answer:
-        if path in ("/collective_rpc", "/update_weights_from_disk"):
+        if path in ("/collective_rpc", "/update_weights_from_disk", "/update_weights"):
             held.append(run.engine.pool.replicas[0].held)
         return run.server(method, path, body, headers)
 
@@ -345,9 +368,74 @@ def test_a_vllm_that_does_not_see_the_directory(stack: ExitStack, student: Path,
     server = GeneratingServer(student, end=0)
     engine = engine_of(stack, student, "vllm", server)
     engine.pool.timeout_s = 0.5
-    with pytest.raises(EngineError, match=r"status 500: Internal server error: .*; let it see .* under the same path"):
+    with pytest.raises(EngineError, match=r"status 500: Internal server error; let it see .* under the same path"):
         engine.load_weights(tmp_path, "1-0", engine.pool.replicas[0])
     assert not server.paused
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"in_update": True}, None),
+        ({"unpickles": False}, "Refusing to deserialize `ipc_handles_pickled` without VLLM_ALLOW_INSECURE"),
+        ({"gpu": "another"}, "IPC handle not found for GPU UUID another"),
+    ],
+    ids=["broken-off", "pickle", "gpu"],
+)
+def test_a_vllm_that_does_not_open_the_memory(
+    stack: ExitStack, student: Path, tmp_path: Path, gpu: None, change: dict[str, Any], reason: str | None
+) -> None:
+    run = Run(stack, student, tmp_path / "run", "vllm-ipc")
+    vars(run.server).update(change)
+    if reason is None:  # a worker was killed at this
+        run.publish()
+        run.check(*PROMPTS)
+    else:
+        with pytest.raises(EngineError, match=f"500: .*{reason}.*; start it with CUDA_VISIBLE_DEVICES=GPU-{GPU}, VLLM"):
+            run.publish()
+        assert run.server.seen.count("/update_weights") == vllm.LOADS  # a request is not repeated alone
+    assert not (run.server.paused or run.server.in_update)
+
+
+@pytest.mark.gpu
+def test_another_process_opens_the_memory_as_vllm_does(student: Path) -> None:
+    """One server for two versions by the same handles, and one that is started again for the third."""
+    model: Any = AutoModelForCausalLM.from_pretrained(student).cuda()
+    made, servers = served.share(model), [opening() for _ in range(2)]
+    for version, server in enumerate((servers[0], servers[0], servers[1])):
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.add_(1.0)
+        assert served.share(model, made) is made
+        assert server.stdin is not None and server.stdout is not None
+        print(json.dumps(made.update), file=server.stdin, flush=True)
+        expected = {name: weight.double().mean().item() for name, weight in model.named_parameters()}
+        assert json.loads(server.stdout.readline()) == pytest.approx(expected)
+        if version:
+            assert server.communicate(timeout=60)[0] == "" and server.returncode == 0
+
+
+def opening() -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, "-c", OPENS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+OPENS = """
+import base64, json, pickle, sys, torch
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
+gpu = str(torch.cuda.get_device_properties(0).uuid)
+for line in sys.stdin:
+    update, means = json.loads(line), {}
+    handles = pickle.loads(base64.b64decode(update["ipc_handles_pickled"]))
+    rows = zip(update["names"], update["shapes"], update["dtype_names"], handles, strict=True)
+    for name, shape, dtype, handle in rows:
+        arguments = list(handle[gpu])
+        arguments[6] = 0  # the receiver's number of the GPU
+        weight = rebuild_cuda_tensor(*arguments)
+        assert list(weight.shape) == shape and weight.dtype == getattr(torch, dtype)
+        means[name] = weight.double().mean().item()
+    del weight
+    print(json.dumps(means), flush=True)
+"""
 
 
 def test_a_server_without_versions_is_refused(stack: ExitStack, student: Path) -> None:

@@ -4,12 +4,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support.runs import resolved_run
 from xtoken_core.config.loss import LossConfig
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import ConfigError
 from xtoken_services.common.stores.store_build import build_spec
+from xtoken_services.rollout.main import make_sampler
 
 TRAIN = {"samples_per_step": 24}
 TASKS = {"tasks": {"path": Path("t.jsonl")}}
@@ -43,6 +45,8 @@ def spec(rollout: dict[str, Any], **parts: Any) -> RunSpec:
             {"url": "http://a:1", "url_engine": "sglang", "temperature": 0.7}, {"loss": {"importance_cap": 2.0}},
             "SGLang gives log-probabilities at temperature = 0.7",
         ),
+        ({"url": "http://a:1", "url_engine": "sglang", "url_weights": "ipc"}, {}, "is for vLLM, not sglang"),
+        ({"url_weights": "ipc"}, {}, "url_weights belongs to url"),
         ({}, {"loss": {"kl_loss_weight": 0.0}}, "by the divergence alone"),
         ({}, {"loss": {"kl_loss_weight_end": 0.5}}, "unset loss.kl_loss_weight_end"),
         ({"stop_when_worse": 2}, {}, r"this run has none: name them in \[eval.tasks\]"),
@@ -56,9 +60,9 @@ def spec(rollout: dict[str, Any], **parts: Any) -> RunSpec:
     ],
     ids=[
         "publish", "no-prompt", "no-text", "block", "first-block", "after", "completions", "completions-of-prompts",
-        "completions-of-a-block", "same-completions", "length", "teacher", "store", "scaling", "cap", "weight",
-        "weight-end", "worse-without-eval", "worse-without-tasks", "worse-and-patience", "weight-at-last",
-        "cold-weight", "cold-weight-end", "cold-adaptive", "nodes",
+        "completions-of-a-block", "same-completions", "length", "teacher", "store", "scaling", "cap", "ipc-of-sglang",
+        "ipc-of-none", "weight", "weight-end", "worse-without-eval", "worse-without-tasks", "worse-and-patience",
+        "weight-at-last", "cold-weight", "cold-weight-end", "cold-adaptive", "nodes",
     ],
 )  # fmt: skip
 def test_impossible_settings_are_refused(rollout: dict[str, Any], parts: dict[str, Any], reason: str) -> None:
@@ -133,13 +137,22 @@ def test_a_run_that_trains_on_completions_has_no_store_to_build() -> None:
         build_spec(spec({}), None, "store")
 
 
-def test_stopping_when_worse_on_tasks_is_taken_and_may_change_in_a_resume(tmp_path: Path) -> None:
-    run = spec({"stop_when_worse": 2}, eval=TASKS)
+def test_weights_in_a_gpus_memory_need_a_gpu(tmp_path: Path) -> None:
+    made = resolved_run(tmp_path)
+    rollout = spec({"url": "http://a:1", "url_weights": "ipc"}).rollout
+    run = made.model_copy(update={"spec": made.spec.model_copy(update={"rollout": rollout})})
+    with pytest.raises(ConfigError, match="needs a GPU for the rollout worker"):
+        make_sampler(run, None, torch.device("cpu"))  # type: ignore[arg-type]
+
+
+def test_stopping_when_worse_is_taken_and_may_change_in_a_resume_as_url_weights_may(tmp_path: Path) -> None:
+    served = {"url": "http://a:1"}
+    run = spec({"stop_when_worse": 2, "url_weights": "ipc", **served}, eval=TASKS)
     assert run.rollout is not None and run.rollout.stop_when_worse == 2
     made = resolved_run(tmp_path)
     one, other = (
         made.model_copy(update={"spec": made.spec.model_copy(update={"rollout": each})}).identity()
-        for each in (run.rollout, spec({}).rollout)
+        for each in (run.rollout, spec(served).rollout)
     )
     assert one == other
 

@@ -102,6 +102,19 @@ class Continuation:
     log_probs: tuple[float, ...] = ()
 
 
+@dataclass(frozen=True)
+class SharedWeights:
+    """Weights in the memory of a GPU, which a server on it opens by CUDA IPC.
+
+    Attributes:
+        gpu: The GPU's UUID, as torch gives it.
+        update: Fields of vLLM's `IPCWeightTransferUpdateInfo`.
+    """
+
+    gpu: str
+    update: dict[str, Any]
+
+
 class Engine(ABC):
     """A program that serves a model, on one or several servers; a request carries token ids.
 
@@ -176,11 +189,11 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def load_weights(self, directory: Path, version: str, replica: Replica) -> None:
-        """Request that a server reads its weights again; from then on it completes prompts with no others.
+    def load_weights(self, weights: Path | SharedWeights, version: str, replica: Replica) -> None:
+        """Request that a server loads weights; from then on it completes prompts with no others.
 
         Args:
-            directory: Directory of the model, which the server sees under the same path.
+            weights: Directory of the model, which the server sees under the same path; vLLM takes shared ones too.
             version: Name of these weights.
             replica: The server.
 

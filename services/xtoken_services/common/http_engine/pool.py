@@ -115,6 +115,7 @@ class EnginePool:
         entries: int = 0,
         replica: Replica | None = None,
         usable: Callable[[Answer, Replica], bool] | None = None,
+        repeats: bool = True,
     ) -> Answer:
         """Send a request, and repeat it until it is answered.
 
@@ -125,8 +126,8 @@ class EnginePool:
             decode: Reads the answer.
             entries: Tokens that the answer may list, which bound its length.
             replica: The server; None: any.
-            usable: Called with an answer and its server; if it returns False, the request is repeated. Its own time
-                is not that of the request.
+            usable: Called with an answer and its server: False repeats the request. Its own time is not the request's.
+            repeats: False: send it once.
 
         Returns:
             The answer.
@@ -147,6 +148,8 @@ class EnginePool:
             except _TryAgainError as error:
                 reason = f"{chosen.url}: {error}"
                 self._release(chosen, failed=True, pause_s=error.pause_s)
+                if not repeats:
+                    raise EngineError(f"{self.field}.url: {chosen.url}{path}: {error}") from error
                 if not self._closed:
                     log.warning("%s %s: %s: trying again", method, path, reason)
                 continue

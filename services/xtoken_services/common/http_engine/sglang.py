@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 import msgspec
 import numpy as np
 
-from xtoken_services.common.http_engine.engine import Continuation, Engine, Sampling
+from xtoken_services.common.http_engine.engine import Continuation, Engine, Sampling, SharedWeights
 from xtoken_services.common.http_engine.errors import BadRequestError, EngineRefusalError
 from xtoken_services.common.http_engine.pool import EnginePool, Replica
 from xtoken_services.common.http_engine.scores import (
@@ -129,20 +129,21 @@ class SglangEngine(Engine):
         stops = meta.finish_reason.type == "stop"
         return Continuation(tokens, stops, stops and isinstance(meta.finish_reason.matched, str), values)
 
-    def load_weights(self, directory: Path, version: str, replica: Replica) -> None:
+    def load_weights(self, weights: Path | SharedWeights, version: str, replica: Replica) -> None:
         """See `Engine.load_weights`."""
-        body = {"model_path": str(directory), "flush_cache": True, "weight_version": version}
+        assert isinstance(weights, Path)  # settings say so
+        body = {"model_path": str(weights), "flush_cache": True, "weight_version": version}
         for _ in range(LOADS):
             try:
                 with self._paused(replica, "/pause_generation", "/continue_generation", {"mode": "abort"}):
                     self.pool.call("POST", "/update_weights_from_disk", body, decode=bytes, replica=replica)
             except BadRequestError as error:
-                raise EngineRefusalError(f"{error}: let it see {directory} under the same path") from error
+                raise EngineRefusalError(f"{error}: let it see {weights} under the same path") from error
             if (served := self._version_of(replica)) == version:
-                self._weights = directory, version
+                self._weights = weights, version
                 return
         raise EngineRefusalError(
-            f"{self.pool.field}.url: {replica.url} has loaded {directory} and names its weights {served!r}, not "
+            f"{self.pool.field}.url: {replica.url} has loaded {weights} and names its weights {served!r}, not "
             f"{version!r}: use an SGLang that takes weight_version, and let no other run update this server"
         )
 

@@ -1,8 +1,9 @@
 """vLLM: completions of no text, with the log-probabilities of the prompt (`prompt_logprobs`).
 
 Written after the request and response models of 0.24.0, and run with it. A teacher's server needs `--max-logprobs` of
-at least `teacher.topk`; its default is 20. One that generates reads new weights by `reload_weights` of its workers,
-which takes `VLLM_SERVER_DEV_MODE=1`. Its answers name no weights: the start time of its process shows a restart.
+at least `teacher.topk`; its default is 20. One that generates reads new weights by `reload_weights` of its workers, or
+copies them from its GPU's memory; both take `VLLM_SERVER_DEV_MODE=1`. Its answers name no weights: times in its metrics
+show a restart.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,7 +19,7 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 
-from xtoken_services.common.http_engine.engine import Continuation, Engine, Sampling
+from xtoken_services.common.http_engine.engine import Continuation, Engine, Sampling, SharedWeights
 from xtoken_services.common.http_engine.errors import EngineError, EngineRefusalError
 from xtoken_services.common.http_engine.pool import EnginePool, Replica
 from xtoken_services.common.http_engine.scores import (
@@ -32,8 +34,12 @@ from xtoken_services.common.http_engine.scores import (
 
 log = logging.getLogger("xtoken.engine")
 
-START = re.compile(rb"^process_start_time_seconds (\S+)", re.MULTILINE)
-"""Line of a server's metrics."""
+PROCESS = re.compile(rb"^(process_start_time_seconds|vllm:prompt_tokens_created)\b.* (\S+)$", re.MULTILINE)
+"""Lines of a server's metrics that no other process has: the start to 10 ms, which servers that one script starts may
+have in common, and when each engine's counter was made, seconds later, to less than 1 us."""
+LOADS = 3
+"""Attempts to load weights into a server: it may be started again in between."""
+FINISH = "/finish_weight_update"
 
 
 class _Entry(msgspec.Struct):
@@ -67,7 +73,7 @@ class VllmEngine(Engine):
 
     def __init__(self, pool: EnginePool, model: str | None, vocab_size: int) -> None:
         super().__init__(pool, model, vocab_size)
-        self._loaded: dict[str, tuple[Path, str, bytes]] = {}
+        self._loaded: dict[str, tuple[Path | SharedWeights, str, list[tuple[bytes, bytes]]]] = {}
 
     def score(self, ids: Sequence[int], k: int, replica: Replica | None = None) -> PromptScores:
         """See `Engine.score`."""
@@ -125,38 +131,63 @@ class VllmEngine(Engine):
         check_length(values, len(tokens), "token_logprobs")
         return Continuation(tokens, choice.finish_reason == "stop", isinstance(choice.stop_reason, str), values)
 
-    def load_weights(self, directory: Path, version: str, replica: Replica) -> None:
+    def load_weights(self, weights: Path | SharedWeights, version: str, replica: Replica) -> None:
         """See `Engine.load_weights`; the server must have been started in development mode."""
-        started = self._start_of(replica)  # before: one that is started again meanwhile must load them once more
-        body = {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}}
-        with self._paused(replica, "/pause?mode=wait", "/resume"):
+        if isinstance(weights, Path):
+            calls: list[tuple[str, Any]] = [
+                ("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(weights)}})
+            ]
+            hint = f"let it see {weights} under the same path"
+        else:
+            calls = [
+                ("/init_weight_transfer_engine", {"init_info": {}}),
+                ("/start_weight_update", {"is_checkpoint_format": True}),
+                ("/update_weights", {"update_info": weights.update}),
+                (FINISH, None),
+            ]
+            hint = (
+                f"start it with CUDA_VISIBLE_DEVICES=GPU-{weights.gpu}, VLLM_ALLOW_INSECURE_SERIALIZATION=1 and "
+                """--weight-transfer-config '{"backend": "ipc"}'"""
+            )
+        call = partial(self.pool.call, "POST", decode=bytes, replica=replica, repeats=False)
+        for left in reversed(range(LOADS)):
+            process = self._process_of(replica)  # before: one that is started again meanwhile must load them once more
             try:
-                self.pool.call("POST", "/collective_rpc", body, decode=bytes, replica=replica)
+                with self._paused(replica, "/pause?mode=wait", "/resume"):
+                    for path, body in (*calls, ("/reset_prefix_cache", None)):
+                        call(path, body)
             except EngineError as error:  # it answers with status 500, whatever the reason
-                raise EngineError(f"{error}; let it see {directory} under the same path") from error
-            self.pool.call("POST", "/reset_prefix_cache", decode=bytes, replica=replica)
-        self._loaded[replica.url] = directory, version, started
+                if isinstance(weights, SharedWeights):
+                    with suppress(EngineError):  # an update that was broken off lets no other one begin
+                        call(FINISH)
+                if not left:
+                    raise EngineError(f"{error}; {hint}") from error
+            else:
+                self._loaded[replica.url] = weights, version, process
+                return
 
     def restored(self) -> bool:
         """See `Engine.restored`."""
         restarted = False
         for replica in self.pool.replicas:
-            directory, version, started = self._loaded.get(replica.url, (None, "", b""))
-            if directory is not None and self._start_of(replica) != started:
+            weights, version, process = self._loaded.get(replica.url, (None, "", []))
+            if weights is not None and self._process_of(replica) != process:
                 log.warning("%s has been started again: loading the weights %s", replica.url, version)
-                self.load_weights(directory, version, replica)
+                self.load_weights(weights, version, replica)
                 restarted = True
         return restarted
 
-    def _start_of(self, replica: Replica) -> bytes:
-        """Return the start time of a server's process."""
-        found = START.search(self.pool.call("GET", "/metrics", decode=bytes, replica=replica))
-        if found is None:
-            raise EngineRefusalError(
-                f"{self.pool.field}.url: {replica.url}/metrics has no process_start_time_seconds, by which a restart "
-                "is noticed: start it with --api-server-count 1 and without PROMETHEUS_MULTIPROC_DIR"
-            )
-        return found[1]
+    def _process_of(self, replica: Replica) -> list[tuple[bytes, bytes]]:
+        """Return the lines of a server's metrics that no other process has."""
+        found = PROCESS.findall(self.pool.call("GET", "/metrics", decode=bytes, replica=replica))
+        for name in (b"process_start_time_seconds", b"vllm:prompt_tokens_created"):
+            if name not in dict(found):
+                raise EngineRefusalError(
+                    f"{self.pool.field}.url: {replica.url}/metrics has no {name.decode()}, by which a restart is "
+                    "noticed: start it with --api-server-count 1 and without --disable-log-stats, "
+                    "PROMETHEUS_MULTIPROC_DIR and PROMETHEUS_DISABLE_CREATED_SERIES"
+                )
+        return found
 
     def _completion(self, body: dict[str, Any], entries: int, replica: Replica | None) -> _Choice:
         send = partial(

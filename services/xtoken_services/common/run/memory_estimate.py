@@ -273,7 +273,7 @@ def _of_teacher(run: ResolvedRun, number: int, rank: int, of_rank: str, *, rings
 
 def _rollout_uses(spec: RunSpec, *, on_gpu: bool) -> Iterator[MemoryUse]:
     """Yield the weights that rank 0 publishes and those that rollout workers generate with; caches come on top."""
-    if spec.rollout is None or spec.rollout.url:
+    if spec.rollout is None or not spec.rollout.loads_model:
         return
     weights = weight_bytes(spec.student.model, spec.student.dtype)
     if spec.rollout.weights != "directory":

@@ -9,16 +9,19 @@ XTOKEN_ENGINE_SOURCES names: `vllm/`, `sglang/`. Nothing of them is imported; on
 import ast
 import base64
 import copy
+import dataclasses
 import json
 import math
 import os
+import pickle
 import shutil
 import time
+import typing
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -29,6 +32,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.doc_blocks import ROOT, fenced, shell_commands
 from tests.support.engine_server import Answer, ModelHandler, flat_top_logprobs, serving
+from tests.support.generating_server import GPU, shared
 from tests.support.tiny_run import documents, make_model
 from tests.unit.common.http_engine import recorded
 from tests.unit.common.http_engine.recorded import SGLANG, VLLM
@@ -42,6 +46,7 @@ from xtoken_services.common.http_engine.engine import Engine, Sampling
 from xtoken_services.common.http_engine.errors import EngineError, EngineRefusalError, SampleRefusedError
 from xtoken_services.common.http_engine.factory import open_engine
 from xtoken_services.demo.vocabularies import train_teacher_tokenizer
+from xtoken_services.rollout import served
 from xtoken_services.teacher.base import HeldOutText
 from xtoken_services.teacher.prepare import TeacherModel
 from xtoken_services.teacher.served import ServedTeacher, check_servers
@@ -207,7 +212,7 @@ def test_a_served_model_gives_what_a_loaded_one_does(
     measured, by_server = (each.evaluate(text_of_32) for each in (model, teacher))
     # The server's windows are one token shorter: a request has the last target too.
     assert by_server.tokens == measured.tokens and by_server.bytes == measured.bytes
-    longer = teacher.evaluate(replace(text_of_32, context_length=33))
+    longer = teacher.evaluate(dataclasses.replace(text_of_32, context_length=33))
     assert longer.bits_per_byte == pytest.approx(measured.bits_per_byte, rel=1e-4)
     assert longer.next_token_accuracy == measured.next_token_accuracy
     outside = read_topk(rows[:, -4:], settings)
@@ -320,10 +325,45 @@ def test_vllm_updates_weights_by_the_same_calls() -> None:
     assert "def reload_weights" in runner and "weights_path: str | None" in runner
 
 
+def test_vllm_takes_handles_where_it_may_unpickle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its own model of an update, which has no other parts of it; and by the names in its routes."""
+    named = 'get("init_info")', 'get("is_checkpoint_format", True)', 'get("update_info")'
+    paths = '"/init_weight_transfer_engine"', '"/start_weight_update"', '"/update_weights"', '"/finish_weight_update"'
+    routes = source("vllm", "entrypoints/serve/dev/rlhf/api_router.py")
+    assert all(part in routes for part in (*named, *paths))
+    envs = SimpleNamespace(VLLM_ALLOW_INSECURE_SERIALIZATION=True)
+    parts: dict[str, Any] = {**vars(dataclasses), **vars(typing), "ABC": object, "envs": envs, "base64": base64}
+    parts |= {"pickle": pickle, "__name__": __name__}
+    for file, name in (("base", "WeightTransferUpdateInfo"), ("ipc_engine", "IPCWeightTransferUpdateInfo")):
+        tree = ast.parse(source("vllm", f"distributed/weight_transfer/{file}.py"))
+        [node] = (at for at in tree.body if isinstance(at, ast.ClassDef) and at.name == name)
+        exec(compile(ast.Module([node], []), file, "exec"), parts)
+    monkeypatch.setattr(served, "reduce_tensor", shared)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid=GPU))
+    update = served.share(torch.nn.Linear(3, 2)).update
+    taken = parts["IPCWeightTransferUpdateInfo"](**update)
+    assert (taken.names, taken.shapes, taken.dtype_names) == (["weight", "bias"], [[2, 3], [2]], ["float32"] * 2)
+    assert [list(handle) for handle in taken.ipc_handles] == [[GPU], [GPU]]
+    envs.VLLM_ALLOW_INSECURE_SERIALIZATION = False
+    with pytest.raises(ValueError, match="without VLLM_ALLOW_INSECURE_SERIALIZATION=1"):
+        parts["IPCWeightTransferUpdateInfo"](**update)
+
+
 def test_vllm_tells_when_its_process_was_started() -> None:
     assert "    return REGISTRY" in source("vllm", "v1/metrics/prometheus.py")
-    text = pytest.importorskip("prometheus_client").generate_latest()
-    assert 1e9 < float(vllm.START.search(text)[1]) <= time.time()
+    assert 'name="vllm:prompt_tokens",' in source("vllm", "v1/metrics/loggers.py")
+    prometheus = pytest.importorskip("prometheus_client")
+    made = [time.time()]
+    for engine_ in range(2):
+        registry = prometheus.CollectorRegistry()
+        prometheus.ProcessCollector(registry=registry)
+        counter = prometheus.Counter("vllm:prompt_tokens", "Tokens.", ["model_name", "engine"], registry=registry)
+        counter.labels("m", str(engine_)).inc()
+        start, created = vllm.PROCESS.findall(prometheus.generate_latest(registry))
+        assert 1e9 < float(start[1]) <= time.time()
+        made.append(float(created[1]))
+    assert made[0] <= made[1] < made[2] <= time.time()
 
 
 @pytest.mark.parametrize(

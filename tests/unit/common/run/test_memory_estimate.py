@@ -117,6 +117,11 @@ def test_a_rollout_worker_has_the_students_weights(tmp_path: Path) -> None:
     weights = weight_bytes(run.spec.student.model, run.spec.student.dtype)
     second = MemoryUse("rollout worker 1's weights", weights, "rollout-1", gpu=2)  # the others are on the GPU beside
     assert added == [MemoryUse("the published weights", weights, "trainer-0"), second]
+    served = {"url": "http://a:1", "max_new_tokens": 2}
+    for by, taken in (("directory", 0), ("ipc", 2 * weights)):
+        run = with_models(tmp_path, rollout=served | {"url_weights": by}, loss={"kl_loss_weight_end": None})
+        needs = staying(run, 0, 1, rings=False)
+        assert sum(need.nbytes for need in needs if need.what not in alone) == taken
 
 
 def test_what_is_too_much_is_told_in_one_line() -> None:
