@@ -292,6 +292,10 @@ class RunSpec(ConfigModel):
         """Return a teacher as messages name it: with its number if there are several."""
         return teacher_name(number, len(self.teacher))
 
+    def teacher_key(self, number: int) -> str:
+        """Return a teacher's table as messages name it: with its number if there are several."""
+        return f"teacher.{number}" if len(self.teacher) > 1 else "teacher"
+
     def content_of(self, teacher: int) -> Content:
         """Return the kind of signal that a teacher sends."""
         hidden = self.workers.transport == "queue" or self.teacher[teacher].store is not None
@@ -422,7 +426,10 @@ def parse_run_spec(raw: object, *, source: str) -> RunSpec:
     try:
         return RunSpec.model_validate(raw)
     except ValidationError as error:
-        raise ConfigError(f"{source}: {describe(error, RunSpec)}") from error
+        text, teachers = describe(error, RunSpec), raw.get("teacher") if isinstance(raw, dict) else None
+        if isinstance(teachers, list) and len(teachers) == 1:  # as `RunSpec.teacher_key`
+            text = text.replace("teacher.0", "teacher")
+        raise ConfigError(f"{source}: {text}") from error
 
 
 def check_without_teachers(loss: LossConfig, held_out: EvalSpec | None) -> None:

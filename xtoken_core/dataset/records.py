@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,7 +104,11 @@ class UnusableRecordError(ValueError):
 
 
 class MissingFieldError(UnusableRecordError):
-    """The record has neither the field nor prompt + completion nor messages."""
+    """The record has neither the field nor prompt + completion nor messages; `fields` are those that it has."""
+
+    def __init__(self, field: str, fields: Iterable[str]) -> None:
+        super().__init__(f"no field {field!r}")
+        self.fields = ", ".join(map(repr, fields))[:200] or "none"
 
 
 def decode_utf8(raw: bytes) -> str:
@@ -167,7 +171,7 @@ def usable_value(row: Mapping[str, Any], field: str) -> dict[str, Any]:
             messages = _messages(_MADE_FROM[form](row) if form else row["messages"])
             tools = {"tools": _tools(row["tools"])} if row.get("tools") else {}
             return {"messages": messages} | tools | ({FORM: form} if form else {}) | beside
-    raise MissingFieldError(f"no field {field!r}")
+    raise MissingFieldError(field, row)
 
 
 def _from_sharegpt(row: Mapping[str, Any]) -> list[Any]:

@@ -117,9 +117,8 @@ def identity_of(run: ResolvedRun, teacher: int) -> StoreIdentity:
     spec, files = run.spec.teacher[teacher], run.teachers[teacher]
     content = run.spec.content_of(teacher)
     if content == "logits":
-        raise StoreError(
-            f'teacher.{teacher}.content = "logits": whole logits are not stored: set it to "hidden" or "topk"'
-        )
+        key = run.spec.teacher_key(teacher)
+        raise StoreError(f'{key}.content = "logits": whole logits are not stored: set it to "hidden" or "topk"')
     same = run.same_tokenizer[teacher]
     side = run.spec.student if same else spec
     template = (run.student if same else files).template_fingerprint

@@ -219,10 +219,13 @@ def status_line(status: RunStatus) -> str:
         more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
         parts.append(f"waiting for {', '.join(names[:MOST_NAMES])}{more} to load")
     parts += [f"{w.name} {w.activity}" for w in _busy(status)]
-    if left := status.remaining_s():
-        parts.append(f"about {span(math.ceil(left))} left")
+    parts += _left(status)
     workers = [f"{w.name} {w.state}{_restarts(w)}" for w in status.workers if _is_notable(w)]
     return ", ".join(parts + workers)
+
+
+def _left(status: RunStatus) -> list[str]:
+    return [f"about {span(math.ceil(left))} left"] if (left := status.remaining_s()) else []
 
 
 def _busy(status: RunStatus) -> list[WorkerStatus]:
@@ -335,7 +338,12 @@ def render_status(status: RunStatus, note: str) -> RenderableType:
     head = Table.grid(padding=(0, 2))
     completed = step if steps else status.text_read or 0
     bar = ProgressBar(total=steps or 1, completed=completed, width=BAR_WIDTH)
-    head.add_row(Text(status.name, style="bold", overflow="fold"), status.state, bar, _progress(status))
+    head.add_row(
+        Text(status.name, style="bold", overflow="fold"),
+        status.state,
+        bar,
+        ", ".join([_progress(status), *_left(status)]),
+    )
     parts = [head, _metrics(status), _workers(status)]
     notes = [*_warning_lines(status), note] if note else _warning_lines(status)
     return Group(*parts, *(Text(line, style="yellow") for line in notes))

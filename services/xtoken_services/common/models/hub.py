@@ -256,7 +256,8 @@ def fetch_inputs(document: dict[str, Any], base: Path, pinned: Mapping[str, str]
     given = document.get("hub")
     hub = Hub({**(given if isinstance(given, dict) else {}), **pinned})
     teachers = document.get("teacher", ())
-    models = [("student", document.get("student")), *((f"teacher.{n}", each) for n, each in enumerate(teachers))]
+    keys = [f"teacher.{n}" if len(teachers) > 1 else "teacher" for n in range(len(teachers))]
+    models = [("student", document.get("student")), *zip(keys, teachers, strict=True)]
     for name, table in models:
         for key in ("model", "tokenizer") if isinstance(table, dict) else ():
             if isinstance(table.get(key), str) and is_gguf(file := absolute_path(table[key], base)):

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from xtoken_core.config.loss import ADAPTIVE, LEAST_BYTES
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import ConfigError, OutputError
@@ -22,7 +23,7 @@ from xtoken_services.common.run.memory_estimate import (
 )
 from xtoken_services.common.run.memory_places import Place, places_of
 from xtoken_services.common.run.resolve import Progress, file_warnings, resolve_run
-from xtoken_services.common.text.training_text import documents_of
+from xtoken_services.common.text.training_text import documents_of, open_held_out
 
 MOST_ABOVE = 1.5
 """Times the memory of a machine from which on an estimate, which is at most 20% above the peak, refuses a run."""
@@ -47,7 +48,8 @@ def check_start(
     resolved = resolve_run(spec, progress)
     memory = check_host(resolved, Machine.of_this()) if spec.workers.launcher == "local" else []
     disk = _check_disk(resolved, output or spec.output)
-    return resolved, [*_size_lines(resolved), *_forms(resolved.spec), *memory, disk, *file_warnings(resolved)]
+    warnings = [*file_warnings(resolved), *_constant_weight(resolved.spec)]
+    return resolved, [*_size_lines(resolved), *_forms(resolved.spec), *memory, disk, *warnings]
 
 
 def _forms(spec: RunSpec) -> Iterator[str]:
@@ -55,6 +57,23 @@ def _forms(spec: RunSpec) -> Iterator[str]:
     for location, form in (found for text in documents_of(spec) for found in text.conversations()):
         if form:
             yield f"text: {location} is a record of {form}, and is read as messages, as is every other such record"
+
+
+def _constant_weight(spec: RunSpec) -> Iterator[str]:
+    """Yield a warning if an evaluation reads too little for an adaptive weight."""
+    if spec.eval is None or spec.loss.kl_loss_weight_end != ADAPTIVE or not spec.loss.weighs_kd:
+        return
+    read = 0
+    for document in open_held_out(spec).documents():
+        size = len(document.encode())
+        if read >= LEAST_BYTES or (read and read + size > spec.eval.max_bytes):
+            break
+        read += size
+    if read < LEAST_BYTES:
+        yield (
+            f"the weight of the divergence stays {spec.loss.kl_loss_weight:g}, however good the student becomes: of "
+            f"held-out text {read:,} bytes are read, fewer than {LEAST_BYTES:,} (eval.max_bytes = {spec.eval.max_bytes})"
+        )
 
 
 def _size_lines(run: ResolvedRun) -> list[str]:

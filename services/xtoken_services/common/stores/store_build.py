@@ -43,7 +43,7 @@ def build_spec(spec: RunSpec, teacher: int | None, out: str) -> RunSpec:
     chosen = spec.teacher[number]
     if chosen.content == "logits":
         raise ConfigError(
-            f'teacher.{number}.content = "logits": whole logits are not stored: set it to "hidden" or "topk"'
+            f'{spec.teacher_key(number)}.content = "logits": whole logits are not stored: set it to "hidden" or "topk"'
         )
     document: dict[str, Any] = spec.model_dump(exclude={"teacher", "loss", "eval", "report", "ray"})
     own = {"store": None, "store_missing": "fail", "content": chosen.content or "hidden", "weight": 1.0}
