@@ -266,11 +266,9 @@ class RunSpec(ConfigModel):
         check_served(self.loss, self.eval, self.teacher)
         served = {f"teacher.{number}": teacher for number, teacher in enumerate(self.teacher)}
         check_waiting({**served, "rollout": self.rollout}, self.workers.hang_timeout_s)
-        for index, teacher in enumerate(self.teacher):
+        for n, teacher in enumerate(self.teacher):
             if teacher.quantized == "fp8" and self.workers.device == "cpu":
-                raise ValueError(
-                    f'teacher.{index}.quantized = "fp8" needs a GPU, and workers.device is "cpu": unset it'
-                )
+                raise ValueError(f'teacher.{n}.quantized = "fp8" needs a GPU, and workers.device is "cpu": unset it')
         divided = next((number for number, teacher in enumerate(self.teacher) if teacher.gpus > 1), None)
         if divided is not None and self.eval is not None and self.eval.teacher_kl:
             raise ValueError(
@@ -427,7 +425,7 @@ def parse_run_spec(raw: object, *, source: str) -> RunSpec:
         return RunSpec.model_validate(raw)
     except ValidationError as error:
         text, teachers = describe(error, RunSpec), raw.get("teacher") if isinstance(raw, dict) else None
-        if isinstance(teachers, list) and len(teachers) == 1:  # as `RunSpec.teacher_key`
+        if not isinstance(teachers, (list, tuple)) or len(teachers) < 2:  # as `RunSpec.teacher_key`
             text = text.replace("teacher.0", "teacher")
         raise ConfigError(f"{source}: {text}") from error
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,11 +104,7 @@ class UnusableRecordError(ValueError):
 
 
 class MissingFieldError(UnusableRecordError):
-    """The record has neither the field nor prompt + completion nor messages; `fields` are those that it has."""
-
-    def __init__(self, field: str, fields: Iterable[str]) -> None:
-        super().__init__(f"no field {field!r}")
-        self.fields = ", ".join(map(repr, fields))[:200] or "none"
+    """The record has neither the field nor prompt + completion nor messages."""
 
 
 def decode_utf8(raw: bytes) -> str:
@@ -171,7 +167,8 @@ def usable_value(row: Mapping[str, Any], field: str) -> dict[str, Any]:
             messages = _messages(_MADE_FROM[form](row) if form else row["messages"])
             tools = {"tools": _tools(row["tools"])} if row.get("tools") else {}
             return {"messages": messages} | tools | ({FORM: form} if form else {}) | beside
-    raise MissingFieldError(field, row)
+    others = ", ".join(repr(name) for name in row if row[name] is not None)
+    raise MissingFieldError((f"no field {field!r}" + f", only {others}" * bool(others))[:200])
 
 
 def _from_sharegpt(row: Mapping[str, Any]) -> list[Any]:

@@ -230,9 +230,9 @@ def _course(run: ResolvedRun, evaluations: Sequence[Mapping[str, Any]]) -> str:
         return ""
     text = f", at temperature {run.spec.loss.temperature:g}"
     if run.spec.loss.kl_loss_weight_end == ADAPTIVE:
-        where = "the" if run.spec.eval is None else "held-out"
         why = why_constant(finite(evaluations[-1])) if evaluations else ""
-        less = f"counts less once the student comes near the teacher on {where} text"
+        where = "the text" if run.spec.eval is None else "held-out text"
+        less = f"counts less once the student comes near the teacher on {where}"
         text += "; the divergence " + (f"kept its weight {run.spec.loss.kl_loss_weight:g}: {why}" if why else less)
     return text
 
@@ -289,9 +289,7 @@ def _teachers(run: ResolvedRun) -> str:
 
 
 def _last_step(line: Mapping[str, Any] | None) -> str:
-    if line is None:
-        return ""
-    names = ("loss", "kl_loss", "kl_loss_scale", "ce_loss", "accuracy", "tokens_per_second", "mfu")
+    line, names = line or {}, ("loss", "kl_loss", "kl_loss_scale", "ce_loss", "accuracy", "tokens_per_second", "mfu")
     return "".join(f"| {name} at the last step | {line[name]:.6g} |\n" for name in names if line.get(name) is not None)
 
 

@@ -307,15 +307,14 @@ def largest_row(spec: RunSpec) -> int:
 def _check_messages(spec: RunSpec, index: TextIndex, same_tokenizer: Sequence[bool]) -> None:
     """Refuse a file that begins with messages where a tokenizer cannot take them: each of its records would be bad."""
     sides: list[tuple[str, ModelSpec]] = [("student", spec.student)]
-    for number, (teacher, same) in enumerate(zip(spec.teacher, same_tokenizer, strict=True)):
-        sides += [] if same else [(spec.teacher_name(number), teacher)]
-    without = [(what, side.tokenizer_dir) for what, side in sides if not _takes_messages(side)]
-    location = index.first_conversation() if without else None
-    if location is not None:
-        what, directory = without[0]
+    sides += [(spec.teacher_key(n), each) for n, each in enumerate(spec.teacher) if not same_tokenizer[n]]
+    without = [(key, side.tokenizer_dir) for key, side in sides if not _takes_messages(side)]
+    if without and (location := index.first_conversation()) is not None:
+        key, directory = without[0]
         raise InputError(
-            f"{location} holds messages, but the {what}'s tokenizer has no chat template: it cannot take messages "
-            f"({directory}): name one (chat_template), or a tokenizer that has one, or write the records as text"
+            f"{location} holds messages, but the {key}'s tokenizer has no chat template: it cannot take messages "
+            f"({directory}, perhaps a base model): set {key}.chat_template to a chat model's directory or a .jinja "
+            "file, take a chat model, or write the records as text"
         )
 
 
