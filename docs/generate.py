@@ -28,6 +28,7 @@ DOCS = Path(__file__).parent
 sys.path[:0] = [str(DOCS.parent), str(DOCS.parent / "services")]
 
 import xtoken  # noqa: E402
+from xtoken.integrations import Distillation  # noqa: E402
 from xtoken_core.config import RunSpec  # noqa: E402
 from xtoken_services.cli.app import app  # noqa: E402 - found by the line above
 from xtoken_services.common.run.defaults import FILLED  # noqa: E402
@@ -107,7 +108,7 @@ out what a run file may.
 
 PYTHON = """# From Python
 
-<!-- Written by `{make}` from xtoken/distill.py. -->
+<!-- Written by `{make}` from xtoken/distill.py and xtoken/integrations.py. -->
 
 {sections}
 """
@@ -382,17 +383,17 @@ def _json_default(schema: dict[str, Any]) -> str:
 def python() -> str:
     """Render the page about whole runs from Python: functions with their arguments, classes with their members."""
     sections = []
-    for name in ("distill", "dry_run", "DistillResult", "RunCallback"):
-        thing = getattr(xtoken, name)
+    for thing in (xtoken.distill, xtoken.dry_run, xtoken.DistillResult, xtoken.RunCallback, Distillation):
+        module = "xtoken.integrations" if thing is Distillation else "xtoken"
         text, parts = _docstring(thing)
         signature = inspect.signature(thing).parameters
         lines = [f"- `{_parameter(signature, part)}`: {says}" for part, says in parts.items() if says != "See there."]
-        members = vars(thing).items() if inspect.isclass(thing) else ()
+        members = vars(thing).items() if inspect.isclass(thing) and thing is not Distillation else ()
         for member, method in members:
             if inspect.isfunction(method) and not member.startswith("_"):
                 arguments = ", ".join([*inspect.signature(method).parameters][1:])
                 lines.append(f"- `{member}({arguments})`: {_docstring(method)[0]}")
-        sections.append("\n".join([f"## xtoken.{name}", "", text, "", *lines, ""]))
+        sections.append("\n".join([f"## {module}.{thing.__name__}", "", text, "", *lines, ""]))
     return PYTHON.format(make=MAKE, sections="\n".join(sections).rstrip())
 
 

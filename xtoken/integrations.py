@@ -97,21 +97,23 @@ def distillation_loss(
 class Distillation:
     """A mixin that gives `transformers.Trainer`, or a subclass such as TRL's `SFTTrainer`, a teacher.
 
-    Name it before the trainer among the bases. Records go to the trainer as they are: what prepares them has to be
-    turned off (`SFTConfig(dataset_kwargs={"skip_prepare_dataset": True})`).
+    `DistillationTrainer` is the first. For another, name this before it among the bases, and turn off what prepares
+    records (`SFTConfig(dataset_kwargs={"skip_prepare_dataset": True})`). `save_model` writes the student's tokenizer
+    too. One teacher, whole in every process; weights of the loss are constant. FSDP and DeepSpeed are untried.
 
     Args:
-        *args: Of the trainer.
-        pair: The two tokenizers and their loss, with `device` as the trainer has it.
+        *args: Of the trainer, with the student in float32.
+        pair: `TokenizerPair(student_tokenizer, teacher_tokenizer, device=...)`, with the trainer's device.
         teacher: A causal model of `transformers`.
-        **kwargs: Of the trainer.
+        **kwargs: Of the trainer; data sets have texts, or records as `TokenizerPair.collate` takes them.
 
     Raises:
         ConfigError: The pair's loss is on another device, or the process has several GPUs.
     """
 
     def __init__(self, *args: Any, pair: TokenizerPair, teacher: nn.Module, **kwargs: Any) -> None:
-        super().__init__(*args, **{"data_collator": DistillationCollator(pair), **kwargs})
+        own = {"data_collator": DistillationCollator(pair), "processing_class": pair.tokenizer}
+        super().__init__(*args, **own | kwargs)
         trainer: Any = self
         gpus, device = trainer.args.n_gpu, trainer.args.device
         if gpus > 1 or pair.device.type != device.type:

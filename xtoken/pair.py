@@ -22,6 +22,7 @@ class TokenizerPair:
     """Collator and loss of one student and one teacher with another tokenizer.
 
     Attributes:
+        tokenizer: The student's tokenizer.
         aligner: The aligner of the two tokenizers.
         collator: Turns texts into aligned rows of both sides.
         loss_fn: The loss, for several micro-batches to a step or other uses than `loss`.
@@ -50,6 +51,7 @@ class TokenizerPair:
         **loss: Any,
     ) -> None:
         config = _checked(loss)
+        self.tokenizer = student
         self.aligner = TokenAligner(student, teacher, special_tokens)
         self.collator = CrossTokenizerCollator(
             student_tokenizer=student,
@@ -107,10 +109,9 @@ def _checked(loss: Mapping[str, Any]) -> LossConfig:
         config = LossConfig(**{"kl_loss_weight_end": None, **loss})
         config.check_topk([False], [False])
         config.check_given_text()
-    except ValidationError as error:
-        raise ConfigError(f"TokenizerPair: {describe(error, LossConfig)}") from error
     except ValueError as error:
-        raise ConfigError(f"TokenizerPair: {error}") from error
+        why = describe(error, LossConfig) if isinstance(error, ValidationError) else error
+        raise ConfigError(f"TokenizerPair: {why}") from error
     if config.kl_loss_weight_end is not None:
         raise ConfigError(
             "kl_loss_weight_end needs the steps of a run: give loss_fn the kl_loss_weight of each step instead"

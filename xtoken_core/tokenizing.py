@@ -13,7 +13,7 @@ import numpy as np
 from xtoken_core.alignment.tables import SPECIAL, TokenTable, encode_each, token_table
 from xtoken_core.errors import InputError
 
-NO_TEMPLATE = "has no chat template: it cannot take messages (set chat_template of this model)"
+NO_TEMPLATE = "has no chat template: it cannot take messages (set its chat_template to a chat model's directory)"
 SHOWN_CHARACTERS = 20
 """Length of the part of a text that an error quotes."""
 _SENTINELS = ("\n", ":", "x", "。")

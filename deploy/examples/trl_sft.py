@@ -34,7 +34,6 @@ def train(student_dir: str, teacher_dir: str, text: str, out: str, **settings: o
         student,
         config,
         train_dataset=Dataset.from_list([{"text": line} for line in lines]),
-        processing_class=tokenizers[0],
         pair=xtoken.TokenizerPair(*tokenizers, context_length=128, mode="alm", device=config.device),
         teacher=teacher,
     )

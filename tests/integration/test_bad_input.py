@@ -118,10 +118,10 @@ CASES: list[tuple[Change, list[str]]] = [
     (wrong_field, ["content"]),
     (missing_projection, ["there is no projection file", "no-projection.safetensors", "xtoken projection build"]),
     (mode_of_no_teacher, ['mode = "gold" is used by no teacher']),
-    (shorter_teacher, ["teacher.0.context_length = 48", "up to 64 (student.context_length)"]),
-    (only_messages, ["chat.jsonl:1", "student's tokenizer has no chat template"]),
+    (shorter_teacher, ["teacher.context_length = 48", "up to 64 (student.context_length)"]),
+    (only_messages, ["chat.jsonl:1", "student's tokenizer has no chat template", "set student.chat_template to a"]),
     (damaged_projection, ["damaged.safetensors"]),
-    (sparse_projection, ["teacher.0.projection", "sparse.pt is sparse", "h_kl", "xtoken projection build"]),
+    (sparse_projection, ["teacher.projection", "sparse.pt is sparse", "h_kl", "xtoken projection build"]),
     (foreign_projection, ["to-other.safetensors", "xtoken projection build"]),
     (narrow_head, ["head", "100"]),
     (unknown_family, ['train.packing = "on"', "the teacher (", "mamba2", 'set it to "auto" or "off"']),
@@ -159,6 +159,8 @@ def test_dry_run_writes_nothing(assets: TinyAssets, tmp_path: Path) -> None:
     raw["data"]["path"] = str(write_jsonl(tmp_path / "long.jsonl", documents(200, seed=2)))
     done = CliRunner().invoke(app, ["run", str(write_run(tmp_path, raw)), "--dry-run"])
     assert done.exit_code == 0, done.stderr
+    assert done.stderr.startswith("checking files, tokenizers and text")
+    assert done.output.index("[student]") < done.output.index(" samples in "), "what matters is last"
     assert "[student]" in done.stdout and "eval: 2% of the records of data.path" in done.stdout
     assert not (tmp_path / "out").exists()
 

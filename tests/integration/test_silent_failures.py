@@ -208,8 +208,9 @@ def test_a_look_at_long_documents_reads_two_mebibytes_at_most(assets: TinyAssets
 @pytest.mark.slow
 def test_a_dry_run_warns_of_cut_documents(tiny: Tiny) -> None:
     long = write_jsonl(tiny.path / "long.jsonl", [" ".join(documents(20, seed=n)) for n in range(24)])
-    lines = check_run(tiny.spec(data={"path": long}), None)
-    assert any(line.startswith("text: 64 tokens each on average, about 1,536") for line in lines)
+    lines = check_run(tiny.spec(data={"path": long}, train={"micro_batch_tokens": 4096, "samples_per_step": 8}), None)
+    less = "a step has about 512, memory is estimated for micro-batches of 4,096"
+    assert f"text: 64 tokens each on average, about 1,536 in all; {less}" in lines, lines
     assert sum("samples are cut" in line for line in lines) == 1, "once"
     assert "--measure" in lines[-1] and "whether the teacher is better" in lines[-1]
     assert any(line.startswith("warning: 24 of 24 samples are cut at a context") for line in lines), lines
@@ -227,13 +228,25 @@ def test_evaluation_text_that_is_trained_on_is_warned_about(tiny: Tiny) -> None:
     assert list(file_warnings(fresh)) == []
 
 
+def test_too_little_held_out_text_for_an_adaptive_weight_is_warned_about(tiny: Tiny) -> None:
+    text = write_jsonl(tiny.path / "held-out.jsonl", documents(700, seed=3))
+    assert text.stat().st_size < 1 << 17
+    for most, warns in ((1 << 16, True), (1 << 17, False)):  # at the limit the last document does not fit
+        held_out = {"path": text, "max_bytes": most}
+        _, lines = check_start(tiny.spec(eval=held_out, loss={"mode": "p_kl", "kl_loss_weight_end": "adaptive"}))
+        said = [line for line in lines if line.startswith("the weight of the divergence stays 1, ")]
+        assert len(said) == warns and all("bytes of held-out text are read, fewer than 65,536" in one for one in said)
+
+
 @pytest.mark.slow
 def test_a_trial_compares_the_teacher_and_gives_the_time_of_the_whole_run(
-    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(dry_run, "TRIAL_BYTES", 250)
     held_out = write_jsonl(tiny.path / "held-out.jsonl", documents(6, seed=3))
-    spec = tiny.spec(eval={"path": held_out, "every": 2}, report={"tensorboard": True}, train={"checkpoint_every": 1})
+    adaptive = {"mode": "p_kl", "vocab_topk": 64, "kl_loss_weight_end": "adaptive"}
+    changes = {"report": {"tensorboard": True}, "train": {"checkpoint_every": 1}, "loss": adaptive}
+    spec = tiny.spec(eval={"path": held_out, "every": 2}, **changes)
     before = sorted(tiny.path.iterdir())
     *_, teacher, time = check_run(spec, None, measure=True)
     found = re.fullmatch(
@@ -256,6 +269,7 @@ def test_a_trial_compares_the_teacher_and_gives_the_time_of_the_whole_run(
         assert word == ("worse" if its > own else "better")
         assert float(difference) == pytest.approx(abs(its - own), abs=2e-4)
     assert sorted(tiny.path.iterdir()) == before, "the trial leaves nothing"
+    assert not any("weight of the divergence" in said for said in caplog.messages), "of its own text"
 
 
 @pytest.mark.slow

@@ -65,6 +65,8 @@ ADAPTIVE = "adaptive"
 """`kl_loss_weight_end` that is not set, for chain beside a cross-entropy."""
 MARGIN = 0.1
 """Bits per byte by which a student is better than its teacher once an adaptive weight is 0."""
+LEAST_BYTES = 64 << 10
+"""Bytes of held-out text, or of a window, below which the figure would be noise: an adaptive weight stays as it is."""
 IN_PLACE = "gradient_in_place needs a single teacher with another tokenizer: others read the logits"
 READ_BY: dict[str, tuple[LossMode, ...]] = {"vocab_topk": ("p_kl",), "uncommon_topk": ("gold", "h_kl")}
 """The modes that read a setting of the method's public configuration; others leave it alone."""

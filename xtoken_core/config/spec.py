@@ -266,11 +266,9 @@ class RunSpec(ConfigModel):
         check_served(self.loss, self.teacher)
         served = {f"teacher.{number}": teacher for number, teacher in enumerate(self.teacher)}
         check_waiting({**served, "rollout": self.rollout}, self.workers.hang_timeout_s)
-        for index, teacher in enumerate(self.teacher):
+        for n, teacher in enumerate(self.teacher):
             if teacher.quantized == "fp8" and self.workers.device == "cpu":
-                raise ValueError(
-                    f'teacher.{index}.quantized = "fp8" needs a GPU, and workers.device is "cpu": unset it'
-                )
+                raise ValueError(f'teacher.{n}.quantized = "fp8" needs a GPU, and workers.device is "cpu": unset it')
         self.loss.check_weights([t.weight for t in self.teacher])
         check_routes(self)
         check_sync(self)
@@ -285,6 +283,10 @@ class RunSpec(ConfigModel):
     def teacher_name(self, number: int) -> str:
         """Return a teacher as messages name it: with its number if there are several."""
         return teacher_name(number, len(self.teacher))
+
+    def teacher_key(self, number: int) -> str:
+        """Return a teacher's table as messages name it: with its number if there are several."""
+        return f"teacher.{number}" if len(self.teacher) > 1 else "teacher"
 
     def content_of(self, teacher: int) -> Content:
         """Return the kind of signal that a teacher sends."""
@@ -416,7 +418,10 @@ def parse_run_spec(raw: object, *, source: str) -> RunSpec:
     try:
         return RunSpec.model_validate(raw)
     except ValidationError as error:
-        raise ConfigError(f"{source}: {describe(error, RunSpec)}") from error
+        text, teachers = describe(error, RunSpec), raw.get("teacher") if isinstance(raw, dict) else None
+        if not isinstance(teachers, (list, tuple)) or len(teachers) < 2:  # as `RunSpec.teacher_key`
+            text = text.replace("teacher.0", "teacher")
+        raise ConfigError(f"{source}: {text}") from error
 
 
 def check_without_teachers(loss: LossConfig) -> None:

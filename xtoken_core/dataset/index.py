@@ -209,7 +209,7 @@ class DataIndex:
         if not len(self):
             raise InputError(f"{_names(self._sources)}: there is no record in it")
         first: BadRecord | None = None
-        usable = False
+        usable, why = False, ""
         for file, source in enumerate(self._sources):
             missing = rows = self._starts[file + 1] - self._starts[file]
             for row in range(rows):
@@ -218,13 +218,14 @@ class DataIndex:
                 except UnusableRecordError as error:
                     first = first or BadRecord(row, f"{source.name}:{row + 1}", str(error))
                     missing -= not isinstance(error, MissingFieldError)
+                    why = why or str(error)
                 else:
                     usable, missing = True, 0
                     break
             if missing and missing == rows:
                 raise InputError(
-                    f"no record of {source.name} has the field {self._field!r}: name the one with the text by --set "
-                    "data.field=NAME (held-out text: eval.field; xtoken align check: --field NAME)"
+                    f"no record of {source.name} has the field {self._field!r}: {why}: name the one with the text by "
+                    "--set data.field=NAME (held-out text: eval.field; xtoken align check: --field NAME)"
                 )
         if not usable and first is not None:
             raise InputError(

@@ -167,7 +167,8 @@ def usable_value(row: Mapping[str, Any], field: str) -> dict[str, Any]:
             messages = _messages(_MADE_FROM[form](row) if form else row["messages"])
             tools = {"tools": _tools(row["tools"])} if row.get("tools") else {}
             return {"messages": messages} | tools | ({FORM: form} if form else {}) | beside
-    raise MissingFieldError(f"no field {field!r}")
+    others = ", ".join(repr(name) for name in row if row[name] is not None)
+    raise MissingFieldError((f"no field {field!r}" + f", only {others}" * bool(others))[:200])
 
 
 def _from_sharegpt(row: Mapping[str, Any]) -> list[Any]:

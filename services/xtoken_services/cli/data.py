@@ -65,6 +65,8 @@ def check(
         base, source = run.resolve().parent if run else Path.cwd(), str(run or "the check")
         changes = [*models, *(settings or ())]
         spec, _ = fill_run_defaults(document | {"eval": "none"}, base, source=source, settings=changes)
+        if (run or student) and not as_json:
+            typer.echo("loading the tokenizers: some seconds, more for large vocabularies", err=True)
         collator = _collator(spec) if run or student else None
         for file, field in ((file, text.field or spec.data.field) for text in spec.data.texts for file in text.paths):
             with spinner(f"reading {file.name}", quiet=as_json):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from xtoken_core.config.eval import EvalSpec
+from xtoken_core.config.loss import ADAPTIVE
 from xtoken_core.config.rollout import RolloutSpec
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.config.train import ReportSpec
@@ -89,6 +90,8 @@ def _measured(spec: RunSpec, loss: str | None, steps: int) -> list[str]:
         changes["eval"] = spec.eval.model_copy(
             update={"every": MEASURED_STEPS, "max_bytes": _trial_bytes(spec.eval, spec)}
         )
+    if spec.loss.kl_loss_weight_end == ADAPTIVE:  # it would warn of the trial's own, shorter text
+        changes["loss"] = spec.loss.model_copy(update={"kl_loss_weight_end": None})
     if spec.rollout is not None:  # the steps of a cold start take less
         changes["rollout"] = spec.rollout.model_copy(update={"after": RolloutSpec.model_fields["after"].default})
     place, began = next(path for path in spec.output.parents if path.exists()), time.monotonic()

@@ -84,15 +84,16 @@ def run(
 
 
 def _print_dry_run(spec: RunSpec, notes: list[str], loss: str | None, *, measure: bool, as_json: bool) -> None:
-    """Check a run; print its sizes and warnings, then the resolved run file."""
+    """Check a run; print the resolved run file, then its sizes and warnings."""
     from xtoken_services.cli.dry_run import check_run
     from xtoken_services.common.run.run_text import resolved_text
 
-    if measure:
-        typer.echo("a few steps are taken with the real models: on a CPU that may take minutes", err=True)
-    for line in check_run(spec, loss, measure=measure):
+    steps = "taking a few steps with the real models: on a CPU that may take minutes"
+    typer.echo(steps if measure else "checking files, tokenizers and text: a new pair takes up to a minute", err=True)
+    lines = check_run(spec, loss, measure=measure)
+    typer.echo(resolved_text(spec, notes, as_json=as_json))  # its sizes and warnings below it, where they are seen
+    for line in lines:
         typer.echo(line, err=True)
-    typer.echo(resolved_text(spec, notes, as_json=as_json))
 
 
 def _print_comparison(distilled: dict[str, Any], baseline: dict[str, Any], *, as_json: bool) -> None:

@@ -219,10 +219,13 @@ def status_line(status: RunStatus) -> str:
         more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
         parts.append(f"waiting for {', '.join(names[:MOST_NAMES])}{more} to load")
     parts += [f"{w.name} {w.activity}" for w in _busy(status)]
-    if left := status.remaining_s():
-        parts.append(f"about {span(math.ceil(left))} left")
-    workers = [f"{w.name} {w.state}{_restarts(w)}" for w in status.workers if _is_notable(w)]
+    parts += _left(status)
+    workers = [f"{w.name} {w.state}{_restarts(w)}" for w in status.workers if w.state != "running" or w.restarts]
     return ", ".join(parts + workers)
+
+
+def _left(status: RunStatus) -> list[str]:
+    return [f"about {span(math.ceil(left))} left"] if (left := status.remaining_s()) else []
 
 
 def _busy(status: RunStatus) -> list[WorkerStatus]:
@@ -237,9 +240,8 @@ def _unready(status: RunStatus) -> list[str]:
         return []
     workers = [w for w in status.workers if w.kind != "queue" and w.state == "running"]
     workers = [w for w in workers if w not in _busy(status)]
-    if any(
-        w.kind == "trainer" and w.phase == READY for w in status.workers
-    ):  # all were ready once: one without a phase is exiting
+    # All were ready once: one without a phase is exiting.
+    if any(w.kind == "trainer" and w.phase == READY for w in status.workers):
         return [w.name for w in workers if w.phase == LOADING and w.restarts]
     if status.last and status.metrics.get("step", 0) >= (status.step or 0):  # it has trained since the last poll
         return []
@@ -333,9 +335,9 @@ def render_status(status: RunStatus, note: str) -> RenderableType:
     """Return a display of a run's progress, metrics, queue and workers, with a note below."""
     step, steps = status.step or 0, status.steps or 0
     head = Table.grid(padding=(0, 2))
-    completed = step if steps else status.text_read or 0
-    bar = ProgressBar(total=steps or 1, completed=completed, width=BAR_WIDTH)
-    head.add_row(Text(status.name, style="bold", overflow="fold"), status.state, bar, _progress(status))
+    bar = ProgressBar(total=steps or 1, completed=step if steps else status.text_read or 0, width=BAR_WIDTH)
+    done = ", ".join([_progress(status), *_left(status)])
+    head.add_row(Text(status.name, style="bold", overflow="fold"), status.state, bar, done)
     parts = [head, _metrics(status), _workers(status)]
     notes = [*_warning_lines(status), note] if note else _warning_lines(status)
     return Group(*parts, *(Text(line, style="yellow") for line in notes))
@@ -392,10 +394,6 @@ def _worker(worker: WorkerStatus) -> dict[str, Text]:
     }
     style = STATE_STYLES.get(worker.state, "")
     return {name: Text(value, style=style if name == "state" else "") for name, value in cells.items()}
-
-
-def _is_notable(worker: WorkerStatus) -> bool:
-    return worker.state != "running" or worker.restarts > 0
 
 
 def _restarts(worker: WorkerStatus) -> str:

@@ -69,8 +69,8 @@ def opened_teacher(
                 )
             if run.spec.content_of(teacher) == "hidden" and not made.plain_head:
                 raise ConfigError(
-                    f'teacher.{teacher}.content = "hidden": the logits of {settings.model} are not just hidden states '
-                    'times head: let it send logits (teacher.content = "logits" or "topk")'
+                    f'{run.spec.teacher_key(teacher)}.content = "hidden": the logits of {settings.model} are not just '
+                    'hidden states times head: let it send logits (teacher.content = "logits" or "topk")'
                 )
             report("")
             log.info("%s loaded from %s on %s", made.name, source, " and ".join(map(str, devices)))
@@ -84,7 +84,7 @@ def _served(run: ResolvedRun, teacher: int, rank: int) -> ServedTeacher:
     check_room(run, device)
     tokenizer = load_tokenizer(settings.tokenizer_dir, spec.teacher_name(teacher))
     text = TextTokenizer(tokenizer, spec.teacher_name(teacher))
-    engine = open_engine(settings, f"teacher.{teacher}", run.teachers[teacher].vocab_size)
+    engine = open_engine(settings, spec.teacher_key(teacher), run.teachers[teacher].vocab_size)
     model = ServedTeacher(engine, device, topk_settings(run, teacher), run.teachers[teacher].head_width)
     model.pad_id = pad_id(tokenizer)
     try:

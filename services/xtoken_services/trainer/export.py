@@ -26,7 +26,9 @@ from xtoken_core.errors import OutputError
 from xtoken_core.regular_files import MIB, read_json_object, read_regular
 from xtoken_services.common.files.jsonl import lines_before_step
 from xtoken_services.common.run.loss_words import loss_in_words
+from xtoken_services.common.run.metric_lines import finite
 from xtoken_services.trainer.checkpoint import Cursor
+from xtoken_services.trainer.kd_weight import why_constant
 
 EVAL_METRICS = (
     ("bits_per_byte", "bits per byte"),
@@ -186,7 +188,7 @@ tags: [{"distillation, " if spec.teacher else ""}xtoken]
 
 ## Origin
 
-{_origin(run)}
+{_origin(run, evaluations)}
 
 ## Licences
 
@@ -210,24 +212,26 @@ xtoken {_version()}, torch {torch.__version__}, transformers {transformers.__ver
 """
 
 
-def _origin(run: ResolvedRun) -> str:
+def _origin(run: ResolvedRun, evaluations: Sequence[Mapping[str, Any]]) -> str:
     spec, lora = run.spec, run.spec.train.lora
     adapters = f", adapters of rank {lora.rank} ({lora.export})" if lora else ""
     return f"""- student: `{base_model(spec.student.model)}`, {spec.student.dtype}{adapters}
 {_teachers(run)}- data: {text_names(spec.data.paths)}: {run.records} records, of which the run \
 goes through {run.positions} (`data.epochs` = {spec.data.epochs}), \
 fingerprint `{run.data_fingerprint[:16]}`
-- loss: {loss_in_words(spec.model_dump(), run.same_tokenizer)}{_course(run)}"""
+- loss: {loss_in_words(spec.model_dump(), run.same_tokenizer)}{_course(run, evaluations)}"""
 
 
-def _course(run: ResolvedRun) -> str:
+def _course(run: ResolvedRun, evaluations: Sequence[Mapping[str, Any]]) -> str:
     """Return the temperature, and how the weight of the divergence changes; empty without a teacher."""
     if not run.spec.teacher:
         return ""
     text = f", at temperature {run.spec.loss.temperature:g}"
     if run.spec.loss.kl_loss_weight_end == ADAPTIVE:
-        where = "the" if run.spec.eval is None else "held-out"
-        text += f"; the divergence counts less once the student comes near the teacher on {where} text"
+        why = why_constant(finite(evaluations[-1])) if evaluations else ""
+        where = "the text" if run.spec.eval is None else "held-out text"
+        less = f"counts less once the student comes near the teacher on {where}"
+        text += "; the divergence " + (f"kept its weight {run.spec.loss.kl_loss_weight:g}: {why}" if why else less)
     return text
 
 
@@ -283,9 +287,7 @@ def _teachers(run: ResolvedRun) -> str:
 
 
 def _last_step(line: Mapping[str, Any] | None) -> str:
-    if line is None:
-        return ""
-    names = ("loss", "kl_loss", "ce_loss", "accuracy", "tokens_per_second", "mfu")
+    line, names = line or {}, ("loss", "kl_loss", "kl_loss_scale", "ce_loss", "accuracy", "tokens_per_second", "mfu")
     return "".join(f"| {name} at the last step | {line[name]:.6g} |\n" for name in names if line.get(name) is not None)
 
 

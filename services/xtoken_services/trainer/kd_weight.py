@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from xtoken_core.config.loss import ADAPTIVE, MARGIN
+from xtoken_core.config.loss import ADAPTIVE, LEAST_BYTES, MARGIN
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_services.common.files.jsonl import lines_before_step
 from xtoken_services.common.run.metric_lines import BITS, TEACHER_BITS, finite
@@ -21,8 +21,6 @@ log = logging.getLogger("xtoken.trainer")
 
 EVALUATIONS = 3
 """Evaluations, or windows of the training text, whose mean is compared with the teacher."""
-LEAST_BYTES = 64 << 10
-"""Bytes of held-out text, or of a window, below which the figure would be noise: an adaptive weight stays as it is."""
 TEXT, TEXT_BYTES = "text_", "text_bytes"
 """Prefixes of the metrics of `TextNats`."""
 Window = dict[str, float]
@@ -91,14 +89,14 @@ class KdWeight:
     def _held_out(self, step: int) -> float | None:
         lines = deque(lines_before_step(self.run.spec.output / "eval.jsonl", step + 1), maxlen=EVALUATIONS)
         rows = [finite(line) for line in lines]
-        why = _why_constant(rows[-1]) if rows else ""
+        why = why_constant(rows[-1]) if rows else ""
         if why:
             self._log_constant(why, step)
         if why or not any(BITS in row for row in rows):
             return None
         # Teachers of different texts count until the student has passed the best one of each text.
         also = self.run.spec.eval.also_by_name if self.run.spec.eval is not None and self.run.routes else ()
-        measured = [name for name in also if not _why_constant(rows[-1], f"_{name}")]
+        measured = [name for name in also if not why_constant(rows[-1], f"_{name}")]
         return max(_behind(rows, suffix) for suffix in ("", *(f"_{name}" for name in measured)))
 
     def _text(self, step: int) -> list[Window]:
@@ -120,7 +118,7 @@ def _behind(rows: Sequence[Mapping[str, float]], suffix: str) -> float:
     return math.fsum(after_start) / len(after_start) - rows[-1][TEACHER_BITS + suffix]
 
 
-def _why_constant(last: Mapping[str, float], suffix: str = "") -> str:
+def why_constant(last: Mapping[str, float], suffix: str = "") -> str:
     """Return why the last evaluation does not decide the weight; empty if it does."""
     if last.get(f"bytes{suffix}", 0) < LEAST_BYTES:
         return f"fewer than {LEAST_BYTES >> 10} KiB of held-out text are read (eval.max_bytes)"

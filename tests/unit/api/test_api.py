@@ -93,7 +93,7 @@ def test_settings_by_file_and_by_name_exclude_each_other(tmp_path: Path) -> None
     [
         ({"data": None}, "data: field required"),
         ({"student": 5}, "student: it takes a table of settings"),
-        ({"teacher": [object()]}, "teacher.0: it takes a table of settings"),
+        ({"teacher": [object()]}, "teacher: it takes a table of settings"),
         ({"student": {"model": torch.nn.Linear(1, 1)}}, "student: a model in memory needs its tokenizer: student="),
         ({"data": 7}, "data: it takes a table of settings"),
         ({"data": [{"text": "a"}, "b"]}, "data: record 1 is no JSON such as"),

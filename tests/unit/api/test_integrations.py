@@ -179,6 +179,9 @@ def test_an_evaluation_is_by_its_own_counts(assets: TinyAssets, tmp_path: Path) 
         expected, _ = pair.loss(batch, student(batch["input_ids"]).logits, theirs)
     assert trainer.evaluate()["eval_loss"] == pytest.approx(float(expected), rel=CLOSE)
     assert not any(parameter.requires_grad for parameter in teacher.parameters())
+    trainer.save_model(str(tmp_path / "saved"))
+    saved = AutoTokenizer.from_pretrained(tmp_path / "saved")
+    assert saved("x = 345")["input_ids"] == pair.tokenizer("x = 345")["input_ids"], "beside the weights"
 
 
 def test_a_pair_on_another_device_is_refused(assets: TinyAssets, tmp_path: Path) -> None:

@@ -102,6 +102,7 @@ def test_login_redirects_back(guarded: TestClient, runs: Runs) -> None:
     put(runs, "old-1")
     redirect = guarded.get("/runs/old-1/files")
     assert (redirect.status_code, redirect.headers["location"]) == (303, "/login?next=%2Fruns%2Fold-1%2Ffiles")
+    assert "REST: /docs" in redirect.text, "what curl shows"
     assert guarded.get("/", headers={"HX-Request": "true"}).headers["hx-redirect"] == "/login"
     assert guarded.get("/v1/runs").headers["www-authenticate"] == "Bearer", "API clients get a 401, not a redirect"
     assert guarded.get("/static/base.css").status_code == 200

@@ -194,7 +194,8 @@ def test_of_a_conversation_only_the_answers_are_learnt_and_aligned(student, teac
     collator = several(student, teacher, ctx_length_student=200, ctx_length_teacher=[200, None, 200])
     rows = collator.rows([{"messages": CHAT}, {"text": "fine"}])
     assert rows.refused == {
-        0: "the teacher 2's tokenizer has no chat template: it cannot take messages (set chat_template of this model)"
+        0: "the teacher 2's tokenizer has no chat template: it cannot take messages (set its chat_template to a chat "
+        "model's directory)"
     }
     assert rows.records == [1]
     with pytest.raises(InputError, match="record 0 of the batch: the teacher 2's tokenizer has no chat template"):

@@ -245,7 +245,7 @@ def broken_inputs(tmp_path: Path) -> dict[str, tuple[Path, str]]:
         "numbers": (tmp_path / "numbers.parquet", "'text' of .* holds int64, not text"),
         "other-field": (
             tmp_path / "other.jsonl",
-            "no record of .*other.jsonl has the field 'text'.* by --set data.field=NAME ",
+            "no record of .*other.jsonl has the field 'text': no field 'text', only 'body': name .* data.field=NAME ",
         ),
     }
 

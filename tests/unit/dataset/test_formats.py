@@ -342,7 +342,9 @@ def test_a_check_counts_what_is_used_cut_and_skipped(assets: TinyAssets, tmp_pat
     none = {"skipped: no assistant message that every chat template shows as it is": (1, f"{path}:3")}
     expected = {"used": (4, f"{path}:1"), "cut": (2, f"{path}:2"), **none, **skipped}
     assert checked(path, *models) == (8, "ShareGPT", expected)
-    shown = CliRunner().invoke(data_app, ["check", str(path), *map(str, models)]).stdout
+    done = CliRunner().invoke(data_app, ["check", str(path), *map(str, models)])
+    assert done.stderr.startswith("loading the tokenizers: some seconds")
+    shown = done.stdout
     assert shown.startswith(f"{path}: 8 records of ShareGPT, read as messages\n")
     run = tmp_path / "run.toml"
     side = 'model = "{}"\nchat_template = "template.jinja"\ncontext_length = 64\n'

@@ -125,9 +125,10 @@ def test_the_picture_cuts_nothing_at_80_columns() -> None:
 
 def test_the_picture_shows_losses_speed_queue_and_workers() -> None:
     out = io.StringIO()
-    Console(file=out, width=120).print(render_status(status(), "stopping"))
+    last = {**(status().last or {}), "seconds": 2.0}
+    Console(file=out, width=120).print(render_status(status(last=last), "stopping"))
     for text in (
-        "step 3/12",
+        "step 3/12, about 18 s left",
         "loss 4.5000",
         "grad_norm 1.5",
         "24 samples, 3.0/1024 MiB",

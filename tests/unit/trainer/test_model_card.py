@@ -1,5 +1,6 @@
 """What a model's card says of its origin, for each kind of teacher."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from xtoken_services.trainer.checkpoint import Cursor
 from xtoken_services.trainer.export import base_model, licence_of, model_card, position_counts
 
 
-def card(directory: Path, teachers: list[dict[str, Any]], **changes: Any) -> str:
+def card(
+    directory: Path, teachers: list[dict[str, Any]], evaluations: Sequence[dict[str, Any]] = (), **changes: Any
+) -> str:
     """Of a run that is over; a teacher has a projection unless it is set to None."""
     run = resolved_run(directory, teachers=len(teachers))
     raw = run.spec.model_dump()
@@ -25,7 +28,7 @@ def card(directory: Path, teachers: list[dict[str, Any]], **changes: Any) -> str
     ]
     spec = RunSpec.model_validate({**raw, **changes})
     run = run.model_copy(update={"spec": spec, "teachers": tuple(files)})
-    return model_card(run, position_counts(run, Cursor(step=run.steps, trained=32)), [], None)
+    return model_card(run, position_counts(run, Cursor(step=run.steps, trained=32)), evaluations, None)
 
 
 OWN: dict[str, Any] = {}
@@ -71,6 +74,15 @@ def test_a_weight_that_changes_is_stated_at_both_ends(tmp_path: Path) -> None:
 def test_a_weight_that_ends_as_it_begins_is_stated_once(tmp_path: Path) -> None:
     text = card(tmp_path, [OWN], loss={"kl_loss_weight": 0.0, "kl_loss_weight_end": 0.0})
     assert "- loss: cross-entropy, at temperature 1\n" in text
+
+
+def test_an_adaptive_weight_that_stayed_is_stated(tmp_path: Path) -> None:
+    for size, said in (
+        (1 << 16, "counts less once"),
+        (1 << 15, "kept its weight 1: fewer than 64 KiB of held-out text"),
+    ):
+        row = {"step": 0, "bytes": size, "teacher_bits_per_byte": 1.0, "documents": 2}
+        assert f"at temperature 1; the divergence {said}" in card(tmp_path, [OWN], [row], eval={"path": "held-out.txt"})
 
 
 @pytest.mark.parametrize(("name", "bits"), [("fp8", 8), ("nf4", 4)])

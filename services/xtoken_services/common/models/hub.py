@@ -164,27 +164,19 @@ class Hub:
     def _fetch(self, name: str, repository: HubId, kind: str, patterns: Sequence[str], ignored: Sequence[str]) -> Path:
         key = (DATASET if kind == "dataset" else "") + repository.requested
         pinned = self.pinned.get(key)
-        path = (
-            self._cached(repository, kind, pinned) if pinned else None
-        )  # whole: it is pinned once it has been fetched
+        # A cached one is whole: it is pinned once it has been fetched.
+        path = self._cached(repository, kind, pinned) if pinned else None
         if path is None:
             from huggingface_hub import snapshot_download
             from huggingface_hub.utils.tqdm import disable_progress_bars
 
             if not sys.stderr.isatty():
                 disable_progress_bars()
+            what = _hub_options() | {"repo_type": kind, "revision": pinned or repository.revision}
+            what |= {"allow_patterns": list(patterns), "ignore_patterns": list(ignored)}
             try:
                 with spinner(f"getting {repository.requested} from the Hub"):
-                    path = Path(
-                        snapshot_download(
-                            repository.repo,
-                            repo_type=kind,
-                            revision=pinned or repository.revision,
-                            **_hub_options(),
-                            allow_patterns=list(patterns),
-                            ignore_patterns=list(ignored),
-                        )
-                    )
+                    path = Path(snapshot_download(repository.repo, **what))
             except Exception as error:  # of the library, its HTTP client, or the disk
                 raise _refused(name, repository, kind, error) from error
         self.commits[key] = path.name
@@ -256,7 +248,8 @@ def fetch_inputs(document: dict[str, Any], base: Path, pinned: Mapping[str, str]
     given = document.get("hub")
     hub = Hub({**(given if isinstance(given, dict) else {}), **pinned})
     teachers = document.get("teacher", ())
-    models = [("student", document.get("student")), *((f"teacher.{n}", each) for n, each in enumerate(teachers))]
+    keys = [f"teacher.{n}" if len(teachers) > 1 else "teacher" for n in range(len(teachers))]
+    models = [("student", document.get("student")), *zip(keys, teachers, strict=True)]
     for name, table in models:
         for key in ("model", "tokenizer") if isinstance(table, dict) else ():
             if isinstance(table.get(key), str) and is_gguf(file := absolute_path(table[key], base)):

@@ -142,8 +142,10 @@ def _check_as_workers(request: dict[str, Any], _: Progress) -> list[str]:
     share, each = found["truncated"] / max(found["positions"], 1), found["tokens"] / max(found["positions"], 1)
     warnings = left_out_warnings(found, found["positions"])
     cut = "" if "truncated" in warnings else f"{share:.0%} of {found['positions']} samples are cut; "  # or said twice
+    step, most = each * run.spec.train.samples_per_step, run.spec.train.micro_batch_tokens
+    less = f"; a step has about {step:,.0f}, memory is estimated for micro-batches of {most:,}" * (2 * step < most)
     return [
-        f"text: {cut}{each:.0f} tokens each on average, about {each * run.positions:,.0f} in all",
+        f"text: {cut}{each:.0f} tokens each on average, about {each * run.positions:,.0f} in all{less}",
         *warnings.values(),
     ]
 

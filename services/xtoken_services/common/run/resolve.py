@@ -67,7 +67,7 @@ def resolve_run(spec: RunSpec, progress: Progress | None = None) -> ResolvedRun:
     for number, teacher in enumerate(spec.teacher):
         if teacher.projection is not None:
             check_projection_pair(teacher.projection, spec.student.tokenizer_dir, teacher.tokenizer_dir)
-            _check_projection_form(number, teacher.projection, spec.loss.mode_of(number))
+            _check_projection_form(spec.teacher_key(number), teacher.projection, spec.loss.mode_of(number))
     same_tokenizer = same_tokenizer_of(spec, student, teachers)
     _check_teachers(spec, same_tokenizer)
     for number, teacher in enumerate(spec.teacher):
@@ -173,7 +173,7 @@ def _pair_file(
     """Return the file that a teacher's loss reads about the two tokenizers, built first if need be; None: none."""
     teacher, kind = spec.teacher[number], PAIR_KINDS.get(spec.loss.mode_of(number))
     if teacher.projection is not None and kind != "chain":
-        check_special_tokens(number, teacher)
+        check_special_tokens(spec.teacher_key(number), teacher)
         return teacher.projection
     fingerprints = student.tokenizer_fingerprint, files.tokenizer_fingerprint
     if kind is None or same_tokenizer:
@@ -210,7 +210,7 @@ def _obstacle_to_packing(spec: RunSpec) -> str:
     return ""
 
 
-def _check_projection_form(teacher: int, file: Path, mode: LossMode) -> None:
+def _check_projection_form(table: str, file: Path, mode: LossMode) -> None:
     """Refuse a sparse projection for a loss that reads rows of weights.
 
     Raises:
@@ -218,7 +218,7 @@ def _check_projection_form(teacher: int, file: Path, mode: LossMode) -> None:
     """
     if mode in DENSE_ONLY and is_sparse(file):
         raise ConfigError(
-            f'teacher.{teacher}.projection: {file} is sparse, loss.mode = "{mode}" takes a dense top-k file: build one '
+            f'{table}.projection: {file} is sparse, loss.mode = "{mode}" takes a dense top-k file: build one '
             "with xtoken projection build"
         )
 
@@ -267,7 +267,8 @@ def _without_effect(run: ResolvedRun) -> Iterator[str]:
     train = run.spec.train
     for number, teacher in enumerate(run.spec.teacher):
         if teacher.projection is not None and run.pair_file(number) != teacher.projection:
-            yield f'teacher.{number}.projection is not read by loss.mode = "{run.spec.loss.mode_of(number)}"'
+            key, mode = run.spec.teacher_key(number), run.spec.loss.mode_of(number)
+            yield f'{key}.projection is not read by loss.mode = "{mode}"'
     yield from _unread_loss_settings(run)
     if train.parallel == "fsdp" and run.world == 1:
         yield 'train.parallel = "fsdp" does nothing for a single rank (workers.ranks, workers.nodes)'
@@ -306,15 +307,14 @@ def largest_row(spec: RunSpec) -> int:
 def _check_messages(spec: RunSpec, index: TextIndex, same_tokenizer: Sequence[bool]) -> None:
     """Refuse a file that begins with messages where a tokenizer cannot take them: each of its records would be bad."""
     sides: list[tuple[str, ModelSpec]] = [("student", spec.student)]
-    for number, (teacher, same) in enumerate(zip(spec.teacher, same_tokenizer, strict=True)):
-        sides += [] if same else [(spec.teacher_name(number), teacher)]
-    without = [(what, side.tokenizer_dir) for what, side in sides if not _takes_messages(side)]
-    location = index.first_conversation() if without else None
-    if location is not None:
-        what, directory = without[0]
+    sides += [(spec.teacher_key(n), each) for n, each in enumerate(spec.teacher) if not same_tokenizer[n]]
+    without = [(key, side.tokenizer_dir) for key, side in sides if not _takes_messages(side)]
+    if without and (location := index.first_conversation()) is not None:
+        key, directory = without[0]
         raise InputError(
-            f"{location} holds messages, but the {what}'s tokenizer has no chat template: it cannot take messages "
-            f"({directory}): name one (chat_template), or a tokenizer that has one, or write the records as text"
+            f"{location} holds messages, but the {key}'s tokenizer has no chat template: it cannot take messages "
+            f"({directory}, perhaps a base model): set {key}.chat_template to a chat model's directory or a .jinja "
+            "file, take a chat model, or write the records as text"
         )
 
 
@@ -351,7 +351,7 @@ def _check_signal(resolved: ResolvedRun) -> None:
     for number, teacher in enumerate(resolved.teachers):
         if spec.content_of(number) == "hidden" and not teacher.hidden_size:
             raise ConfigError(
-                f'teacher.{number}.content = "hidden": {spec.teacher[number].model / "config.json"} names no '
+                f'{spec.teacher_key(number)}.content = "hidden": {spec.teacher[number].model / "config.json"} names no '
                 'hidden_size: let the teacher send logits (teacher.content = "logits" or "topk")'
             )
 
@@ -470,12 +470,14 @@ def _check_same_tokenizer(spec: RunSpec, number: int) -> None:
     """
     teacher, length = spec.teacher[number], spec.student.context_length
     if teacher.special_tokens:
-        raise ValueError(f"teacher.{number}.special_tokens: this teacher has the student's tokenizer: unset it")
+        raise ValueError(
+            f"{spec.teacher_key(number)}.special_tokens: this teacher has the student's tokenizer: unset it"
+        )
     if teacher.context_length < length:
         raise ValueError(
-            f"teacher.{number}.context_length = {teacher.context_length}: this teacher has the student's tokenizer and "
-            f"reads the student's tokens, up to {length} (student.context_length): make it at least as long, or lower "
-            "student.context_length"
+            f"{spec.teacher_key(number)}.context_length = {teacher.context_length}: this teacher has the student's "
+            f"tokenizer and reads the student's tokens, up to {length} (student.context_length): make it at least as "
+            "long, or lower student.context_length"
         )
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Sequence
+from itertools import accumulate, takewhile
 from pathlib import Path
 
+from xtoken_core.config.loss import ADAPTIVE, LEAST_BYTES
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import ConfigError, OutputError
@@ -22,7 +24,7 @@ from xtoken_services.common.run.memory_estimate import (
 )
 from xtoken_services.common.run.memory_places import Place, places_of
 from xtoken_services.common.run.resolve import Progress, file_warnings, resolve_run
-from xtoken_services.common.text.training_text import documents_of
+from xtoken_services.common.text.training_text import documents_of, open_held_out
 
 MOST_ABOVE = 1.5
 """Times the memory of a machine from which on an estimate, which is at most 20% above the peak, refuses a run."""
@@ -47,7 +49,8 @@ def check_start(
     resolved = resolve_run(spec, progress)
     memory = check_host(resolved, Machine.of_this()) if spec.workers.launcher == "local" else []
     disk = _check_disk(resolved, output or spec.output)
-    return resolved, [*_size_lines(resolved), *_forms(resolved.spec), *memory, disk, *file_warnings(resolved)]
+    warnings = [*file_warnings(resolved), *weight_warnings(resolved.spec)]
+    return resolved, [*_size_lines(resolved), *_forms(resolved.spec), *memory, disk, *warnings]
 
 
 def _forms(spec: RunSpec) -> Iterator[str]:
@@ -55,6 +58,19 @@ def _forms(spec: RunSpec) -> Iterator[str]:
     for location, form in (found for text in documents_of(spec) for found in text.conversations()):
         if form:
             yield f"text: {location} is a record of {form}, and is read as messages, as is every other such record"
+
+
+def weight_warnings(spec: RunSpec) -> Iterator[str]:
+    """Yield a warning if an evaluation reads too little for an adaptive weight."""
+    if spec.eval is None or spec.loss.kl_loss_weight_end != ADAPTIVE or not spec.loss.weighs_kd:
+        return
+    most, sizes = spec.eval.max_bytes, accumulate(len(text.encode()) for text in open_held_out(spec).documents())
+    first = next(sizes, 0)  # which is always read
+    if (read := max(takewhile(lambda size: size <= most, sizes), default=first)) < LEAST_BYTES:
+        yield (
+            f"the weight of the divergence stays {spec.loss.kl_loss_weight:g}, however good the student becomes: "
+            f"{read:,} bytes of held-out text are read, fewer than {LEAST_BYTES:,} (eval.max_bytes = {most})"
+        )
 
 
 def _size_lines(run: ResolvedRun) -> list[str]:
@@ -66,9 +82,7 @@ def _size_lines(run: ResolvedRun) -> list[str]:
     if spec.eval is not None:
         often = f"evaluated {spec.eval.evaluations(run.steps)} times, every {spec.eval.every} steps"
         tokens += f"; {often}, on at most {spec.eval.max_bytes:,} bytes"
-    loaded = [
-        (spec.teacher_name(number), teacher) for number, teacher in enumerate(spec.teacher) if teacher.loads_model
-    ]
+    loaded = [(spec.teacher_name(n), teacher) for n, teacher in enumerate(spec.teacher) if teacher.loads_model]
     models = [("student", spec.student), *loaded]
     counts = [f"{what} {weight_count(model.model) / 1e6:,.1f} million parameters" for what, model in models]
     return [f"text: {texts}: {steps}, {tokens}", f"models: {', '.join(counts)}"]

@@ -42,9 +42,8 @@ def build_spec(spec: RunSpec, teacher: int | None, out: str) -> RunSpec:
     number = teacher_number(spec, teacher)
     chosen = spec.teacher[number]
     if chosen.content == "logits":
-        raise ConfigError(
-            f'teacher.{number}.content = "logits": whole logits are not stored: set it to "hidden" or "topk"'
-        )
+        key = spec.teacher_key(number)
+        raise ConfigError(f'{key}.content = "logits": whole logits are not stored: set it to "hidden" or "topk"')
     document: dict[str, Any] = spec.model_dump(exclude={"teacher", "loss", "eval", "report", "ray"})
     own = {"store": None, "store_missing": "fail", "content": chosen.content or "hidden", "weight": 1.0}
     document["teacher"] = [chosen.model_dump() | own]

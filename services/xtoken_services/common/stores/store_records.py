@@ -30,7 +30,7 @@ def check_stores(run: ResolvedRun, *, completed: bool = False) -> None:
         if missing and spec.store_missing != "skip":
             raise StoreError(
                 f"{len(missing)} records of the text are not in the store {spec.store}, record {missing[0]} first: "
-                f'{BUILD_IT}, or set teacher.{teacher}.store_missing = "skip" or "compute"'
+                f'{BUILD_IT}, or set {run.spec.teacher_key(teacher)}.store_missing = "skip" or "compute"'
             )
 
 

@@ -87,11 +87,11 @@ def pair_file(
     return cache.file(kind, fingerprints, build, special_tokens)
 
 
-def check_special_tokens(number: int, teacher: TeacherSpec) -> None:
+def check_special_tokens(table: str, teacher: TeacherSpec) -> None:
     """Refuse a projection that was built with other pairs of special tokens; public formats do not name them.
 
     Args:
-        number: The teacher's.
+        table: The teacher's table of the run file.
         teacher: Its settings, which name a projection.
 
     Raises:
@@ -102,7 +102,7 @@ def check_special_tokens(number: int, teacher: TeacherSpec) -> None:
     wanted = special_tokens_metadata(teacher.special_tokens).get(SPECIAL_TOKENS_KEY)
     if header is not None and header.get(SPECIAL_TOKENS_KEY) != wanted:
         raise ConfigError(
-            f"teacher.{number}.special_tokens: {teacher.projection} was built with other pairs: build it again with "
+            f"{table}.special_tokens: {teacher.projection} was built with other pairs: build it again with "
             "xtoken projection build --special-token, or unset teacher.projection"
         )
 

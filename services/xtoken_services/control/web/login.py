@@ -20,6 +20,9 @@ LOGIN = "/login"
 NOT_PAGES = ("/v1/", "/metrics", "/livez", "/readyz", "/static/", "/openapi.json")
 """Paths whose 401 is not redirected to the login page."""
 
+SIGN_IN = "pages for a browser: /login; REST: /docs, with the header Authorization: Bearer TOKEN\n"
+"""Shown by clients that do not follow a redirect, such as curl."""
+
 router = APIRouter(route_class=PageRoute)
 
 
@@ -107,5 +110,5 @@ async def _redirect(scope: Scope, receive: Receive, send: Send) -> None:
         MutableHeaders(raw=response.raw_headers)["HX-Redirect"] = LOGIN
     else:
         path = quote(scope["path"]) if scope["method"] == "GET" else "/"
-        response = RedirectResponse(f"{LOGIN}?{urlencode({'next': path})}", 303)
+        response = Response(SIGN_IN, 303, {"Location": f"{LOGIN}?{urlencode({'next': path})}"}, "text/plain")
     await response(scope, receive, send)

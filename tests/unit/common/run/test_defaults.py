@@ -1,6 +1,7 @@
 """The shortest run file, what it leaves out, odd configurations of models, and what a resume reads back."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -272,7 +273,12 @@ def test_a_micro_batch_has_no_more_tokens_than_a_step(workspace: Path, machine: 
 def test_init_finds_models_and_text(workspace: Path) -> None:
     inputs = find_inputs(workspace, student=None, teacher=None, data=None)
     assert (inputs.student, inputs.teacher, inputs.data) == ("small", "large", "text.jsonl")
-    (workspace / "run.toml").write_text(starter_text(inputs))
+    text = starter_text(inputs)
+    settings = [line for line in text.splitlines() if re.match(r"(# )?(\w+ = |\[)", line)]
+    assert len(settings) == 18 and all(line.count("  # ") == 1 for line in settings), "each says what it is"
+    (workspace / "run.toml").write_text("\n".join(line.removeprefix("# ") for line in settings))
+    assert load_run(workspace / "run.toml", machine=CPU)[0].train.max_steps == 1000, "each may be taken in"
+    (workspace / "run.toml").write_text(text)
     assert load_run(workspace / "run.toml", machine=CPU)[0].teacher[0].model == workspace / "large"
     with pytest.raises(InputError, match="name them with --student and --teacher"):
         find_inputs(workspace / "small", student=None, teacher=None, data=None)
