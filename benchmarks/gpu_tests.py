@@ -44,6 +44,7 @@ ALONE = (
     "tests/unit/common/run/test_memory_estimate.py",
     "tests/unit/control/test_gpus.py",
     "tests/unit/data_plane/test_codec.py",
+    "tests/unit/rollout",
     "tests/contract/test_samples.py",
 )
 """Tests that compare the GPU's memory before and after, and others that are few."""
