@@ -114,22 +114,6 @@ def end_to_end_results() -> dict[str, dict[str, Any]]:
     return {name: result(name) for name in labels.FILES}
 
 
-def _queue() -> dict[str, Any]:
-    return {"r": result("queue")}
-
-
-def _collation() -> dict[str, Any]:
-    return {"r": result("collate"), "workers": result("collate_workers")}
-
-
-def _end_to_end() -> dict[str, Any]:
-    return {"results": end_to_end_results(), "l": labels}
-
-
-def _kills() -> dict[str, Any]:
-    return {"kills": result("worker_kills"), "resume": result("resume"), "MIB": 1 << 20}
-
-
 def _bounds() -> dict[str, Any]:
     kills = result("worker_kills")
     tables = {
@@ -185,15 +169,16 @@ SIZING: dict[str, Callable[[], dict[str, Any]]] = {
 }
 PARTS = [
     Part("comparison", ROOT / "README.md", _comparison),
-    Part("queue", PERFORMANCE, _queue),
-    Part("collation", PERFORMANCE, _collation),
-    Part("end_to_end", PERFORMANCE, _end_to_end),
+    Part("queue", PERFORMANCE, lambda: {"r": result("queue")}),
+    Part("collation", PERFORMANCE, lambda: {"r": result("collate"), "workers": result("collate_workers")}),
+    Part("end_to_end", PERFORMANCE, lambda: {"results": end_to_end_results(), "l": labels}),
     Part("on_policy", ROOT / "docs" / "on_policy.md", lambda: on_policy.variables(result("on_policy"))),
-    Part("kills", PERFORMANCE, _kills),
+    Part("kills", PERFORMANCE, lambda: {"kills": result("worker_kills"), "resume": result("resume"), "MIB": 1 << 20}),
     Part("control", PERFORMANCE, lambda: {"r": result("control")}),
     Part("startup", PERFORMANCE, lambda: {"r": result("startup")}),
     Part("one_run", PERFORMANCE, lambda: {"r": result("one_run")}),
     *(Part(f"sizing_{name}", ROOT / "docs" / "sizing.md", of) for name, of in SIZING.items()),
+    Part("ray_direct", ROOT / "docs" / "operations.md", lambda: {"r": result("ray_direct")}),
     Part("store", ROOT / "docs" / "operations.md", lambda: {"r": result("store")}),
     Part("engines", ROOT / "docs" / "operations.md", lambda: {"r": result("engines")}),
     Part("images", ROOT / "docs" / "operations.md", lambda: {"r": result("images")}),
