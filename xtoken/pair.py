@@ -11,11 +11,15 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from xtoken.parts import CrossTokenizerCollator, CrossTokenizerDistillationLoss, LossConfig, LossTeacher, TokenAligner
+from xtoken_core import schema
 from xtoken_core.chain.build import as_tensors, build_tables
 from xtoken_core.config.loss import PAIR_KINDS
 from xtoken_core.config.validation_errors import describe
 from xtoken_core.errors import ConfigError
 from xtoken_core.projection.build import build_projection
+
+MULTIPLE = 8
+"""Widths of padded rows are multiples of this."""
 
 
 class TokenizerPair:
@@ -74,12 +78,23 @@ class TokenizerPair:
 
         Returns:
             Padded columns on the device: `input_ids` `[B, T_s]` for the student and `teacher_input_ids` `[B, T_t]` for
-            the teacher, and what `loss` reads beside them. Rows are padded on the right, so causal models need no mask.
+            the teacher, and what `loss` reads beside them. Rows are padded on the right, to the longest one's multiple
+            of 8, so causal models need no mask.
 
         Raises:
             InputError: A record cannot be used.
         """
         batch = self.collator([{"text": record} if isinstance(record, str) else record for record in records])
+        widths = {
+            field.axis: max(1, -(-int(batch[lengths.name].max()) // MULTIPLE)) * MULTIPLE
+            for field, lengths in (
+                (schema.INPUT_IDS, schema.INPUT_LENGTHS),
+                (schema.TEACHER_INPUT_IDS, schema.TEACHER_INPUT_LENGTHS),
+            )
+        }
+        for field in (*schema.STUDENT_FIELDS, *schema.TEACHER_FIELDS, *schema.ALIGNMENT_FIELDS):
+            if field.axis in widths:  # the collator pads to the context
+                batch[field.name] = batch[field.name][:, : widths[field.axis]]
         return dict(batch.to(self.device))
 
     def loss(

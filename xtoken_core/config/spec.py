@@ -239,9 +239,12 @@ class RunSpec(ConfigModel):
         if not self.teacher:
             check_without_teachers(self.loss)
         if self.train.micro_batch_tokens < self._longest:
+            sides = [("student", self.student), *((self.teacher_key(n), side) for n, side in enumerate(self.teacher))]
+            name, side = max(sides, key=lambda each: each[1].context_length)
             raise ValueError(
                 f"train.micro_batch_tokens = {self.train.micro_batch_tokens} cannot hold one sample of "
-                f"{self._longest} padded tokens: raise it or lower the context_length"
+                f"{name}.context_length = {side.context_length}, padded: lower this one, at most to what the model was "
+                "made for, or raise the other"
             )
         block, step, nodes = self.queue.block_size, self.train.samples_per_step, self.workers.nodes
         if step % nodes:

@@ -49,6 +49,21 @@ def test_every_mode_gives_a_gradient_through_a_pair(assets: TinyAssets, mode: st
     assert logits.grad is not None and logits.grad.abs().sum() > 0
 
 
+def test_rows_of_a_pair_are_as_long_as_their_longest_text(assets: TinyAssets) -> None:
+    student, teacher = (AutoTokenizer.from_pretrained(path) for path in (assets.student, assets.teacher))
+    pair = xtoken.TokenizerPair(student, teacher, context_length=256)
+    texts, vocabularies = ["def f(x): return x", "x"], (len(student), len(teacher))
+    short, long = pair.collate(texts), pair.collator([{"text": text} for text in texts])
+    values = []
+    for batch in (short, long):
+        shapes = [batch[name].shape for name in ("input_ids", "teacher_input_ids")]
+        draws = [torch.randn(2, 256, V, generator=torch.Generator().manual_seed(V)) for V in vocabularies]
+        values.append(pair.loss(batch, *(draw[:, : shape[1]] for draw, shape in zip(draws, shapes, strict=True)))[0])
+    assert short["input_ids"].shape[1] == -(-int(long["input_lengths"].max()) // 8) * 8
+    assert short["teacher_input_ids"].shape[1] == -(-int(long["teacher_input_lengths"].max()) // 8) * 8
+    torch.testing.assert_close(*values)
+
+
 def test_a_pair_knows_no_last_step(assets: TinyAssets) -> None:
     student, teacher = (AutoTokenizer.from_pretrained(path) for path in (assets.student, assets.teacher))
     with pytest.raises(xtoken.XtokenError, match="give loss_fn the kl_loss_weight of each step"):

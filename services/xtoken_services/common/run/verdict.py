@@ -63,12 +63,13 @@ class Difference:
         >>> str(Difference(0.0001, 0.02))
         'no difference that counts (+0.0001; seeds alone differ by up to 0.01)'
         >>> str(Difference(-0.18))
-        'no difference that counts (-0.1800; two documents or more that both were measured on are needed)'
+        'no difference that counts (-0.1800; two documents or more that both have measured are needed: eval.max_bytes)'
         """
         if self.verdict is not Verdict.SAME:
             return f"{self.verdict} by {abs(self.bits):.4f} ± {self.error:.4f}"
-        why = f"±{self.error:.4f}, which two standard errors have to be below" if self.error is not None else ""
-        why = why or "two documents or more that both were measured on are needed"
+        why = "two documents or more that both have measured are needed: eval.max_bytes"
+        if self.error is not None:
+            why = f"two standard errors are {ERRORS * self.error:.4f}: raise eval.max_bytes"
         if abs(self.bits) <= NOISE:
             why = f"seeds alone differ by up to {NOISE:g}"
         return f"{self.verdict} ({self.bits:+.4f}; {why})"
