@@ -63,7 +63,7 @@ class RunCallback(Protocol):
         """Take the step of a checkpoint that has been written."""
 
     def on_end(self, status: dict[str, Any]) -> None:
-        """Take the last status, whose `state` says how the run ended."""
+        """Take the last status, whose key `state` says how the run ended."""
 
 
 class _Lines(Curve):

@@ -69,7 +69,8 @@ def weight_warnings(spec: RunSpec) -> Iterator[str]:
     if (read := max(takewhile(lambda size: size <= most, sizes), default=first)) < LEAST_BYTES:
         yield (
             f"the weight of the divergence stays {spec.loss.kl_loss_weight:g}, however good the student becomes: "
-            f"{read:,} bytes of held-out text are read, fewer than {LEAST_BYTES:,} (eval.max_bytes = {most})"
+            f"{read:,} bytes of held-out text are read, fewer than {LEAST_BYTES:,}: name more (eval.path, "
+            f"eval.max_bytes = {most})"
         )
 
 
