@@ -140,7 +140,7 @@ def test_run_from_three_fields(open_page: Open, plane: Plane) -> None:
     checked = page.get_by_role("status").filter(has_text="The run is valid.")
     expect(checked).to_contain_text(f"{plane.runs}/run")
     expect(page.get_by_label("Output directory")).to_have_attribute("placeholder", f"{plane.runs}/run")
-    expect(page.get_by_label("Steps between evaluations")).to_have_attribute("placeholder", "4")
+    expect(page.get_by_label("Steps between evaluations")).to_have_attribute("placeholder", "5")
     expect(page.get_by_label("Context length")).to_have_attribute("placeholder", re.compile(r"^\d+$"))
     checked.locator("summary").click()
     expect(checked.locator("pre")).to_contain_text(
