@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -423,7 +424,7 @@ def parse_run_spec(raw: object, *, source: str) -> RunSpec:
     except ValidationError as error:
         text, teachers = describe(error, RunSpec), raw.get("teacher") if isinstance(raw, dict) else None
         if not isinstance(teachers, (list, tuple)) or len(teachers) < 2:  # as `RunSpec.teacher_key`
-            text = text.replace("teacher.0", "teacher")
+            text = re.sub(r"(?<![\w./-])teacher\.0(?=[.: ])", "teacher", text)  # not in a path
         raise ConfigError(f"{source}: {text}") from error
 
 

@@ -228,7 +228,7 @@ def test_no_completion_is_of_the_weights_of_a_restarted_server(run: Run) -> None
     run.publish()
     run.server = run.ready()  # before its first completion
     run.answer = answer  # type: ignore[method-assign]
-    while restarts < 9:
+    while restarts < 12:
         run.check(*PROMPTS)
         run.publish()
 
