@@ -180,17 +180,24 @@ def on_policy(result: Mapping[str, Any]) -> str:
         "begin, most | completions that end: begin, fewest"
     )
     runs, lines = _by_rate(result, plan.COLD_NO_END, methods.COLD_START, plan.ON_POLICY, methods.AGAIN), []
+    previous = ""
     for (condition, method, rate), by_seed in sorted(runs.items()):
         change = fmean(run["curve"][-1][right] - run["curve"][0][right] for run in by_seed.values())
         title = NAMES.get(condition) or methods.TITLES[method].replace(" only", " continued")
-        title += f", {methods.CONDITIONS[condition].note}" * (condition == methods.AGAIN)
+        if condition == methods.AGAIN != previous:
+            before = " ".join(f"{run['curve'][0][right]:.1%}" for run in by_seed.values())
+            lines.append([f"**{methods.CONDITIONS[condition].note}**", "", before, *[""] * 3])
+        previous = condition
         change_cell = "" if condition.startswith(methods.COLD_START) else f"{100 * change:+.1f} points"
         lines.append([title, f"{rate:g}", _at_end(by_seed, right), change_cell, *_of_completions(by_seed)])
     return markdown_table(["", *head.split(" | ")], lines)
 
 
 def followed(result: Mapping[str, Any]) -> str:
-    """Return the instructions that students follow, by condition and data seed, in Markdown; empty if none has run."""
+    """Return the instructions that students follow, by condition, of each method at its best rate, in Markdown.
+
+    Empty if none has run.
+    """
     names = (methods.START, methods.INSTRUCTIONS, methods.FEW, methods.FOR_GEMMA)
     most_likely, drawn = (f"{TASK}{name}" for name in (instructions.TASK, instructions.SAMPLED))
     runs = {
@@ -213,7 +220,7 @@ def followed(result: Mapping[str, Any]) -> str:
         if starts := [run["curve"][0] for by_seed in of_it.values() for run in by_seed.values()]:
             before = [f"{fmean(row.get(key, math.nan) for row in starts):.1%}" for key in (most_likely, drawn)]
             lines.append([f"**{methods.CONDITIONS[name].note}**: the student before", "", *before, *[""] * 3])
-        for (method, rate), by_seed in sorted(of_it.items()):
+        for (method, rate), by_seed in sorted(_best_rates(of_it, most_likely).items()):
             ends = [run["curve"][-1] for run in by_seed.values()]
             kept = [row[KEPT] for row in ends if KEPT in row]
             cells = (f"{fmean(row[drawn] for row in ends):.1%}", f"{fmean(kept):.1%}" if kept else "")
@@ -229,6 +236,12 @@ def _by_rate(result: Mapping[str, Any], *conditions: str) -> dict[tuple[str, str
         if run["condition"] in conditions:
             runs[run["condition"], run["method"], run["rate"]][run["seed"]] = run
     return runs
+
+
+def _best_rates(runs: Mapping[tuple[str, float], dict[int, Any]], key: str) -> dict[tuple[str, float], dict[int, Any]]:
+    """Return of every method's runs those at the learning rate where a figure is highest at the end."""
+    score = {at: fmean(run["curve"][-1][key] for run in by_seed.values()) for at, by_seed in runs.items()}
+    return {at: runs[at] for at in runs if score[at] == max(score[other] for other in runs if other[0] == at[0])}
 
 
 def _at_end(by_seed: Mapping[int, Any], key: str) -> str:

@@ -129,25 +129,23 @@ METHODS = {
     "chain": _chain("chain, one weight to the end"),
     "chain_fading": _chain("chain, fading", kl_loss_weight_end=0.0),
     "chain_adaptive": _chain("chain, adaptive (default)", kl_loss_weight_end="adaptive"),
-    "chain_shots": replace(_chain("chain, one weight to the end, the teacher reads solved problems"), shots=True),
+    "chain_shots": replace(_chain("chain, one weight to the end, teacher reads solved problems"), shots=True),
     "chain_fading_shots": replace(
-        _chain("chain, fading, the teacher reads solved problems", kl_loss_weight_end=0.0), shots=True
+        _chain("chain, fading, teacher reads solved problems", kl_loss_weight_end=0.0), shots=True
     ),
     "chain_adaptive_shots": replace(
-        _chain("chain, adaptive (default), the teacher reads solved problems", kl_loss_weight_end="adaptive"),
-        shots=True,
+        _chain("chain, adaptive (default), teacher reads solved problems", kl_loss_weight_end="adaptive"), shots=True
     ),
-    "on_forward": _on_policy("chain on completions, forward KL", beta="none"),
-    "on_reverse": _on_policy("chain on completions, reverse KL", reverse_kl=True),
-    "on_jsd": _on_policy("chain on completions, JSD", beta=0.5),
+    "on_forward": _on_policy("completions, forward KL", beta="none"),
+    "on_reverse": _on_policy("completions, reverse KL", reverse_kl=True),
+    "on_jsd": _on_policy("completions, JSD", beta=0.5),
     "on_after": replace(
-        _on_policy("cross-entropy, then chain on completions, JSD", beta=0.5, kl_loss_weight_end=1.0),
+        _on_policy("cross-entropy, then completions, JSD", beta=0.5, kl_loss_weight_end=1.0),
         weights=_named("ce"),
         after=0.3,
     ),
     "on_reverse_bare": replace(
-        _on_policy("chain on completions, reverse KL, the teacher reads the question alone", reverse_kl=True),
-        shots=False,
+        _on_policy("completions, reverse KL, teacher reads the question alone", reverse_kl=True), shots=False
     ),
     "adaptive_level": _chain("chain, adaptive, 0 once level (dropped)", kl_loss_weight_end="adaptive"),
     "adaptive_past": _chain("chain, adaptive, 0 at .05 ahead (dropped)", kl_loss_weight_end="adaptive"),
@@ -184,7 +182,7 @@ METHODS = {
     "samples": Method("cross-entropy, teacher's samples", weights={"ce": (0.0, 1.0)}, teachers=0),
 }
 METHODS |= {
-    f"{name}_sharp": replace(METHODS[name], title=f"{METHODS[name].title}, the teacher at temperature .5", sharp=True)
+    f"{name}_sharp": replace(METHODS[name], title=f"{METHODS[name].title}, teacher at .5", sharp=True)
     for name in ("on_jsd", "on_after")
 }
 METHODS["on_half_sharp"] = replace(
