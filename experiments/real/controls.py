@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import shutil
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
-
-from safetensors.torch import load_file, save_file
 
 from experiments.real import instructions, word_problems
 from experiments.real.methods import CONDITIONS
@@ -17,15 +14,6 @@ from experiments.real.models import MissingSourceError
 from xtoken_core.atomic import atomic_write
 
 _BATCH = 1024
-
-
-def sharpen(model: Path, target: Path) -> None:
-    """Write a copy of a Qwen model whose logits are twice as large: its distribution is that at temperature .5."""
-    scratch = shutil.copytree(model, target.with_name(f"{target.name}.part"), dirs_exist_ok=True)
-    weights = load_file(scratch / "model.safetensors")
-    weights["model.norm.weight"] *= 2  # the head follows, and has no bias
-    save_file(weights, scratch / "model.safetensors", metadata={"format": "pt"})
-    scratch.rename(target)
 
 
 def write_answers(state: Path, name: str, device: str) -> None:

@@ -50,7 +50,7 @@ class Method:
         on_policy: The student completes the text's prompts and learns from the divergence on its completions.
         after: Part of the steps that learn from the text first, by cross-entropy at `FIRST_RATE`.
         shots: The teacher of word problems reads two solved ones before each question, as when it wrote the answers.
-        sharp: The teacher is at temperature .5: a copy of it whose logits are twice as large.
+        teacher_temperature: The teacher's on completions; the result file's runs had it on text beside them, too.
         fraction: Part of a step that is completions.
         second: The teacher of a condition's second text compares, too, or alone with `teachers` = 0.
         routed: Each of the two compares its own text.
@@ -68,7 +68,7 @@ class Method:
     on_policy: bool = False
     after: float = 0.0
     shots: bool = False
-    sharp: bool = False
+    teacher_temperature: float = 1.0
     fraction: float = 1.0
     second: bool = False
     routed: bool = False
@@ -114,8 +114,6 @@ def _custom(title: str, name: str) -> Method:
     return Method(title, {"mode": "custom"}, _LIGHT, custom=f"experiments.losses.{name}", hidden=True)
 
 
-SHARP = "-sharp"
-"""Ends the name of a teacher's copy whose logits are twice as large."""
 METHODS = {
     "ce": Method("cross-entropy only", weights={"ce": (0.0, 1.0)}, teachers=0, micro_batch_tokens=WHOLE_STEP_TOKENS),
     "p_kl": Method("P-KL", {"mode": "p_kl"}, projects=True),
@@ -182,7 +180,7 @@ METHODS = {
     "samples": Method("cross-entropy, teacher's samples", weights={"ce": (0.0, 1.0)}, teachers=0),
 }
 METHODS |= {
-    f"{name}_sharp": replace(METHODS[name], title=f"{METHODS[name].title}, teacher at .5", sharp=True)
+    f"{name}_sharp": replace(METHODS[name], title=f"{METHODS[name].title}, teacher at .5", teacher_temperature=0.5)
     for name in ("on_jsd", "on_after")
 }
 METHODS["on_half_sharp"] = replace(

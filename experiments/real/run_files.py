@@ -17,7 +17,6 @@ from experiments.real.methods import (
     METHODS,
     PATIENCE,
     SEEDS,
-    SHARP,
     Cell,
     Condition,
     Method,
@@ -89,7 +88,7 @@ def _choice(method: Method, number: int) -> dict[str, Any]:
 def teachers_of(cell: Cell) -> list[str]:
     """Return the directories of a run's teachers, relative to the state's directory, each as often as it is listed."""
     condition, method = CONDITIONS[cell.condition], METHODS[cell.method]
-    found = [f"models/{condition.teacher}{SHARP * method.sharp}"] * method.teachers
+    found = [f"models/{condition.teacher}"] * method.teachers
     if method.second:
         (rate,) = CONDITIONS[condition.second_teacher].rates
         found.append(f"runs/{Cell(condition.second_teacher, 'ce', 'ce', rate, SEEDS[0]).name}/model")
@@ -120,7 +119,11 @@ def student_of(cell: Cell) -> str:
 
 def _rollout(cell: Cell) -> dict[str, Any]:
     condition, method = CONDITIONS[cell.condition], METHODS[cell.method]
-    settings = {"max_new_tokens": condition.completion_tokens, "fraction": method.fraction}
+    settings = {
+        "max_new_tokens": condition.completion_tokens,
+        "fraction": method.fraction,
+        "teacher_temperature": method.teacher_temperature,
+    }
     return settings | ({"after": method.after, "learning_rate": cell.rate} if method.after else {})
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from experiments.jobs import SHORTEST_S, Job, finished, run_all
 from experiments.real import controls, instructions, word_problems
 from experiments.real.machines import machine
-from experiments.real.methods import CONDITIONS, EVAL_BYTES, METHODS, PATIENCE, SHARP, Cell, Condition
+from experiments.real.methods import CONDITIONS, EVAL_BYTES, METHODS, PATIENCE, Cell, Condition
 from experiments.real.models import MissingSourceError
 from experiments.real.plan import gib_of, has_models
 from experiments.real.results import cell_of, merged, missing, read_result, write_result
@@ -122,9 +122,6 @@ def make_controls(state: Path, planned: Sequence[Cell], *, device: str) -> None:
     for name in dict.fromkeys(cell.condition for cell in planned):
         if CONDITIONS[name].source in ANSWERED:
             controls.write_answers(state, name, device)
-    sharp = {at for cell in planned for at in teachers_of(cell) if at.endswith(SHARP)}
-    for at in (at for at in sharp if not (state / at).is_dir()):
-        controls.sharpen(state / at.removesuffix(SHARP), state / at)
 
 
 def write_sample(texts: Path, cell: Cell) -> None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from xtoken_core.config.spec import RunSpec
 
 Part = Annotated[float, Field(gt=0, le=1)]
-LEARNING_RATE, BETA = 3e-5, 0.5
+LEARNING_RATE, BETA, TEACHER_TEMPERATURE = 3e-5, 0.5, 0.5
 """Defaults of a run with completions: measured beside others in docs/evidence.md."""
 
 
@@ -49,6 +49,10 @@ class RolloutSpec(ServedSpec):
     """Tokens of a completion, of the student's tokenizer."""
     temperature: Annotated[float, Field(ge=0)] = 1.0
     """Temperature of the sampling; 0 takes the most likely token."""
+    teacher_temperature: Positive = 1.0
+    """Temperature of the teachers' distributions on completions, of which `loss.temperature` is another; text is
+    compared with teachers as they are. Left out, 0.5, and 1 where a teacher is on servers, which give no other, or is
+    the student."""
     top_k: Count | None = None
     """Sample from so many of the most likely tokens. Left out, from all."""
     top_p: Part = 1.0
@@ -183,6 +187,8 @@ def _obstacle(run: RunSpec, rollout: RolloutSpec, *, only_prompts: bool) -> str:
         at = rollout.temperature
         if at not in (0.0, 1.0):
             return f"SGLang gives log-probabilities at temperature = {at:g}, loss.importance_cap needs 1: set it to 1"
+    if rollout.teacher_temperature != 1 and any(teacher.url for teacher in run.teacher):
+        return "servers give a teacher's logits at temperature 1: set teacher_temperature = 1"
     if run.loss.dynamic_loss_scaling:
         return "completions have no cross-entropy to scale by: set loss.dynamic_loss_scaling to false"
     end = run.loss.kl_loss_weight_end

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -14,7 +15,7 @@ from xtoken_core.config.base import ConfigModel, OrNone, absolute_path, teacher_
 from xtoken_core.config.data import DataSpec
 from xtoken_core.config.eval import EvalSpec
 from xtoken_core.config.loss import LossConfig, Positive
-from xtoken_core.config.rollout import LEARNING_RATE, RolloutSpec, check_rollout, loss_defaults
+from xtoken_core.config.rollout import LEARNING_RATE, TEACHER_TEMPERATURE, RolloutSpec, check_rollout, loss_defaults
 from xtoken_core.config.routing import Routes, check_routes
 from xtoken_core.config.self_teacher import check_sync, is_student, with_teachers
 from xtoken_core.config.served import ServedSpec, check_served, check_waiting
@@ -33,6 +34,13 @@ MAX_SLOTS = 1024
 DEFAULT_TOPK = 64
 """Tokens of a position that a teacher with `content = "topk"` sends."""
 CROSS_ENTROPY_ONLY = {"kl_loss_weight": 0.0, "ce_loss_scale": 1.0}
+
+
+def _student_teaches(run: Mapping[str, Any]) -> bool:
+    """Return whether the student is one of the teachers of a run that is not parsed yet."""
+    student = run.get("student")
+    model = student.get("model") if isinstance(student, dict) else None
+    return any(isinstance(teacher, dict) and is_student(teacher, model) for teacher in run.get("teacher") or ())
 
 
 def padded_length(length: int) -> int:
@@ -215,20 +223,24 @@ class RunSpec(ConfigModel):
         if not isinstance(given, dict):
             return value
         defaults = {} if value.get("rollout") is None else loss_defaults(given)
-        student = value.get("student")
-        model = student.get("model") if isinstance(student, dict) else None
-        if any(isinstance(teacher, dict) and is_student(teacher, model) for teacher in value.get("teacher") or ()):
+        if _student_teaches(value):
             defaults = {"kl_loss_weight_end": None} | defaults  # it is not measured as it teaches
         return {**value, "loss": {**(defaults if value.get("teacher") else CROSS_ENTROPY_ONLY), **given}}
 
     @model_validator(mode="before")
     @classmethod
-    def _rate_of_completions(cls, value: Any) -> Any:
+    def _defaults_of_completions(cls, value: Any) -> Any:
         rollout, given = (value.get("rollout"), value.get("train", {})) if isinstance(value, dict) else (None, None)
-        after = rollout.get("after") if isinstance(rollout, dict) else getattr(rollout, "after", None)
-        if rollout is None or after or not isinstance(given, dict):
+        if isinstance(rollout, RolloutSpec):
+            rollout = {name: getattr(rollout, name) for name in rollout.model_fields_set}
+        if not isinstance(rollout, dict):
             return value
-        return {**value, "train": {"learning_rate": LEARNING_RATE} | given}
+        teachers = [t if isinstance(t, dict) else getattr(t, "__dict__", {}) for t in value.get("teacher") or ()]
+        if not any(teacher.get("url") for teacher in teachers) and not _student_teaches(value):
+            rollout = {"teacher_temperature": TEACHER_TEMPERATURE} | rollout
+        if not rollout.get("after") and isinstance(given, dict):
+            value = {**value, "train": {"learning_rate": LEARNING_RATE} | given}
+        return {**value, "rollout": rollout}
 
     @model_validator(mode="before")  # the last one is the first to run
     @classmethod

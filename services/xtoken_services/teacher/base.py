@@ -34,6 +34,7 @@ class TeacherBatch:
         row: The layout of a packed row; None: each row is a sample.
         lengths: Tokens of each sample.
         dead: Samples that are masked; what a slot holds of them is not read.
+        completions: Samples that the student wrote.
     """
 
     positions: Sequence[int]
@@ -41,6 +42,7 @@ class TeacherBatch:
     row: PackedRow | None
     lengths: tuple[int, ...]
     dead: Collection[int]
+    completions: Collection[int] = ()
 
     @classmethod
     def of(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -224,7 +224,8 @@ class TeacherLoop:
             width = batch.widths[1 + self.teacher]
             try:
                 made = TeacherBatch.of(batch, tokens, width, self.model.pad_id, claimed.dead)
-                self._forward(pair, claimed, made)
+                written = frozenset(filter(self.run.prompts.holds, batch.ids))
+                self._forward(pair, claimed, replace(made, completions=written))
             except RefusedSamplesError as error:
                 self.queue.nack(claimed.lease, error.samples, str(error))
             else:

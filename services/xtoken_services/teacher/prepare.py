@@ -95,7 +95,15 @@ def prepared_model(run: ResolvedRun, teacher: int, device: torch.device, transpo
         quantize(model)
     content = run.spec.content_of(teacher)
     topk = topk_settings(run, teacher) if content == "topk" else None
-    return TeacherModel(model, compiled=spec.compile, longest=spec.context_length, content=content, topk=topk)
+    temperature = run.spec.rollout.teacher_temperature if run.spec.rollout is not None else 1.0
+    return TeacherModel(
+        model,
+        compiled=spec.compile,
+        longest=spec.context_length,
+        content=content,
+        topk=topk,
+        of_completions=temperature,
+    )
 
 
 def _quantize(
@@ -207,6 +215,7 @@ class TeacherModel(Teacher):
         longest: Maximum of tokens per sample, for packed rows.
         content: What it writes into slots.
         topk: What it writes of each position, if these are its largest logits.
+        of_completions: Temperature of its distribution on samples that the student wrote.
 
     Attributes:
         before_forward: Called with the tokens on the host and the layout of a packed row before every forward pass.
@@ -220,10 +229,11 @@ class TeacherModel(Teacher):
         longest: int = 0,
         content: Content = "logits",
         topk: TopKSettings | None = None,
+        of_completions: float = 1.0,
     ) -> None:
         self.model: PreTrainedModel = model.eval()  # type: ignore[no-untyped-call]
         self.compiled, self.longest = compiled, longest
-        self.content, self.topk = content, topk
+        self.content, self.topk, self.of_completions = content, topk, of_completions
         self.device = model.device
         self.head_width = self.head.shape[0]
         self.plain_head = head_is_plain(model)
@@ -270,16 +280,30 @@ class TeacherModel(Teacher):
             weight.data = memory.to("cpu", copy=True)
 
     def _fill(self, batch: TeacherBatch, view: Tensor, maxima: Tensor | None) -> None:
+        factor = self._factor(batch)
         if self.topk is not None:
-            self.write_topk(batch.ids, view, self.topk, batch.row)
+            self.write_topk(batch.ids, view, self.topk, batch.row, factor)
         elif self.content == "hidden":
-            self.write_hidden(batch.ids, view, maxima, batch.row)
+            self.write_hidden(batch.ids, view, maxima, batch.row, factor)
         else:
-            self.write_logits(batch.ids, view, batch.row)
+            self.write_logits(batch.ids, view, batch.row, factor)
+
+    def _factor(self, batch: TeacherBatch) -> Float[Tensor, "B T 1"] | None:
+        """Return the factor of every position's logits, on the device; None if all are as the model gives them."""
+        if self.of_completions == 1 or not batch.completions:
+            return None
+        factor = torch.ones(*batch.ids.shape, 1)
+        for position, part in zip(batch.positions, batch.parts(), strict=True):
+            factor[part] = 1 / self.of_completions if position in batch.completions else 1.0
+        return self._on_device(factor)
 
     @torch.inference_mode()
     def write_logits(
-        self, tokens: Int[Tensor, "B T"], out: Float[Tensor, "B T V_m"], row: PackedRow | None = None
+        self,
+        tokens: Int[Tensor, "B T"],
+        out: Float[Tensor, "B T V_m"],
+        row: PackedRow | None = None,
+        factor: Float[Tensor, "B T 1"] | None = None,
     ) -> None:
         """Run the forward pass, with the head's product written into the slot itself.
 
@@ -287,16 +311,17 @@ class TeacherModel(Teacher):
             tokens: Padded ids, on the host.
             out: A slot, on any device.
             row: The layout of a packed row; None: each row is a sample.
+            factor: What each position's logits are multiplied by; None: nothing.
         """
         if self.plain_head and out.device == self.device and out.dtype == self.head.dtype:
-            hidden = self.hidden(tokens, row)
+            hidden = self.hidden(tokens, row, factor)
             # Into the slot itself: whole logits are the largest tensor of a run, and a copy would double them.
             torch.mm(hidden.reshape(-1, hidden.shape[-1]), self.head.t(), out=out.view(-1, out.shape[-1]))
         elif self.plain_head:
-            out.copy_(self.hidden(tokens, row) @ self.head.t(), non_blocking=True)
+            out.copy_(self.hidden(tokens, row, factor) @ self.head.t(), non_blocking=True)
         else:
             self._warn_of_copies()
-            out.copy_(self.model(**self._inputs(tokens, row)).logits, non_blocking=True)
+            out.copy_(_times(self.model(**self._inputs(tokens, row)).logits, factor), non_blocking=True)
 
     def _warn_of_copies(self) -> None:
         """Log once that the logits are copied into the slot instead of computed there."""
@@ -315,6 +340,7 @@ class TeacherModel(Teacher):
         out: Float[Tensor, "B T H"],
         maxima: Float[Tensor, "B V_t"] | None,
         row: PackedRow | None = None,
+        factor: Float[Tensor, "B T 1"] | None = None,
     ) -> None:
         """Run the forward pass without logits; column maxima come from pieces of the head's product.
 
@@ -323,8 +349,9 @@ class TeacherModel(Teacher):
             out: A slot's hidden states, on any device.
             maxima: A slot's column maxima; None if the loss does not need them.
             row: The layout of a packed row; None: each row is a sample.
+            factor: As of `write_logits`.
         """
-        hidden = self.hidden(tokens, row)
+        hidden = self.hidden(tokens, row, factor)
         out.copy_(hidden, non_blocking=True)
         if maxima is not None:
             maxima.copy_(self.column_maxima(hidden, maxima.shape[1]), non_blocking=True)
@@ -336,6 +363,7 @@ class TeacherModel(Teacher):
         out: Float[Tensor, "B T W"],
         settings: TopKSettings,
         row: PackedRow | None = None,
+        factor: Float[Tensor, "B T 1"] | None = None,
     ) -> None:
         """Run the forward pass; each position's largest logits come from pieces of the head's product.
 
@@ -346,12 +374,13 @@ class TeacherModel(Teacher):
             out: A slot, on any device.
             settings: What is sent of each position.
             row: The layout of a packed row; None: each row is a sample.
+            factor: As of `write_logits`.
         """
         if self.plain_head:
             width = -(-settings.vocab_size // WIDTH_MULTIPLE) * WIDTH_MULTIPLE  # the head has no more than it has
-            source, head = self.hidden(tokens, row).flatten(0, 1), self.head[:width].t()
+            source, head = self.hidden(tokens, row, factor).flatten(0, 1), self.head[:width].t()
         else:
-            source, head = self.model(**self._inputs(tokens, row)).logits.flatten(0, 1), None
+            source, head = _times(self.model(**self._inputs(tokens, row)).logits, factor).flatten(0, 1), None
         targets = predicted_ids(self._on_device(tokens)).flatten()
         # In pieces, since [B * T, V] in float32 would not fit beside the weights.
         for start in range(0, len(source), CHUNK_TOKENS):
@@ -407,14 +436,16 @@ class TeacherModel(Teacher):
         return out.t()
 
     @torch.inference_mode()
-    def hidden(self, tokens: Int[Tensor, "B T"], row: PackedRow | None = None) -> Float[Tensor, "B T H"]:
-        """Return the last hidden states `[B, T, H]`, of a packed row if its layout is given."""
+    def hidden(
+        self, tokens: Int[Tensor, "B T"], row: PackedRow | None = None, factor: Float[Tensor, "B T 1"] | None = None
+    ) -> Float[Tensor, "B T H"]:
+        """Return the last hidden states `[B, T, H]` times a factor, of a packed row if its layout is given."""
         rows, width = tokens.shape
         if self.compiled:
             tokens = self._bucketed(tokens, bounded=row is None)
         row = None if row is None else row.widened(tokens.shape[1])
         states: Tensor = self._body(**self._inputs(tokens, row)).last_hidden_state
-        return states[:rows, :width]
+        return _times(states[:rows, :width], factor)
 
     def _inputs(self, tokens: Tensor, row: PackedRow | None) -> dict[str, Any]:
         if self.before_forward is not None:
@@ -441,6 +472,11 @@ class TeacherModel(Teacher):
         if self.device.type != "cuda":
             return tokens.to(self.device)
         return tokens.pin_memory().to(self.device, non_blocking=True)
+
+
+def _times(values: Float[Tensor, "B T N"], factor: Float[Tensor, "B T 1"] | None) -> Float[Tensor, "B T N"]:
+    """Return values times a float32 factor, in their own dtype."""
+    return values if factor is None else (values * factor).to(values.dtype)
 
 
 def compile_layers(body: nn.Module) -> None:

@@ -8,6 +8,7 @@ import torch
 
 from tests.support.runs import resolved_run
 from xtoken_core.config.loss import LossConfig
+from xtoken_core.config.rollout import RolloutSpec
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import ConfigError
 from xtoken_services.common.stores.store_build import build_spec
@@ -15,10 +16,11 @@ from xtoken_services.rollout.main import make_sampler
 
 TRAIN = {"samples_per_step": 24}
 TASKS = {"tasks": {"path": Path("t.jsonl")}}
+SERVED = {"model": Path("n"), "context_length": 256, "url": "http://t:1"}
 STORED = {"model": Path("m"), "context_length": 256, "store": "s"}
 
 
-def spec(rollout: dict[str, Any], **parts: Any) -> RunSpec:
+def spec(rollout: dict[str, Any] | RolloutSpec, **parts: Any) -> RunSpec:
     model = {"model": Path("m"), "context_length": 256}
     raw = {"output": Path("out"), "student": model, "teacher": [model], "data": {"path": Path("d.jsonl")}, **parts}
     return RunSpec.model_validate({"train": TRAIN, **raw, "rollout": rollout})
@@ -57,12 +59,13 @@ def spec(rollout: dict[str, Any], **parts: Any) -> RunSpec:
         ({"after": 2}, {"loss": {"kl_loss_weight_end": 0.0}}, "set loss.kl_loss_weight_end above 0"),
         ({"after": 2}, {"loss": {"kl_loss_weight_end": "adaptive"}}, "unset loss.kl_loss_weight_end"),
         ({}, {"workers": {"nodes": 2}}, "single node group"),
+        ({"teacher_temperature": 0.5}, {"teacher": [SERVED]}, "set teacher_temperature = 1"),
     ],
     ids=[
         "publish", "no-prompt", "no-text", "block", "first-block", "after", "completions", "completions-of-prompts",
         "completions-of-a-block", "same-completions", "length", "teacher", "store", "scaling", "cap", "ipc-of-sglang",
         "ipc-of-none", "weight", "weight-end", "worse-without-eval", "worse-without-tasks", "worse-and-patience",
-        "weight-at-last", "cold-weight", "cold-weight-end", "cold-adaptive", "nodes",
+        "weight-at-last", "cold-weight", "cold-weight-end", "cold-adaptive", "nodes", "served",
     ],
 )  # fmt: skip
 def test_impossible_settings_are_refused(rollout: dict[str, Any], parts: dict[str, Any], reason: str) -> None:
@@ -173,6 +176,21 @@ def test_completions_have_defaults_of_their_own(
     raw = spec({}).model_dump() | {"loss": {"mode": "chain", **loss}, "rollout": {"max_new_tokens": 8, **rollout}}
     made = RunSpec.model_validate(raw | {"train": {"samples_per_step": 8, "micro_batch_tokens": 4096}})
     assert (made.loss.beta, made.loss.kl_loss_weight_end, made.train.learning_rate) == (beta, None, rate)
+
+
+@pytest.mark.parametrize(
+    ("teacher", "temperature"),
+    [("n", 0.5), (SERVED, 1.0), ("m", 1.0), ("student", 1.0)],
+    ids=["other", "served", "same", "student"],
+)
+def test_teachers_that_are_loaded_and_not_the_student_are_sharper_on_completions(
+    teacher: Any, temperature: float
+) -> None:
+    teachers = [{"model": teacher, "context_length": 256} if isinstance(teacher, str) else teacher]
+    made = spec({"fraction": 0.5}, teacher=teachers)
+    assert made.rollout is not None and made.rollout.teacher_temperature == temperature
+    assert RunSpec.model_validate(made.model_dump()) == made
+    assert spec(RolloutSpec(fraction=0.5), teacher=teachers) == made
 
 
 def test_a_setting_of_p_kl_alone_means_p_kl_on_completions_too() -> None:

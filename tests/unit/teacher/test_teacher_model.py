@@ -18,6 +18,7 @@ from xtoken_core.transports.ring import TopKSettings
 from xtoken_services.common.models.packed_attention import NAME
 from xtoken_services.common.run.memory_estimate import check_teacher, weight_bytes
 from xtoken_services.teacher import prepare as teacher_model
+from xtoken_services.teacher.base import TeacherBatch
 from xtoken_services.teacher.prepare import Fp8Linear, TeacherModel, check_fp8, head_is_plain
 from xtoken_services.teacher.quantized import swap_linears
 
@@ -258,3 +259,35 @@ def test_the_largest_logits_of_every_position_are_written(make, monkeypatch):
     assert torch.equal(found.ids, expected.ids)
     for name in ("values", "log_z", "log_z_scaled", "log_rest", "own"):
         torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=1e-5, atol=1e-5)
+
+
+# Completions
+
+
+@pytest.mark.parametrize(
+    ("make", "content"), [(llama, "logits"), (llama, "hidden"), (llama, "topk"), (gemma, "logits"), (gemma, "topk")]
+)
+@pytest.mark.parametrize("packed", [False, True])
+def test_completions_are_at_a_temperature_of_their_own(make, content, packed):
+    if packed and make is gemma:
+        pytest.skip("a model that caps its attention takes no packed rows")
+    model, settings = make(), TopKSettings(8, WIDTH, 1.0)
+    ids, row, lengths = tokens(2, 16), None, (16, 11)
+    if packed:
+        model.set_attn_implementation(NAME)
+        ids, row, lengths = tokens(1, 32), PackedRow((9, 14), 32), (9, 14)
+    batch = TeacherBatch((6, 7), ids, row, lengths, (), completions={7})
+    topk = settings if content == "topk" else None
+    teacher = TeacherModel(model, longest=16, content=content, topk=topk, of_completions=0.5)
+    width = {"logits": WIDTH, "hidden": 32, "topk": settings.width}[content]
+    sharp, plain = torch.empty(*ids.shape, width), torch.empty(*ids.shape, width)
+    teacher.write(batch, sharp)
+    teacher.write(dataclasses.replace(batch, completions=()), plain)
+    for sample, part in enumerate(batch.parts()):
+        if content == "topk":
+            found, was = read_topk(sharp, settings), read_topk(plain, settings)
+            logits = was.values[part] * (1 + sample)
+            torch.testing.assert_close(found.values[part], logits, rtol=1e-5, atol=1e-5)
+            assert (found.log_probs()[part][:, 0] > was.log_probs()[part][:, 0]).all() == bool(sample)
+        else:
+            torch.testing.assert_close(sharp[part], plain[part] * (1 + sample), rtol=1e-5, atol=1e-5)
