@@ -79,6 +79,21 @@ def test_two_runs_train_on_the_same_completions(
 
 
 @pytest.mark.slow
+def test_a_teachers_temperature_counts_on_completions_alone(
+    writing: TinyAssets, tmp_path: Path, start: Start, forking: ForkLauncher
+) -> None:
+    form = {"after": 1, "max_new_tokens": 10, "mode": "chain"}
+    specs = [on_policy(writing, tmp_path / str(at), teacher_temperature=at, **form) for at in (0.1, 1.0)]
+    crews = [start(spec, forking) for spec in specs]
+    for crew in crews:
+        crew.complete()
+    sharp, plain = (steps_of(spec.output)[:2] for spec in specs)
+    assert [sharp[0][name] for name in ("ids", "loss", "grad_norm")] == [plain[0][name] for name in EXACT[:3]]
+    assert [sharp[1][name] for name in ("ids", "entropy")] == [plain[1][name] for name in ("ids", "entropy")]
+    assert sharp[1]["kl_loss"] != pytest.approx(plain[1]["kl_loss"], rel=0.01)
+
+
+@pytest.mark.slow
 def test_a_sharded_student_with_adapters_completes_prompts(writing: TinyAssets, tmp_path: Path, start: Start) -> None:
     pytest.importorskip("peft")
     train = {"lora": {"rank": 4}, "parallel": "fsdp", "learning_rate": 0.03}
