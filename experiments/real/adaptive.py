@@ -145,7 +145,7 @@ def p_kl(result: Mapping[str, Any]) -> str:
 
 
 def problems(result: Mapping[str, Any]) -> str:
-    """Return the runs on word problems, one line for each method and rate; of several data seeds, figures are means."""
+    """Return the runs on word problems, each method at its best rate; of several data seeds, figures are means."""
     right = KEPT
     head = (
         "rate | right answers at the end, each data seed | before, half-way, at the end | bits per byte of "
@@ -155,7 +155,7 @@ def problems(result: Mapping[str, Any]) -> str:
     if teacher := result["teachers"].get(plan.PROBLEMS):
         lines.append(["the teacher, shown two solved problems", "", f"{teacher[right]:.1%}", "", "", ""])
     for (_, method, rate), by_seed in sorted(
-        _by_rate(result, plan.PROBLEMS).items(),
+        _best_rates(_by_rate(result, plan.PROBLEMS), right).items(),
         key=lambda item: fmean(run["curve"][-1][right] for run in item[1].values()),
     ):
         ends = [run["curve"][-1] for run in by_seed.values()]
@@ -214,13 +214,13 @@ def followed(result: Mapping[str, Any]) -> str:
     teacher = result["teachers"].get(methods.INSTRUCTIONS, {})
     lines: list[Sequence[str]] = [["the teacher", "", f"{teacher.get(most_likely, math.nan):.1%}", *[""] * 4]]
     for name in names:
-        of_it = {key[1:]: by_seed for key, by_seed in runs.items() if key[0] == name}
-        if len({method for method, _ in of_it}) == 1 and name != methods.START:
+        of_it = {key: by_seed for key, by_seed in runs.items() if key[0] == name}
+        if len({method for _, method, _ in of_it}) == 1 and name != methods.START:
             continue  # nothing to compare it with
         if starts := [run["curve"][0] for by_seed in of_it.values() for run in by_seed.values()]:
             before = [f"{fmean(row.get(key, math.nan) for row in starts):.1%}" for key in (most_likely, drawn)]
             lines.append([f"**{methods.CONDITIONS[name].note}**: the student before", "", *before, *[""] * 3])
-        for (method, rate), by_seed in sorted(_best_rates(of_it, most_likely).items()):
+        for (_, method, rate), by_seed in sorted(_best_rates(of_it, most_likely).items()):
             ends = [run["curve"][-1] for run in by_seed.values()]
             kept = [row[KEPT] for row in ends if KEPT in row]
             cells = (f"{fmean(row[drawn] for row in ends):.1%}", f"{fmean(kept):.1%}" if kept else "")
@@ -238,10 +238,12 @@ def _by_rate(result: Mapping[str, Any], *conditions: str) -> dict[tuple[str, str
     return runs
 
 
-def _best_rates(runs: Mapping[tuple[str, float], dict[int, Any]], key: str) -> dict[tuple[str, float], dict[int, Any]]:
-    """Return of every method's runs those at the learning rate where a figure is highest at the end."""
-    score = {at: fmean(run["curve"][-1][key] for run in by_seed.values()) for at, by_seed in runs.items()}
-    return {at: runs[at] for at in runs if score[at] == max(score[other] for other in runs if other[0] == at[0])}
+def _best_rates(
+    runs: Mapping[tuple[str, str, float], dict[int, Any]], key: str
+) -> dict[tuple[str, str, float], dict[int, Any]]:
+    """Return of every method the runs at one learning rate: where a figure is highest at the end, of most seeds."""
+    score = {at: (len(seeds), fmean(run["curve"][-1][key] for run in seeds.values())) for at, seeds in runs.items()}
+    return {at: runs[at] for at in runs if score[at] == max(score[other] for other in runs if other[:2] == at[:2])}
 
 
 def _at_end(by_seed: Mapping[int, Any], key: str) -> str:
