@@ -108,7 +108,7 @@ def forms(result: Mapping[str, Any]) -> str:
     names = [name for name in TEXTS if result["conditions"][name]["teacher"] == methods.GEMMA3]
     texts = [f"{result['conditions'][name]['size'] / 1e6:g} MB: best step, last step" for name in names]
     found, rows = _by_method(result), []
-    for method in (BASELINE, CHAIN, FADING, *methods.DROPPED_FORMS, ADAPTIVE):
+    for method in (BASELINE, CHAIN, FADING, ADAPTIVE):
         cells = []
         for name in names:
             outcome = found[name, method][FIRST_SEED]
@@ -180,6 +180,7 @@ def on_policy(result: Mapping[str, Any]) -> str:
         "begin, most | completions that end: begin, fewest"
     )
     runs, lines = _by_rate(result, plan.COLD_NO_END, methods.COLD_START, plan.ON_POLICY, methods.AGAIN), []
+    runs = _best_rates(runs, right)
     previous = ""
     for (condition, method, rate), by_seed in sorted(runs.items()):
         change = fmean(run["curve"][-1][right] - run["curve"][0][right] for run in by_seed.values())
@@ -220,6 +221,8 @@ def followed(result: Mapping[str, Any]) -> str:
         if starts := [run["curve"][0] for by_seed in of_it.values() for run in by_seed.values()]:
             before = [f"{fmean(row.get(key, math.nan) for row in starts):.1%}" for key in (most_likely, drawn)]
             lines.append([f"**{methods.CONDITIONS[name].note}**: the student before", "", *before, *[""] * 3])
+        if name == methods.START:
+            continue  # the next condition's student before is its student
         for (_, method, rate), by_seed in sorted(_best_rates(of_it, most_likely).items()):
             ends = [run["curve"][-1] for run in by_seed.values()]
             kept = [row[KEPT] for row in ends if KEPT in row]
