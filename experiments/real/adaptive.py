@@ -179,13 +179,14 @@ def on_policy(result: Mapping[str, Any]) -> str:
         "rate | right answers, each data seed | change from the cold start, mean | entropy of completions, nats: "
         "begin, most | completions that end: begin, fewest"
     )
-    runs, lines = _by_rate(result, plan.COLD_NO_END, methods.COLD_START, plan.ON_POLICY, methods.AGAIN), []
+    again = (methods.AGAIN, methods.FEW_ON)
+    runs, lines = _by_rate(result, plan.COLD_NO_END, methods.COLD_START, plan.ON_POLICY, *again), []
     runs = _best_rates(runs, right)
     previous = ""
     for (condition, method, rate), by_seed in sorted(runs.items()):
         change = fmean(run["curve"][-1][right] - run["curve"][0][right] for run in by_seed.values())
         title = NAMES.get(condition) or methods.TITLES[method].replace(" only", " continued")
-        if condition == methods.AGAIN != previous:
+        if condition in again and condition != previous:
             before = " ".join(f"{run['curve'][0][right]:.1%}" for run in by_seed.values())
             lines.append([f"**{methods.CONDITIONS[condition].note}**", "", before, *[""] * 3])
         previous = condition

@@ -346,8 +346,14 @@ CONDITIONS |= {
     FEW: replace(_INSTRUCTIONS, size=150_000, note="after word problems, few prompts"),
     FOR_GEMMA: replace(_INSTRUCTIONS, student=GEMMA3, start="", tasks=(), note="to Gemma 3 270M"),
 }
-AGAIN = "qwen-problems-on-again"
+AGAIN, FEW_COLD, FEW_ON = "qwen-problems-on-again", "qwen-problems-few-cold", "qwen-problems-few-on"
 CONDITIONS[AGAIN] = replace(CONDITIONS["qwen-problems-on"], rates=(3e-5,), note="after another cold start")
+CONDITIONS |= {
+    FEW_COLD: replace(_COLD, size=200_000, steps=240, evaluations=4, note="a tenth of the teacher's answers"),
+    FEW_ON: replace(
+        CONDITIONS[AGAIN], size=200_000, rates=(3e-5, 1e-4), start=FEW_COLD, note="a tenth of the problems"
+    ),
+}
 GERMAN_TEACHER, TWO_TEXTS = "gemma-on-german", "qwen-two-texts"
 CONDITIONS |= {
     GERMAN_TEACHER: Condition(

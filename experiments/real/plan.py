@@ -12,6 +12,8 @@ from experiments.real.methods import (
     COLD_START,
     CONDITIONS,
     FEW,
+    FEW_COLD,
+    FEW_ON,
     FOR_GEMMA,
     GEMMA3,
     GERMAN_TEACHER,
@@ -114,6 +116,8 @@ PLAN = (
     (FOR_GEMMA, "chain_adaptive", (5e-5,)),
     (FOR_GEMMA, "on_after", (1e-4,)),
     *((AGAIN, method, (3e-5,)) for method in _CONTINUED),
+    (FEW_COLD, "ce", (START_RATE,)),
+    *((FEW_ON, method, (3e-5, 1e-4)) for method in _CONTINUED),
     *((name, "on_after_sharp", (1e-4, 3e-5)) for name in (INSTRUCTIONS, FEW)),
 )
 """Condition, method with its first weights, and learning rates, on the first data seed."""
@@ -126,8 +130,9 @@ OTHER_SEEDS = (
     (GERMAN, "p_kl_scaled", 8e-4), (PYTHON, "p_kl_scaled", 1e-4),
     (COLD_START, "ce", START_RATE), (COLD_NO_END, "ce", START_RATE), (ON_POLICY, "on_jsd", 3e-5),
     (PROBLEMS, "ce", 4e-4), (PROBLEMS, "chain_shots", 2e-4),
-    (PROBLEMS, "chain_adaptive", 2e-4), (START, "ce", 2e-4),
+    (PROBLEMS, "chain_adaptive", 2e-4), (START, "ce", 2e-4), (FEW_COLD, "ce", START_RATE),
     *((AGAIN, method, 3e-5) for method in _CONTINUED),
+    *((FEW_ON, method, None) for method in _CONTINUED),
     *(
         (name, method, None)
         for name in (INSTRUCTIONS, FEW)

@@ -11,6 +11,7 @@ from experiments.real.methods import (
     COLD_START,
     CONDITIONS,
     EVAL_BYTES,
+    FEW_COLD,
     FIRST_RATE,
     FOR_GEMMA,
     GERMAN_TEACHER,
@@ -75,7 +76,7 @@ def job(cell: Cell, *, device: str = "auto", steps: int | None = None, patience:
     for name, table in tables:
         lines += ["", f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in table.items())]
     options = ("--loss", method.custom) if method.custom else ()
-    kept = condition.follows or cell.condition in (COLD_START, GERMAN_TEACHER)
+    kept = condition.follows or cell.condition in (COLD_START, FEW_COLD, GERMAN_TEACHER)
     discards = ("checkpoints",) if kept else ("checkpoints", "model")
     return Job(cell.name, "\n".join(lines) + "\n", options, discards=discards)
 
