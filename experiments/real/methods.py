@@ -349,7 +349,7 @@ CONDITIONS |= {
 AGAIN, FEW_COLD, FEW_ON = "qwen-problems-on-again", "qwen-problems-few-cold", "qwen-problems-few-on"
 CONDITIONS[AGAIN] = replace(CONDITIONS["qwen-problems-on"], rates=(3e-5,), note="after another cold start")
 CONDITIONS |= {
-    FEW_COLD: replace(_COLD, size=200_000, steps=240, evaluations=4, note="a tenth of the teacher's answers"),
+    FEW_COLD: replace(_COLD, size=200_000, steps=240, evaluations=4, note="a tenth of the answers"),
     FEW_ON: replace(
         CONDITIONS[AGAIN], size=200_000, rates=(3e-5, 1e-4), start=FEW_COLD, note="a tenth of the problems"
     ),
