@@ -114,7 +114,10 @@ class ChunkView:
         )
         # Positions predict the next token, so a chunk's losses stand one position before its tokens.
         shifted = shifted_chunk_ids(student, samples[0]), shifted_chunk_ids(of_teacher, samples[1])
-        return cls(*shifted, comparable, comparable & unmasked)
+        valid = comparable & unmasked
+        if not valid.shape[1]:  # no sample has a chunk: operators take at least one, which has no positions here
+            comparable = valid = valid.new_zeros(len(valid), 1)
+        return cls(*shifted, comparable, valid)
 
 
 class NumberedBatch(dict[str, Tensor]):

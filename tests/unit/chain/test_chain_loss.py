@@ -243,6 +243,16 @@ def test_samples_without_chunks_and_missing_probability_are_finite(case, teacher
     assert loss == 0 and not grad.any()
 
 
+def test_a_batch_in_which_no_sample_has_a_chunk_has_no_divergence(case, teacher):
+    _, columns, student, z_t = case
+    none = {name: torch.full_like(x, -1) if "chunk_id" in name else x for name, x in columns.items()}
+    none |= {name: x[:, :0] for name, x in columns.items() if "pair" in name}
+    for config in (CHAIN, CHAIN.model_copy(update={"ce_loss_scale": 1.0})):
+        loss, grad, metrics = evaluate(config, none, student, [teacher], [z_t])
+        assert metrics["kl_loss"] == 0 and torch.isfinite(grad).all()
+        assert bool(loss > 0) == grad.any() == bool(config.ce_loss_scale)
+
+
 def test_several_teachers_with_modes_of_their_own(case, teacher):
     """Chain, ALM and a teacher with the student's tokenizer: the weighted sum of the three alone."""
     batch, columns, student, z_t = case
