@@ -17,7 +17,7 @@ from xtoken_core.regular_files import read_json_object
 from xtoken_core.transports.ring import RingShape
 from xtoken_core.wire.columns import ITEM_SIZES
 from xtoken_services.common.batches.step_plan import ring_shape
-from xtoken_services.common.models.weights import weight_count
+from xtoken_services.common.models.weights import weight_count, weight_counts
 from xtoken_services.common.processes.supervised import supervised
 
 if TYPE_CHECKING:  # workers have imported it, a start has no need of it
@@ -39,9 +39,11 @@ NF4_BITS = 9
 """Half bits of a weight in NormalFloat 4: one of 4 bits, and a float32 scale for 64 of them."""
 BLOCK_ROWS = 2048
 """Positions of a block of a head that is multiplied block by block."""
-HIDDEN_VALUES, INNER_VALUES, KEY_VALUES = 9, 4, 2
+HIDDEN_VALUES, INNER_VALUES, KEY_VALUES = 8, 4, 2
 """Values that a layer keeps of a token for its backward, per hidden unit, per unit of its feed-forward part, and per
 key: of a Llama the inputs of norms and projections, queries, keys and values, and both sides of the gate."""
+WIDENED = 2
+"""The same per hidden unit where the dtype is narrower than float32: norms widen their inputs, and keep both."""
 COMPILED = 0.7
 """Part of them that a compiled student keeps: norms and gates are computed again."""
 GPU_COPIES, CPU_COPIES = 3, 4
@@ -50,7 +52,9 @@ TEACHER_COPIES, TEACHER_COPIES_BLOCKWISE = 9, 4
 """The same for each of a teacher's on a CPU, whose operators have no kernels. Both are as `benchmarks/sizing.py` has
 measured on a CPU, and as the peaks of `benchmarks/results/end_to_end.json` are."""
 SORTED_COPIES = 4
-"""Of its logits in a teacher that finds the largest ones."""
+"""Of its logits in a teacher that finds the largest ones on a CPU."""
+PIECE_TOKENS, PIECES = 1024, 2
+"""On a GPU a teacher has them in pieces of so many tokens, and one piece while the next is made."""
 MIB = 1 << 20
 PROCESS_BYTES = {
     "supervisor": 86 * MIB,
@@ -59,10 +63,15 @@ PROCESS_BYTES = {
     "model": 380 * MIB,
     "trainer": 450 * MIB,
 }
-"""Resident memory of a process before it has read a model, measured by `benchmarks/sizing.py`."""
-CONTEXT_BYTES, CUDA_HOST_BYTES = 512 * MIB, 1536 * MIB
-"""What CUDA takes for each process on its GPU, and on the host."""
-SHARED = "/dev/shm"
+"""Resident memory of a process before it has read a model or a large tokenizer, measured by `benchmarks/sizing.py`."""
+TOKENIZER_BYTES = 13
+"""Bytes that supervisor and collators each take for a byte of `tokenizer.json`, measured with those of real models."""
+CONTEXT_BYTES, CUDA_HOST_BYTES = 812 * MIB, 1536 * MIB
+"""What CUDA takes for each process on its GPU (its context, kernels once loaded, workspaces and the least that torch's
+allocator takes: `benchmarks/worker_kills`, with models of a few MB), and on the host."""
+CUDA_BUILD_BYTES = 480 * MIB
+"""Libraries of torch's CUDA build in a collator, which uses no GPU, beside the CPU build's."""
+SHARED, STAGED = "/dev/shm", "the copy for checkpoints"
 REMEDIES = (
     "give teachers a GPU of their own (teacher.gpu), lower workers.slots or train.micro_batch_tokens, share the "
     'student among ranks (train.parallel = "fsdp"), or train without float32 masters (train.master_weights = false)'
@@ -137,10 +146,10 @@ class ModelSizes:
             vocabulary=first("vocab_size"),
         )
 
-    @property
-    def per_layer(self) -> int:
-        """Values that a layer keeps of a token for its backward."""
-        return HIDDEN_VALUES * self.hidden + INNER_VALUES * self.inner + KEY_VALUES * self.keys
+    def per_layer(self, item: int) -> int:
+        """Return the values of `item` bytes that a layer keeps of a token for its backward."""
+        hidden = HIDDEN_VALUES + (WIDENED if item < FLOAT32 else 0)
+        return hidden * self.hidden + INNER_VALUES * self.inner + KEY_VALUES * self.keys
 
 
 def weight_bytes(directory: Path, dtype: str) -> int:
@@ -182,6 +191,18 @@ def checkpoint_bytes(spec: RunSpec) -> int:
     return whole - weight_bytes(spec.student.model, spec.student.dtype) if masters and shards(spec) == 1 else whole
 
 
+def staged_bytes(spec: RunSpec, *, on_gpu: bool) -> int:
+    """Return the bytes of a checkpoint's copy on the host.
+
+    Of a GPU it is page-locked, and torch's allocator of such memory takes a power of two of bytes for each tensor.
+    """
+    if not on_gpu or spec.train.lora is not None:
+        return checkpoint_bytes(spec)
+    item = FLOAT32 if spec.train.master_weights else ITEM_SIZES[spec.student.dtype]
+    sizes = (-(-count * item // shards(spec)) for count in weight_counts(spec.student.model))
+    return (COPIES_BETWEEN_STEPS - FEWER[spec.train.optimizer]) * sum(1 << (size - 1).bit_length() for size in sizes)
+
+
 def shards(spec: RunSpec) -> int:
     """Return the number of ranks that one student is sharded over; 1 without sharding."""
     return spec.workers.nodes * spec.workers.ranks if spec.train.parallel == "fsdp" else 1
@@ -191,11 +212,12 @@ def step_bytes(run: ResolvedRun, *, on_gpu: bool) -> int:
     """Return the bytes of a micro-batch in a trainer: activations, both sides' logits, and what the loss makes of them.
 
     Activations are those of `ModelSizes.per_layer` for each layer, or with checkpointing its input and one layer's. A
-    head that is multiplied block by block has logits of one block.
+    head that is multiplied block by block has logits of one block. Its gradient is the largest one that is there in the
+    student's dtype before it is added to a float32 master's.
     """
     spec, tokens = run.spec, run.spec.train.micro_batch_tokens
     student, item = ModelSizes.of(spec.student.model), ITEM_SIZES[spec.student.dtype]
-    layer = round(student.per_layer * (COMPILED if spec.student.compile else 1))
+    layer = round(student.per_layer(item) * (COMPILED if spec.student.compile else 1))
     layers = student.layers * layer
     if spec.student.checkpoint_activations:
         layers = student.layers * student.hidden + layer
@@ -203,7 +225,9 @@ def step_bytes(run: ResolvedRun, *, on_gpu: bool) -> int:
     rows = min(tokens, BLOCK_ROWS) if blockwise else tokens
     logits = rows * student.vocabulary * item * (GPU_COPIES if on_gpu else CPU_COPIES)
     others = max((_teacher_logits(run, number, on_gpu=on_gpu) for number in range(len(spec.teacher))), default=0)
-    return tokens * layers * item + logits + others
+    masters = spec.train.master_weights and item < FLOAT32 and spec.train.lora is None
+    head = student.vocabulary * student.hidden * item if masters else 0
+    return tokens * layers * item + logits + others + head
 
 
 def _teacher_logits(run: ResolvedRun, number: int, *, on_gpu: bool) -> int:
@@ -219,14 +243,25 @@ def _teacher_logits(run: ResolvedRun, number: int, *, on_gpu: bool) -> int:
     return width * (TEACHER_COPIES_BLOCKWISE * block if spec.student.blockwise_head else TEACHER_COPIES * tokens)
 
 
-def forward_bytes(run: ResolvedRun, number: int) -> int:
-    """Return the bytes of a micro-batch in a teacher: one layer's values, and logits, of which it may sort copies."""
+def forward_bytes(run: ResolvedRun, number: int, *, rings: bool, on_gpu: bool) -> int:
+    """Return the bytes of a micro-batch in a teacher: one layer's values, and logits that are not made in a slot.
+
+    Args:
+        run: The run.
+        number: Number of the teacher.
+        rings: As of `all_uses`.
+        on_gpu: Likewise.
+    """
     teacher, tokens = run.spec.teacher[number], run.spec.train.micro_batch_tokens
     if not teacher.loads_model:
         return 0
-    model = ModelSizes.of(teacher.model)
-    logits = model.vocabulary * (SORTED_COPIES if run.spec.content_of(number) == "topk" else 1)
-    return tokens * (4 * model.hidden + 3 * model.inner + logits) * ITEM_SIZES[teacher.dtype]
+    model, content = ModelSizes.of(teacher.model), run.spec.content_of(number)
+    rows = tokens * (SORTED_COPIES if content == "topk" else 1)
+    if on_gpu and content == "topk":
+        rows = PIECES * min(tokens, PIECE_TOKENS)
+    elif on_gpu and (rings or content == "hidden"):  # of hidden states only maxima of columns are looked for
+        rows = min(tokens, PIECE_TOKENS) if ring_shape(run, number).max_rows else 0
+    return (tokens * (4 * model.hidden + 3 * model.inner) + rows * model.vocabulary) * ITEM_SIZES[teacher.dtype]
 
 
 def all_uses(run: ResolvedRun, *, rings: bool, on_gpu: bool = True) -> Iterator[MemoryUse]:
@@ -243,9 +278,9 @@ def all_uses(run: ResolvedRun, *, rings: bool, on_gpu: bool = True) -> Iterator[
         name = f"trainer-{rank}"
         yield MemoryUse(f"the student's state{of_rank}", student_bytes(spec), name, gpu=rank)
         yield MemoryUse(f"a micro-batch{of_rank}", step_bytes(run, on_gpu=on_gpu), name, gpu=rank, stays=False)
-        yield MemoryUse("the copy for checkpoints", checkpoint_bytes(spec), name, Where.HOST)
+        yield MemoryUse(STAGED, staged_bytes(spec, on_gpu=on_gpu), name, Where.HOST)
         for number in range(len(spec.teacher)):
-            yield from _of_teacher(run, number, rank, of_rank, rings=rings)
+            yield from _of_teacher(run, number, rank, of_rank, rings=rings, on_gpu=on_gpu)
         for number in spec.sync_decays:
             what = f"the average of the weights for {spec.teacher_name(number)}{of_rank}"
             average = weight_bytes(spec.student.model, "float32") // shards(spec)
@@ -255,13 +290,15 @@ def all_uses(run: ResolvedRun, *, rings: bool, on_gpu: bool = True) -> Iterator[
     yield from _process_uses(run, on_gpu=on_gpu)
 
 
-def _of_teacher(run: ResolvedRun, number: int, rank: int, of_rank: str, *, rings: bool) -> Iterator[MemoryUse]:
+def _of_teacher(
+    run: ResolvedRun, number: int, rank: int, of_rank: str, *, rings: bool, on_gpu: bool
+) -> Iterator[MemoryUse]:
     spec, teacher, name = run.spec, run.spec.teacher[number], run.spec.teacher_name(number)
     process, first = f"teacher-{number}-{rank}", teacher.gpu_index(rank, 0)
     for part in range(teacher.gpus if teacher.loads_model else 0):
         gpu, weights = teacher.gpu_index(rank, part), teacher_bytes(teacher) // teacher.gpus
         yield MemoryUse(f"{name}'s weights{of_rank}", weights, process, gpu=gpu)
-        forward = forward_bytes(run, number) // teacher.gpus
+        forward = forward_bytes(run, number, rings=rings, on_gpu=on_gpu) // teacher.gpus
         yield MemoryUse(f"{name}'s micro-batch{of_rank}", forward, process, gpu=gpu, stays=False)
     shape = ring_shape(run, number)
     if rings and not spec.fills_on_host(number):
@@ -295,11 +332,19 @@ def _process_uses(run: ResolvedRun, *, on_gpu: bool) -> Iterator[MemoryUse]:
     kinds = {"supervisor": "supervisor", "queue": "queue"}
     kinds |= {f"collator-{number}": "collator" for number in range(spec.workers.collators if spec.has_text else 0)}
     kinds |= {name: "trainer" if name.startswith("trainer") else "model" for name, _ in models}
+    cuda = {"model": CUDA_HOST_BYTES, "trainer": CUDA_HOST_BYTES, "collator": CUDA_BUILD_BYTES} if on_gpu else {}
+    tokenizers = dict.fromkeys(("supervisor", "collator"), TOKENIZER_BYTES * _tokenizer_bytes(spec))
     for name, kind in kinds.items():
-        cuda = CUDA_HOST_BYTES if on_gpu and kind in ("model", "trainer") else 0
-        yield MemoryUse("Python and libraries", PROCESS_BYTES[kind] + cuda, name, Where.HOST, stays=False)
+        nbytes = PROCESS_BYTES[kind] + cuda.get(kind, 0) + tokenizers.get(kind, 0)
+        yield MemoryUse("Python and libraries", nbytes, name, Where.HOST, stays=False)
     for name, gpu in models if on_gpu else ():
         yield MemoryUse("CUDA's context", CONTEXT_BYTES, name, gpu=gpu, stays=False)
+
+
+def _tokenizer_bytes(spec: RunSpec) -> int:
+    """Return the bytes of all `tokenizer.json` of a run; of one without that file 0."""
+    files = {side.tokenizer_dir / "tokenizer.json" for side in (spec.student, *spec.teacher)}
+    return sum(file.stat().st_size for file in files if file.is_file())
 
 
 def memory_uses(run: ResolvedRun, gpu: int, gpus: int, *, rings: bool) -> list[MemoryUse]:
