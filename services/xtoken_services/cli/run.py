@@ -80,6 +80,8 @@ def run(
     distilled = _run_to_end(spec, loss, control, token_file, as_json)
     if second is not None:
         _print_comparison(distilled, _run_to_end(second, None, control, token_file, as_json), as_json=as_json)
+    elif distilled and spec.teacher and not as_json:
+        typer.echo("what the teacher has brought: the same command with --baseline")
     raise typer.Exit(0)
 
 

@@ -31,8 +31,6 @@ FLOAT32 = ITEM_SIZES["float32"]
 GIB = 1 << 30
 COPIES = 4
 """Values that a student keeps per weight: the weight, its gradient, AdamW's two moments."""
-COPIES_BETWEEN_STEPS = COPIES - 1
-"""Without the gradient, which is freed at a step's end."""
 FEWER = {"adamw": 0, "adafactor": 2}
 """Values per weight that an optimiser keeps less than AdamW: Adafactor keeps next to none."""
 NF4_BITS = 9
@@ -56,14 +54,9 @@ SORTED_COPIES = 4
 PIECE_TOKENS, PIECES = 1024, 2
 """On a GPU a teacher has them in pieces of so many tokens, and one piece while the next is made."""
 MIB = 1 << 20
-PROCESS_BYTES = {
-    "supervisor": 86 * MIB,
-    "queue": 50 * MIB,
-    "collator": 356 * MIB,
-    "model": 380 * MIB,
-    "trainer": 450 * MIB,
-}
-"""Resident memory of a process before it has read a model or a large tokenizer, measured by `benchmarks/sizing.py`."""
+PROCESS_MIB = {"supervisor": 86, "queue": 50, "collator": 356, "model": 380, "trainer": 450}
+"""Resident memory of a process in MiB before it has read a model or a large tokenizer, as `benchmarks/sizing.py` has
+measured."""
 TOKENIZER_BYTES = 13
 """Bytes that supervisor and collators each take for a byte of `tokenizer.json`, measured with those of real models."""
 CONTEXT_BYTES, CUDA_HOST_BYTES = 812 * MIB, 1536 * MIB
@@ -138,13 +131,9 @@ class ModelSizes:
 
         hidden, heads = first("hidden_size", "n_embd"), first("num_attention_heads", "n_head", default=1)
         inner = first("moe_intermediate_size", "intermediate_size", "n_inner", default=4 * hidden)
-        return cls(
-            hidden=hidden,
-            inner=inner * first("num_experts_per_tok", default=1),
-            keys=first("head_dim", default=hidden // heads) * first("num_key_value_heads", default=heads),
-            layers=first("num_hidden_layers", "n_layer", default=1),
-            vocabulary=first("vocab_size"),
-        )
+        keys = first("head_dim", default=hidden // heads) * first("num_key_value_heads", default=heads)
+        layers = first("num_hidden_layers", "n_layer", default=1)
+        return cls(hidden, inner * first("num_experts_per_tok", default=1), keys, layers, first("vocab_size"))
 
     def per_layer(self, item: int) -> int:
         """Return the values of `item` bytes that a layer keeps of a token for its backward."""
@@ -165,42 +154,31 @@ def teacher_bytes(teacher: TeacherSpec) -> int:
     return weights // 2 if teacher.quantized == "fp8" else weights
 
 
-def student_bytes(spec: RunSpec, *, copies: int = COPIES) -> int:
-    """Return the bytes of a rank's weights, gradients and moments; adapters and their state are not counted.
-
-    Args:
-        spec: The run's settings.
-        copies: Values per weight with AdamW: `COPIES`, or `COPIES_BETWEEN_STEPS`.
-    """
+def student_bytes(spec: RunSpec) -> int:
+    """Return the bytes of a rank's weights, gradients and moments; adapters and their state are not counted."""
     count, item, train = weight_count(spec.student.model), ITEM_SIZES[spec.student.dtype], spec.train
     if train.lora is not None:
         return count * item
-    copies -= FEWER[train.optimizer]
     masters = train.master_weights and item < FLOAT32
     # With float32 masters a sharded student has no other weights.
     own = count * item if masters and shards(spec) == 1 else 0
-    return own + count * copies * (FLOAT32 if masters else item) // shards(spec)
+    return own + count * (COPIES - FEWER[train.optimizer]) * (FLOAT32 if masters else item) // shards(spec)
 
 
-def checkpoint_bytes(spec: RunSpec) -> int:
-    """Return the bytes of a rank's part of a checkpoint, and of its copy in memory; adapters are not counted."""
+def checkpoint_bytes(spec: RunSpec, *, page_locked: bool = False) -> int:
+    """Return the bytes of a rank's part of a checkpoint: weights without gradients; adapters are not counted.
+
+    Args:
+        spec: The run's settings.
+        page_locked: Those of its copy on the host of a GPU, where torch's allocator takes a power of two of bytes for
+            each tensor.
+    """
     if spec.train.lora is not None:
         return 0
-    whole = student_bytes(spec, copies=COPIES_BETWEEN_STEPS)
-    masters = spec.train.master_weights and spec.student.dtype != "float32"
-    return whole - weight_bytes(spec.student.model, spec.student.dtype) if masters and shards(spec) == 1 else whole
-
-
-def staged_bytes(spec: RunSpec, *, on_gpu: bool) -> int:
-    """Return the bytes of a checkpoint's copy on the host.
-
-    Of a GPU it is page-locked, and torch's allocator of such memory takes a power of two of bytes for each tensor.
-    """
-    if not on_gpu or spec.train.lora is not None:
-        return checkpoint_bytes(spec)
     item = FLOAT32 if spec.train.master_weights else ITEM_SIZES[spec.student.dtype]
-    sizes = (-(-count * item // shards(spec)) for count in weight_counts(spec.student.model))
-    return (COPIES_BETWEEN_STEPS - FEWER[spec.train.optimizer]) * sum(1 << (size - 1).bit_length() for size in sizes)
+    sizes = [-(-count * item // shards(spec)) for count in weight_counts(spec.student.model)]
+    sizes = [1 << (size - 1).bit_length() for size in sizes] if page_locked else sizes
+    return (COPIES - 1 - FEWER[spec.train.optimizer]) * sum(sizes)
 
 
 def shards(spec: RunSpec) -> int:
@@ -278,7 +256,7 @@ def all_uses(run: ResolvedRun, *, rings: bool, on_gpu: bool = True) -> Iterator[
         name = f"trainer-{rank}"
         yield MemoryUse(f"the student's state{of_rank}", student_bytes(spec), name, gpu=rank)
         yield MemoryUse(f"a micro-batch{of_rank}", step_bytes(run, on_gpu=on_gpu), name, gpu=rank, stays=False)
-        yield MemoryUse(STAGED, staged_bytes(spec, on_gpu=on_gpu), name, Where.HOST)
+        yield MemoryUse(STAGED, checkpoint_bytes(spec, page_locked=on_gpu), name, Where.HOST)
         for number in range(len(spec.teacher)):
             yield from _of_teacher(run, number, rank, of_rank, rings=rings, on_gpu=on_gpu)
         for number in spec.sync_decays:
@@ -332,19 +310,16 @@ def _process_uses(run: ResolvedRun, *, on_gpu: bool) -> Iterator[MemoryUse]:
     kinds = {"supervisor": "supervisor", "queue": "queue"}
     kinds |= {f"collator-{number}": "collator" for number in range(spec.workers.collators if spec.has_text else 0)}
     kinds |= {name: "trainer" if name.startswith("trainer") else "model" for name, _ in models}
-    cuda = {"model": CUDA_HOST_BYTES, "trainer": CUDA_HOST_BYTES, "collator": CUDA_BUILD_BYTES} if on_gpu else {}
-    tokenizers = dict.fromkeys(("supervisor", "collator"), TOKENIZER_BYTES * _tokenizer_bytes(spec))
+    files = {side.tokenizer_dir / "tokenizer.json" for side in (spec.student, *spec.teacher)}
+    read = TOKENIZER_BYTES * sum(file.stat().st_size for file in files if file.is_file())
+    added = {"supervisor": read, "collator": read}
+    if on_gpu:
+        added |= {"collator": read + CUDA_BUILD_BYTES, "model": CUDA_HOST_BYTES, "trainer": CUDA_HOST_BYTES}
     for name, kind in kinds.items():
-        nbytes = PROCESS_BYTES[kind] + cuda.get(kind, 0) + tokenizers.get(kind, 0)
+        nbytes = PROCESS_MIB[kind] * MIB + added.get(kind, 0)
         yield MemoryUse("Python and libraries", nbytes, name, Where.HOST, stays=False)
     for name, gpu in models if on_gpu else ():
         yield MemoryUse("CUDA's context", CONTEXT_BYTES, name, gpu=gpu, stays=False)
-
-
-def _tokenizer_bytes(spec: RunSpec) -> int:
-    """Return the bytes of all `tokenizer.json` of a run; of one without that file 0."""
-    files = {side.tokenizer_dir / "tokenizer.json" for side in (spec.student, *spec.teacher)}
-    return sum(file.stat().st_size for file in files if file.is_file())
 
 
 def memory_uses(run: ResolvedRun, gpu: int, gpus: int, *, rings: bool) -> list[MemoryUse]:
@@ -379,10 +354,7 @@ def custom_loss_memory(run: ResolvedRun, losses: Sequence[Loss], student_vocab_s
             continue
         each = loss.bytes_per_position(student_vocab_size, loss.vocab_size)
         if each is None:
-            log.warning(
-                "%s declares no bytes_per_position: a micro-batch may need more memory than the GPU has",
-                type(loss).__name__,
-            )
+            log.warning("%s declares no bytes_per_position: it may be more than the GPU has", type(loss).__name__)
         else:
             uses.append(MemoryUse(f"{type(loss).__name__} on {positions} positions", each * positions))
     return sorted(uses, key=lambda use: -use.nbytes)[:1]

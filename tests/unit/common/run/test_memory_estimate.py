@@ -35,7 +35,6 @@ from xtoken_services.common.run.memory_estimate import (
     forward_bytes,
     memory_shortage,
     memory_uses,
-    staged_bytes,
     student_bytes,
     weight_bytes,
 )
@@ -102,10 +101,9 @@ def test_layers_keep_for_the_backward_what_was_counted(tmp_path: Path, dtype: to
 
 def test_a_copy_for_checkpoints_is_page_locked_in_powers_of_two(tmp_path: Path) -> None:
     run = with_models(tmp_path, student={"dtype": "bfloat16"})
-    assert staged_bytes(run.spec, on_gpu=False) == checkpoint_bytes(run.spec)
     sizes = [weight.numel() * FLOAT32 for weight in make_model().parameters()]
     rounded = sum(1 << (size - 1).bit_length() for size in sizes)
-    assert staged_bytes(run.spec, on_gpu=True) == 3 * rounded > checkpoint_bytes(run.spec)
+    assert checkpoint_bytes(run.spec, page_locked=True) == 3 * rounded > checkpoint_bytes(run.spec)
 
 
 def test_a_teachers_logits_are_counted_once_and_in_pieces_where_it_makes_pieces(tmp_path: Path) -> None:
