@@ -100,8 +100,9 @@ class Distillation:
     """A mixin that gives `transformers.Trainer`, or a subclass such as TRL's `SFTTrainer`, a teacher.
 
     `DistillationTrainer` is the first. For another, name this before it among the bases, and turn off what prepares
-    records (`SFTConfig(dataset_kwargs={"skip_prepare_dataset": True})`). `save_model` writes the student's tokenizer
-    too. One teacher, whole in every process; weights of the loss are constant. FSDP and DeepSpeed are untried.
+    records (`SFTConfig(dataset_kwargs={"skip_prepare_dataset": True})`). `ce_loss` and `kl_loss` are logged beside
+    `loss`, and `save_model` writes the student's tokenizer too. One teacher, whole in every process; weights of the
+    loss are constant. FSDP and DeepSpeed are untried.
 
     Args:
         *args: Of the trainer, with the student in float32.

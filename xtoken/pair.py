@@ -28,25 +28,25 @@ MULTIPLE = 8
 
 
 class TokenizerPair:
-    """Collator and loss of one student and one teacher with another tokenizer.
+    """Collator and loss of a student and a teacher with other tokenizers, whose chain tables the user's cache keeps.
 
     Attributes:
-        tokenizer: The student's tokenizer.
-        aligner: The aligner of the two tokenizers.
-        collator: Turns texts into aligned rows of both sides.
-        loss_fn: The loss, for several micro-batches to a step or other uses than `loss`.
+        tokenizer: The student's.
+        aligner: Of both.
+        collator: Makes aligned rows of texts.
+        loss_fn: The loss, for several micro-batches a step.
 
     Args:
-        student: The student's tokenizer, from `transformers`.
-        teacher: The teacher's.
-        context_length: Maximum of tokens of a text on either side.
-        device: Device of the logits.
-        special_tokens: Special tokens of the student and their partners, in place of those of the same name.
-        loss: Settings of `[loss]` in a run file, such as `mode="alm"`.
+        student: Its tokenizer, of `transformers`.
+        teacher: Likewise.
+        context_length: Tokens of a text at most.
+        device: Of the logits.
+        special_tokens: Partners of special tokens of the student, in place of those of the same name.
+        **loss: Settings of `[loss]`, such as `mode="alm"`.
 
     Raises:
-        ConfigError: The settings are wrong.
-        InputError: The two tokenizers have nothing in common that could be compared.
+        ConfigError: A setting is wrong.
+        InputError: The tokenizers have nothing in common.
     """
 
     def __init__(
