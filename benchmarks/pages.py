@@ -164,7 +164,7 @@ def _sizing_pairs() -> dict[str, Any]:
 
 SIZING: dict[str, Callable[[], dict[str, Any]]] = {
     "pairs": _sizing_pairs,
-    "estimates": lambda: {"machines": sizing_page.by_machine(result("sizing")), "GIB": 1 << 30},
+    "estimates": lambda: {**sizing_page.by_machine(result("sizing")), "GIB": 1 << 30},
     "paper": lambda: {"p": sizing_page.paper(), "GIB": 1 << 30},
 }
 PARTS = [

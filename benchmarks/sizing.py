@@ -4,8 +4,10 @@
 
 makes two tokenizers and models with random weights in WORK, unless real ones are named, and runs every case of `CASES`
 for a few steps by `xtoken run --json`, whose statuses name the processes. Of each process `/proc` is read every 20 ms:
-its peak is the largest sum of anonymous and file pages, `/dev/shm` the trainer's mapped pages. A GPU's peak is what its
-driver counts as used beyond the start. Rows are added to what FILE has of other devices and models.
+its peak is the largest sum of anonymous and file pages. On GPUs those of a checkpoint that is being read, which the
+kernel drops where memory is short, are left out: file pages do not count while one is mapped. Shared memory is the
+trainer's: `/dev/shm`, and on GPUs the page-locked copy for checkpoints. A GPU's peak is what its driver counts as used
+beyond the start. Rows are added to what FILE has of other devices and models.
 """
 
 from __future__ import annotations
@@ -28,9 +30,9 @@ import transformers
 from benchmarks.harness import command_line, machine, write_result
 from benchmarks.other_tree import ROOT, environment
 from benchmarks.sizing_page import BELOW, WITHIN, is_right, sums
-from xtoken_core.config.resolved import parse_resolved_run
+from xtoken_core.config.resolved import ResolvedRun, parse_resolved_run
 from xtoken_services.common.run.machine import Machine
-from xtoken_services.common.run.memory_estimate import SHARED, Where
+from xtoken_services.common.run.memory_estimate import SHARED, STAGED, Where
 from xtoken_services.common.run.memory_places import places_of
 from xtoken_services.common.run.resume import RESOLVED
 
@@ -105,7 +107,8 @@ def document(case: str, work: Path, arguments: argparse.Namespace) -> dict[str, 
 class Peaks:
     """The largest memory of each process of a run so far."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str) -> None:
+        self.on_gpu = device == "cuda"
         self.names: dict[int, str] = {}
         self.host: dict[str, int] = {}
         self.shared = self.gpu = 0
@@ -116,11 +119,12 @@ class Peaks:
         for pid, name in list(self.names.items()):
             try:
                 lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+                reads = self.on_gpu and ".safetensors" in Path(f"/proc/{pid}/maps").read_text()
             except OSError:
                 continue
             of = {line.split(":")[0]: int(line.split()[1]) << 10 for line in lines if line.startswith(FIELDS)}
             if len(of) == len(FIELDS):
-                self.host[name] = max(self.host.get(name, 0), of["RssAnon"] + of["RssFile"])
+                self.host[name] = max(self.host.get(name, 0), of["RssAnon"] + (0 if reads else of["RssFile"]))
                 if name.startswith("trainer"):
                     self.shared = max(self.shared, of["RssShmem"])
         self.gpu = max(self.gpu, self._gpu_used() - self._gpu_before)
@@ -132,13 +136,13 @@ class Peaks:
         return total - free
 
 
-def measure(run_file: Path, output: Path, log: Path) -> dict[str, Any]:
+def measure(run_file: Path, output: Path, log: Path, device: str) -> dict[str, Any]:
     """Run to the end, and return the peaks of its processes in bytes, and its speed.
 
     Raises:
         RuntimeError: It did not complete.
     """
-    peaks = Peaks()
+    peaks = Peaks(device)
     command = [sys.executable, "-P", "-m", "xtoken_services.cli", "run", str(run_file), "--json"]
     with log.open("wb") as out:
         process = psutil.Popen(command, env=environment(ROOT), cwd=ROOT, stdout=out, stderr=subprocess.STDOUT)
@@ -163,20 +167,22 @@ def measure(run_file: Path, output: Path, log: Path) -> dict[str, Any]:
     }
 
 
-def estimate(output: Path) -> dict[str, Any]:
-    """Return the estimate of a run that was made, in the terms of `measure`."""
-    run = parse_resolved_run((output / RESOLVED).read_bytes(), source=str(output))
-    machine = Machine.of_this()
+def estimate(run: ResolvedRun, machine: Machine) -> dict[str, Any]:
+    """Return the estimate of a run on a machine, in the terms of `measure`."""
     host: dict[str, int] = {}
     shared = gpu = 0
-    for place in places_of(run, machine):
+    places = places_of(run, machine)
+    on_gpu = any(place.name.startswith("cuda") for place in places)
+    for place in places:
         if place.name == SHARED:
-            shared = place.needed
+            shared += place.needed
         elif place.name.startswith("cuda"):
             gpu = max(gpu, place.needed)
         else:
             for use in place.uses:
-                if use.where != Where.SHARED:
+                if on_gpu and use.what == STAGED:
+                    shared += use.nbytes
+                elif use.where != Where.SHARED:
                     host[use.process] = host.get(use.process, 0) + use.nbytes
     return {"host": host, "shared": shared, "gpu": gpu}
 
@@ -214,8 +220,9 @@ def main() -> int:
             "tokens": made["train"]["micro_batch_tokens"],
             "machine": machine() if arguments.device == "cuda" else {**machine(), "gpus": []},
         }
-        row["peak"] = measure(run_file, output, work / f"{case}.log")
-        row["estimate"] = estimate(output)
+        row["peak"] = measure(run_file, output, work / f"{case}.log", arguments.device)
+        run = parse_resolved_run((output / RESOLVED).read_bytes(), source=str(output))
+        row["estimate"] = estimate(run, Machine.of_this())
         enter(arguments.out, row)
         wrong += not is_right(row)
         ratios = {name: round(ours / theirs, 3) for name, (ours, theirs) in sums(row).items()}

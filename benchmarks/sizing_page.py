@@ -102,9 +102,9 @@ def measured(result: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def sums(row: dict[str, Any]) -> dict[str, tuple[int, int]]:
-    """Return estimate and peak in bytes: of all processes and `/dev/shm`, of `/dev/shm` alone, of GPUs, where used.
+    """Return estimate and peak in bytes: of processes and shared memory, of shared memory alone, of GPUs, where used.
 
-    Processes that have ended before the steps, such as builders of a store, are not compared.
+    Processes without a peak are not compared: some have ended before the steps, such as builders of a store.
     """
     estimated, peak = row["estimate"], row["peak"]
     known = [name for name in estimated["host"] if name in peak["host"]]
@@ -119,10 +119,13 @@ def is_right(row: dict[str, Any]) -> bool:
     return min(ratios.values()) >= 1 - BELOW and all(ratios.get(name, 1) <= 1 + WITHIN for name in ("host", "gpu"))
 
 
-def by_machine(result: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """Return the rows of `results/sizing.json` with the sums of their parts, by the hardware that they ran on."""
+def by_machine(result: dict[str, Any]) -> dict[str, Any]:
+    """Return the rows of `results/sizing.json` with the sums of their parts by hardware, and whether any has `mapped`.
+
+    Those are peaks of processes that were taken with the pages of a checkpoint that they map.
+    """
     machines: dict[str, list[dict[str, Any]]] = {}
     for row in result["rows"]:
         name = " and ".join(row["machine"]["gpus"]) or f"{row['machine']['cores']} cores"
         machines.setdefault(name, []).append({"shared": None, "gpu": None, **row, **sums(row)})
-    return machines
+    return {"machines": machines, "mapped": any("mapped" in row["peak"] for row in result["rows"])}

@@ -88,7 +88,8 @@ the run ids of the control plane.
 REST = """# REST interface
 
 Requests of `xtoken control`, generated from its OpenAPI description (`/openapi.json`, browsable at `/docs`).
-Authentication is described in [operations](operations.md#access-control). Times are ISO 8601 with a zone, sizes bytes.
+[Authentication](operations.md#access-control) is `AUTH="Authorization: Bearer $(cat ~/.config/xtoken/control.token)"`
+here. Times are ISO 8601 with a zone, sizes bytes.
 A status from 400 on comes with a [Problem](#problem); any request may answer 400, 401, 403 or 429.
 
 <!-- Written by `{make}` from the control plane's OpenAPI: change services/xtoken_services/control, not this. -->
@@ -108,7 +109,7 @@ out what a run file may.
 
 PYTHON = """# From Python
 
-<!-- Written by `{make}` from xtoken/distill.py and xtoken/integrations.py. -->
+<!-- Written by `{make}` from xtoken/distill.py, pair.py and integrations.py. -->
 
 {sections}
 """
@@ -320,7 +321,7 @@ def _curl(method: str, path: str, operation: dict[str, Any]) -> str:
     """Return a request as a command, with the first example of its body."""
     words = ["curl"]
     if "Needs no token" not in operation.get("description", ""):
-        words.append('-H "Authorization: Bearer $(cat ~/.config/xtoken/control.token)"')
+        words.append('-H "$AUTH"')
     if method != "GET":
         words.append(f"-X {method}")
     if body := operation.get("requestBody"):
@@ -383,7 +384,15 @@ def _json_default(schema: dict[str, Any]) -> str:
 def python() -> str:
     """Render the page about whole runs from Python: functions with their arguments, classes with their members."""
     sections = []
-    for thing in (xtoken.distill, xtoken.dry_run, xtoken.DistillResult, xtoken.RunCallback, Distillation):
+    things = (
+        xtoken.distill,
+        xtoken.dry_run,
+        xtoken.DistillResult,
+        xtoken.RunCallback,
+        xtoken.TokenizerPair,
+        Distillation,
+    )
+    for thing in things:
         module = "xtoken.integrations" if thing is Distillation else "xtoken"
         text, parts = _docstring(thing)
         signature = inspect.signature(thing).parameters

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("xtoken")
 
+NAMED = ("ce_loss", "kl_loss")
+"""Parts of a loss that are logged beside it, under the names of `steps.jsonl`."""
 COUNTS = (schema.CE_TOKENS.name, schema.field_name(schema.KD_CHUNKS, 0))
 
 
@@ -98,8 +100,9 @@ class Distillation:
     """A mixin that gives `transformers.Trainer`, or a subclass such as TRL's `SFTTrainer`, a teacher.
 
     `DistillationTrainer` is the first. For another, name this before it among the bases, and turn off what prepares
-    records (`SFTConfig(dataset_kwargs={"skip_prepare_dataset": True})`). `save_model` writes the student's tokenizer
-    too. One teacher, whole in every process; weights of the loss are constant. FSDP and DeepSpeed are untried.
+    records (`SFTConfig(dataset_kwargs={"skip_prepare_dataset": True})`). `ce_loss` and `kl_loss` are logged beside
+    `loss`, and `save_model` writes the student's tokenizer too. One teacher, whole in every process; weights of the
+    loss are constant. FSDP and DeepSpeed are untried.
 
     Args:
         *args: Of the trainer, with the student in float32.
@@ -128,6 +131,7 @@ class Distillation:
                 trainer.model.dtype,
             )
         self.pair, self.teacher = pair, teacher.eval().requires_grad_(False).to(device)
+        self._parts, self._logged = torch.zeros(len(NAMED), device=device), 0
         trainer.args.remove_unused_columns = False  # records have the columns of texts, not of models
         trainer.label_names = [schema.INPUT_IDS.name]  # an evaluation reports a loss only where there are labels
         trainer.model_accepts_loss_kwargs = True  # or the loss would be divided by the number of micro-batches too
@@ -148,8 +152,20 @@ class Distillation:
         """Return the loss of a micro-batch; `num_items_in_batch` are its step's counts, None in an evaluation."""
         counts = num_items_in_batch if isinstance(num_items_in_batch, Tensor) else None
         processes = 1 if counts is None else self.accelerator.num_processes  # type: ignore[attr-defined]
-        loss, _, outputs = distillation_loss(self.pair, self.teacher, model, inputs, counts, processes=processes)
+        loss, metrics, outputs = distillation_loss(self.pair, self.teacher, model, inputs, counts, processes=processes)
+        if counts is not None:
+            self._parts += torch.stack([metrics[name].detach().float() for name in NAMED])
         return (loss, outputs) if return_outputs else loss
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log beside a loss its parts, each the mean over the steps since the last time, as the loss is."""
+        trainer: Any = super()
+        step = self.state.global_step  # type: ignore[attr-defined]
+        if "loss" in logs and step > self._logged:
+            parts = self.accelerator.reduce(self._parts) / (step - self._logged)  # type: ignore[attr-defined]
+            logs |= dict(zip(NAMED, parts.tolist(), strict=True))
+            self._parts, self._logged = torch.zeros_like(self._parts), step
+        trainer.log(logs, *args, **kwargs)
 
 
 class DistillationTrainer(Distillation, Trainer):

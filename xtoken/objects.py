@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -25,7 +26,7 @@ def as_files(value: Any, name: str = "") -> Any:
 
     Raises:
         ConfigError: A model comes without its tokenizer.
-        InputError: A record is no JSON object, or the cache cannot be written.
+        InputError: A record is no JSON object, a list has texts in place of paths, or the cache cannot be written.
     """
     table = value if isinstance(value, Mapping) else {"model": value}
     if hasattr(table.get("model"), "state_dict") and table.get("tokenizer") is None and not name.endswith(".model"):
@@ -42,10 +43,12 @@ def as_files(value: Any, name: str = "") -> Any:
     several = isinstance(value, (list, tuple))
     if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
         return str(value) if isinstance(value, Path) else value
-    if (name == "data" or name.endswith(".path")) and not (
-        several and all(isinstance(item, (str, Path)) for item in value)
-    ):
-        return str(_kept(name, lambda directory: _write_records(directory, value, name)) / RECORDS)
+    if name == "data" or name.endswith(".path"):
+        if not several or not all(isinstance(item, (str, Path)) for item in value):
+            return str(_kept(name, lambda directory: _write_records(directory, value, name)) / RECORDS)
+        for path in map(str, value):
+            if "://" not in path and path[:1] != "~" and not os.path.lexists(path):
+                raise InputError(f'{name}: there is no file {path[:60]!r}; a text is a record, [{{"text": "..."}}]')
     return [as_files(item, f"{name}.{number}") for number, item in enumerate(value)] if several else value
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -13,35 +14,39 @@ from torch import Tensor
 from xtoken.parts import CrossTokenizerCollator, CrossTokenizerDistillationLoss, LossConfig, LossTeacher, TokenAligner
 from xtoken_core import schema
 from xtoken_core.chain.build import as_tensors, build_tables
+from xtoken_core.chain.files import read_tables, write_tables
+from xtoken_core.chain.tables import ChainTables
 from xtoken_core.config.loss import PAIR_KINDS
 from xtoken_core.config.validation_errors import describe
-from xtoken_core.errors import ConfigError
+from xtoken_core.errors import ConfigError, OutputError
 from xtoken_core.projection.build import build_projection
+from xtoken_core.projection.fingerprint import tokenizer_fingerprint
+from xtoken_core.projection.pair_cache import PairCache
 
 MULTIPLE = 8
 """Widths of padded rows are multiples of this."""
 
 
 class TokenizerPair:
-    """Collator and loss of one student and one teacher with another tokenizer.
+    """Collator and loss of a student and a teacher with other tokenizers, whose chain tables the user's cache keeps.
 
     Attributes:
-        tokenizer: The student's tokenizer.
-        aligner: The aligner of the two tokenizers.
-        collator: Turns texts into aligned rows of both sides.
-        loss_fn: The loss, for several micro-batches to a step or other uses than `loss`.
+        tokenizer: The student's.
+        aligner: Of both.
+        collator: Makes aligned rows of texts.
+        loss_fn: The loss, for several micro-batches a step.
 
     Args:
-        student: The student's tokenizer, from `transformers`.
-        teacher: The teacher's.
-        context_length: Maximum of tokens of a text on either side.
-        device: Device of the logits.
-        special_tokens: Special tokens of the student and their partners, in place of those of the same name.
-        loss: Settings of `[loss]` in a run file, such as `mode="alm"`.
+        student: Its tokenizer, of `transformers`.
+        teacher: Likewise.
+        context_length: Tokens of a text at most.
+        device: Of the logits.
+        special_tokens: Partners of special tokens of the student, in place of those of the same name.
+        **loss: Settings of `[loss]`, such as `mode="alm"`.
 
     Raises:
-        ConfigError: The settings are wrong.
-        InputError: The two tokenizers have nothing in common that could be compared.
+        ConfigError: A setting is wrong.
+        InputError: The tokenizers have nothing in common.
     """
 
     def __init__(
@@ -142,8 +147,19 @@ def _loss_teacher(
     """Build the mode's static data of the two tokenizers: chain tables, a projection or neither."""
     kind = PAIR_KINDS.get(config.mode_of(0))
     if kind == "chain":
-        return LossTeacher(len(teacher), tables=as_tensors(build_tables(student, teacher, special_tokens)))
+        return LossTeacher(len(teacher), tables=_tables(student, teacher, special_tokens))
     if kind == "projection":
         projection = build_projection(student, teacher, special_tokens=special_tokens)
         return LossTeacher(len(teacher), projection.indices, projection.likelihoods)
     return LossTeacher(len(teacher), own_tokenizer=True)
+
+
+def _tables(student: Any, teacher: Any, pairs: Mapping[str, str] | None) -> ChainTables:
+    """Return the chain tables of two tokenizers from the user's cache, where they are kept for other processes."""
+    prints = tokenizer_fingerprint(student, in_memory=True), tokenizer_fingerprint(teacher, in_memory=True)
+    built = cache(lambda: as_tensors(build_tables(student, teacher, pairs)))
+    try:
+        kept = PairCache().file("chain", prints, lambda path: write_tables(built(), path, prints, pairs), pairs)
+        return read_tables(kept)
+    except (RuntimeError, OutputError):  # there is no home directory, or it cannot be written
+        return built()

@@ -36,7 +36,7 @@ class MissingProjectionError(InputError, FileNotFoundError):
     """Error of a projection file that does not exist."""
 
 
-def tokenizer_fingerprint(tokenizer_or_dir: Any) -> str:
+def tokenizer_fingerprint(tokenizer_or_dir: Any, *, in_memory: bool = False) -> str:
     """Return the SHA-256, in hex, of a tokenizer: vocabulary, merges, added tokens, splitting and normalising.
 
     Padding, truncation, templates and the order of JSON keys do not enter, so that saving a tokenizer again does not
@@ -45,13 +45,14 @@ def tokenizer_fingerprint(tokenizer_or_dir: Any) -> str:
     Args:
         tokenizer_or_dir: A Hugging Face directory (or a single tokenizer file), or a loaded tokenizer; one that was
             loaded from a directory is identified by that directory.
+        in_memory: Take a loaded tokenizer as it is now, whatever its directory has.
 
     Raises:
         InputError: The directory is missing, unreadable or holds no tokenizer.
     """
     if isinstance(tokenizer_or_dir, (str, Path)):
         return _of_directory(Path(tokenizer_or_dir))
-    origin = getattr(tokenizer_or_dir, "name_or_path", "")
+    origin = "" if in_memory else getattr(tokenizer_or_dir, "name_or_path", "")
     if origin and Path(origin).is_dir() and _files(Path(origin)):
         return _of_directory(Path(origin))
     backend = getattr(tokenizer_or_dir, "backend_tokenizer", None)

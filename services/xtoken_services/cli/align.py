@@ -99,10 +99,9 @@ def check(
 ) -> None:
     """Align every text of some files and count chunks; fails if a chunk does not spell the same on both sides.
 
-    It also fails if no text has a chunk that does. Records that cannot be used are counted as skipped. A record with
-    misfits has tokens in no chunk beyond those that any text may have: specials and a space that a tokenizer sets
-    around it, and the rest of a text that was cut. Messages are rendered by each side's chat template, and their
-    answers are aligned, as in a run.
+    It also fails if no text has one that does. Records that cannot be used are skipped. A record with misfits has
+    tokens in no chunk beyond specials and a space that a tokenizer sets around it, and the rest of a text that was cut.
+    Of messages the answers are aligned.
     """
     from xtoken_core.alignment.check import CheckReport
     from xtoken_core.errors import ConfigError, XtokenError

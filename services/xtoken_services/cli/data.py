@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from xtoken_core.errors import ConfigError
+from xtoken_core.errors import ConfigError, InputError
 from xtoken_services.cli.options import JsonOption, SetOption
 from xtoken_services.common.processes.progress import spinner
 
@@ -68,12 +68,16 @@ def check(
         if (run or student) and not as_json:
             typer.echo("loading the tokenizers: some seconds, more for large vocabularies", err=True)
         collator = _collator(spec) if run or student else None
+        used = 0
         for file, field in ((file, text.field or spec.data.field) for text in spec.data.texts for file in text.paths):
             with spinner(f"reading {file.name}", quiet=as_json):
                 index = DataIndex.build([file], field=field, cache_dir=Path(scratch))
                 form = next((form for _, form in index.conversations()), None)
                 kinds = _kinds(index, collator, divides=spec.data.long == "split")
             _print_kinds(file, len(index), form, kinds, as_json=as_json)
+            used += kinds[USED]["records"]
+    if not used:
+        raise InputError("no record can be used: the lines above say why")
 
 
 def _print_kinds(file: Path, records: int, form: str | None, kinds: dict[str, Any], *, as_json: bool) -> None:

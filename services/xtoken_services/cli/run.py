@@ -39,8 +39,7 @@ def run(
     measure: Annotated[
         bool,
         typer.Option(
-            "--measure",
-            help="With --dry-run: take three steps with the real models: the time, and whether the teacher is better.",
+            "--measure", help="With --dry-run: take three steps: the time, and whether the teacher is better."
         ),
     ] = False,
     baseline: Annotated[
@@ -57,15 +56,12 @@ def run(
     checkpoint. Without --control no process outlives this command.
     """
     from xtoken_core.errors import ConfigError
+    from xtoken_services.common.run.baseline import baseline_of
     from xtoken_services.common.run.custom_loss import check_custom_loss
     from xtoken_services.common.run.defaults import load_run
 
     spec, notes = load_run(run_file, settings or ())
-    second = None
-    if baseline:
-        from xtoken_services.common.run.baseline import baseline_of
-
-        second = baseline_of(spec)
+    second = baseline_of(spec) if baseline else None
     if measure and (control or not dry_run):
         raise ConfigError("--measure goes with --dry-run, on this machine: it starts a trial, not the run")
     if dry_run:
@@ -80,6 +76,8 @@ def run(
     distilled = _run_to_end(spec, loss, control, token_file, as_json)
     if second is not None:
         _print_comparison(distilled, _run_to_end(second, None, control, token_file, as_json), as_json=as_json)
+    elif distilled and spec.teacher and not as_json:
+        typer.echo("what the teacher has brought: the same command with --baseline")
     raise typer.Exit(0)
 
 

@@ -49,6 +49,28 @@ def test_every_mode_gives_a_gradient_through_a_pair(assets: TinyAssets, mode: st
     assert logits.grad is not None and logits.grad.abs().sum() > 0
 
 
+def test_chain_tables_of_a_pair_are_built_once_for_all_processes(
+    assets: TinyAssets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    student, teacher = (AutoTokenizer.from_pretrained(path) for path in (assets.student, assets.teacher))
+    first = xtoken.TokenizerPair(student, teacher).loss_fn.losses[0].teacher.tables
+
+    def built(*_: Any) -> None:
+        raise AssertionError("they are there")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("xtoken.pair.build_tables", built)
+        second = xtoken.TokenizerPair(student, teacher).loss_fn.losses[0].teacher.tables
+        assert all(torch.equal(value, second.flat()[name]) for name, value in first.flat().items())
+        student.add_tokens(["another word"])  # it is not what its directory holds
+        with pytest.raises(AssertionError, match="they are there"):
+            xtoken.TokenizerPair(student, teacher)
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert len(xtoken.TokenizerPair(student, teacher).loss_fn.losses[0].teacher.tables.student.root) == len(student)
+
+
 def test_rows_of_a_pair_are_as_long_as_their_longest_text(assets: TinyAssets) -> None:
     student, teacher = (AutoTokenizer.from_pretrained(path) for path in (assets.student, assets.teacher))
     pair = xtoken.TokenizerPair(student, teacher, context_length=256)
@@ -111,6 +133,7 @@ def test_settings_by_file_and_by_name_exclude_each_other(tmp_path: Path) -> None
         ({"teacher": [object()]}, "teacher: it takes a table of settings"),
         ({"student": {"model": torch.nn.Linear(1, 1)}}, "student: a model in memory needs its tokenizer: student="),
         ({"data": 7}, "data: it takes a table of settings"),
+        ({"data": ["a text", "b"]}, "data: there is no file 'a text'; a text is a record"),
         ({"data": [{"text": "a"}, "b"]}, "data: record 1 is no JSON such as"),
         ({"data": [{"text": {1, 2}}]}, "data: record 0 is no JSON such as"),
         ({"teacher": torch.nn.Linear(1, 1)}, "teacher: a model in memory needs its tokenizer: teacher="),

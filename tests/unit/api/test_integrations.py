@@ -70,10 +70,14 @@ def gradients(assets: TinyAssets, out: Path, rows: int, micro_batches: int) -> d
     student, teacher = models_of(assets, torch.float64)
     before = {name: value.clone() for name, value in student.state_dict().items()}
     settings = {"optim": "sgd", "learning_rate": 1.0, "max_grad_norm": 0.0, "max_steps": 1}
-    DistillationTrainer(
+    trainer = DistillationTrainer(
         student, arguments(out, rows, micro_batches, **settings), train_dataset=RECORDS, pair=pair_of(assets),
         teacher=teacher,
-    ).train()  # fmt: skip
+    )  # fmt: skip
+    trainer.train()
+    logged = trainer.state.log_history[0]
+    parts = SETTINGS["ce_loss_scale"] * logged["ce_loss"] + SETTINGS["kl_loss_weight"] * logged["kl_loss"]
+    assert parts == pytest.approx(logged["loss"], rel=1e-4) and min(logged["ce_loss"], logged["kl_loss"]) > 0
     return {name: before[name] - value for name, value in student.state_dict().items()}
 
 

@@ -1,12 +1,16 @@
 """The estimate of memory beside measured peaks, and the tables of its page."""
 
+import mmap
+import os
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from benchmarks import pages, sizing_page
 from benchmarks.end_to_end.assets import LLAMA_1B, QWEN3_4B
+from benchmarks.sizing import Peaks
 from xtoken_core.config.spec import RunSpec
 from xtoken_services.common.run.memory_estimate import step_bytes, student_bytes
 from xtoken_services.common.run.memory_fit import unresolved
@@ -42,9 +46,21 @@ def test_a_trainers_peak_on_a_gpu_is_as_estimated(
     assert 1 - sizing_page.BELOW <= ratio <= 1 + sizing_page.WITHIN
 
 
+def test_a_checkpoint_that_is_read_for_a_gpu_is_no_memory_that_a_machine_must_have(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"x" * (32 << 20))
+    peaks = {device: Peaks(device) for device in ("cpu", "cuda")}
+    with (tmp_path / "model.safetensors").open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as read:
+        assert read[:: mmap.PAGESIZE].count(b"x") == (32 << 20) // mmap.PAGESIZE
+        for each in peaks.values():
+            each.names = {os.getpid(): "teacher-0-0"}
+            each.read(psutil.Process())
+    assert peaks["cpu"].host["teacher-0-0"] - peaks["cuda"].host["teacher-0-0"] > 32 << 20
+
+
 def test_every_kept_row_of_the_benchmark_is_within_the_bounds() -> None:
     result = pages.result("sizing")
     assert {row["case"] for row in result["rows"]} >= {"logits", "hidden", "stored", "rollouts", "cross_entropy"}
+    assert len(result["rows"]) >= 12 and {row["device"] for row in result["rows"]} == {"cpu", "cuda"}
     assert [row["case"] for row in result["rows"] if not sizing_page.is_right(row)] == []
     wrong = {**result["rows"][0], "estimate": {"host": {}, "shared": 0, "gpu": 0}}
     wrong["estimate"]["host"] = {name: size * 0.9 for name, size in wrong["peak"]["host"].items()}

@@ -17,7 +17,7 @@ from xtoken_core.regular_files import read_json_object
 from xtoken_core.transports.ring import RingShape
 from xtoken_core.wire.columns import ITEM_SIZES
 from xtoken_services.common.batches.step_plan import ring_shape
-from xtoken_services.common.models.weights import weight_count
+from xtoken_services.common.models.weights import weight_count, weight_counts
 from xtoken_services.common.processes.supervised import supervised
 
 if TYPE_CHECKING:  # workers have imported it, a start has no need of it
@@ -31,17 +31,17 @@ FLOAT32 = ITEM_SIZES["float32"]
 GIB = 1 << 30
 COPIES = 4
 """Values that a student keeps per weight: the weight, its gradient, AdamW's two moments."""
-COPIES_BETWEEN_STEPS = COPIES - 1
-"""Without the gradient, which is freed at a step's end."""
 FEWER = {"adamw": 0, "adafactor": 2}
 """Values per weight that an optimiser keeps less than AdamW: Adafactor keeps next to none."""
 NF4_BITS = 9
 """Half bits of a weight in NormalFloat 4: one of 4 bits, and a float32 scale for 64 of them."""
 BLOCK_ROWS = 2048
 """Positions of a block of a head that is multiplied block by block."""
-HIDDEN_VALUES, INNER_VALUES, KEY_VALUES = 9, 4, 2
+HIDDEN_VALUES, INNER_VALUES, KEY_VALUES = 8, 4, 2
 """Values that a layer keeps of a token for its backward, per hidden unit, per unit of its feed-forward part, and per
 key: of a Llama the inputs of norms and projections, queries, keys and values, and both sides of the gate."""
+WIDENED = 2
+"""The same per hidden unit where the dtype is narrower than float32: norms widen their inputs, and keep both."""
 COMPILED = 0.7
 """Part of them that a compiled student keeps: norms and gates are computed again."""
 GPU_COPIES, CPU_COPIES = 3, 4
@@ -50,19 +50,21 @@ TEACHER_COPIES, TEACHER_COPIES_BLOCKWISE = 9, 4
 """The same for each of a teacher's on a CPU, whose operators have no kernels. Both are as `benchmarks/sizing.py` has
 measured on a CPU, and as the peaks of `benchmarks/results/end_to_end.json` are."""
 SORTED_COPIES = 4
-"""Of its logits in a teacher that finds the largest ones."""
+"""Of its logits in a teacher that finds the largest ones on a CPU."""
+PIECE_TOKENS, PIECES = 1024, 2
+"""On a GPU a teacher has them in pieces of so many tokens, and one piece while the next is made."""
 MIB = 1 << 20
-PROCESS_BYTES = {
-    "supervisor": 86 * MIB,
-    "queue": 50 * MIB,
-    "collator": 356 * MIB,
-    "model": 380 * MIB,
-    "trainer": 450 * MIB,
-}
-"""Resident memory of a process before it has read a model, measured by `benchmarks/sizing.py`."""
-CONTEXT_BYTES, CUDA_HOST_BYTES = 512 * MIB, 1536 * MIB
-"""What CUDA takes for each process on its GPU, and on the host."""
-SHARED = "/dev/shm"
+PROCESS_MIB = {"supervisor": 86, "queue": 50, "collator": 356, "model": 380, "trainer": 450}
+"""Resident memory of a process in MiB before it has read a model or a large tokenizer, as `benchmarks/sizing.py` has
+measured."""
+TOKENIZER_BYTES = 13
+"""Bytes that supervisor and collators each take for a byte of `tokenizer.json`, measured with those of real models."""
+CONTEXT_BYTES, CUDA_HOST_BYTES = 812 * MIB, 1536 * MIB
+"""What CUDA takes for each process on its GPU (its context, kernels once loaded, workspaces and the least that torch's
+allocator takes: `benchmarks/worker_kills`, with models of a few MB), and on the host."""
+CUDA_BUILD_BYTES = 480 * MIB
+"""Libraries of torch's CUDA build in a collator, which uses no GPU, beside the CPU build's."""
+SHARED, STAGED = "/dev/shm", "the copy for checkpoints"
 REMEDIES = (
     "give teachers a GPU of their own (teacher.gpu), lower workers.slots or train.micro_batch_tokens, share the "
     'student among ranks (train.parallel = "fsdp"), or train without float32 masters (train.master_weights = false)'
@@ -129,18 +131,14 @@ class ModelSizes:
 
         hidden, heads = first("hidden_size", "n_embd"), first("num_attention_heads", "n_head", default=1)
         inner = first("moe_intermediate_size", "intermediate_size", "n_inner", default=4 * hidden)
-        return cls(
-            hidden=hidden,
-            inner=inner * first("num_experts_per_tok", default=1),
-            keys=first("head_dim", default=hidden // heads) * first("num_key_value_heads", default=heads),
-            layers=first("num_hidden_layers", "n_layer", default=1),
-            vocabulary=first("vocab_size"),
-        )
+        keys = first("head_dim", default=hidden // heads) * first("num_key_value_heads", default=heads)
+        layers = first("num_hidden_layers", "n_layer", default=1)
+        return cls(hidden, inner * first("num_experts_per_tok", default=1), keys, layers, first("vocab_size"))
 
-    @property
-    def per_layer(self) -> int:
-        """Values that a layer keeps of a token for its backward."""
-        return HIDDEN_VALUES * self.hidden + INNER_VALUES * self.inner + KEY_VALUES * self.keys
+    def per_layer(self, item: int) -> int:
+        """Return the values of `item` bytes that a layer keeps of a token for its backward."""
+        hidden = HIDDEN_VALUES + (WIDENED if item < FLOAT32 else 0)
+        return hidden * self.hidden + INNER_VALUES * self.inner + KEY_VALUES * self.keys
 
 
 def weight_bytes(directory: Path, dtype: str) -> int:
@@ -156,30 +154,31 @@ def teacher_bytes(teacher: TeacherSpec) -> int:
     return weights // 2 if teacher.quantized == "fp8" else weights
 
 
-def student_bytes(spec: RunSpec, *, copies: int = COPIES) -> int:
-    """Return the bytes of a rank's weights, gradients and moments; adapters and their state are not counted.
-
-    Args:
-        spec: The run's settings.
-        copies: Values per weight with AdamW: `COPIES`, or `COPIES_BETWEEN_STEPS`.
-    """
+def student_bytes(spec: RunSpec) -> int:
+    """Return the bytes of a rank's weights, gradients and moments; adapters and their state are not counted."""
     count, item, train = weight_count(spec.student.model), ITEM_SIZES[spec.student.dtype], spec.train
     if train.lora is not None:
         return count * item
-    copies -= FEWER[train.optimizer]
     masters = train.master_weights and item < FLOAT32
     # With float32 masters a sharded student has no other weights.
     own = count * item if masters and shards(spec) == 1 else 0
-    return own + count * copies * (FLOAT32 if masters else item) // shards(spec)
+    return own + count * (COPIES - FEWER[train.optimizer]) * (FLOAT32 if masters else item) // shards(spec)
 
 
-def checkpoint_bytes(spec: RunSpec) -> int:
-    """Return the bytes of a rank's part of a checkpoint, and of its copy in memory; adapters are not counted."""
+def checkpoint_bytes(spec: RunSpec, *, page_locked: bool = False) -> int:
+    """Return the bytes of a rank's part of a checkpoint: weights without gradients; adapters are not counted.
+
+    Args:
+        spec: The run's settings.
+        page_locked: Those of its copy on the host of a GPU, where torch's allocator takes a power of two of bytes for
+            each tensor.
+    """
     if spec.train.lora is not None:
         return 0
-    whole = student_bytes(spec, copies=COPIES_BETWEEN_STEPS)
-    masters = spec.train.master_weights and spec.student.dtype != "float32"
-    return whole - weight_bytes(spec.student.model, spec.student.dtype) if masters and shards(spec) == 1 else whole
+    item = FLOAT32 if spec.train.master_weights else ITEM_SIZES[spec.student.dtype]
+    sizes = [-(-count * item // shards(spec)) for count in weight_counts(spec.student.model)]
+    sizes = [1 << (size - 1).bit_length() for size in sizes] if page_locked else sizes
+    return (COPIES - 1 - FEWER[spec.train.optimizer]) * sum(sizes)
 
 
 def shards(spec: RunSpec) -> int:
@@ -191,11 +190,12 @@ def step_bytes(run: ResolvedRun, *, on_gpu: bool) -> int:
     """Return the bytes of a micro-batch in a trainer: activations, both sides' logits, and what the loss makes of them.
 
     Activations are those of `ModelSizes.per_layer` for each layer, or with checkpointing its input and one layer's. A
-    head that is multiplied block by block has logits of one block.
+    head that is multiplied block by block has logits of one block. Its gradient is the largest one that is there in the
+    student's dtype before it is added to a float32 master's.
     """
     spec, tokens = run.spec, run.spec.train.micro_batch_tokens
     student, item = ModelSizes.of(spec.student.model), ITEM_SIZES[spec.student.dtype]
-    layer = round(student.per_layer * (COMPILED if spec.student.compile else 1))
+    layer = round(student.per_layer(item) * (COMPILED if spec.student.compile else 1))
     layers = student.layers * layer
     if spec.student.checkpoint_activations:
         layers = student.layers * student.hidden + layer
@@ -203,7 +203,9 @@ def step_bytes(run: ResolvedRun, *, on_gpu: bool) -> int:
     rows = min(tokens, BLOCK_ROWS) if blockwise else tokens
     logits = rows * student.vocabulary * item * (GPU_COPIES if on_gpu else CPU_COPIES)
     others = max((_teacher_logits(run, number, on_gpu=on_gpu) for number in range(len(spec.teacher))), default=0)
-    return tokens * layers * item + logits + others
+    masters = spec.train.master_weights and item < FLOAT32 and spec.train.lora is None
+    head = student.vocabulary * student.hidden * item if masters else 0
+    return tokens * layers * item + logits + others + head
 
 
 def _teacher_logits(run: ResolvedRun, number: int, *, on_gpu: bool) -> int:
@@ -219,14 +221,25 @@ def _teacher_logits(run: ResolvedRun, number: int, *, on_gpu: bool) -> int:
     return width * (TEACHER_COPIES_BLOCKWISE * block if spec.student.blockwise_head else TEACHER_COPIES * tokens)
 
 
-def forward_bytes(run: ResolvedRun, number: int) -> int:
-    """Return the bytes of a micro-batch in a teacher: one layer's values, and logits, of which it may sort copies."""
+def forward_bytes(run: ResolvedRun, number: int, *, rings: bool, on_gpu: bool) -> int:
+    """Return the bytes of a micro-batch in a teacher: one layer's values, and logits that are not made in a slot.
+
+    Args:
+        run: The run.
+        number: Number of the teacher.
+        rings: As of `all_uses`.
+        on_gpu: Likewise.
+    """
     teacher, tokens = run.spec.teacher[number], run.spec.train.micro_batch_tokens
     if not teacher.loads_model:
         return 0
-    model = ModelSizes.of(teacher.model)
-    logits = model.vocabulary * (SORTED_COPIES if run.spec.content_of(number) == "topk" else 1)
-    return tokens * (4 * model.hidden + 3 * model.inner + logits) * ITEM_SIZES[teacher.dtype]
+    model, content = ModelSizes.of(teacher.model), run.spec.content_of(number)
+    rows = tokens * (SORTED_COPIES if content == "topk" else 1)
+    if on_gpu and content == "topk":
+        rows = PIECES * min(tokens, PIECE_TOKENS)
+    elif on_gpu and (rings or content == "hidden"):  # of hidden states only maxima of columns are looked for
+        rows = min(tokens, PIECE_TOKENS) if ring_shape(run, number).max_rows else 0
+    return (tokens * (4 * model.hidden + 3 * model.inner) + rows * model.vocabulary) * ITEM_SIZES[teacher.dtype]
 
 
 def all_uses(run: ResolvedRun, *, rings: bool, on_gpu: bool = True) -> Iterator[MemoryUse]:
@@ -243,9 +256,9 @@ def all_uses(run: ResolvedRun, *, rings: bool, on_gpu: bool = True) -> Iterator[
         name = f"trainer-{rank}"
         yield MemoryUse(f"the student's state{of_rank}", student_bytes(spec), name, gpu=rank)
         yield MemoryUse(f"a micro-batch{of_rank}", step_bytes(run, on_gpu=on_gpu), name, gpu=rank, stays=False)
-        yield MemoryUse("the copy for checkpoints", checkpoint_bytes(spec), name, Where.HOST)
+        yield MemoryUse(STAGED, checkpoint_bytes(spec, page_locked=on_gpu), name, Where.HOST)
         for number in range(len(spec.teacher)):
-            yield from _of_teacher(run, number, rank, of_rank, rings=rings)
+            yield from _of_teacher(run, number, rank, of_rank, rings=rings, on_gpu=on_gpu)
         for number in spec.sync_decays:
             what = f"the average of the weights for {spec.teacher_name(number)}{of_rank}"
             average = weight_bytes(spec.student.model, "float32") // shards(spec)
@@ -255,13 +268,15 @@ def all_uses(run: ResolvedRun, *, rings: bool, on_gpu: bool = True) -> Iterator[
     yield from _process_uses(run, on_gpu=on_gpu)
 
 
-def _of_teacher(run: ResolvedRun, number: int, rank: int, of_rank: str, *, rings: bool) -> Iterator[MemoryUse]:
+def _of_teacher(
+    run: ResolvedRun, number: int, rank: int, of_rank: str, *, rings: bool, on_gpu: bool
+) -> Iterator[MemoryUse]:
     spec, teacher, name = run.spec, run.spec.teacher[number], run.spec.teacher_name(number)
     process, first = f"teacher-{number}-{rank}", teacher.gpu_index(rank, 0)
     for part in range(teacher.gpus if teacher.loads_model else 0):
         gpu, weights = teacher.gpu_index(rank, part), teacher_bytes(teacher) // teacher.gpus
         yield MemoryUse(f"{name}'s weights{of_rank}", weights, process, gpu=gpu)
-        forward = forward_bytes(run, number) // teacher.gpus
+        forward = forward_bytes(run, number, rings=rings, on_gpu=on_gpu) // teacher.gpus
         yield MemoryUse(f"{name}'s micro-batch{of_rank}", forward, process, gpu=gpu, stays=False)
     shape = ring_shape(run, number)
     if rings and not spec.fills_on_host(number):
@@ -295,9 +310,14 @@ def _process_uses(run: ResolvedRun, *, on_gpu: bool) -> Iterator[MemoryUse]:
     kinds = {"supervisor": "supervisor", "queue": "queue"}
     kinds |= {f"collator-{number}": "collator" for number in range(spec.workers.collators if spec.has_text else 0)}
     kinds |= {name: "trainer" if name.startswith("trainer") else "model" for name, _ in models}
+    files = {side.tokenizer_dir / "tokenizer.json" for side in (spec.student, *spec.teacher)}
+    read = TOKENIZER_BYTES * sum(file.stat().st_size for file in files if file.is_file())
+    added = {"supervisor": read, "collator": read}
+    if on_gpu:
+        added |= {"collator": read + CUDA_BUILD_BYTES, "model": CUDA_HOST_BYTES, "trainer": CUDA_HOST_BYTES}
     for name, kind in kinds.items():
-        cuda = CUDA_HOST_BYTES if on_gpu and kind in ("model", "trainer") else 0
-        yield MemoryUse("Python and libraries", PROCESS_BYTES[kind] + cuda, name, Where.HOST, stays=False)
+        nbytes = PROCESS_MIB[kind] * MIB + added.get(kind, 0)
+        yield MemoryUse("Python and libraries", nbytes, name, Where.HOST, stays=False)
     for name, gpu in models if on_gpu else ():
         yield MemoryUse("CUDA's context", CONTEXT_BYTES, name, gpu=gpu, stays=False)
 
@@ -334,10 +354,7 @@ def custom_loss_memory(run: ResolvedRun, losses: Sequence[Loss], student_vocab_s
             continue
         each = loss.bytes_per_position(student_vocab_size, loss.vocab_size)
         if each is None:
-            log.warning(
-                "%s declares no bytes_per_position: a micro-batch may need more memory than the GPU has",
-                type(loss).__name__,
-            )
+            log.warning("%s declares no bytes_per_position: it may be more than the GPU has", type(loss).__name__)
         else:
             uses.append(MemoryUse(f"{type(loss).__name__} on {positions} positions", each * positions))
     return sorted(uses, key=lambda use: -use.nbytes)[:1]

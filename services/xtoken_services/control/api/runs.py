@@ -61,15 +61,12 @@ def start_run(
 ) -> RunStatus | DryRun:
     """Start a run.
 
-    The body has the fields of a run file as JSON; relative paths are below the first `--root`, a relative `output` is
-    below the runs' directory. A body without `output` or a model's `context_length` is completed as `xtoken run`
-    completes a run file: with all of its defaults, with held-out text unless `eval` is `"none"`, and in the first free
-    directory of the run's name; `output` and `spec` of the response have what was chosen. Any other body is taken as
-    it is.
+    The body has the fields of a run file as JSON; relative paths are below the first `--root`, a relative `output`
+    below the runs' directory. Without `output` or a model's `context_length` it is completed as `xtoken run` completes
+    a run file, in the first free directory of the run's name; the response has the choices in `output` and `spec`.
 
-    The run's files are validated first; if that takes long, the response is sent before, and an error shows in the
-    run's state. With `dry_run` they are only validated. The status is 200 for a dry run and for a key that was used
-    before.
+    The files are validated first; if that takes long, the response comes before, and an error shows in the run's
+    state. With `dry_run` nothing more is done. The status is 200 for a dry run and for a known key.
     """
     try:
         spec, errors = read_document(document.root)

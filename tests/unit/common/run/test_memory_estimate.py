@@ -22,7 +22,9 @@ from xtoken_services.common.run.machine import Machine
 from xtoken_services.common.run.memory_estimate import (
     FLOAT32,
     GIB,
+    TOKENIZER_BYTES,
     MemoryUse,
+    ModelSizes,
     Where,
     all_uses,
     check_room,
@@ -30,6 +32,7 @@ from xtoken_services.common.run.memory_estimate import (
     checkpoint_bytes,
     custom_loss_memory,
     exceeds_memory,
+    forward_bytes,
     memory_shortage,
     memory_uses,
     student_bytes,
@@ -69,6 +72,67 @@ def test_a_student_keeps_what_was_counted(tmp_path: Path, dtype: str, master_wei
     assert student_bytes(run.spec) == sum(kept.values()) + sum(moment.nbytes for moment in moments)
     steps = FLOAT32 * len(student.trainable)  # that each weight has taken
     assert checkpoint_bytes(run.spec) + steps == sum(value.nbytes for value in optimizer.state().values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_layers_keep_for_the_backward_what_was_counted(tmp_path: Path, dtype: torch.dtype) -> None:
+    model = make_model().to(dtype)
+    model.save_pretrained(tmp_path)
+    weights = {weight.data_ptr() for weight in model.parameters()}
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        memory = tensor.untyped_storage()
+        if memory.data_ptr() not in weights:
+            kept.setdefault(memory.data_ptr(), tensor)
+        return tensor
+
+    ids = tokens()
+    sizes: list[int] = []
+    for layers in (model.model.layers[:1], model.model.layers[:2]):  # their difference is one layer
+        model.model.layers, kept = layers, {}
+        model.config.num_hidden_layers = len(layers)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            model.model(ids, use_cache=False)
+        sizes.append(sum(tensor.untyped_storage().nbytes() for tensor in kept.values()))
+    counted = ModelSizes.of(tmp_path).per_layer(dtype.itemsize) * ids.numel() * dtype.itemsize
+    assert (sizes[1] - sizes[0]) / counted == pytest.approx(1, abs=0.06)
+
+
+def test_a_copy_for_checkpoints_is_page_locked_in_powers_of_two(tmp_path: Path) -> None:
+    run = with_models(tmp_path, student={"dtype": "bfloat16"})
+    sizes = [weight.numel() * FLOAT32 for weight in make_model().parameters()]
+    rounded = sum(1 << (size - 1).bit_length() for size in sizes)
+    assert checkpoint_bytes(run.spec, page_locked=True) == 3 * rounded > checkpoint_bytes(run.spec)
+
+
+def test_a_teachers_logits_are_counted_once_and_in_pieces_where_it_makes_pieces(tmp_path: Path) -> None:
+    run = with_models(tmp_path, train={"micro_batch_tokens": 1 << 14})
+    body = forward_bytes(run, 0, rings=True, on_gpu=True)
+
+    def rows(run: ResolvedRun, *, rings: bool, on_gpu: bool) -> int:
+        logits = forward_bytes(run, 0, rings=rings, on_gpu=on_gpu) - body
+        return logits // (FLOAT32 * ModelSizes.of(run.spec.teacher[0].model).vocabulary)
+
+    assert rows(run, rings=False, on_gpu=True) == rows(run, rings=False, on_gpu=False) == 1 << 14
+    (teacher,) = [teacher.model_dump(mode="json") for teacher in run.spec.teacher]
+    largest = with_models(tmp_path, train={"micro_batch_tokens": 1 << 14}, teacher=[teacher | {"content": "topk"}])
+    assert (rows(largest, rings=True, on_gpu=True), rows(largest, rings=False, on_gpu=False)) == (2048, 4 << 14)
+
+
+def test_large_tokenizers_are_counted_where_they_are_read(tmp_path: Path) -> None:
+    run = with_models(tmp_path)
+    sides = [run.spec.student, run.spec.teacher[0]]
+    sizes: list[dict[str, int]] = []
+    for size in (0, 1 << 20):
+        for side in sides:
+            side.tokenizer_dir.mkdir(exist_ok=True)
+            (side.tokenizer_dir / "tokenizer.json").write_bytes(b" " * size)
+        libraries = (use for use in all_uses(run, rings=False) if use.what == "Python and libraries")
+        sizes.append({use.process: use.nbytes for use in libraries})
+    files = len({side.tokenizer_dir for side in sides})
+    grown = {name: nbytes - sizes[0][name] for name, nbytes in sizes[1].items() if nbytes > sizes[0][name]}
+    assert grown == dict.fromkeys(("supervisor", "collator-0", "collator-1"), TOKENIZER_BYTES * files << 20)
 
 
 def test_ranks_share_a_student_and_adapters_need_none_of_it(tmp_path: Path) -> None:
@@ -244,7 +308,7 @@ def test_what_may_be_too_much_is_a_warning_and_what_stays_or_is_far_above_is_ref
     with pytest.raises(ConfigError, match=far + r"libraries 0\.44 GiB, .*, …\): lower"):
         check_host(run, Machine(1, memory_bytes=most - 1))
     on_gpu = with_models(tmp_path / "gpu", workers={"device": "cuda"})
-    with pytest.raises(ConfigError, match=r"0\.50 GiB of cuda:0 \(trainer-0: CUDA's context 0\.50 GiB, "):
+    with pytest.raises(ConfigError, match=r"0\.50 GiB of cuda:0 \(trainer-0: CUDA's context 0\.79 GiB, "):
         check_host(on_gpu, Machine(1, gpus=1, gpu_bytes=GIB >> 1))
     with pytest.raises(
         ConfigError, match=r"^host memory \(available\) has .* before any activation \(the student's state"
