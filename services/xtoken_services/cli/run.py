@@ -19,6 +19,7 @@ from xtoken_services.cli.options import (
 
 if TYPE_CHECKING:
     from xtoken_core.config import RunSpec
+    from xtoken_services.supervisor.launchers.forks import ForkServer
 
 
 def run(
@@ -56,31 +57,36 @@ def run(
     Ctrl+C shuts down gracefully, a second Ctrl+C forces the run to quit. Rerun the same command to resume from the last
     checkpoint. Without --control no process outlives this command.
     """
-    from xtoken_core.errors import ConfigError
-    from xtoken_services.common.run.custom_loss import check_custom_loss
-    from xtoken_services.common.run.defaults import load_run
+    from xtoken_services.supervisor.launchers.forks import early_fork_server
 
-    spec, notes = load_run(run_file, settings or ())
-    second = None
-    if baseline:
-        from xtoken_services.common.run.baseline import baseline_of
+    with early_fork_server(wanted=not (control or dry_run)) as forks:
+        from xtoken_core.errors import ConfigError
+        from xtoken_services.common.run.custom_loss import check_custom_loss
+        from xtoken_services.common.run.defaults import load_run
 
-        second = baseline_of(spec)
-    if measure and (control or not dry_run):
-        raise ConfigError("--measure goes with --dry-run, on this machine: it starts a trial, not the run")
-    if dry_run:
-        _print_dry_run(spec, notes, None if control else loss, measure=measure, as_json=as_json)
-        return
-    if control and loss is not None:
-        raise ConfigError("--loss names code of this machine, which no control plane runs: leave out --control")
-    if not control:
-        check_custom_loss(spec.loss, loss)
-    for note in notes if not as_json else ():
-        typer.echo(f"default: {note}")
-    distilled = _run_to_end(spec, loss, control, token_file, as_json)
-    if second is not None:
-        _print_comparison(distilled, _run_to_end(second, None, control, token_file, as_json), as_json=as_json)
-    raise typer.Exit(0)
+        spec, notes = load_run(run_file, settings or ())
+        second = None
+        if baseline:
+            from xtoken_services.common.run.baseline import baseline_of
+
+            second = baseline_of(spec)
+        if measure and (control or not dry_run):
+            raise ConfigError("--measure goes with --dry-run, on this machine: it starts a trial, not the run")
+        if dry_run:
+            _print_dry_run(spec, notes, None if control else loss, measure=measure, as_json=as_json)
+            return
+        if control and loss is not None:
+            raise ConfigError("--loss names code of this machine, which no control plane runs: leave out --control")
+        if not control:
+            check_custom_loss(spec.loss, loss)
+        for note in notes if not as_json else ():
+            typer.echo(f"default: {note}")
+        distilled = _run_to_end(spec, loss, control, token_file, as_json, forks)
+        if second is not None:
+            _print_comparison(
+                distilled, _run_to_end(second, None, control, token_file, as_json, forks), as_json=as_json
+            )
+        raise typer.Exit(0)
 
 
 def _print_dry_run(spec: RunSpec, notes: list[str], loss: str | None, *, measure: bool, as_json: bool) -> None:
@@ -108,9 +114,14 @@ def _print_comparison(distilled: dict[str, Any], baseline: dict[str, Any], *, as
 
 
 def _run_to_end(
-    spec: RunSpec, loss: str | None, control: str | None, token_file: Path | None, as_json: bool
+    spec: RunSpec,
+    loss: str | None,
+    control: str | None,
+    token_file: Path | None,
+    as_json: bool,
+    forks: ForkServer | None,
 ) -> dict[str, Any]:
-    """Run one specification to its end, on a control plane or in this process.
+    """Run one specification to its end, on a control plane or in this process, which forks workers from a server.
 
     Returns:
         The evaluation of the exported weights; empty without one.
@@ -125,19 +136,18 @@ def _run_to_end(
         result, status = run_at(control, spec, token=read_control_token(token_file, control), as_json=as_json)
         exit_as(result)
         return status.exported
-    from xtoken_services.supervisor.launchers.forks import early_fork_server
+    from xtoken_services.common.run.run_warnings import is_size
+    from xtoken_services.supervisor.comparison import exported_in
+    from xtoken_services.supervisor.events import SupervisorEvents
+    from xtoken_services.supervisor.local_run import run_locally
 
-    with early_fork_server(spec) as forks:
-        from xtoken_services.common.run.run_warnings import is_size
-        from xtoken_services.supervisor.comparison import exported_in
-        from xtoken_services.supervisor.events import SupervisorEvents
-        from xtoken_services.supervisor.local_run import run_locally
+    class Sizes(SupervisorEvents):
+        def message(self, text: str, *, worker: str = "") -> None:
+            if is_size(text) and not as_json:
+                typer.echo(text)
 
-        class Sizes(SupervisorEvents):
-            def message(self, text: str, *, worker: str = "") -> None:
-                if is_size(text) and not as_json:
-                    typer.echo(text)
-
-        result = run_locally(spec, as_json=as_json, loss=loss, forks=forks, events=Sizes())
+    if forks is not None and spec.workers.launcher != "local":
+        forks.close()
+    result = run_locally(spec, as_json=as_json, loss=loss, forks=forks, events=Sizes())
     exit_as(result)
     return exported_in(spec.output)

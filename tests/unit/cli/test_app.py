@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import typer
@@ -335,7 +336,22 @@ def test_missing_field_loads_no_supervisor(tmp_path: Path) -> None:
     file.write_text(file.read_text().replace('[data]\npath = "/no/data"\n', ""))
     status, modules, _ = run_and_list_modules(file, tmp_path, scripted=False)
     assert "data: field required" in str(status)
-    assert not below(modules, WEB_AND_DATABASE | HEAVY_IN_A_RUN | {"xtoken_services.supervisor"})
+    assert not below(modules, WEB_AND_DATABASE | HEAVY_IN_A_RUN | {"xtoken_services.supervisor.run"})
+
+
+def test_workers_are_imported_while_a_run_file_is_read_and_not_after_its_refusal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> None:
+        seen.extend(p for p in psutil.Process().children() if "xtoken_services.supervisor.fork_server" in p.cmdline())
+        raise ConfigError("a setting is wrong")
+
+    monkeypatch.setattr("xtoken_services.common.run.defaults.load_run", refused)
+    for words, servers in ([], 1), (["--dry-run"], 0), (["--control", "http://127.0.0.1:1"], 0):
+        seen: list[psutil.Process] = []
+        result = CliRunner().invoke(app, ["run", str(tmp_path), *words])
+        assert isinstance(result.exception, ConfigError) and len(seen) == servers
+        assert not any(process.is_running() for process in seen)
 
 
 @pytest.mark.parametrize(
