@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 
 def run(
+    context: typer.Context,
     run_file: Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run's specification.")],
     control: Annotated[
         str | None,
@@ -59,34 +60,27 @@ def run(
     """
     from xtoken_services.supervisor.launchers.forks import early_fork_server
 
-    with early_fork_server(wanted=not (control or dry_run)) as forks:
-        from xtoken_core.errors import ConfigError
-        from xtoken_services.common.run.custom_loss import check_custom_loss
-        from xtoken_services.common.run.defaults import load_run
+    forks = context.with_resource(early_fork_server(wanted=not (control or dry_run)))
+    from xtoken_core.errors import ConfigError
+    from xtoken_services.common.run.baseline import baseline_of
+    from xtoken_services.common.run.defaults import load_run
 
-        spec, notes = load_run(run_file, settings or ())
-        second = None
-        if baseline:
-            from xtoken_services.common.run.baseline import baseline_of
-
-            second = baseline_of(spec)
-        if measure and (control or not dry_run):
-            raise ConfigError("--measure goes with --dry-run, on this machine: it starts a trial, not the run")
-        if dry_run:
-            _print_dry_run(spec, notes, None if control else loss, measure=measure, as_json=as_json)
-            return
-        if control and loss is not None:
-            raise ConfigError("--loss names code of this machine, which no control plane runs: leave out --control")
-        if not control:
-            check_custom_loss(spec.loss, loss)
-        for note in notes if not as_json else ():
-            typer.echo(f"default: {note}")
-        distilled = _run_to_end(spec, loss, control, token_file, as_json, forks)
-        if second is not None:
-            _print_comparison(
-                distilled, _run_to_end(second, None, control, token_file, as_json, forks), as_json=as_json
-            )
-        raise typer.Exit(0)
+    spec, notes = load_run(run_file, settings or ())
+    second = baseline_of(spec) if baseline else None
+    if measure and (control or not dry_run):
+        raise ConfigError("--measure goes with --dry-run, on this machine: it starts a trial, not the run")
+    if dry_run:
+        _print_dry_run(spec, notes, None if control else loss, measure=measure, as_json=as_json)
+        return
+    if control and loss is not None:
+        raise ConfigError("--loss names code of this machine, which no control plane runs: leave out --control")
+    for note in notes if not as_json else ():
+        typer.echo(f"default: {note}")
+    distilled = _run_to_end(spec, loss, control, token_file, as_json, forks)
+    if second is not None:
+        compared = _run_to_end(second, None, control, token_file, as_json, forks)
+        _print_comparison(distilled, compared, as_json=as_json)
+    raise typer.Exit(0)
 
 
 def _print_dry_run(spec: RunSpec, notes: list[str], loss: str | None, *, measure: bool, as_json: bool) -> None:
@@ -121,7 +115,7 @@ def _run_to_end(
     as_json: bool,
     forks: ForkServer | None,
 ) -> dict[str, Any]:
-    """Run one specification to its end, on a control plane or in this process, which forks workers from a server.
+    """Run one specification to its end, on a control plane or from this process, with workers of a fork server.
 
     Returns:
         The evaluation of the exported weights; empty without one.
