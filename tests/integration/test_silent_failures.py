@@ -36,6 +36,7 @@ from xtoken_services.supervisor.local_run import run_locally
 from xtoken_services.supervisor.run_files import Curve, with_files
 from xtoken_services.teacher.base import HeldOutText
 from xtoken_services.teacher.held_out import measure_held_out
+from xtoken_services.teacher.opening import opened_teacher
 
 REFUSING = (
     "{% if messages[0].role == 'user' %}{{ raise_exception('no user here') }}{% endif %}{{ messages[0].content }}"
@@ -60,23 +61,25 @@ def refusing(assets: TinyAssets, directory: Path, data: Path, **changes: Any) ->
 
 
 class Measured:
-    """In place of a teacher: keeps the text on which it is measured."""
-
-    device = torch.device("cpu")
+    """Keeps the text on which a teacher is measured."""
 
     def evaluate(self, text: HeldOutText) -> EvalResult:
         self.text = text
         return EvalResult(1.0, None, 1.0, 1, 1, 1.0, 1, [1], [1.0])
 
 
-def test_a_teacher_is_measured_in_the_chat_template_that_it_reads(assets: TinyAssets, tmp_path: Path) -> None:
+def test_a_teacher_is_measured_in_the_chat_template_that_it_reads(
+    assets: TinyAssets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     held_out = chats(tmp_path, 4)
     template = tmp_path / "own.jinja"
     template.write_text("{% for m in messages %}[own] {{ m.content }}\n{% endfor %}", encoding="utf-8")
     spec = tiny_spec(assets, tmp_path, teacher=[assets.first_teacher(chat_template=template)], eval={"path": held_out})
-    model = Measured()
-    assert measure_held_out(resolve_run(spec), 0, model, lambda _: None) is not None
-    assert model.text.tokenizer.chat_template == template.read_text(encoding="utf-8")
+    run, measured = resolve_run(spec), Measured()
+    with opened_teacher(run, 0, 0, lambda _: None) as model:
+        monkeypatch.setattr(model, "evaluate", measured.evaluate)
+        assert measure_held_out(run, 0, model, lambda _: None) is not None
+    assert measured.text.tokenizer.chat_template == template.read_text(encoding="utf-8")
 
 
 def failed(crew: Crew) -> str:

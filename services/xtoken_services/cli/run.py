@@ -19,9 +19,11 @@ from xtoken_services.cli.options import (
 
 if TYPE_CHECKING:
     from xtoken_core.config import RunSpec
+    from xtoken_services.supervisor.launchers.forks import ForkServer
 
 
 def run(
+    context: typer.Context,
     run_file: Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run's specification.")],
     control: Annotated[
         str | None,
@@ -55,9 +57,11 @@ def run(
     Ctrl+C shuts down gracefully, a second Ctrl+C forces the run to quit. Rerun the same command to resume from the last
     checkpoint. Without --control no process outlives this command.
     """
+    from xtoken_services.supervisor.launchers.forks import early_fork_server
+
+    forks = context.with_resource(early_fork_server(wanted=not (control or dry_run)))
     from xtoken_core.errors import ConfigError
     from xtoken_services.common.run.baseline import baseline_of
-    from xtoken_services.common.run.custom_loss import check_custom_loss
     from xtoken_services.common.run.defaults import load_run
 
     spec, notes = load_run(run_file, settings or ())
@@ -69,13 +73,12 @@ def run(
         return
     if control and loss is not None:
         raise ConfigError("--loss names code of this machine, which no control plane runs: leave out --control")
-    if not control:
-        check_custom_loss(spec.loss, loss)
     for note in notes if not as_json else ():
         typer.echo(f"default: {note}")
-    distilled = _run_to_end(spec, loss, control, token_file, as_json)
+    distilled = _run_to_end(spec, loss, control, token_file, as_json, forks)
     if second is not None:
-        _print_comparison(distilled, _run_to_end(second, None, control, token_file, as_json), as_json=as_json)
+        compared = _run_to_end(second, None, control, token_file, as_json, forks)
+        _print_comparison(distilled, compared, as_json=as_json)
     elif distilled and spec.teacher and not as_json:
         typer.echo("what the teacher has brought: the same command with --baseline")
     raise typer.Exit(0)
@@ -106,9 +109,14 @@ def _print_comparison(distilled: dict[str, Any], baseline: dict[str, Any], *, as
 
 
 def _run_to_end(
-    spec: RunSpec, loss: str | None, control: str | None, token_file: Path | None, as_json: bool
+    spec: RunSpec,
+    loss: str | None,
+    control: str | None,
+    token_file: Path | None,
+    as_json: bool,
+    forks: ForkServer | None,
 ) -> dict[str, Any]:
-    """Run one specification to its end, on a control plane or in this process.
+    """Run one specification to its end, on a control plane or from this process, with workers of a fork server.
 
     Returns:
         The evaluation of the exported weights; empty without one.
@@ -123,19 +131,18 @@ def _run_to_end(
         result, status = run_at(control, spec, token=read_control_token(token_file, control), as_json=as_json)
         exit_as(result)
         return status.exported
-    from xtoken_services.supervisor.launchers.forks import early_fork_server
+    from xtoken_services.common.run.run_warnings import is_size
+    from xtoken_services.supervisor.comparison import exported_in
+    from xtoken_services.supervisor.events import SupervisorEvents
+    from xtoken_services.supervisor.local_run import run_locally
 
-    with early_fork_server(spec) as forks:
-        from xtoken_services.common.run.run_warnings import is_size
-        from xtoken_services.supervisor.comparison import exported_in
-        from xtoken_services.supervisor.events import SupervisorEvents
-        from xtoken_services.supervisor.local_run import run_locally
+    class Sizes(SupervisorEvents):
+        def message(self, text: str, *, worker: str = "") -> None:
+            if is_size(text) and not as_json:
+                typer.echo(text)
 
-        class Sizes(SupervisorEvents):
-            def message(self, text: str, *, worker: str = "") -> None:
-                if is_size(text) and not as_json:
-                    typer.echo(text)
-
-        result = run_locally(spec, as_json=as_json, loss=loss, forks=forks, events=Sizes())
+    if forks is not None and spec.workers.launcher != "local":
+        forks.close()
+    result = run_locally(spec, as_json=as_json, loss=loss, forks=forks, events=Sizes())
     exit_as(result)
     return exported_in(spec.output)

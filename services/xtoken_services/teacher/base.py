@@ -125,6 +125,7 @@ class Teacher(ABC):
         head_width: Rows of its head.
         plain_head: Its logits are hidden states times head, without bias, cap or scale.
         name: Name for messages.
+        tokenizer: Its tokenizer; None if it computes nothing.
         pad_id: Token id for padding.
         report: Called while it waits, with what it waits for; what it raises ends the wait.
     """
@@ -133,6 +134,7 @@ class Teacher(ABC):
     head_width: int
     plain_head = True
     name = "the teacher"
+    tokenizer: Any = None
     pad_id = 0
     report: Callable[[str], None] = staticmethod(lambda _: None)
 

@@ -14,7 +14,6 @@ from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.errors import InputError
 from xtoken_services.common.run.teacher_result import read_result, write_result
 from xtoken_services.common.text.training_text import open_held_out, open_index, scored_documents
-from xtoken_services.common.tokenizers.loading import tokenizer_of
 from xtoken_services.teacher.base import HeldOutText, Teacher
 from xtoken_services.teacher.stored import StoredTeacher
 
@@ -76,13 +75,13 @@ def _measured(run: ResolvedRun, teacher: int, model: Teacher, documents: Any) ->
     """Return the metrics of a teacher that can compute.
 
     Raises:
-        InputError: The text or the tokenizer does not allow it.
+        InputError: The text does not allow it.
     """
     settings = run.spec.teacher[teacher]
     assert run.spec.eval is not None
     with torch.compiler.set_stance("force_eager"):  # many widths, each seldom
         text = HeldOutText(
-            tokenizer_of(settings, run.spec.teacher_name(teacher)),
+            model.tokenizer,
             documents,
             context_length=settings.context_length,
             batch_tokens=run.spec.train.micro_batch_tokens,

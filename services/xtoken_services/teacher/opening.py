@@ -14,7 +14,7 @@ from xtoken_core.tokenizing import TextTokenizer
 from xtoken_services.common.batches.step_plan import topk_settings
 from xtoken_services.common.http_engine.factory import open_engine
 from xtoken_services.common.run.memory_estimate import check_room
-from xtoken_services.common.tokenizers.loading import load_tokenizer, pad_id
+from xtoken_services.common.tokenizers.loading import pad_id, tokenizer_of
 from xtoken_services.teacher.base import Teacher
 from xtoken_services.teacher.prepare import devices_of, prepared_model
 from xtoken_services.teacher.served import ServedTeacher
@@ -58,7 +58,8 @@ def opened_teacher(
             report("loading the model")
             made = model = prepared_model(run, teacher, devices[0], transport)
             model.before_forward = send_tokens if divided else None
-            made.pad_id = pad_id(load_tokenizer(settings.tokenizer_dir, run.spec.teacher_name(teacher)))
+            made.tokenizer = tokenizer_of(settings, run.spec.teacher_name(teacher))
+            made.pad_id = pad_id(made.tokenizer)
             source = str(settings.model)
         made.name, made.report = run.spec.teacher_name(teacher), report
         with closing(made), torch.inference_mode():
@@ -82,11 +83,11 @@ def _served(run: ResolvedRun, teacher: int, rank: int) -> ServedTeacher:
     spec, settings = run.spec, run.spec.teacher[teacher]
     (device,) = devices_of(spec, teacher, rank)
     check_room(run, device)
-    tokenizer = load_tokenizer(settings.tokenizer_dir, spec.teacher_name(teacher))
+    tokenizer = tokenizer_of(settings, spec.teacher_name(teacher))
     text = TextTokenizer(tokenizer, spec.teacher_name(teacher))
     engine = open_engine(settings, spec.teacher_key(teacher), run.teachers[teacher].vocab_size)
     model = ServedTeacher(engine, device, topk_settings(run, teacher), run.teachers[teacher].head_width)
-    model.pad_id = pad_id(tokenizer)
+    model.tokenizer, model.pad_id = tokenizer, pad_id(tokenizer)
     try:
         needs_own = spec.loss.mode_of(teacher) == "alm" and not run.same_tokenizer[teacher]
         own_suffices = needs_own and spec.loss.dynamic_teacher_weights in (None, "ce")

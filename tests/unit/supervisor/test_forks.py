@@ -18,7 +18,7 @@ from xtoken_core.errors import ConfigError
 from xtoken_services.supervisor import os_process
 from xtoken_services.supervisor.fork_server import MARK_ROOM
 from xtoken_services.supervisor.launchers.base import STATUS_FILE, UNKNOWN_EXIT
-from xtoken_services.supervisor.launchers.forks import ForkServer, early_fork_server, fork_server_of
+from xtoken_services.supervisor.launchers.forks import ForkServer, early_fork_server, fork_server_of, fork_server_of_run
 from xtoken_services.supervisor.launchers.local import ForkedHandle, LocalHandle, LocalLauncher
 from xtoken_services.supervisor.orphan_reaper import watched_at_end
 from xtoken_services.supervisor.os_process import MARK
@@ -143,10 +143,10 @@ def test_server_whose_imports_fail_is_ready_and_lost(environment: dict[str, str]
 def test_early_server_ends_with_its_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("xtoken_services.supervisor.launchers.forks.PRELOADED", ("colorsys",))
     spec = resolved_run(tmp_path).spec
-    with early_fork_server(spec) as none:  # a model is missing
+    assert fork_server_of_run(spec) is None  # a model is missing
+    with early_fork_server(wanted=False) as none:
         assert none is None
-    monkeypatch.setattr("xtoken_services.supervisor.launchers.forks.check_input_files", lambda _: None)
-    with pytest.raises(ConfigError), early_fork_server(spec) as server:
+    with pytest.raises(ConfigError), early_fork_server() as server:
         assert server is not None and not server.lost
         raise ConfigError("a setting is wrong")
     assert server.lost

@@ -11,10 +11,12 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from xtoken_core.config.spec import RunSpec
 
 VARIABLE = "XTOKEN_ROOTS"
 URLS = "XTOKEN_ENGINE_URLS"

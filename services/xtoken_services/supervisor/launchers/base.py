@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from xtoken_core.data_plane.address import Address
 from xtoken_core.errors import XtokenError
 from xtoken_core.regular_files import read_below
+
+if TYPE_CHECKING:
+    from xtoken_core.data_plane.address import Address
 
 UNKNOWN_EXIT = 255
 """Status of a process that exited without leaving one, while no parent could receive it."""

@@ -10,16 +10,16 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import XtokenError
-from xtoken_services.common.files.input_files import check_input_files
 from xtoken_services.common.processes.supervised import MARK, PYTHON
 from xtoken_services.supervisor.environment import PASSIVE_THREADS, SECRETS, THREADS, worker_environment
 from xtoken_services.supervisor.fork_server import MARK_ROOM, MESSAGE_LIMIT
 from xtoken_services.supervisor.launchers.base import STATUS_FILE
-from xtoken_services.supervisor.process_spec import threads_of_model_workers
+
+if TYPE_CHECKING:  # what starts a server imports little: the server's imports are what a start waits for
+    from xtoken_core.config.spec import RunSpec
 
 SWITCH = "XTOKEN_FORK"
 """Variable that, set to 0, has every worker started as a program of its own."""
@@ -183,6 +183,9 @@ def fork_server_of(environment: Mapping[str, str]) -> ForkServer | None:
 
 def fork_server_of_run(spec: RunSpec) -> ForkServer | None:
     """Start a fork server for a run's workers; None if one of its files is missing, or it starts them elsewhere."""
+    from xtoken_services.common.files.input_files import check_input_files
+    from xtoken_services.supervisor.process_spec import threads_of_model_workers
+
     if spec.workers.launcher != "local":
         return None
     with contextlib.suppress(XtokenError, OSError):  # raised again when the run is resolved
@@ -193,9 +196,12 @@ def fork_server_of_run(spec: RunSpec) -> ForkServer | None:
 
 
 @contextlib.contextmanager
-def early_fork_server(spec: RunSpec) -> Iterator[ForkServer | None]:
-    """Start a fork server before what follows is imported and checked, and end it with the block."""
-    server = fork_server_of_run(spec)
+def early_fork_server(*, wanted: bool = True) -> Iterator[ForkServer | None]:
+    """Start a fork server, if one is wanted, before a run file is read; end it with the block.
+
+    A worker sets its number of threads itself.
+    """
+    server = fork_server_of(worker_environment({THREADS: "1", **PASSIVE_THREADS})) if wanted else None
     try:
         yield server
     finally:
