@@ -121,7 +121,8 @@ def load_run(path: Path, settings: Sequence[str] = (), *, machine: Machine | Non
     """
     base = path.resolve().parent
     name = NOT_IN_A_NAME.sub("-", path.stem).lstrip("._-")[:64]
-    return fill_run_defaults(read_run_file(path), base, source=str(path), settings=settings, name=name, machine=machine)
+    source = " --set ".join([str(path), *settings])
+    return fill_run_defaults(read_run_file(path), base, source=source, settings=settings, name=name, machine=machine)
 
 
 def fill_run_defaults(

@@ -203,7 +203,11 @@ def test_settings_of_the_command_line(workspace: Path) -> None:
     spec, _ = load_run(workspace / "short.toml", settings, machine=CPU)
     assert (spec.train.learning_rate, spec.student.context_length, spec.loss.mode) == (1e-5, 32, "chain")
     assert not (workspace / "runs").exists()
-    for wrong, reason in (("seed", "takes table.key=value"), ("name.x=1", "is no table"), ("train.rate=1", "no such")):
+    for wrong, reason in (
+        ("seed", "takes table.key=value"),
+        ("name.x=1", "is no table"),
+        ("train.rate=1", "toml --set name=other --set train.rate=1: train.rate: there is no such"),
+    ):
         with pytest.raises(ConfigError, match=reason):
             load_run(workspace / "short.toml", ["name=other", wrong], machine=CPU)
 
