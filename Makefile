@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # Tests side by side.
 JOBS ?= 2
+# Without kept bytecode every process compiles torch and transformers anew: 7 s of CPU.
+unexport PYTHONDONTWRITEBYTECODE
 # On a machine where pip would choose a CUDA build of torch, point this at an index of CPU builds, which is asked for
 # torch alone:
 #   make test TORCH_INDEX=https://download.pytorch.org/whl/cpu
