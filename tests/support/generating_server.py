@@ -5,6 +5,7 @@ process that starts again lacks, that cached keys and values stay while any requ
 running ones.
 """
 
+import io
 import itertools
 import pickle
 import threading
@@ -14,9 +15,11 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import torch
+from torch.distributed import TCPStore
 from transformers import AutoModelForCausalLM
 
 from tests.support.engine_server import Answer
+from xtoken_services.common.http_engine import nccl
 
 OK: Answer = (200, {}, b"")
 LOADING = threading.Lock()
@@ -41,6 +44,9 @@ FIELDS = {
     # api_router.py of `serve/dev/rlhf`.
     "/init_weight_transfer_engine": {"init_info"}, "/start_weight_update": {"is_checkpoint_format"},
     "/update_weights": {"update_info"},
+    # nccl_engine.py of `distributed/weight_transfer`.
+    "NCCLWeightTransferInitInfo": {"master_address", "master_port", "rank_offset", "world_size"},
+    "NCCLWeightTransferUpdateInfo": {"names", "dtype_names", "shapes"},
 }  # fmt: skip
 
 
@@ -48,6 +54,14 @@ def shared(weight: torch.Tensor) -> tuple[None, tuple[int]]:
     """Stands for torch's `reduce_tensor`."""
     MEMORY[weight.data_ptr()] = weight
     return None, (weight.data_ptr(),)
+
+
+class UniqueIds(pickle.Unpickler):
+    """Unpickles the id of a communicator as its bytes."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        assert name == "ncclUniqueId.from_buffer_copy" and module.endswith(".device_communicators.pynccl_wrapper")
+        return bytes
 
 
 def failed(reason: str) -> Answer:
@@ -68,15 +82,18 @@ class GeneratingServer:
         gpu: Its GPU.
         unpickles: VLLM_ALLOW_INSECURE_SERIALIZATION is set.
         in_update: An update of the weights has begun and not ended.
+        device: Where it receives weights by NCCL; None: it opens a GPU's memory.
+        dies_at: Tensor after which it dies in such an update.
     """
 
     def __init__(self, start: Path, end: int, max_length: int = 4096) -> None:
         self.start, self.end, self.max_length = start, end, max_length
         self.created = STARTED + next(CREATED) / 1e6
         self.seen: list[str] = []
-        self.bodies: list[Any] = []
         self.held: list[int] | None = None
         self.gpu, self.unpickles, self.in_update = GPU, True, False
+        self.device: str | None = None
+        self.dies_at, self._group = -1, None  # type: int, Any
         self.holding = threading.Event()
         self.version, self.paused, self.updating, self.running = "default", False, False, 0
         self._let_go = False
@@ -88,7 +105,6 @@ class GeneratingServer:
     def __call__(self, method: str, path: str, body: Any, headers: dict[str, str]) -> Answer:
         path, query = urlsplit(path).path, parse_qs(urlsplit(path).query)
         self.seen.append(path)
-        self.bodies.append(body)
         if path in FIELDS and not (isinstance(body, dict) and body.keys() <= FIELDS[path]):
             return 400, {}, {"error": {"message": f"fields of {body}"}}
         routes = {
@@ -97,7 +113,8 @@ class GeneratingServer:
             "/continue_generation": self._continue_sglang, "/v1/completions": self._complete,
             "/collective_rpc": self._reload, "/reset_prefix_cache": self._reset, "/pause": self._pause_vllm,
             "/resume": self._resume_vllm, "/metrics": self._metrics,
-            "/init_weight_transfer_engine": lambda *_: OK, "/start_weight_update": self._start_update,
+            "/init_weight_transfer_engine": self._join, "/get_world_size": lambda *_: (200, {}, {"world_size": 1}),
+            "/start_weight_update": self._start_update,
             "/update_weights": self._copy_weights, "/finish_weight_update": self._finish_update,
         }  # fmt: skip
         return routes[path](body, query) if path in routes else (404, {}, {"detail": "Not Found"})
@@ -173,6 +190,8 @@ class GeneratingServer:
         update = body["update_info"]
         if not self.in_update:
             return failed("start_weight_update must be called before update_weights.")
+        if self.device is not None:
+            return self._receive(update)
         handles = pickle.loads(b64decode(update["ipc_handles_pickled"]))
         refusals = {
             "Refusing to deserialize `ipc_handles_pickled` without VLLM_ALLOW_INSECURE_SERIALIZATION=1": self.unpickles,
@@ -181,9 +200,37 @@ class GeneratingServer:
         self.in_update = all(refusals.values())
         if not self.in_update:
             return failed(next(reason for reason, holds in refusals.items() if not holds))
+        return self._copy(update, [MEMORY[handle[self.gpu][0]] for handle in handles])
+
+    def _receive(self, update: Any) -> Answer:
+        assert update.keys() == FIELDS["NCCLWeightTransferUpdateInfo"]
+        torch.cuda.set_device(self.device)  # of this thread
+        tensors: list[torch.Tensor] = []
+        for name, shape in zip(update["dtype_names"], update["shapes"], strict=True):
+            tensors.append(torch.empty(shape, dtype=getattr(torch, name), device=self.device))
+            self._group.broadcast(tensors[-1])
+            torch.cuda.synchronize()
+            if self.dies_at == len(tensors):  # and is started again; our end waits in the old group
+                vars(self).update(vars(GeneratingServer(self.start, self.end)), device=self.device, lost=self._group)
+                raise ConnectionAbortedError
+        return self._copy(update, tensors)
+
+    def _join(self, body: Any, query: Any) -> Answer:
+        info = body["init_info"]
+        if self.device is None:
+            return OK if not info else failed("unexpected keyword argument 'master_address'")
+        # As `StatelessProcessGroup` and `PyNcclCommunicator` do at rank 1.
+        assert info.keys() == FIELDS["NCCLWeightTransferInitInfo"]
+        store = TCPStore(info["master_address"], info["master_port"], 2, False, use_libuv=False)
+        name = UniqueIds(io.BytesIO(store.get("broadcast_from/0/0"))).load()
+        torch.cuda.set_device(self.device)
+        self._group = nccl.Communicator(info["world_size"], name, info["rank_offset"])
+        self._group.all_reduce(torch.zeros(1, device=self.device))
+        return OK
+
+    def _copy(self, update: Any, tensors: list[torch.Tensor]) -> Answer:
         if self._model is None:
             self._load(self._path)
-        tensors = [MEMORY[handle[self.gpu][0]] for handle in handles]
         assert [list(tensor.shape) for tensor in tensors] == update["shapes"]
         assert [str(tensor.dtype) for tensor in tensors] == [f"torch.{name}" for name in update["dtype_names"]]
         weights = dict(self._model.named_parameters())
@@ -204,7 +251,7 @@ class GeneratingServer:
         made = self._completion(body["input_ids"], parameters["max_new_tokens"])
         if isinstance(made, str):
             return 400, {}, {"error": {"message": made}}
-        ids, reason = [token for token, _ in made], "abort" if self._aborted(made) else "length"
+        ids, reason = [token for token, _ in made], "length" if made else "abort"
         finish = {"type": "stop", "matched": self.end} if ids[-1:] == [self.end] else {"type": reason}
         listed = [[value, token, None] for token, value in made]
         meta = {"finish_reason": finish, "output_token_logprobs": listed, "weight_version": self.version}
@@ -214,7 +261,7 @@ class GeneratingServer:
         made = self._completion(body["prompt"], body["max_tokens"])
         if isinstance(made, str):
             return 400, {}, {"error": {"message": made, "type": "BadRequestError", "param": None, "code": 400}}
-        ids, reason = [token for token, _ in made], "abort" if self._aborted(made) else "length"
+        ids, reason = [token for token, _ in made], "length" if made else "abort"
         listed = {
             "tokens": ["text"] * len(ids), "token_logprobs": [value for _, value in made],
             "top_logprobs": [{"text": value} for _, value in made], "text_offset": [0] * len(ids),
@@ -228,12 +275,10 @@ class GeneratingServer:
         with LOADING:
             self._path, self._model = path, AutoModelForCausalLM.from_pretrained(path).eval()
 
-    def _flushed(self) -> bool:
+    def _flushed(self) -> None:
         with self._changed:
-            if self.running:
-                return False
-            self._cache.clear()
-            return True
+            if not self.running:
+                self._cache.clear()
 
     def _pause(self) -> None:
         """Let the running requests end, and wait for them."""
@@ -251,10 +296,6 @@ class GeneratingServer:
         with self._changed:
             self.paused = self._let_go = False
             self._changed.notify_all()
-
-    @staticmethod
-    def _aborted(made: list[tuple[int, float]]) -> bool:
-        return not made
 
     @torch.no_grad()
     def _completion(self, ids: list[int], most: int) -> list[tuple[int, float]] | str:

@@ -25,9 +25,9 @@ class RolloutSpec(ServedSpec):
     With `url` servers generate instead of the rollout worker, which makes them load every version of the weights.
     """
 
-    url_weights: Literal["directory", "ipc"] = "directory"
-    """Servers load weights from `rollout-model` in the run's output directory, or ("ipc", vLLM alone) from the memory
-    of the rollout worker's GPU, on which the server runs too."""
+    url_weights: Literal["directory", "ipc", "nccl"] = "directory"
+    """Servers load weights from `rollout-model` in the run's output directory, or (vLLM alone) from the rollout
+    worker's GPU: "ipc" on the same one, "nccl" on another."""
 
     after: Annotated[int, Field(ge=0, strict=True)] | Annotated[float, Field(gt=0, lt=1)] = 0
     """Cold start: so many steps, or this fraction of the run's steps, train on the text alone before the first
@@ -66,7 +66,7 @@ class RolloutSpec(ServedSpec):
     the trainer waits for the completions of every step."""
     weights: Literal["auto", "shared_memory", "directory"] = "auto"
     """Where the trainer publishes weights: in the memory of its GPU, for rollout workers that see it ("auto"; without a
-    GPU, without cuda-bindings or for servers with a directory as "shared_memory"); in shared memory, for those on its
+    GPU, without cuda-bindings or for servers without "ipc" as "shared_memory"); in shared memory, for those on its
     machine; or as a file in the run's output directory, for workers on other machines that see it."""
     stop_when_worse: Count | None = None
     """End the run after so many evaluations in a row whose accuracy on `[eval.tasks]`, a mean over tasks, was below the
@@ -87,8 +87,9 @@ class RolloutSpec(ServedSpec):
             raise ValueError(
                 f"rollout.workers = {self.workers}: one worker updates the servers of rollout.url: set it to 1"
             )
-        if self.url_weights == "ipc" and self.url_engine != "vllm":
-            raise ValueError(f'rollout.url_weights = "ipc" is for vLLM, not {self.url_engine}: set it to "directory"')
+        by, engine = self.url_weights, self.url_engine
+        if by != "directory" and engine != "vllm":
+            raise ValueError(f'rollout.url_weights = "{by}" is for vLLM, not {engine}: set it to "directory"')
         return self
 
     @property

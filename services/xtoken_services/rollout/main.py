@@ -265,8 +265,9 @@ def make_sampler(run: ResolvedRun, tokenizer: TextTokenizer, device: torch.devic
     """
     spec = run.spec
     assert spec.rollout is not None
-    if spec.rollout.url_weights == "ipc" and device.type != "cuda":
-        raise ConfigError('rollout.url_weights = "ipc" needs a GPU for the rollout worker: set it to "directory"')
+    by = spec.rollout.url_weights
+    if by != "directory" and device.type != "cuda":
+        raise ConfigError(f'rollout.url_weights = "{by}" needs a GPU for the rollout worker: set it to "directory"')
     if device.type == "cuda" and spec.rollout.loads_model:
         torch.cuda.set_device(device)
     model = load_model(spec.student, "student", device).eval() if spec.rollout.loads_model else None  # type: ignore[no-untyped-call]
@@ -276,8 +277,9 @@ def make_sampler(run: ResolvedRun, tokenizer: TextTokenizer, device: torch.devic
         defaults = read_json_object(file).get("eos_token_id") if file.is_file() else None
         vocabulary = vocabulary_of(tokenizer, defaults, width=run.student.vocab_size)
         student, longest = spec.student, spec.student.context_length
+        directory, gpu = spec.output / MODEL, str(device) if by == "nccl" else None
         return ServedSampler(
-            engine, vocabulary, spec.rollout, student.model, spec.output / MODEL, longest=longest, model=model
+            engine, vocabulary, spec.rollout, student.model, directory, longest=longest, model=model, gpu=gpu
         )
     assert model is not None
     vocabulary = vocabulary_of(tokenizer, end_tokens(model), width=head_width(model))

@@ -1,29 +1,33 @@
-"""Completions by servers over HTTP, which load every version of the weights from a directory or a GPU's memory."""
+"""Completions by servers over HTTP, which take every version of the weights from a directory or a GPU."""
 
 from __future__ import annotations
 
 import logging
+import os
 import pickle
 import shutil
 import stat
 from base64 import b64encode
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import reduce_tensor
 
 from xtoken_core.atomic import atomic_path, atomic_write
 from xtoken_core.config.rollout import RolloutSpec
 from xtoken_core.model_files import INDEX, SUFFIX, WHOLE
+from xtoken_core.regular_files import proc_path
 from xtoken_services.common.generation.published_weights import Version, load_weights, read_weights
 from xtoken_services.common.generation.sampling import Sampled
 from xtoken_services.common.generation.vocabulary import Vocabulary
 from xtoken_services.common.http_engine.engine import Engine, Sampling, SharedWeights
 from xtoken_services.common.http_engine.errors import EngineRefusalError, SampleRefusedError
+from xtoken_services.common.http_engine.nccl_sender import tensors_of
 from xtoken_services.common.http_engine.pool import Replica
 from xtoken_services.common.http_engine.results import results_of
 
@@ -48,6 +52,7 @@ class ServedSampler:
         directory: Where the weights are written for the servers.
         longest: Tokens of the longest prompt with its completion.
         model: The student on a GPU that the servers are on too; None: they read the directory.
+        gpu: Device that sends them the weights by NCCL instead.
     """
 
     def __init__(
@@ -60,10 +65,11 @@ class ServedSampler:
         *,
         longest: int,
         model: nn.Module | None = None,
+        gpu: str | None = None,
     ) -> None:
         self.engine, self.vocabulary, self.settings = engine, vocabulary, settings
         self.student, self.directory, self.longest = student, directory, longest
-        self.model = model
+        self.model, self.gpu = model, gpu
         self._shared: SharedWeights | None = None
         self._allowed = vocabulary.allowed.tolist()
         self._threads = ThreadPoolExecutor(
@@ -81,13 +87,16 @@ class ServedSampler:
             EngineError: A server has not answered in time.
             EngineRefusalError: One has not loaded them.
         """
-        if self.model is None:
-            version, payload = read_weights(path)
-            self._copy_missing()
-            atomic_write(self.directory / WHOLE, payload)
-        else:
+        if self.model is not None:
             version = load_weights(self.model, path)
             self._shared = share(self.model, self._shared)
+        else:
+            version, payload = read_weights(path)
+            if self.gpu is not None:
+                self._shared = sendable(payload, self.gpu, self._shared)
+            else:
+                self._copy_missing()
+                atomic_write(self.directory / WHOLE, payload)
         name = f"{version.tag}-{version.step}"
         loads = [self._threads.submit(self._load, name, replica) for replica in self.engine.pool.replicas]
         results_of(loads, lambda _: None)
@@ -170,10 +179,26 @@ def share(model: nn.Module, before: SharedWeights | None = None) -> SharedWeight
         return before
     uuid = str(torch.cuda.get_device_properties(gpu).uuid)
     handles = [{uuid: reduce_tensor(weight)[1]} for weight in weights.values()]  # type: ignore[no-untyped-call]
-    update = {
+    return SharedWeights(uuid, _fields(weights) | {"ipc_handles_pickled": b64encode(pickle.dumps(handles)).decode()})
+
+
+def sendable(payload: bytes, gpu: str, before: SharedWeights | None = None) -> SharedWeights:
+    """Return weights that a GPU sends to servers by NCCL.
+
+    Args:
+        payload: Bytes of a safetensors file, which are kept in memory without a name.
+        gpu: The device.
+        before: What an earlier call has returned, which changes: no server receives from it any more.
+    """
+    file = os.memfd_create("weights") if before is None or before.file is None else before.file
+    Path(proc_path(file)).write_bytes(payload)
+    return SharedWeights(gpu, _fields(dict(tensors_of(file, "cpu"))), file)
+
+
+def _fields(weights: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return the fields of an update that vLLM reads whichever way weights come."""
+    return {
         "names": list(weights),
         "dtype_names": [str(weight.dtype).removeprefix("torch.") for weight in weights.values()],
         "shapes": [list(weight.shape) for weight in weights.values()],
-        "ipc_handles_pickled": b64encode(pickle.dumps(handles)).decode(),
     }
-    return SharedWeights(uuid, update)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -18,10 +21,12 @@ from typing import Any
 
 import httpx
 import numpy as np
+import psutil  # type: ignore[import-untyped]
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.support import tcp_nccl
 from tests.support.engine_server import Answer, serving
 from tests.support.generating_server import GPU, GeneratingServer, shared
 from tests.support.tiny_run import documents, make_model
@@ -97,6 +102,7 @@ def engine_of(stack: ExitStack, student: Path, kind: str, *handlers: Any) -> Any
 
 @pytest.mark.parametrize(("kind", "recorded"), [("vllm", VLLM), ("sglang", SGLANG)], ids=["vllm", "sglang"])
 def test_a_documented_completion(stack: ExitStack, student: Path, kind: str, recorded: dict[str, Any]) -> None:
+    """What a run leaves out is not left to the server, which takes it from the model's `generation_config.json`."""
     seen: list[Any] = []
 
     def answer(method: str, path: str, body: Any, headers: dict[str, str]) -> Answer:
@@ -109,22 +115,8 @@ def test_a_documented_completion(stack: ExitStack, student: Path, kind: str, rec
     assert seen[-1] == (recorded["path"], recorded["request"])
     assert (completion.ids, completion.finished, completion.stopped) == ([7, 8], True, True)
     assert completion.log_probs == (-0.5, -0.1)
-
-
-@pytest.mark.parametrize("kind", ["vllm", "sglang"])
-def test_what_a_run_leaves_out_is_not_left_to_the_model(stack: ExitStack, student: Path, kind: str) -> None:
-    """Servers fill what is missing from the model's `generation_config.json`."""
-    bodies: list[Any] = []
-
-    def answer(method: str, path: str, body: Any, headers: dict[str, str]) -> Answer:
-        bodies.append(body)
-        recorded = VLLM if kind == "vllm" else SGLANG
-        return 200, {}, {"data": [{"id": "m"}]} if path == "/v1/models" else recorded["answer"]
-
-    engine = engine_of(stack, student, kind, answer)
-    engine.served(engine.pool.replicas[0])
     engine.complete([5, 6], dataclasses.replace(WHOLE, top_k=None))
-    sent = bodies[-1].get("sampling_params", bodies[-1])
+    sent = seen[-1][1].get("sampling_params", seen[-1][1])
     assert (sent["top_k"], sent["min_p"], sent["repetition_penalty"]) == (-1, 0.0, 1.0)
 
 
@@ -136,16 +128,18 @@ class Run:
         assert text.eos_id is not None
         self.end, self.directory = text.eos_id, output / "rollout-model"
         self.kind, self.student = kind, student
+        self.gpu = kind.partition("nccl-")[2] or None
         self.server = self.ready()
         self.engine = engine_of(
-            stack, student, kind.removesuffix("-ipc"), *[lambda *request: self.answer(*request)] * servers
+            stack, student, kind.partition("-")[0], *[lambda *request: self.answer(*request)] * servers
         )
         allowed = torch.ones(len(text.tokenizer), dtype=torch.bool)
         vocabulary = Vocabulary(text.table.pieces, allowed, frozenset({self.end}), 0)
         spec = RolloutSpec(max_new_tokens=6, temperature=0.0)
         output.mkdir(mode=0o700)
         copy = AutoModelForCausalLM.from_pretrained(student) if kind == "vllm-ipc" else None
-        self.sampler = ServedSampler(self.engine, vocabulary, spec, student, self.directory, longest=64, model=copy)
+        lengths: dict[str, Any] = {"longest": 64, "model": copy, "gpu": self.gpu and self.gpu.replace("1", "0")}
+        self.sampler = ServedSampler(self.engine, vocabulary, spec, student, self.directory, **lengths)
         self.model: Any = AutoModelForCausalLM.from_pretrained(student)
         self.published = output.parent / "weights"
         self.writer = WeightsWriter(self.published)
@@ -154,7 +148,9 @@ class Run:
 
     def ready(self) -> GeneratingServer:
         """A server that somebody has started with the student's own directory."""
-        return GeneratingServer(self.student, self.end)
+        server = GeneratingServer(self.student, self.end)
+        server.device = self.gpu
+        return server
 
     def answer(self, *request: Any) -> Answer:
         return self.server(*request)
@@ -358,17 +354,13 @@ def test_a_token_that_is_no_text_cuts_a_completion(stack: ExitStack, student: Pa
     assert (row.ids, row.finished, row.log_probs) == ([7], False, [-0.5])
 
 
-def test_a_server_that_does_not_load_the_weights(stack: ExitStack, student: Path, tmp_path: Path) -> None:
-    engine = engine_of(stack, student, "sglang", GeneratingServer(student, end=0))
-    with pytest.raises(EngineRefusalError, match=r"Failed to get model config: let it see .* under the same path"):
-        engine.load_weights(tmp_path, "1-0", engine.pool.replicas[0])
-
-
-def test_a_vllm_that_does_not_see_the_directory(stack: ExitStack, student: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_a_server_that_does_not_see_the_directory(stack: ExitStack, student: Path, tmp_path: Path, kind: str) -> None:
     server = GeneratingServer(student, end=0)
-    engine = engine_of(stack, student, "vllm", server)
+    engine = engine_of(stack, student, kind, server)
     engine.pool.timeout_s = 0.5
-    with pytest.raises(EngineError, match=r"status 500: Internal server error; let it see .* under the same path"):
+    reason = "status 500: Internal server error;" if kind == "vllm" else "Failed to get model config:"
+    with pytest.raises((EngineError, EngineRefusalError), match=f"{reason} let it see .* under the same path"):
         engine.load_weights(tmp_path, "1-0", engine.pool.replicas[0])
     assert not server.paused
 
@@ -395,6 +387,67 @@ def test_a_vllm_that_does_not_open_the_memory(
             run.publish()
         assert run.server.seen.count("/update_weights") == vllm.LOADS  # a request is not repeated alone
     assert not (run.server.paused or run.server.in_update)
+
+
+@pytest.fixture
+def sending(
+    request: pytest.FixtureRequest, stack: ExitStack, student: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Run:
+    """A run whose weights are sent by NCCL to a device, on the CPU by TCP."""
+    for call in tcp_nccl.CALLS if request.param == "cpu" else ():
+        monkeypatch.setattr(*call)
+    run = Run(stack, student, tmp_path / "run", f"vllm-nccl-{request.param}")
+    stack.callback(lambda: [group.close() for group in run.engine._groups.values()])
+    return run
+
+
+def senders() -> list[int]:
+    return [child.pid for child in psutil.Process().children() if "nccl" in " ".join(child.cmdline())]
+
+
+CPU = pytest.param("cpu", marks=pytest.mark.slow)
+TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL takes no GPU twice")
+
+
+@pytest.mark.parametrize("sending", [CPU, pytest.param("cuda:1", marks=[pytest.mark.gpu, TWO_GPUS])], indirect=True)
+def test_weights_are_sent_by_nccl(sending: Run) -> None:
+    """Two versions to one server, which is then started again, and a third to one that dies at a tensor."""
+    seen = set()
+    for restarted, dies_at in ((False, -1), (False, -1), (True, -1), (False, 2)):
+        if restarted:
+            sending.server = sending.ready()
+        else:
+            sending.server.dies_at = dies_at
+            sending.publish()
+        sending.check(*PROMPTS)
+        [sender] = senders()
+        seen.add(sender)
+    os.kill(senders()[0], signal.SIGKILL)  # another one takes over
+    sending.publish()
+    sending.check(*PROMPTS)
+    assert len({*seen, *senders()}) == 4 and not sending.directory.exists()
+    assert sending.engine.pool.retries == 2  # of the server that died: the update, and its end on the next one
+
+
+@pytest.mark.parametrize("sending", [CPU], indirect=True)
+@pytest.mark.parametrize(
+    ("change", "command", "reason"),
+    [
+        ({"device": None}, None, r"500: .*'master_address'.*; start it \(again, if it hangs\) on another GPU than cpu"),
+        ({"_join": lambda *_: time.sleep(8)}, None, "no answer; start it"),
+        ({}, ("false",), "the process that sends weights from cpu has not begun: the log says why"),
+    ],
+    ids=["ipc", "hangs", "ours"],
+)
+def test_a_vllm_that_does_not_join(
+    sending: Run, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], command: Any, reason: str
+) -> None:
+    vars(sending.server).update(change)
+    sending.engine.pool.timeout_s = 5.0 if "_join" in change else 20.0
+    monkeypatch.setattr(vllm, "SENDER", command or vllm.SENDER)
+    with pytest.raises((EngineError, EngineRefusalError), match=reason):
+        sending.publish()
+    assert senders() == []
 
 
 @pytest.mark.gpu

@@ -47,7 +47,7 @@ def spec(rollout: dict[str, Any] | RolloutSpec, **parts: Any) -> RunSpec:
             {"url": "http://a:1", "url_engine": "sglang", "temperature": 0.7}, {"loss": {"importance_cap": 2.0}},
             "SGLang gives log-probabilities at temperature = 0.7",
         ),
-        ({"url": "http://a:1", "url_engine": "sglang", "url_weights": "ipc"}, {}, "is for vLLM, not sglang"),
+        ({"url": "http://a:1", "url_engine": "sglang", "url_weights": "nccl"}, {}, '"nccl" is for vLLM, not sglang'),
         ({"url_weights": "ipc"}, {}, "url_weights belongs to url"),
         ({}, {"loss": {"kl_loss_weight": 0.0}}, "by the divergence alone"),
         ({}, {"loss": {"kl_loss_weight_end": 0.5}}, "unset loss.kl_loss_weight_end"),
@@ -142,10 +142,11 @@ def test_a_run_that_trains_on_completions_has_no_store_to_build() -> None:
 
 def test_weights_in_a_gpus_memory_need_a_gpu(tmp_path: Path) -> None:
     made = resolved_run(tmp_path)
-    rollout = spec({"url": "http://a:1", "url_weights": "ipc"}).rollout
-    run = made.model_copy(update={"spec": made.spec.model_copy(update={"rollout": rollout})})
-    with pytest.raises(ConfigError, match="needs a GPU for the rollout worker"):
-        make_sampler(run, None, torch.device("cpu"))  # type: ignore[arg-type]
+    for by in ("ipc", "nccl"):
+        rollout = spec({"url": "http://a:1", "url_weights": by}).rollout
+        run = made.model_copy(update={"spec": made.spec.model_copy(update={"rollout": rollout})})
+        with pytest.raises(ConfigError, match=f'"{by}" needs a GPU for the rollout worker'):
+            make_sampler(run, None, torch.device("cpu"))  # type: ignore[arg-type]
 
 
 def test_stopping_when_worse_is_taken_and_may_change_in_a_resume_as_url_weights_may(tmp_path: Path) -> None:

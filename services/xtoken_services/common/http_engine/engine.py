@@ -104,15 +104,17 @@ class Continuation:
 
 @dataclass(frozen=True)
 class SharedWeights:
-    """Weights in the memory of a GPU, which a server on it opens by CUDA IPC.
+    """Weights in the memory of a GPU, which a server on it opens by CUDA IPC, or that a GPU sends by NCCL.
 
     Attributes:
-        gpu: The GPU's UUID, as torch gives it.
-        update: Fields of vLLM's `IPCWeightTransferUpdateInfo`.
+        gpu: The GPU's UUID, as torch gives it; by NCCL its device.
+        update: Fields of vLLM's `IPCWeightTransferUpdateInfo`, or of `NCCLWeightTransferUpdateInfo`.
+        file: Descriptor of a safetensors file to send; None: by CUDA IPC.
     """
 
     gpu: str
     update: dict[str, Any]
+    file: int | None = None
 
 
 class Engine(ABC):

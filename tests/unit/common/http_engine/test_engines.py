@@ -13,13 +13,15 @@ import dataclasses
 import json
 import math
 import os
-import pickle
+import re
 import shutil
+import socket
+import sys
 import time
-import typing
 from collections.abc import Iterator
 from contextlib import ExitStack
 from importlib.util import find_spec
+from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,7 +34,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.doc_blocks import ROOT, fenced, shell_commands
 from tests.support.engine_server import Answer, ModelHandler, flat_top_logprobs, serving
-from tests.support.generating_server import GPU, shared
+from tests.support.generating_server import FIELDS, GPU, shared
 from tests.support.tiny_run import documents, make_model
 from tests.unit.common.http_engine import recorded
 from tests.unit.common.http_engine.recorded import SGLANG, VLLM
@@ -41,7 +43,7 @@ from xtoken_core.config.served import ServedSpec
 from xtoken_core.tokenizing import TextTokenizer
 from xtoken_core.topk_logits import read_topk
 from xtoken_core.transports.ring import TopKSettings
-from xtoken_services.common.http_engine import engine, sglang, vllm
+from xtoken_services.common.http_engine import engine, nccl_sender, sglang, vllm
 from xtoken_services.common.http_engine.engine import Engine, Sampling
 from xtoken_services.common.http_engine.errors import EngineError, EngineRefusalError, SampleRefusedError
 from xtoken_services.common.http_engine.factory import open_engine
@@ -332,12 +334,9 @@ def test_vllm_takes_handles_where_it_may_unpickle(monkeypatch: pytest.MonkeyPatc
     routes = source("vllm", "entrypoints/serve/dev/rlhf/api_router.py")
     assert all(part in routes for part in (*named, *paths))
     envs = SimpleNamespace(VLLM_ALLOW_INSECURE_SERIALIZATION=True)
-    parts: dict[str, Any] = {**vars(dataclasses), **vars(typing), "ABC": object, "envs": envs, "base64": base64}
-    parts |= {"pickle": pickle, "__name__": __name__}
+    parts: dict[str, Any] = {"envs": envs, "base64": base64, "__name__": __name__}
     for file, name in (("base", "WeightTransferUpdateInfo"), ("ipc_engine", "IPCWeightTransferUpdateInfo")):
-        tree = ast.parse(source("vllm", f"distributed/weight_transfer/{file}.py"))
-        [node] = (at for at in tree.body if isinstance(at, ast.ClassDef) and at.name == name)
-        exec(compile(ast.Module([node], []), file, "exec"), parts)
+        define(f"weight_transfer/{file}", name, parts)
     monkeypatch.setattr(served, "reduce_tensor", shared)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid=GPU))
@@ -348,6 +347,35 @@ def test_vllm_takes_handles_where_it_may_unpickle(monkeypatch: pytest.MonkeyPatc
     envs.VLLM_ALLOW_INSECURE_SERIALIZATION = False
     with pytest.raises(ValueError, match="without VLLM_ALLOW_INSECURE_SERIALIZATION=1"):
         parts["IPCWeightTransferUpdateInfo"](**update)
+
+
+def test_vllm_finds_the_id_of_a_communicator_and_takes_the_fields_of_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its own code of the rendezvous at rank 1, which ends with a sum over all ranks."""
+    parts: dict[str, Any] = {"__name__": __name__}
+    for name in ("ncclUniqueId", "create_tcp_store", "StatelessProcessGroup"):
+        define("device_communicators/pynccl_wrapper" if name == "ncclUniqueId" else "utils", name, parts)
+    begin = source("vllm", "distributed/device_communicators/pynccl.py").partition("def destroy")[0]
+    assert "group.broadcast_obj(self.unique_id, src=0)" in begin
+    assert "data = torch.zeros(1, device=device)\n            self.all_reduce(data)" in begin
+    assert '{"world_size": world_size}' in source("vllm", "entrypoints/serve/dev/rlhf/api_router.py")
+    for name in ("NCCLWeightTransferInitInfo", "NCCLWeightTransferUpdateInfo"):
+        assert FIELDS[name] <= fields("vllm", "distributed/weight_transfer/nccl_engine.py", name)
+    for at in accumulate(("vllm", ".distributed", ".device_communicators", ".pynccl_wrapper")):
+        monkeypatch.setitem(sys.modules, at, SimpleNamespace(**parts))  # type: ignore[arg-type]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        _kept = nccl_sender.offer(os.dup(listener.fileno()), "127.0.0.1", port, bytes(range(128)))
+    name = parts["StatelessProcessGroup"].create("127.0.0.1", port, rank=1, world_size=2).broadcast_obj(None, src=0)
+    assert type(name) is parts["ncclUniqueId"] and bytes(name.internal) == bytes(range(128))
+
+
+def define(file: str, name: str, parts: dict[str, Any]) -> None:
+    """Run the definition of a class or function of vLLM, after its file's imports of Python's own modules and torch."""
+    body = ast.parse(source("vllm", f"distributed/{file}.py")).body
+    own = re.compile(rf"(import|from) ({'|'.join([*sys.stdlib_module_names, 'torch'])})\b")
+    imports = [at for at in body if isinstance(at, (ast.Import, ast.ImportFrom)) and own.match(ast.unparse(at))]
+    [node] = (at for at in body if isinstance(at, (ast.ClassDef, ast.FunctionDef)) and at.name == name)
+    exec(compile(ast.Module([*imports, node], []), file, "exec"), parts)
 
 
 def test_vllm_tells_when_its_process_was_started() -> None:

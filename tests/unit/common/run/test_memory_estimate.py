@@ -182,7 +182,7 @@ def test_a_rollout_worker_has_the_students_weights(tmp_path: Path) -> None:
     second = MemoryUse("rollout worker 1's weights", weights, "rollout-1", gpu=2)  # the others are on the GPU beside
     assert added == [MemoryUse("the published weights", weights, "trainer-0"), second]
     served = {"url": "http://a:1", "max_new_tokens": 2}
-    for by, taken in (("directory", 0), ("ipc", 2 * weights)):
+    for by, taken in (("directory", 0), ("ipc", 2 * weights), ("nccl", 0)):
         run = with_models(tmp_path, rollout=served | {"url_weights": by}, loss={"kl_loss_weight_end": None})
         needs = staying(run, 0, 1, rings=False)
         assert sum(need.nbytes for need in needs if need.what not in alone) == taken
