@@ -60,6 +60,9 @@ class TokenizerPair:
         **loss: Any,
     ) -> None:
         config = _checked(loss)
+        for side in (student, teacher):
+            if not hasattr(side, "get_vocab"):
+                raise ConfigError(f"{side!r:.60} is no tokenizer: load one by AutoTokenizer.from_pretrained")
         self.tokenizer = student
         self.aligner = TokenAligner(student, teacher, special_tokens)
         self.collator = CrossTokenizerCollator(

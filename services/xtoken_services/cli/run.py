@@ -61,11 +61,10 @@ def run(
 
     forks = context.with_resource(early_fork_server(wanted=not (control or dry_run)))
     from xtoken_core.errors import ConfigError
-    from xtoken_services.common.run.baseline import baseline_of
     from xtoken_services.common.run.defaults import load_run
 
     spec, notes = load_run(run_file, settings or ())
-    second = baseline_of(spec) if baseline else None
+    second = _baseline_of(spec) if baseline else None
     if measure and (control or not dry_run):
         raise ConfigError("--measure goes with --dry-run, on this machine: it starts a trial, not the run")
     if dry_run:
@@ -82,6 +81,20 @@ def run(
     elif distilled and spec.teacher and not as_json:
         typer.echo("what the teacher has brought: the same command with --baseline")
     raise typer.Exit(0)
+
+
+def _baseline_of(spec: RunSpec) -> RunSpec:
+    """Return a run's baseline.
+
+    Raises:
+        ConfigError: It has none, or nothing on which the two could be compared.
+    """
+    from xtoken_core.errors import ConfigError
+    from xtoken_services.common.run.baseline import baseline_of
+
+    if (made := baseline_of(spec)).eval is None:
+        raise ConfigError("--baseline compares both students on held-out text, and this run has none: name eval.path")
+    return made
 
 
 def _print_dry_run(spec: RunSpec, notes: list[str], loss: str | None, *, measure: bool, as_json: bool) -> None:

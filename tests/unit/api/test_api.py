@@ -100,11 +100,12 @@ def test_a_pair_knows_no_last_step(assets: TinyAssets) -> None:
         ({"mode": "alm", "temperature": 2.0}, "use alm_temperature"),
         ({"mode": "chain", "reverse_kl": True}, "reverse_kl"),
         ({"mode": "alm", "importance_cap": 2.0}, "importance_cap"),
+        ({}, "'a' is no tokenizer: load one by AutoTokenizer.from_pretrained"),
     ],
 )
 def test_a_pair_refuses_what_it_cannot_use(settings: dict[str, Any], reason: str) -> None:
     with pytest.raises(xtoken.ConfigError, match=reason):
-        xtoken.TokenizerPair(None, None, **settings)
+        xtoken.TokenizerPair("a", "directory", **settings)
 
 
 def test_the_parts_for_ones_own_loop_load_no_service() -> None:

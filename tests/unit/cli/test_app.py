@@ -4,6 +4,7 @@ import errno
 import getpass
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -366,7 +367,7 @@ def test_a_run_and_its_baseline_are_forked_from_one_server_unless_their_launcher
 
     monkeypatch.setattr("xtoken_services.supervisor.local_run.run_locally", run_locally)
     for launcher in ("local", "ray"):
-        settings = [f"--set=workers.launcher={launcher}", "--set=workers.device=cpu"]
+        settings = [f"--set=workers.launcher={launcher}", "--set=workers.device=cpu", "--set=eval.path=/no/text"]
         result = CliRunner().invoke(app, ["run", str(run_file(tmp_path)), "--baseline", *settings])
         assert result.exit_code == 0, result.exception
     (first, *lost), (second, *_) = given[:2]
@@ -388,10 +389,14 @@ def test_the_printed_settings_are_a_run_file_of_the_same_run(tmp_path: Path, set
 
 def test_a_baseline_that_there_is_not_is_refused_before_the_run(tmp_path: Path) -> None:
     file = run_file(tmp_path)
-    file.write_text(file.read_text() + "[rollout]\nmax_new_tokens = 4\n")
-    for words in (["--baseline"], ["--baseline", "--dry-run"]):
-        result = CliRunner().invoke(app, ["run", str(file), *words])
-        assert isinstance(result.exception, ConfigError) and "rollout.fraction = 1" in str(result.exception)
+    for table, reason in (
+        ("", "this run has none: name eval.path"),
+        ("[rollout]\nmax_new_tokens = 4\n", "rollout.fraction = 1"),
+    ):
+        file.write_text(file.read_text() + table)
+        for words in (["--baseline"], ["--baseline", "--dry-run"]):
+            result = CliRunner().invoke(app, ["run", str(file), *words])
+            assert isinstance(result.exception, ConfigError) and re.search(reason, str(result.exception))
     assert not (tmp_path / "out").exists()
 
 
@@ -407,7 +412,14 @@ def test_a_baseline_on_a_control_plane_is_compared_by_its_statuses(
         return RunResult(RunState.COMPLETED), status
 
     monkeypatch.setattr("xtoken_services.control.client.run_at", run_at)
-    words = ["run", str(run_file(tmp_path)), "--baseline", "--control", "http://127.0.0.1:1"]
+    words = [
+        "run",
+        str(run_file(tmp_path)),
+        "--set=eval.path=/no/text",
+        "--baseline",
+        "--control",
+        "http://127.0.0.1:1",
+    ]
     printed = CliRunner().invoke(app, words).stdout
     assert "held-out text: 1.2500 bits per byte distilled, 1.5000 by cross-entropy only: better by 0.2500 ±" in printed
     document = CliRunner().invoke(app, [*words, "--json"]).stdout
