@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import shutil
-import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,15 +17,12 @@ from typing import Any
 
 import httpx
 import numpy as np
-import psutil  # type: ignore[import-untyped]
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.support import tcp_nccl
 from tests.support.engine_server import Answer, serving
 from tests.support.generating_server import GPU, GeneratingServer, shared
-from tests.support.tiny_run import documents, make_model
 from xtoken_core.config.rollout import RolloutSpec
 from xtoken_core.tokenizing import TextTokenizer
 from xtoken_services.common.generation.published_weights import Version, WeightsWriter
@@ -38,7 +31,6 @@ from xtoken_services.common.http_engine import vllm
 from xtoken_services.common.http_engine.engine import Sampling
 from xtoken_services.common.http_engine.errors import EngineError, EngineRefusalError
 from xtoken_services.common.http_engine.factory import open_engine
-from xtoken_services.demo.vocabularies import train_teacher_tokenizer
 from xtoken_services.rollout import served
 from xtoken_services.rollout.served import ServedSampler
 
@@ -75,20 +67,6 @@ SGLANG = {
         "output_token_logprobs": [[-0.5, 7, None], [-0.1, 8, None]],
     }},
 }  # fmt: skip
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as opened:
-        yield opened
-
-
-@pytest.fixture(scope="module")
-def student(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("student")
-    train_teacher_tokenizer(documents(200, seed=1), directory, vocabulary=400)
-    make_model(directory, seed=1, extra_rows=0)
-    return directory
 
 
 def engine_of(stack: ExitStack, student: Path, kind: str, *handlers: Any) -> Any:
@@ -387,67 +365,6 @@ def test_a_vllm_that_does_not_open_the_memory(
             run.publish()
         assert run.server.seen.count("/update_weights") == vllm.LOADS  # a request is not repeated alone
     assert not (run.server.paused or run.server.in_update)
-
-
-@pytest.fixture
-def sending(
-    request: pytest.FixtureRequest, stack: ExitStack, student: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Run:
-    """A run whose weights are sent by NCCL to a device, on the CPU by TCP."""
-    for call in tcp_nccl.CALLS if request.param == "cpu" else ():
-        monkeypatch.setattr(*call)
-    run = Run(stack, student, tmp_path / "run", f"vllm-nccl-{request.param}")
-    stack.callback(lambda: [group.close() for group in run.engine._groups.values()])
-    return run
-
-
-def senders() -> list[int]:
-    return [child.pid for child in psutil.Process().children() if "nccl" in " ".join(child.cmdline())]
-
-
-CPU = pytest.param("cpu", marks=pytest.mark.slow)
-TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL takes no GPU twice")
-
-
-@pytest.mark.parametrize("sending", [CPU, pytest.param("cuda:1", marks=[pytest.mark.gpu, TWO_GPUS])], indirect=True)
-def test_weights_are_sent_by_nccl(sending: Run) -> None:
-    """Two versions to one server, which is then started again, and a third to one that dies at a tensor."""
-    seen = set()
-    for restarted, dies_at in ((False, -1), (False, -1), (True, -1), (False, 2)):
-        if restarted:
-            sending.server = sending.ready()
-        else:
-            sending.server.dies_at = dies_at
-            sending.publish()
-        sending.check(*PROMPTS)
-        [sender] = senders()
-        seen.add(sender)
-    os.kill(senders()[0], signal.SIGKILL)  # another one takes over
-    sending.publish()
-    sending.check(*PROMPTS)
-    assert len({*seen, *senders()}) == 4 and not sending.directory.exists()
-    assert sending.engine.pool.retries == 2  # of the server that died: the update, and its end on the next one
-
-
-@pytest.mark.parametrize("sending", [CPU], indirect=True)
-@pytest.mark.parametrize(
-    ("change", "command", "reason"),
-    [
-        ({"device": None}, None, r"500: .*'master_address'.*; start it \(again, if it hangs\) on another GPU than cpu"),
-        ({"_join": lambda *_: time.sleep(8)}, None, "no answer; start it"),
-        ({}, ("false",), "the process that sends weights from cpu has not begun: the log says why"),
-    ],
-    ids=["ipc", "hangs", "ours"],
-)
-def test_a_vllm_that_does_not_join(
-    sending: Run, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], command: Any, reason: str
-) -> None:
-    vars(sending.server).update(change)
-    sending.engine.pool.timeout_s = 5.0 if "_join" in change else 20.0
-    monkeypatch.setattr(vllm, "SENDER", command or vllm.SENDER)
-    with pytest.raises((EngineError, EngineRefusalError), match=reason):
-        sending.publish()
-    assert senders() == []
 
 
 @pytest.mark.gpu
