@@ -111,10 +111,12 @@ class Distillation:
         **kwargs: Of the trainer; data sets have texts, or records as `TokenizerPair.collate` takes them.
 
     Raises:
-        ConfigError: The pair's loss is on another device, or the process has several GPUs.
+        ConfigError: The pair is on another device, the process has several GPUs, or the teacher is not loaded.
     """
 
     def __init__(self, *args: Any, pair: TokenizerPair, teacher: nn.Module, **kwargs: Any) -> None:
+        if not isinstance(teacher, nn.Module):
+            raise ConfigError(f"teacher: {str(teacher)!r} is no model: load it by AutoModelForCausalLM.from_pretrained")
         own = {"data_collator": DistillationCollator(pair), "processing_class": pair.tokenizer}
         super().__init__(*args, **own | kwargs)
         trainer: Any = self

@@ -25,9 +25,13 @@ def as_files(value: Any, name: str = "") -> Any:
         name: Dotted path of the part.
 
     Raises:
-        ConfigError: A model comes without its tokenizer.
-        InputError: A record is no JSON object, a list has texts in place of paths, or the cache cannot be written.
+        ConfigError: A model comes without its tokenizer, or there are several students.
+        InputError: A record is no JSON object or there is none, a list has texts in place of paths, or the cache cannot
+            be written.
     """
+    several = isinstance(value, (list, tuple))
+    if name == "student" and several:
+        raise ConfigError('student: it takes one model: a path, or {"model": model, "tokenizer": tokenizer}')
     table = value if isinstance(value, Mapping) else {"model": value}
     if hasattr(table.get("model"), "state_dict") and table.get("tokenizer") is None and not name.endswith(".model"):
         given = name.partition(".")[0]
@@ -40,11 +44,10 @@ def as_files(value: Any, name: str = "") -> Any:
         return str(_kept(name, value.save_pretrained))
     if isinstance(value, Mapping):
         return {key: as_files(item, f"{name}.{key}" if name else key) for key, item in value.items()}
-    several = isinstance(value, (list, tuple))
     if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
         return str(value) if isinstance(value, Path) else value
     if name == "data" or name.endswith(".path"):
-        if not several or not all(isinstance(item, (str, Path)) for item in value):
+        if not several or (not value and name == "data") or not all(isinstance(item, (str, Path)) for item in value):
             return str(_kept(name, lambda directory: _write_records(directory, value, name)) / RECORDS)
         for path in map(str, value):
             if "://" not in path and path[:1] != "~" and not os.path.lexists(path):
@@ -59,6 +62,8 @@ def _write_records(directory: Path, records: Iterable[Any], name: str) -> None:
                 out.write(json.dumps({**record}, ensure_ascii=False) + "\n")
             except (TypeError, ValueError, RecursionError) as error:
                 raise InputError(f'{name}: record {number} is no JSON such as {{"text": "..."}}: {error}') from error
+        if not out.tell():
+            raise InputError(f'{name}: there is no record in it: give some such as {{"text": "..."}}, or a path')
 
 
 def _kept(name: str, write: Callable[[Path], object], digest: str | None = None) -> Path:

@@ -14,6 +14,7 @@ from xtoken_core.alignment.tables import SPECIAL, TokenTable, encode_each, token
 from xtoken_core.errors import InputError
 
 NO_TEMPLATE = "has no chat template: it cannot take messages (set its chat_template to a chat model's directory)"
+NO_ANSWER = "no assistant message that every chat template shows as it is"
 SHOWN_CHARACTERS = 20
 """Length of the part of a text that an error quotes."""
 _SENTINELS = ("\n", ":", "x", "。")
@@ -301,7 +302,7 @@ def tokenize_conversation(
         rendered.append((text, {number - added: span for number, span in spans.items()}))
     shared = sorted(set.intersection(*(set(spans) for _, spans in rendered)))
     if not shared:
-        raise ConversationError("no assistant message that every chat template shows as it is")
+        raise ConversationError(NO_ANSWER)
     return [
         side.tokenize_spans(text, [spans[number] for number in shared], ends=ends)
         for side, (text, spans) in zip(sides, rendered, strict=True)

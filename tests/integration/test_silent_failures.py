@@ -239,6 +239,8 @@ def test_too_little_held_out_text_for_an_adaptive_weight_is_warned_about(tiny: T
         _, lines = check_start(tiny.spec(eval=held_out, loss={"mode": "p_kl", "kl_loss_weight_end": "adaptive"}))
         said = [line for line in lines if line.startswith("the weight of the divergence stays 1, ")]
         assert len(said) == warns and all("bytes of held-out text are read, fewer than 65,536" in one for one in said)
+        no_order = "no error", f"a larger eval.max_bytes than {most}"
+        assert all(words in one and "(" not in one for one in said for words in no_order)
 
 
 @pytest.mark.slow

@@ -51,8 +51,7 @@ class RolloutSpec(ServedSpec):
     """Temperature of the sampling; 0 takes the most likely token."""
     teacher_temperature: Positive = 1.0
     """Temperature of the teachers' distributions on completions, of which `loss.temperature` is another; text is
-    compared with teachers as they are. Left out, 0.5, and 1 where a teacher is on servers, which give no other, or is
-    the student."""
+    compared with teachers as they are."""
     top_k: Count | None = None
     """Sample from so many of the most likely tokens. Left out, from all."""
     top_p: Part = 1.0

@@ -42,8 +42,7 @@ class TrainSpec(ConfigModel):
     """`adafactor` keeps the second moment as a row and a column and no first one: half the memory beyond the weights or
     less. It needs whole weights, not `parallel = "fsdp"`."""
     learning_rate: Positive = 1e-4
-    """The highest rate, reached after the warm-up. With completions from the first step on (`[rollout]`) 3e-5 if
-    left out."""
+    """The highest rate, reached after the warm-up."""
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """Course of the rate from the warm-up to the end. `wsd` (warm-up, stable, decay) keeps the highest rate until the
     last fifth of the run, and then falls as `linear` does."""

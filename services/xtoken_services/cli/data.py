@@ -15,12 +15,14 @@ from xtoken_services.common.processes.progress import spinner
 
 if TYPE_CHECKING:
     from xtoken_core.collate import CrossTokenizerCollator
+    from xtoken_core.config.data import DataSpec
     from xtoken_core.config.spec import RunSpec
     from xtoken_core.dataset import DataIndex
 
 data_app = typer.Typer(name="data", help="Look at the text of a run.", no_args_is_help=True)
 BATCH = 64
 USED, CUT, DIVIDED = "used", "cut, of those used", "divided, of those used"
+PROMPTS = "prompts without an answer, used with [rollout], else skipped"
 PARTICULARS = re.compile(r"\d+|'[^']*'|\"[^\"]*\"")
 """What differs between two reasons of one kind."""
 
@@ -73,9 +75,10 @@ def check(
             with spinner(f"reading {file.name}", quiet=as_json):
                 index = DataIndex.build([file], field=field, cache_dir=Path(scratch))
                 form = next((form for _, form in index.conversations()), None)
-                kinds = _kinds(index, collator, divides=spec.data.long == "split")
+                kinds = _kinds(index, collator, spec.data)
             _print_kinds(file, len(index), form, kinds, as_json=as_json)
-            used += kinds[USED]["records"]
+            # Without a run file nothing is known of [rollout].
+            used += kinds[USED]["records"] + (PROMPTS in kinds and (run is None or spec.rollout is not None))
     if not used:
         raise InputError("no record can be used: the lines above say why")
 
@@ -101,7 +104,7 @@ def _collator(spec: RunSpec) -> CrossTokenizerCollator:
     return collator_with(CrossTokenizerCollator, spec, student, teachers, prompts)
 
 
-def _kinds(index: DataIndex, collator: CrossTokenizerCollator | None, *, divides: bool) -> dict[str, dict[str, Any]]:
+def _kinds(index: DataIndex, collator: CrossTokenizerCollator | None, text: DataSpec) -> dict[str, dict[str, Any]]:
     """Return for what becomes of records how many do and where the first one is, those that are skipped last."""
     from xtoken_core import schema
     from xtoken_core.dataset import BadRecord
@@ -117,15 +120,21 @@ def _kinds(index: DataIndex, collator: CrossTokenizerCollator | None, *, divides
         records = index.read(range(begin, min(begin + BATCH, len(index))))
         readable = [record for record in records if not isinstance(record, BadRecord)]
         skipped = {record.number: record.reason for record in records if isinstance(record, BadRecord)}
+        chats = [record for record in readable if "messages" in record.value and text.train_on != "all"]
+        prompts = {one.number for one in chats if all(each["role"] != "assistant" for each in one.value["messages"])}
         if collator is not None:
+            from xtoken_core.tokenizing import NO_ANSWER  # which loads torch
+
             rows = collator.rows([record.value for record in readable])
             skipped |= {readable[at].number: reason for at, reason in rows.refused.items()}
+            prompts = {number for number in prompts if skipped.get(number) == NO_ANSWER}
             cut = rows.columns[schema.TRUNCATED.name].values.cast("?") if rows.records else ()
             for at, is_cut in zip(rows.records, cut, strict=True):
                 if is_cut:
-                    count(DIVIDED if divides and "text" in readable[at].value else CUT, readable[at].number)
+                    is_divided = text.long == "split" and "text" in readable[at].value
+                    count(DIVIDED if is_divided else CUT, readable[at].number)
         for record in records:
             reason = skipped.get(record.number)
             kind = USED if reason is None else f"skipped: {reasons.setdefault(PARTICULARS.sub('', reason), reason)}"
-            count(kind, record.number)
+            count(PROMPTS if record.number in prompts else kind, record.number)
     return kinds

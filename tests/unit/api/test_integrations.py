@@ -188,12 +188,17 @@ def test_an_evaluation_is_by_its_own_counts(assets: TinyAssets, tmp_path: Path) 
     assert saved("x = 345")["input_ids"] == pair.tokenizer("x = 345")["input_ids"], "beside the weights"
 
 
-def test_a_pair_on_another_device_is_refused(assets: TinyAssets, tmp_path: Path) -> None:
+def test_a_pair_on_another_device_and_a_teacher_as_a_path_are_refused(assets: TinyAssets, tmp_path: Path) -> None:
     student, teacher = models_of(assets, torch.float32)
     pair = pair_of(assets)
     pair.device = torch.device("cuda")
     with pytest.raises(xtoken.ConfigError, match=r'the pair is on cuda, .* device="cpu"'):
         DistillationTrainer(student, arguments(tmp_path, 2, 1), pair=pair, teacher=teacher)
+    unloaded: Any = assets.teacher
+    with pytest.raises(
+        xtoken.ConfigError, match=r"teacher: '/.*/teacher' is no model: load it by AutoModelForCausalLM"
+    ):
+        DistillationTrainer(student, arguments(tmp_path, 2, 1), pair=pair, teacher=unloaded)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -38,6 +38,11 @@ SETTINGS_OF_NONE: dict[str, dict[str, Any]] = {
     "P-KL by its name": {"loss": {"vocab_topk": 64}},
     "P-KL that fades": {"loss": {"mode": "p_kl", "kl_loss_weight_end": 0.0}},
     "completions": {"rollout": {"max_new_tokens": 4}},
+    "completions with the values of other runs": {
+        "rollout": {"teacher_temperature": 1.0, "max_new_tokens": 4},
+        "train": {"learning_rate": 1e-4},
+        "loss": {"mode": "chain", "beta": "none"},
+    },
 }
 
 
@@ -73,6 +78,7 @@ def test_settings_of_the_form(client: TestClient) -> None:
     page = client.get("/runs/new").text
     assert re.findall(r'data-setting="([^"]+)"', page) == list(FIELDS)
     assert all(f'<dt class="mono">{name}' in page for name in settings())
+    assert 'rollout.teacher_temperature <span class="faint">: 0.5; 1 where' in page, "not the default of its class"
     modes = re.search(r'data-setting="loss.mode".*?</select>', page, re.DOTALL)
     assert modes and 'value="p_kl">P-KL<' in modes[0] and "custom" not in modes[0]
     assert set(re.findall(r'data-paths="(\w+)"', page)) == {"models", "texts"}
@@ -180,7 +186,7 @@ def test_a_copied_run_leaves_the_weight_at_the_end_to_what_decides_it(tmp_path: 
         ({"mode": "gold", "kl_loss_weight_end": 0.5}, 0.5),
     ):
         copied = without_defaults(RunSpec.model_validate(spec(tmp_path, loss=loss)))
-        assert copied["loss"].get("kl_loss_weight_end") == pinned
+        assert copied["loss"].get("kl_loss_weight_end") == pinned and "learning_rate" not in copied["train"]
 
 
 @pytest.fixture

@@ -334,15 +334,24 @@ def test_a_check_counts_what_is_used_cut_and_skipped(assets: TinyAssets, tmp_pat
     path = written(tmp_path / "a.json", rows)
     narrator = "skipped: turn 0 of the conversation is from 'narrator 1'"
     skipped = {narrator: (2, f"{path}:5"), "skipped: empty text": (1, f"{path}:6")}
-    assert checked(path) == (8, "ShareGPT", {"used": (5, f"{path}:1"), "cut": (0, None), **skipped})
+    prompt = {"prompts without an answer": (1, f"{path}:3")}
+    assert checked(path) == (8, "ShareGPT", {"used": (4, f"{path}:1"), "cut": (0, None), **prompt, **skipped})
+    everything = {"used": (5, f"{path}:1"), "cut": (0, None), **skipped}
+    assert checked(path, "--set", "data.train_on=all") == (8, "ShareGPT", everything), "of a prompt, too"
     models = ("--student", assets.student, "--teacher", assets.teacher, "--set", "student.context_length=64")
     no_template = f"skipped: the student's tokenizer {NO_TEMPLATE}"
     without = {no_template: (5, f"{path}:1"), **skipped}
     assert checked(path, *models) == (8, "ShareGPT", {"used": (0, None), "cut": (0, None), **without})
     models += tuple(word for side in ("student", "teacher") for word in ("--set", f"{side}.chat_template={template}"))
-    none = {"skipped: no assistant message that every chat template shows as it is": (1, f"{path}:3")}
-    expected = {"used": (4, f"{path}:1"), "cut": (2, f"{path}:2"), **none, **skipped}
+    expected = {"used": (4, f"{path}:1"), "cut": (2, f"{path}:2"), **prompt, **skipped}
     assert checked(path, *models) == (8, "ShareGPT", expected)
+    run, alone = tmp_path / "run.toml", written(tmp_path / "b.json", rows[2:3])
+    run.write_text(f'data = "{alone}"', encoding="utf-8")
+    trained = ("--run", run)
+    for of_run, fails in (((), False), (trained, True), ((*trained, "--set", "rollout.max_new_tokens=8"), False)):
+        result = CliRunner().invoke(data_app, ["check", str(alone), *map(str, (*models, *of_run))])
+        assert "  1  prompts without an answer, used with [rollout], else skipped; first" in result.stdout
+        assert bool(result.exit_code) == fails, of_run
     done = CliRunner().invoke(data_app, ["check", str(path), *map(str, models)])
     assert done.stderr.startswith("loading the tokenizers: some seconds")
     shown = done.stdout

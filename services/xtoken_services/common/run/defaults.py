@@ -48,9 +48,11 @@ FILLED = {
     "eval.max_bytes": f"on a CPU about {EVALUATION_S:.0f} s, at most a quarter of the run; else 1 MiB",
     "eval.every": f"a tenth of train.max_steps, at least {LEAST_EVERY}, or {EvalSpec.model_fields['every'].default}",
     "train.micro_batch_tokens": f"what fits, at most {LARGEST}, on a CPU {CPU_TOKENS}",
+    "train.learning_rate": "1e-4; 3e-5 with completions from the first step on",
+    "rollout.teacher_temperature": "0.5; 1 where a teacher is on servers, which give no other, or is the student",
 }
-"""Settings that models, text and machine decide where a run file leaves them out, and how. Others change with them only
-to fit the memory (`xtoken_services.common.run.memory_fit`)."""
+"""Settings that models, text, machine or other settings decide where a run file leaves them out, and how. Further ones
+change with them only to fit the memory (`xtoken_services.common.run.memory_fit`)."""
 
 
 @dataclass

@@ -12,9 +12,10 @@ from xtoken_core.config.base import NONE, ConfigModel, NoneWord
 from xtoken_core.config.spec import RunSpec
 from xtoken_services.common.run.defaults import FILLED
 
-WEIGHT_END = "kl_loss_weight_end"
-BY_OTHERS = ("mode", WEIGHT_END, "ce_loss_scale")
-"""Settings of the loss whose defaults depend on its other settings."""
+BY_OTHERS = ("mode", "kl_loss_weight_end", "ce_loss_scale", "beta")
+"""Settings of the loss whose defaults depend on other settings."""
+MAY_GO = ("loss.kl_loss_weight_end", "loss.beta", "train.learning_rate", "rollout.teacher_temperature")
+"""Settings that are left out where others decide that they are what they are."""
 
 
 def to_toml(document: Mapping[str, Any]) -> str:
@@ -50,8 +51,8 @@ def without_defaults(spec: RunSpec) -> dict[str, Any]:
     """Return a run's settings without defaults, as plain values that mean the same run, also to `xtoken run`.
 
     What models, text and machine would decide is kept, and so is that there is no evaluation. Mode and weights are kept
-    beside other settings of the loss, because these decide what they are where they are left out; a weight at the end
-    that they decide in the same way is left out. None is the word that a run file has for it, where it has one.
+    beside other settings of the loss, because these decide what they are where they are left out; one of `MAY_GO` that
+    is decided in the same way is left out. None is the word that a run file has for it, where it has one.
 
     Args:
         spec: The run.
@@ -64,10 +65,10 @@ def without_defaults(spec: RunSpec) -> dict[str, Any]:
         document["eval"] = NONE
     if document.get("loss"):
         document["loss"] |= {name: complete["loss"][name] for name in BY_OTHERS}
-        left_out = {name: value for name, value in document["loss"].items() if name != WEIGHT_END}
-        shorter = document | {"loss": left_out}
-        if RunSpec.model_validate(shorter).loss.kl_loss_weight_end == spec.loss.kl_loss_weight_end:
-            return shorter
+    for table, left_out in (name.split(".") for name in MAY_GO):
+        shorter = {name: value for name, value in document.get(table, {}).items() if name != left_out}
+        if table in document and RunSpec.model_validate(document | {table: shorter}) == spec:
+            document[table] = shorter
     return document
 
 

@@ -68,9 +68,9 @@ def weight_warnings(spec: RunSpec) -> Iterator[str]:
     first = next(sizes, 0)  # which is always read
     if (read := max(takewhile(lambda size: size <= most, sizes), default=first)) < LEAST_BYTES:
         yield (
-            f"the weight of the divergence stays {spec.loss.kl_loss_weight:g}, however good the student becomes: "
-            f"{read:,} bytes of held-out text are read, fewer than {LEAST_BYTES:,}: name more (eval.path, "
-            f"eval.max_bytes = {most})"
+            f"the weight of the divergence stays {spec.loss.kl_loss_weight:g}, however good the student becomes, which "
+            f"is no error: {read:,} bytes of held-out text are read, fewer than {LEAST_BYTES:,}; a weight that falls "
+            f"takes more text in eval.path, or a larger eval.max_bytes than {most}"
         )
 
 

@@ -116,6 +116,7 @@ def _render(
         toml=text,
         fields=[_field(name, label, checked) for name, label in FIELDS.items()],
         settings=settings(),
+        filled=FILLED,
         errors=errors or {},
         checked=checked,
         resolved=resolved_text(checked.spec, checked.defaults) if checked else "",
