@@ -59,9 +59,12 @@ PROCESS_MIB = {"supervisor": 86, "queue": 50, "collator": 356, "model": 380, "tr
 measured."""
 TOKENIZER_BYTES = 13
 """Bytes that supervisor and collators each take for a byte of `tokenizer.json`, measured with those of real models."""
-CONTEXT_BYTES, CUDA_HOST_BYTES = 812 * MIB, 1536 * MIB
-"""What CUDA takes for each process on its GPU (its context, kernels once loaded, workspaces and the least that torch's
-allocator takes: `benchmarks/worker_kills`, with models of a few MB), and on the host."""
+CONTEXT_BYTES, CUDA_HOST_BYTES = 960 * MIB, 1536 * MIB
+"""What CUDA takes for each process on its GPU (its context, kernels once loaded, workspaces, and what torch's allocator
+keeps unused: `benchmarks/sizing.py`, with models of 135M and 1.5B), and on the host (`benchmarks/worker_kills`)."""
+TRAINER_BYTES = 340 * MIB
+"""What a trainer on a GPU takes beyond that on the host: Triton's compiler, and libraries for what it alone computes,
+as `benchmarks/sizing.py` has measured."""
 CUDA_BUILD_BYTES = 480 * MIB
 """Libraries of torch's CUDA build in a collator, which uses no GPU, beside the CPU build's."""
 SHARED, STAGED = "/dev/shm", "the copy for checkpoints"
@@ -257,6 +260,9 @@ def all_uses(run: ResolvedRun, *, rings: bool, on_gpu: bool = True) -> Iterator[
         yield MemoryUse(f"the student's state{of_rank}", student_bytes(spec), name, gpu=rank)
         yield MemoryUse(f"a micro-batch{of_rank}", step_bytes(run, on_gpu=on_gpu), name, gpu=rank, stays=False)
         yield MemoryUse(STAGED, checkpoint_bytes(spec, page_locked=on_gpu), name, Where.HOST)
+        if on_gpu and not rank:  # safetensors copies all to the host before it writes
+            exported = weight_bytes(spec.student.model, spec.student.dtype)
+            yield MemoryUse("the weights that are exported", exported, name, Where.HOST, stays=False)
         for number in range(len(spec.teacher)):
             yield from _of_teacher(run, number, rank, of_rank, rings=rings, on_gpu=on_gpu)
         for number in spec.sync_decays:
@@ -287,16 +293,24 @@ def _of_teacher(
 
 
 def _rollout_uses(spec: RunSpec, *, on_gpu: bool) -> Iterator[MemoryUse]:
-    """Yield the weights that rank 0 publishes and those that rollout workers generate with; caches come on top."""
+    """Yield the weights that rank 0 publishes, and those of rollout workers with their keys and values.
+
+    These are of a block's rows, as long as the context. On a GPU they are there twice: the prompts' as the model has
+    them, and all in the memory that graphs use.
+    """
     if spec.rollout is None or not spec.rollout.loads_model:
         return
     weights = weight_bytes(spec.student.model, spec.student.dtype)
     if spec.rollout.weights != "directory":
         where = Where.DEVICE if on_gpu and spec.rollout.weights == "auto" else Where.SHARED
         yield MemoryUse("the published weights", weights, "trainer-0", where)
+    model, item = ModelSizes.of(spec.student.model), ITEM_SIZES[spec.student.dtype]
+    cache = spec.block_size * spec.student.context_length * model.layers * 2 * model.keys * item
     for number in range(spec.rollout.workers):
         gpu = spec.rollout_gpu(number)
-        yield MemoryUse(f"rollout worker {number}'s weights", weights, f"rollout-{number}", gpu=gpu)
+        name, what = f"rollout-{number}", f"rollout worker {number}'s"
+        yield MemoryUse(f"{what} weights", weights, name, gpu=gpu)
+        yield MemoryUse(f"{what} keys and values", cache * (1 + on_gpu), name, gpu=gpu, stays=False)
 
 
 def _process_uses(run: ResolvedRun, *, on_gpu: bool) -> Iterator[MemoryUse]:
@@ -314,7 +328,8 @@ def _process_uses(run: ResolvedRun, *, on_gpu: bool) -> Iterator[MemoryUse]:
     read = TOKENIZER_BYTES * sum(file.stat().st_size for file in files if file.is_file())
     added = {"supervisor": read, "collator": read}
     if on_gpu:
-        added |= {"collator": read + CUDA_BUILD_BYTES, "model": CUDA_HOST_BYTES, "trainer": CUDA_HOST_BYTES}
+        added |= {"model": CUDA_HOST_BYTES, "trainer": CUDA_HOST_BYTES + TRAINER_BYTES}
+        added["collator"] += CUDA_BUILD_BYTES
     for name, kind in kinds.items():
         nbytes = PROCESS_MIB[kind] * MIB + added.get(kind, 0)
         yield MemoryUse("Python and libraries", nbytes, name, Where.HOST, stays=False)
