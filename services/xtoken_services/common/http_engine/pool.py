@@ -144,7 +144,10 @@ class EnginePool:
         while True:
             chosen = self._acquire(replica, deadline, reason)
             try:
-                data = self._attempt(chosen, method, path, content, most, deadline)
+                left = deadline - time.monotonic()
+                if replica is None and len(self.replicas) > 1:
+                    left /= 2  # a server that accepts and never answers leaves time for another
+                data = self._attempt(chosen, method, path, content, most, max(left, 0.01))
             except _TryAgainError as error:
                 reason = f"{chosen.url}: {error}"
                 self._release(chosen, failed=True, pause_s=error.pause_s)
@@ -254,12 +257,9 @@ class EnginePool:
             self._changed.notify_all()
 
     def _attempt(
-        self, replica: Replica, method: str, path: str, content: bytes | None, most: int, deadline: float
+        self, replica: Replica, method: str, path: str, content: bytes | None, most: int, left: float
     ) -> bytearray:
         """Send a request once, and return the answer."""
-        left = max(deadline - time.monotonic(), 0.01)
-        if len(self.replicas) > 1:
-            left = max(left / 2, 0.01)  # a server that accepts and never answers leaves time for another
         where = f"{self.field}.url: {replica.url}{path}"
         with self._changed:
             if self._closed:
