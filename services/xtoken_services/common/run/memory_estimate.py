@@ -264,6 +264,9 @@ def all_uses(run: ResolvedRun, *, rings: bool, on_gpu: bool = True) -> Iterator[
             average = weight_bytes(spec.student.model, "float32") // shards(spec)
             yield MemoryUse(what, average, name, gpu=rank)
             yield MemoryUse(f"{what}, for checkpoints", average, name, Where.HOST)
+            if rank == 0:
+                published = f"the published weights for {spec.teacher_name(number)}"
+                yield from _published(spec, published, on_device=on_gpu)
     yield from _rollout_uses(spec, on_gpu=on_gpu)
     yield from _process_uses(run, on_gpu=on_gpu)
 
@@ -287,16 +290,28 @@ def _of_teacher(
 
 
 def _rollout_uses(spec: RunSpec, *, on_gpu: bool) -> Iterator[MemoryUse]:
-    """Yield the weights that rank 0 publishes and those that rollout workers generate with; caches come on top."""
-    if spec.rollout is None or not spec.rollout.loads_model:
+    """Yield the weights that rank 0 publishes and those that rollout workers have; caches come on top."""
+    rollout = spec.rollout
+    if rollout is None:
         return
+    if rollout.weights != "directory":
+        on_device = on_gpu and rollout.weights == "auto" and rollout.loads_model
+        yield from _published(spec, "the published weights", on_device=on_device)
     weights = weight_bytes(spec.student.model, spec.student.dtype)
-    if spec.rollout.weights != "directory":
-        where = Where.DEVICE if on_gpu and spec.rollout.weights == "auto" else Where.SHARED
-        yield MemoryUse("the published weights", weights, "trainer-0", where)
-    for number in range(spec.rollout.workers):
+    if rollout.url_weights == "nccl":
+        yield MemoryUse("the weights to send", weights, "rollout-0", Where.HOST)
+    for number in range(rollout.workers if rollout.loads_model else 0):
         gpu = spec.rollout_gpu(number)
         yield MemoryUse(f"rollout worker {number}'s weights", weights, f"rollout-{number}", gpu=gpu)
+
+
+def _published(spec: RunSpec, what: str, *, on_device: bool) -> Iterator[MemoryUse]:
+    """Yield published weights, of a sharded student on the host: there a version is written beside the last one."""
+    weights = weight_bytes(spec.student.model, spec.student.dtype)
+    on_device = on_device and shards(spec) == 1
+    yield MemoryUse(what, weights, "trainer-0", Where.DEVICE if on_device else Where.SHARED)
+    if not on_device:
+        yield MemoryUse(f"{what}, while they are replaced", weights, "trainer-0", Where.SHARED, stays=False)
 
 
 def _process_uses(run: ResolvedRun, *, on_gpu: bool) -> Iterator[MemoryUse]:

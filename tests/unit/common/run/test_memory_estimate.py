@@ -182,10 +182,26 @@ def test_a_rollout_worker_has_the_students_weights(tmp_path: Path) -> None:
     second = MemoryUse("rollout worker 1's weights", weights, "rollout-1", gpu=2)  # the others are on the GPU beside
     assert added == [MemoryUse("the published weights", weights, "trainer-0"), second]
     served = {"url": "http://a:1", "max_new_tokens": 2}
-    for by, taken in (("directory", 0), ("ipc", 2 * weights), ("nccl", 0)):
+    # On the device, in shared memory (a version beside the one that it replaces), on the host.
+    places, names = (Where.DEVICE, Where.SHARED, Where.HOST), ("the published weights", "the weights to", "rollout wo")
+    for by, taken in (("directory", (0, 2, 0)), ("ipc", (2, 0, 0)), ("nccl", (0, 2, 1))):
         run = with_models(tmp_path, rollout=served | {"url_weights": by}, loss={"kl_loss_weight_end": None})
-        needs = staying(run, 0, 1, rings=False)
-        assert sum(need.nbytes for need in needs if need.what not in alone) == taken
+        needs = [need for need in all_uses(run, rings=True) if need.what.startswith(names)]
+        sums = [sum(need.nbytes for need in needs if need.where == place) for place in places]
+        assert sums == [count * weights for count in taken]
+
+
+def test_weights_that_a_teacher_follows_are_published(tmp_path: Path) -> None:
+    sharded = {"train": {"parallel": "fsdp"}, "workers": {"ranks": 2}}
+    for changes, on_gpu, where, count in (
+        ({}, True, Where.DEVICE, 1),
+        (sharded, True, Where.SHARED, 2),
+        ({}, False, Where.SHARED, 2),
+    ):
+        run = with_models(tmp_path, teacher=[{"model": "student", "context_length": 32, "sync": "ema"}], **changes)
+        weights = weight_bytes(run.spec.student.model, run.spec.student.dtype)
+        needs = [need for need in all_uses(run, rings=on_gpu, on_gpu=on_gpu) if "published" in need.what]
+        assert {need.where for need in needs} == {where} and sum(need.nbytes for need in needs) == count * weights
 
 
 def test_what_is_too_much_is_told_in_one_line() -> None:
