@@ -189,6 +189,8 @@ def test_a_rollout_worker_has_the_students_weights(tmp_path: Path) -> None:
         needs = [need for need in all_uses(run, rings=True) if need.what.startswith(names)]
         sums = [sum(need.nbytes for need in needs if need.where == place) for place in places]
         assert sums == [count * weights for count in taken]
+    with pytest.raises(ConfigError, match=r"^/dev/shm has .*published.*: lower.*; of /dev/shm, set rollout\.weights"):
+        check_host(run, Machine(1, gpus=1, gpu_bytes=GIB * 64, memory_bytes=GIB * 64, shared_bytes=1))
 
 
 def test_weights_that_a_teacher_follows_are_published(tmp_path: Path) -> None:
