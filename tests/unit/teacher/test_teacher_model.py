@@ -293,7 +293,7 @@ def test_completions_are_at_a_temperature_of_their_own(make, content, packed):
             torch.testing.assert_close(sharp[part], plain[part] * (1 + sample), rtol=1e-5, atol=1e-5)
 
 
-def test_whole_logits_of_completions_are_scaled_where_they_are():
-    logits, factor = torch.randn(2, 3, WIDTH).bfloat16(), torch.tensor([1.0, 1 / 0.7]).view(2, 1, 1)
-    expected = (logits.float() * factor).bfloat16()
-    assert teacher_model._times(logits, factor) is logits and torch.equal(logits, expected)
+def test_whole_logits_of_completions_exist_once():
+    teacher, logits = TeacherModel(gemma(), of_completions=0.7), torch.randn(2, 3, WIDTH).bfloat16()
+    expected = (logits.float() * torch.tensor([1.0, 1 / 0.7]).view(2, 1, 1)).bfloat16()
+    assert teacher._sharpened(logits, [(1, slice(0, 3))]) is logits and torch.equal(logits, expected)
