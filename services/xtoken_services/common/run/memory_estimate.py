@@ -53,6 +53,10 @@ SORTED_COPIES = 4
 """Of its logits in a teacher that finds the largest ones on a CPU."""
 PIECE_TOKENS, PIECES = 1024, 2
 """On a GPU a teacher has them in pieces of so many tokens, and one piece while the next is made."""
+ADJUSTED_COPIES = 2
+"""Of whole logits in a teacher that caps or scales them: its own forward pass makes them, and then the result."""
+ADJUSTMENTS = ("final_logit_softcapping", "logits_soft_cap", "logit_scale", "logits_scaling")
+"""Settings of such models; 1 and null change nothing."""
 MIB = 1 << 20
 PROCESS_MIB = {"supervisor": 86, "queue": 50, "collator": 356, "model": 380, "trainer": 450}
 """Resident memory of a process in MiB before it has read a model or a large tokenizer, as `benchmarks/sizing.py` has
@@ -112,6 +116,7 @@ class ModelSizes:
         keys: Units of keys, and of values.
         layers: Number of layers.
         vocabulary: Rows of the head.
+        adjusted: Its logits are capped or scaled.
     """
 
     hidden: int
@@ -119,6 +124,7 @@ class ModelSizes:
     keys: int
     layers: int
     vocabulary: int
+    adjusted: bool = False
 
     @classmethod
     def of(cls, directory: Path) -> ModelSizes:
@@ -133,7 +139,9 @@ class ModelSizes:
         inner = first("moe_intermediate_size", "intermediate_size", "n_inner", default=4 * hidden)
         keys = first("head_dim", default=hidden // heads) * first("num_key_value_heads", default=heads)
         layers = first("num_hidden_layers", "n_layer", default=1)
-        return cls(hidden, inner * first("num_experts_per_tok", default=1), keys, layers, first("vocab_size"))
+        adjusted = any(text.get(name) not in (None, 1) for name in ADJUSTMENTS)
+        inner *= first("num_experts_per_tok", default=1)
+        return cls(hidden, inner, keys, layers, first("vocab_size"), adjusted)
 
     def per_layer(self, item: int) -> int:
         """Return the values of `item` bytes that a layer keeps of a token for its backward."""
@@ -239,6 +247,7 @@ def forward_bytes(run: ResolvedRun, number: int, *, rings: bool, on_gpu: bool) -
         rows = PIECES * min(tokens, PIECE_TOKENS)
     elif on_gpu and (rings or content == "hidden"):  # of hidden states only maxima of columns are looked for
         rows = min(tokens, PIECE_TOKENS) if ring_shape(run, number).max_rows else 0
+    rows = max(rows, ADJUSTED_COPIES * tokens if model.adjusted else 0)
     return (tokens * (4 * model.hidden + 3 * model.inner) + rows * model.vocabulary) * ITEM_SIZES[teacher.dtype]
 
 

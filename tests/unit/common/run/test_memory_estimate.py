@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,9 @@ def test_a_teachers_logits_are_counted_once_and_in_pieces_where_it_makes_pieces(
     (teacher,) = [teacher.model_dump(mode="json") for teacher in run.spec.teacher]
     largest = with_models(tmp_path, train={"micro_batch_tokens": 1 << 14}, teacher=[teacher | {"content": "topk"}])
     assert (rows(largest, rings=True, on_gpu=True), rows(largest, rings=False, on_gpu=False)) == (2048, 4 << 14)
+    file = Path(teacher["model"]) / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"final_logit_softcapping": 30.0, "logit_scale": 1.0}))
+    assert [rows(run, rings=True, on_gpu=on_gpu) for on_gpu in (True, False)] == [2 << 14, 2 << 14], "made whole"
 
 
 def test_large_tokenizers_are_counted_where_they_are_read(tmp_path: Path) -> None:
