@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -280,22 +280,24 @@ class TeacherModel(Teacher):
             weight.data = memory.to("cpu", copy=True)
 
     def _fill(self, batch: TeacherBatch, view: Tensor, maxima: Tensor | None) -> None:
-        factor = self._factor(batch)
+        completions = self._completions(batch)
         if self.topk is not None:
-            self.write_topk(batch.ids, view, self.topk, batch.row, factor)
+            self.write_topk(batch.ids, view, self.topk, batch.row, completions)
         elif self.content == "hidden":
-            self.write_hidden(batch.ids, view, maxima, batch.row, factor)
+            self.write_hidden(batch.ids, view, maxima, batch.row, completions)
         else:
-            self.write_logits(batch.ids, view, batch.row, factor)
+            self.write_logits(batch.ids, view, batch.row, completions)
 
-    def _factor(self, batch: TeacherBatch) -> Float[Tensor, "B T 1"] | None:
-        """Return the factor of every position's logits, on the device; None if all are as the model gives them."""
-        if self.of_completions == 1 or not batch.completions:
-            return None
-        factor = torch.ones(*batch.ids.shape, 1)
-        for position, part in zip(batch.positions, batch.parts(), strict=True):
-            factor[part] = 1 / self.of_completions if position in batch.completions else 1.0
-        return self._on_device(factor)
+    def _completions(self, batch: TeacherBatch) -> list[tuple[int, slice]]:
+        """Return row and tokens of each sample whose logits are not as the model gives them."""
+        parts = zip(batch.positions, batch.parts(), strict=True) if self.of_completions != 1 else ()
+        return [part for position, part in parts if position in batch.completions]
+
+    def _sharpened(self, values: Float[Tensor, "B T N"], parts: Sequence[tuple[int, slice]]) -> Float[Tensor, "B T N"]:
+        """Return logits, or hidden states, with those of some parts divided by `of_completions`."""
+        for part in parts:
+            values[part].mul_(1 / self.of_completions)  # in place, by a number: whole logits exist once
+        return values
 
     @torch.inference_mode()
     def write_logits(
@@ -303,7 +305,7 @@ class TeacherModel(Teacher):
         tokens: Int[Tensor, "B T"],
         out: Float[Tensor, "B T V_m"],
         row: PackedRow | None = None,
-        factor: Float[Tensor, "B T 1"] | None = None,
+        completions: Sequence[tuple[int, slice]] = (),
     ) -> None:
         """Run the forward pass, with the head's product written into the slot itself.
 
@@ -311,17 +313,17 @@ class TeacherModel(Teacher):
             tokens: Padded ids, on the host.
             out: A slot, on any device.
             row: The layout of a packed row; None: each row is a sample.
-            factor: What each position's logits are multiplied by; None: nothing.
+            completions: Row and tokens of each sample whose logits are divided by `of_completions`.
         """
         if self.plain_head and out.device == self.device and out.dtype == self.head.dtype:
-            hidden = self.hidden(tokens, row, factor)
+            hidden = self.hidden(tokens, row, completions)
             # Into the slot itself: whole logits are the largest tensor of a run, and a copy would double them.
             torch.mm(hidden.reshape(-1, hidden.shape[-1]), self.head.t(), out=out.view(-1, out.shape[-1]))
         elif self.plain_head:
-            out.copy_(self.hidden(tokens, row, factor) @ self.head.t(), non_blocking=True)
+            out.copy_(self.hidden(tokens, row, completions) @ self.head.t(), non_blocking=True)
         else:
             self._warn_of_copies()
-            out.copy_(_times(self.model(**self._inputs(tokens, row)).logits, factor), non_blocking=True)
+            out.copy_(self._sharpened(self.model(**self._inputs(tokens, row)).logits, completions), non_blocking=True)
 
     def _warn_of_copies(self) -> None:
         """Log once that the logits are copied into the slot instead of computed there."""
@@ -340,7 +342,7 @@ class TeacherModel(Teacher):
         out: Float[Tensor, "B T H"],
         maxima: Float[Tensor, "B V_t"] | None,
         row: PackedRow | None = None,
-        factor: Float[Tensor, "B T 1"] | None = None,
+        completions: Sequence[tuple[int, slice]] = (),
     ) -> None:
         """Run the forward pass without logits; column maxima come from pieces of the head's product.
 
@@ -349,9 +351,9 @@ class TeacherModel(Teacher):
             out: A slot's hidden states, on any device.
             maxima: A slot's column maxima; None if the loss does not need them.
             row: The layout of a packed row; None: each row is a sample.
-            factor: As of `write_logits`.
+            completions: As of `write_logits`.
         """
-        hidden = self.hidden(tokens, row, factor)
+        hidden = self.hidden(tokens, row, completions)
         out.copy_(hidden, non_blocking=True)
         if maxima is not None:
             maxima.copy_(self.column_maxima(hidden, maxima.shape[1]), non_blocking=True)
@@ -363,7 +365,7 @@ class TeacherModel(Teacher):
         out: Float[Tensor, "B T W"],
         settings: TopKSettings,
         row: PackedRow | None = None,
-        factor: Float[Tensor, "B T 1"] | None = None,
+        completions: Sequence[tuple[int, slice]] = (),
     ) -> None:
         """Run the forward pass; each position's largest logits come from pieces of the head's product.
 
@@ -374,13 +376,14 @@ class TeacherModel(Teacher):
             out: A slot, on any device.
             settings: What is sent of each position.
             row: The layout of a packed row; None: each row is a sample.
-            factor: As of `write_logits`.
+            completions: As of `write_logits`.
         """
         if self.plain_head:
             width = -(-settings.vocab_size // WIDTH_MULTIPLE) * WIDTH_MULTIPLE  # the head has no more than it has
-            source, head = self.hidden(tokens, row, factor).flatten(0, 1), self.head[:width].t()
+            source, head = self.hidden(tokens, row, completions).flatten(0, 1), self.head[:width].t()
         else:
-            source, head = _times(self.model(**self._inputs(tokens, row)).logits, factor).flatten(0, 1), None
+            whole = self._sharpened(self.model(**self._inputs(tokens, row)).logits, completions)
+            source, head = whole.flatten(0, 1), None
         targets = predicted_ids(self._on_device(tokens)).flatten()
         # In pieces, since [B * T, V] in float32 would not fit beside the weights.
         for start in range(0, len(source), CHUNK_TOKENS):
@@ -437,15 +440,15 @@ class TeacherModel(Teacher):
 
     @torch.inference_mode()
     def hidden(
-        self, tokens: Int[Tensor, "B T"], row: PackedRow | None = None, factor: Float[Tensor, "B T 1"] | None = None
+        self, tokens: Int[Tensor, "B T"], row: PackedRow | None = None, completions: Sequence[tuple[int, slice]] = ()
     ) -> Float[Tensor, "B T H"]:
-        """Return the last hidden states `[B, T, H]` times a factor, of a packed row if its layout is given."""
+        """Return the last hidden states `[B, T, H]`, sharper in completions, of a packed row if its layout is given."""
         rows, width = tokens.shape
         if self.compiled:
             tokens = self._bucketed(tokens, bounded=row is None)
         row = None if row is None else row.widened(tokens.shape[1])
         states: Tensor = self._body(**self._inputs(tokens, row)).last_hidden_state
-        return _times(states[:rows, :width], factor)
+        return self._sharpened(states[:rows, :width], completions)
 
     def _inputs(self, tokens: Tensor, row: PackedRow | None) -> dict[str, Any]:
         if self.before_forward is not None:
@@ -472,11 +475,6 @@ class TeacherModel(Teacher):
         if self.device.type != "cuda":
             return tokens.to(self.device)
         return tokens.pin_memory().to(self.device, non_blocking=True)
-
-
-def _times(values: Float[Tensor, "B T N"], factor: Float[Tensor, "B T 1"] | None) -> Float[Tensor, "B T N"]:
-    """Return values times a float32 factor, in their own dtype."""
-    return values if factor is None else (values * factor).to(values.dtype)
 
 
 def compile_layers(body: nn.Module) -> None:

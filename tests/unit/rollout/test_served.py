@@ -367,6 +367,26 @@ def test_a_vllm_that_does_not_open_the_memory(
     assert not (run.server.paused or run.server.in_update)
 
 
+def test_a_vllm_that_hangs_in_an_update_is_not_waited_for_again(
+    stack: ExitStack, student: Path, tmp_path: Path, gpu: None
+) -> None:
+    """Its worker would be killed as hung before it could say why."""
+    run, release = Run(stack, student, tmp_path / "run", "vllm-ipc"), threading.Event()
+    stack.callback(release.set)
+
+    def answer(*request: Any) -> Answer:
+        if request[1] == "/start_weight_update":
+            run.engine.pool.timeout_s = 0.5
+        if run.server.in_update and request[1] != "/metrics":  # its engine hangs, not what answers requests
+            release.wait(30)
+        return run.server(*request)
+
+    run.answer = answer  # type: ignore[method-assign]
+    with pytest.raises(EngineError, match=f"no answer.*; start it with CUDA_VISIBLE_DEVICES=GPU-{GPU}, VLLM"):
+        run.publish()
+    assert [path for path in run.server.seen if path in ("/metrics", "/pause")] == ["/metrics", "/pause"]
+
+
 @pytest.mark.gpu
 def test_another_process_opens_the_memory_as_vllm_does(student: Path) -> None:
     """One server for two versions by the same handles, and one that is started again for the third."""

@@ -291,3 +291,10 @@ def test_completions_are_at_a_temperature_of_their_own(make, content, packed):
             assert (found.log_probs()[part][:, 0] > was.log_probs()[part][:, 0]).all() == bool(sample)
         else:
             torch.testing.assert_close(sharp[part], plain[part] * (1 + sample), rtol=1e-5, atol=1e-5)
+
+
+def test_whole_logits_of_completions_exist_once():
+    teacher, logits = TeacherModel(gemma(), of_completions=0.7), torch.randn(2, 3, WIDTH).bfloat16()
+    expected = (logits.float() * torch.tensor([1.0, 1 / 0.7]).view(2, 1, 1)).bfloat16()
+    assert teacher._sharpened(logits, [(1, slice(0, 3))]) is logits
+    torch.testing.assert_close(logits, expected)

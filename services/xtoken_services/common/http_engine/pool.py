@@ -144,7 +144,7 @@ class EnginePool:
         while True:
             chosen = self._acquire(replica, deadline, reason)
             try:
-                data = self._attempt(chosen, method, path, content, most, deadline)
+                data = self._attempt(chosen, method, path, content, most, deadline, named=replica is not None)
             except _TryAgainError as error:
                 reason = f"{chosen.url}: {error}"
                 self._release(chosen, failed=True, pause_s=error.pause_s)
@@ -254,11 +254,19 @@ class EnginePool:
             self._changed.notify_all()
 
     def _attempt(
-        self, replica: Replica, method: str, path: str, content: bytes | None, most: int, deadline: float
+        self,
+        replica: Replica,
+        method: str,
+        path: str,
+        content: bytes | None,
+        most: int,
+        deadline: float,
+        *,
+        named: bool,
     ) -> bytearray:
-        """Send a request once, and return the answer."""
+        """Send a request once, and return the answer; one that names no server may be tried on another."""
         left = max(deadline - time.monotonic(), 0.01)
-        if len(self.replicas) > 1:
+        if len(self.replicas) > 1 and not named:
             left = max(left / 2, 0.01)  # a server that accepts and never answers leaves time for another
         where = f"{self.field}.url: {replica.url}{path}"
         with self._changed:

@@ -12,6 +12,7 @@ import logging
 import re
 import socket
 import subprocess
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import partial
@@ -216,6 +217,7 @@ class VllmEngine(Engine):
         call = partial(self.pool.call, "POST", decode=bytes, replica=replica, repeats=False)
         for left in reversed(range(LOADS)):
             process = self._process_of(replica)  # before: one that is started again meanwhile must load them once more
+            began = time.monotonic()
             try:
                 with self._paused(replica, "/pause?mode=wait", "/resume"):
                     for path, body in self._updating(weights, replica, process):
@@ -223,10 +225,11 @@ class VllmEngine(Engine):
             except (EngineError, OSError) as error:  # it answers with status 500, whatever the reason
                 if replica.url in self._groups:
                     self._groups.pop(replica.url).close()
-                if isinstance(weights, SharedWeights):
+                hangs = time.monotonic() - began > self.pool.timeout_s  # more waits: this worker would count as hung
+                if isinstance(weights, SharedWeights) and not hangs:
                     with suppress(EngineError):  # an update that was broken off lets no other one begin
                         call(FINISH)
-                if not left:
+                if hangs or not left:
                     raise EngineError(f"{error}; {hint}") from error
             else:
                 self._loaded[replica.url] = weights, version, process

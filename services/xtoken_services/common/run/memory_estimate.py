@@ -53,6 +53,10 @@ SORTED_COPIES = 4
 """Of its logits in a teacher that finds the largest ones on a CPU."""
 PIECE_TOKENS, PIECES = 1024, 2
 """On a GPU a teacher has them in pieces of so many tokens, and one piece while the next is made."""
+ADJUSTED_COPIES = 2
+"""Of whole logits in a teacher that caps or scales them: its own forward pass makes them, and then the result."""
+ADJUSTMENTS = ("final_logit_softcapping", "logits_soft_cap", "logit_scale", "logits_scaling")
+"""Settings of such models; 1 and null change nothing."""
 MIB = 1 << 20
 PROCESS_MIB = {"supervisor": 86, "queue": 50, "collator": 356, "model": 380, "trainer": 450}
 """Resident memory of a process in MiB before it has read a model or a large tokenizer, as `benchmarks/sizing.py` has
@@ -115,6 +119,7 @@ class ModelSizes:
         keys: Units of keys, and of values.
         layers: Number of layers.
         vocabulary: Rows of the head.
+        adjusted: Its logits are capped or scaled.
     """
 
     hidden: int
@@ -122,6 +127,7 @@ class ModelSizes:
     keys: int
     layers: int
     vocabulary: int
+    adjusted: bool = False
 
     @classmethod
     def of(cls, directory: Path) -> ModelSizes:
@@ -136,7 +142,9 @@ class ModelSizes:
         inner = first("moe_intermediate_size", "intermediate_size", "n_inner", default=4 * hidden)
         keys = first("head_dim", default=hidden // heads) * first("num_key_value_heads", default=heads)
         layers = first("num_hidden_layers", "n_layer", default=1)
-        return cls(hidden, inner * first("num_experts_per_tok", default=1), keys, layers, first("vocab_size"))
+        adjusted = any(text.get(name) not in (None, 1) for name in ADJUSTMENTS)
+        inner *= first("num_experts_per_tok", default=1)
+        return cls(hidden, inner, keys, layers, first("vocab_size"), adjusted)
 
     def per_layer(self, item: int) -> int:
         """Return the values of `item` bytes that a layer keeps of a token for its backward."""
@@ -242,6 +250,7 @@ def forward_bytes(run: ResolvedRun, number: int, *, rings: bool, on_gpu: bool) -
         rows = PIECES * min(tokens, PIECE_TOKENS)
     elif on_gpu and (rings or content == "hidden"):  # of hidden states only maxima of columns are looked for
         rows = min(tokens, PIECE_TOKENS) if ring_shape(run, number).max_rows else 0
+    rows = max(rows, ADJUSTED_COPIES * tokens if model.adjusted else 0)
     return (tokens * (4 * model.hidden + 3 * model.inner) + rows * model.vocabulary) * ITEM_SIZES[teacher.dtype]
 
 
@@ -270,6 +279,9 @@ def all_uses(run: ResolvedRun, *, rings: bool, on_gpu: bool = True) -> Iterator[
             average = weight_bytes(spec.student.model, "float32") // shards(spec)
             yield MemoryUse(what, average, name, gpu=rank)
             yield MemoryUse(f"{what}, for checkpoints", average, name, Where.HOST)
+            if rank == 0:
+                published = f"the published weights for {spec.teacher_name(number)}"
+                yield from _published(spec, published, on_device=on_gpu)
     yield from _rollout_uses(spec, on_gpu=on_gpu)
     yield from _process_uses(run, on_gpu=on_gpu)
 
@@ -293,24 +305,36 @@ def _of_teacher(
 
 
 def _rollout_uses(spec: RunSpec, *, on_gpu: bool) -> Iterator[MemoryUse]:
-    """Yield the weights that rank 0 publishes, and those of rollout workers with their keys and values.
+    """Yield the weights that rank 0 publishes, and those that rollout workers have, with keys and values.
 
     These are of a block's rows, as long as the context. On a GPU they are there twice: the prompts' as the model has
     them, and all in the memory that graphs use.
     """
-    if spec.rollout is None or not spec.rollout.loads_model:
+    rollout = spec.rollout
+    if rollout is None:
         return
+    if rollout.weights != "directory":
+        on_device = on_gpu and rollout.weights == "auto" and rollout.loads_model
+        yield from _published(spec, "the published weights", on_device=on_device)
     weights = weight_bytes(spec.student.model, spec.student.dtype)
-    if spec.rollout.weights != "directory":
-        where = Where.DEVICE if on_gpu and spec.rollout.weights == "auto" else Where.SHARED
-        yield MemoryUse("the published weights", weights, "trainer-0", where)
+    if rollout.url_weights == "nccl":
+        yield MemoryUse("the weights to send", weights, "rollout-0", Where.HOST)
     model, item = ModelSizes.of(spec.student.model), ITEM_SIZES[spec.student.dtype]
     cache = spec.block_size * spec.student.context_length * model.layers * 2 * model.keys * item
-    for number in range(spec.rollout.workers):
-        gpu = spec.rollout_gpu(number)
-        name, what = f"rollout-{number}", f"rollout worker {number}'s"
+    for number in range(rollout.workers if rollout.loads_model else 0):
+        gpu, name, what = spec.rollout_gpu(number), f"rollout-{number}", f"rollout worker {number}'s"
         yield MemoryUse(f"{what} weights", weights, name, gpu=gpu)
-        yield MemoryUse(f"{what} keys and values", cache * (1 + on_gpu), name, gpu=gpu, stays=False)
+        if not rollout.url:
+            yield MemoryUse(f"{what} keys and values", cache * (1 + on_gpu), name, gpu=gpu, stays=False)
+
+
+def _published(spec: RunSpec, what: str, *, on_device: bool) -> Iterator[MemoryUse]:
+    """Yield published weights, of a sharded student on the host: there a version is written beside the last one."""
+    weights = weight_bytes(spec.student.model, spec.student.dtype)
+    on_device = on_device and shards(spec) == 1
+    yield MemoryUse(what, weights, "trainer-0", Where.DEVICE if on_device else Where.SHARED)
+    if not on_device:
+        yield MemoryUse(f"{what}, while they are replaced", weights, "trainer-0", Where.SHARED, stays=False)
 
 
 def _process_uses(run: ResolvedRun, *, on_gpu: bool) -> Iterator[MemoryUse]:

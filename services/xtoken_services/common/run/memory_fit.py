@@ -45,6 +45,7 @@ def fit_memory(defaults: RunDefaults, base: Path, *, on_gpu: bool) -> None:
         spec = _with_paths(document, base)
         if not all((side.model / "config.json").is_file() for side in (spec.student, *spec.teacher)):
             return  # the check of the models' files reports it, before imports that take longer than starting Python
+        document = _without_heads(document, spec)
         longest = max(padded_length(side.context_length) for side in (spec.student, *spec.teacher))
         savers: dict[str, Any] = {}
         tokens = 0
@@ -71,6 +72,19 @@ def fit_memory(defaults: RunDefaults, base: Path, *, on_gpu: bool) -> None:
     if "custom" in _modes(document):
         why += ", without the custom loss's own memory"
     defaults.fill("train.micro_batch_tokens", fits, why)
+
+
+def _without_heads(document: dict[str, Any], spec: RunSpec) -> dict[str, Any]:
+    """Return a document that names whole logits for models that cap or scale them, of which no saver takes the head."""
+    from xtoken_services.common.run.memory_estimate import ModelSizes
+
+    student, *teachers = (ModelSizes.of(side.model).adjusted for side in (spec.student, *spec.teacher))
+    named = [
+        {"content": "logits", **own} if adjusted else own
+        for own, adjusted in zip(document.get("teacher", ()), teachers, strict=True)
+    ]
+    head = {"blockwise_head": False} if student else {}
+    return document | {"student": head | document["student"], "teacher": named}
 
 
 def _with_paths(document: dict[str, Any], base: Path) -> RunSpec:
@@ -134,8 +148,9 @@ def _modes(document: dict[str, Any]) -> list[Any]:
 
 def _settings_named(name: str, document: dict[str, Any]) -> list[str]:
     """Return the settings that a saver means: `teacher.content` is that of every teacher whose output is its own."""
-    if name != "teacher.content":
-        return [name]
+    table, _, key = name.partition(".")
+    if table != "teacher":
+        return [] if key in document.get(table, {}) else [name]
     teachers = enumerate(document.get("teacher", ()))
     return [f"teacher.{number}.content" for number, teacher in teachers if _has_no_content(teacher)]
 

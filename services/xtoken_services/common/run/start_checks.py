@@ -109,6 +109,8 @@ def check_host(run: ResolvedRun, machine: Machine) -> list[str]:
         f"lower train.micro_batch_tokens = {spec.train.micro_batch_tokens} or workers.slots = {spec.workers.slots}, "
         'send less (teacher.content = "hidden" or "topk"), or take smaller models or dtypes'
     )
+    if spec.rollout is not None and spec.rollout.weights != "directory":
+        remedies += '; of /dev/shm, set rollout.weights = "directory" or enlarge it (in a container --shm-size)'
     for place in places:
         on_host = not place.name.startswith("cuda")
         if on_host and place.total and (why := exceeds_memory(place.uses, place.total, place.name, remedies)):

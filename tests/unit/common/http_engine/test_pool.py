@@ -96,6 +96,10 @@ def test_a_server_that_accepts_and_never_answers(stack: ExitStack) -> None:
     with pytest.raises(EngineError, match=r"teacher\.0\.url: no server has answered in time; http://.*: no answer"):
         alone.call("GET", "/x", decode=msgspec.json.decode)
     assert time.monotonic() - began < 5
+    named = pool_of(stack, hang, ok, url_timeout_s=0.8)
+    with pytest.raises(EngineError, match="no answer"):
+        named.call("GET", "/x", decode=msgspec.json.decode, replica=named.replicas[0])
+    assert named.retries == 1, "no other server needs a part of its time"
 
 
 def test_the_number_of_requests_at_a_time_is_bounded(stack: ExitStack) -> None:

@@ -263,6 +263,12 @@ def test_llama_1b_from_qwen3_4b_fits_24_gib(tmp_path: Path, monkeypatch: pytest.
     assert 1280 <= spec.train.micro_batch_tokens < 16384
     roomy, _ = load_run(tmp_path / "run.toml", machine=Machine(16, 80 << 30))
     assert roomy.train.master_weights and roomy.train.micro_batch_tokens >= 1280
+    for name, setting in (("small", "logits_scaling"), ("large", "final_logit_softcapping")):
+        file = tmp_path / name / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {setting: 8.0}))
+    adjusted, _ = load_run(tmp_path / "run.toml", machine=GPU_24)
+    assert adjusted.content_of(0) == "logits" and not adjusted.student.blockwise_head, "both would be refused"
+    assert adjusted.student.checkpoint_activations and not adjusted.train.master_weights
 
 
 @pytest.mark.parametrize("machine", [Machine(cores=2, memory_bytes=24 << 30), GPU_24], ids=["cpu", "gpu"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,9 @@ def test_a_teachers_logits_are_counted_once_and_in_pieces_where_it_makes_pieces(
     (teacher,) = [teacher.model_dump(mode="json") for teacher in run.spec.teacher]
     largest = with_models(tmp_path, train={"micro_batch_tokens": 1 << 14}, teacher=[teacher | {"content": "topk"}])
     assert (rows(largest, rings=True, on_gpu=True), rows(largest, rings=False, on_gpu=False)) == (2048, 4 << 14)
+    file = Path(teacher["model"]) / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"final_logit_softcapping": 30.0, "logit_scale": 1.0}))
+    assert [rows(run, rings=True, on_gpu=on_gpu) for on_gpu in (True, False)] == [2 << 14, 2 << 14], "made whole"
 
 
 def test_large_tokenizers_are_counted_where_they_are_read(tmp_path: Path) -> None:
@@ -196,10 +200,28 @@ def test_a_rollout_worker_has_the_students_weights(tmp_path: Path) -> None:
         caches = [use.nbytes for use in uses if use.what.endswith("keys and values")]
         assert caches == 3 * [copies * run.spec.block_size * row]
     served = {"url": "http://a:1", "max_new_tokens": 2}
-    for by, taken in (("directory", 0), ("ipc", 2 * weights), ("nccl", 0)):
+    # On the device, in shared memory (a version beside the one that it replaces), on the host.
+    places, names = (Where.DEVICE, Where.SHARED, Where.HOST), ("the published weights", "the weights to", "rollout wo")
+    for by, taken in (("directory", (0, 2, 0)), ("ipc", (2, 0, 0)), ("nccl", (0, 2, 1))):
         run = with_models(tmp_path, rollout=served | {"url_weights": by}, loss={"kl_loss_weight_end": None})
-        needs = staying(run, 0, 1, rings=False)
-        assert sum(need.nbytes for need in needs if need.what not in alone) == taken
+        needs = [need for need in all_uses(run, rings=True) if need.what.startswith(names)]
+        sums = [sum(need.nbytes for need in needs if need.where == place) for place in places]
+        assert sums == [count * weights for count in taken]
+    with pytest.raises(ConfigError, match=r"^/dev/shm has .*published.*: lower.*; of /dev/shm, set rollout\.weights"):
+        check_host(run, Machine(1, gpus=1, gpu_bytes=GIB * 64, memory_bytes=GIB * 64, shared_bytes=1))
+
+
+def test_weights_that_a_teacher_follows_are_published(tmp_path: Path) -> None:
+    sharded = {"train": {"parallel": "fsdp"}, "workers": {"ranks": 2}}
+    for changes, on_gpu, where, count in (
+        ({}, True, Where.DEVICE, 1),
+        (sharded, True, Where.SHARED, 2),
+        ({}, False, Where.SHARED, 2),
+    ):
+        run = with_models(tmp_path, teacher=[{"model": "student", "context_length": 32, "sync": "ema"}], **changes)
+        weights = weight_bytes(run.spec.student.model, run.spec.student.dtype)
+        needs = [need for need in all_uses(run, rings=on_gpu, on_gpu=on_gpu) if "published" in need.what]
+        assert {need.where for need in needs} == {where} and sum(need.nbytes for need in needs) == count * weights
 
 
 def test_what_is_too_much_is_told_in_one_line() -> None:
