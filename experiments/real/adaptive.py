@@ -180,10 +180,10 @@ def on_policy(result: Mapping[str, Any]) -> str:
         "begin, most | completions that end: begin, fewest"
     )
     again = (methods.AGAIN, methods.FEW_ON)
-    runs, lines = _by_rate(result, plan.COLD_NO_END, methods.COLD_START, plan.ON_POLICY, *again), []
-    runs = _best_rates(runs, right)
+    order, lines = (methods.COLD_START, plan.ON_POLICY, *again), []
+    runs = _best_rates(_by_rate(result, *order), right)
     previous = ""
-    for (condition, method, rate), by_seed in sorted(runs.items()):
+    for (condition, method, rate), by_seed in sorted(runs.items(), key=lambda run: (order.index(run[0][0]), run[0])):
         change = fmean(run["curve"][-1][right] - run["curve"][0][right] for run in by_seed.values())
         title = NAMES.get(condition) or methods.TITLES[method].replace(" only", " continued")
         if condition in again and condition != previous:
