@@ -21,10 +21,6 @@ OTHERS = (CHAIN, FADING, "p_kl_scaled", "alm1", "bpm", "x_token_v6")
 TEXTS = (plan.PYTHON, plan.GERMAN, plan.FRENCH, plan.WEAK, plan.WEAK_LONG)
 TEACHER_NAMES = {methods.QWEN15: "Qwen2.5-Coder-1.5B", methods.GEMMA3: "Gemma 3 270M"}
 ENGLISH = "handbook-en.test"
-NAMES = {
-    methods.COLD_START: "cold start: cross-entropy on the teacher's answers",
-    plan.COLD_NO_END: "the same, the end of an answer not learnt",
-}
 NOT_RUN = "not run"
 KEPT = f"{TASK}{word_problems.TASK}"
 PATIENCES = (2, 3, 5, 8, None)
@@ -174,24 +170,24 @@ def problems(result: Mapping[str, Any]) -> str:
 
 def on_policy(result: Mapping[str, Any]) -> str:
     """Return right answers of the runs that continue a cold start on word problems, by data seed, in Markdown."""
-    right = KEPT
     head = (
         "rate | right answers, each data seed | change from the cold start, mean | entropy of completions, nats: "
         "begin, most | completions that end: begin, fewest"
     )
-    again = (methods.AGAIN, methods.FEW_ON)
+    again = (methods.AGAIN, methods.PART_ON, methods.FEW_ON)
     order, lines = (methods.COLD_START, plan.ON_POLICY, *again), []
-    runs = _best_rates(_by_rate(result, *order), right)
+    runs = _best_rates(_by_rate(result, *order), KEPT)
     previous = ""
     for (condition, method, rate), by_seed in sorted(runs.items(), key=lambda run: (order.index(run[0][0]), run[0])):
-        change = fmean(run["curve"][-1][right] - run["curve"][0][right] for run in by_seed.values())
-        title = NAMES.get(condition) or methods.TITLES[method].replace(" only", " continued")
+        change = fmean(run["curve"][-1][KEPT] - run["curve"][0][KEPT] for run in by_seed.values())
+        cold = condition == methods.COLD_START
+        title = methods.TITLES[method].replace(" only", ": cold start" if cold else " continued")
         if condition in again and condition != previous:
-            before = " ".join(f"{run['curve'][0][right]:.1%}" for run in by_seed.values())
+            before = " ".join(f"{run['curve'][0][KEPT]:.1%}" for run in by_seed.values())
             lines.append([f"**{methods.CONDITIONS[condition].note}**", "", before, *[""] * 3])
         previous = condition
-        change_cell = "" if condition.startswith(methods.COLD_START) else f"{100 * change:+.1f} points"
-        lines.append([title, f"{rate:g}", _at_end(by_seed, right), change_cell, *_of_completions(by_seed)])
+        change_cell = "" if cold else f"{100 * change:+.1f} points"
+        lines.append([title, f"{rate:g}", _at_end(by_seed, KEPT), change_cell, *_of_completions(by_seed)])
     return markdown_table(["", *head.split(" | ")], lines)
 
 

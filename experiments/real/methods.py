@@ -347,11 +347,16 @@ CONDITIONS |= {
     FOR_GEMMA: replace(_INSTRUCTIONS, student=GEMMA3, start="", tasks=(), note="to Gemma 3 270M"),
 }
 AGAIN, FEW_COLD, FEW_ON = "qwen-problems-on-again", "qwen-problems-few-cold", "qwen-problems-few-on"
+PART_COLD, PART_ON = "qwen-problems-part-cold", "qwen-problems-part-on"
 CONDITIONS[AGAIN] = replace(CONDITIONS["qwen-problems-on"], rates=(3e-5,), note="after another cold start")
 CONDITIONS |= {
     FEW_COLD: replace(_COLD, size=200_000, steps=240, evaluations=4, note="a tenth of the answers"),
     FEW_ON: replace(
         CONDITIONS[AGAIN], size=200_000, rates=(3e-5, 1e-4), start=FEW_COLD, note="a tenth of the problems"
+    ),
+    PART_COLD: replace(_COLD, size=500_000, evaluations=4, note="a quarter of the answers"),
+    PART_ON: replace(
+        CONDITIONS[AGAIN], size=500_000, steps=200, rates=(3e-5, 1e-4, 2e-4), start=PART_COLD, note="a quarter of them"
     ),
 }
 GERMAN_TEACHER, TWO_TEXTS = "gemma-on-german", "qwen-two-texts"

@@ -20,6 +20,8 @@ from experiments.real.methods import (
     INSTRUCTIONS,
     METHODS,
     NO_END,
+    PART_COLD,
+    PART_ON,
     QWEN05,
     QWEN15,
     SEEDS,
@@ -118,6 +120,8 @@ PLAN = (
     *((AGAIN, method, (3e-5,)) for method in _CONTINUED),
     (FEW_COLD, "ce", (START_RATE,)),
     *((FEW_ON, method, (3e-5, 1e-4)) for method in _CONTINUED),
+    (PART_COLD, "ce", (START_RATE,)),
+    *((PART_ON, method, (1e-4, 3e-5 if method == "ce" else 2e-4)) for method in _CONTINUED[1:]),
     *((name, "on_after_sharp", (1e-4, 3e-5)) for name in (INSTRUCTIONS, FEW)),
 )
 """Condition, method with its first weights, and learning rates, on the first data seed."""
@@ -133,6 +137,7 @@ OTHER_SEEDS = (
     (PROBLEMS, "chain_adaptive", 2e-4), (START, "ce", 2e-4), (FEW_COLD, "ce", START_RATE),
     *((AGAIN, method, 3e-5) for method in _CONTINUED),
     *((FEW_ON, method, None) for method in _CONTINUED),
+    (PART_COLD, "ce", START_RATE), *((PART_ON, method, None) for method in _CONTINUED[1:]),
     *(
         (name, method, None)
         for name in (INSTRUCTIONS, FEW)

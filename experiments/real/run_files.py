@@ -8,10 +8,8 @@ from typing import Any
 from experiments.jobs import Job
 from experiments.real import instructions, word_problems
 from experiments.real.methods import (
-    COLD_START,
     CONDITIONS,
     EVAL_BYTES,
-    FEW_COLD,
     FIRST_RATE,
     FOR_GEMMA,
     GERMAN_TEACHER,
@@ -76,7 +74,7 @@ def job(cell: Cell, *, device: str = "auto", steps: int | None = None, patience:
     for name, table in tables:
         lines += ["", f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in table.items())]
     options = ("--loss", method.custom) if method.custom else ()
-    kept = condition.follows or cell.condition in (COLD_START, FEW_COLD, GERMAN_TEACHER)
+    kept = condition.follows or cell.condition in {GERMAN_TEACHER, *(each.start for each in CONDITIONS.values())}
     discards = ("checkpoints",) if kept else ("checkpoints", "model")
     return Job(cell.name, "\n".join(lines) + "\n", options, discards=discards)
 
