@@ -125,8 +125,10 @@ def _of_teacher(side: _Side, completion: Completion) -> _Tokens:
         ConversationError: Its chat template does not take the prompt, or its own prefix leaves no room.
         UnspellableError: It has no token for a character, nor an unknown token.
     """
-    eos = [side.text.eos_id] if completion.ends and side.text.eos_id is not None else []
-    rest = np.r_[side.text.proceed(completion.text), np.array(eos, dtype=np.int64)]
+    # A chat model may end an answer by another token than a text: the latter would be one that it never expects there.
+    end = side.text.turn_end if "messages" in completion.prompt else side.text.eos_id
+    last = [end] if completion.ends and end is not None else []
+    rest = np.r_[side.text.proceed(completion.text), np.array(last, dtype=np.int64)]
     tokens = _joined(side, side.text.prompt(completion.prompt, side.prefix(completion.prompt)), rest)
     if reason := side.no_room(completion.prompt, tokens):
         raise ConversationError(reason)

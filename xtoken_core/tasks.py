@@ -20,7 +20,9 @@ from xtoken_core.regular_files import MIB, read_regular
 MAX_BYTES = 64 * MIB
 KEYS = {"prompt", "messages", "answer", "choices", "tests", "match"}
 _GROUPS = r"(?!0)\d{1,3}(?:,\d{3})+(?!,?\d)"
-NUMBER = re.compile(rf"[-+\N{{MINUS SIGN}}]?(?:(?:{_GROUPS}|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{{1,3}}(?!\d))?")
+NUMBER = re.compile(
+    rf"(?:(?<!\d)[-+\N{{MINUS SIGN}}])?(?:(?:{_GROUPS}|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{{1,3}}(?!\d))?"
+)
 LONGEST_NUMBER = 1000
 BOXED = "\\boxed{"
 NUMBERS = ("number", "last_number")
@@ -216,7 +218,8 @@ def _number(text: str, last: bool = False) -> Decimal | None:
     """Return the first number in a text, or the last one, without separators of thousands.
 
     A comma separates thousands only where every group behind the first has three digits, the first has one to three
-    and no leading zero, and no other digit or comma with a digit follows; any other comma ends the number.
+    and no leading zero, and no other digit or comma with a digit follows; any other comma ends the number. A sign right
+    behind a digit stands between two numbers.
 
     >>> _number("about 1,234.50 or 7"), _number("about 1,234.50 or 7.", last=True), _number("1e-05 metres")
     (Decimal('1234.50'), Decimal('7'), Decimal('0.00001'))

@@ -22,6 +22,8 @@ _SENTINELS = ("\n", ":", "x", "。")
 MESSAGE_PARTS = ("tool_calls", "reasoning_content", "reasoning", "thinking")
 """What a message says beside its content. A template may leave it out of earlier answers, but has to know it."""
 
+_TURN = ({"role": "user", "content": "hello"}, {"role": "assistant", "content": "yes"})
+
 Tools = Sequence[Mapping[str, Any]] | None
 
 
@@ -64,6 +66,16 @@ class TextTokenizer:
             if whole[start : start + len(bare)] == bare:
                 return whole[:start], whole[start + len(bare) :]
         return [], []
+
+    @cached_property
+    def turn_end(self) -> int | None:
+        """The special token that the chat template puts right behind an answer; `eos_id` if it puts none there."""
+        try:
+            text, spans = self.render(_TURN)
+            after = self.proceed(text[spans[1][1] :])
+            return int(after[0]) if len(after) and self.table.kinds[after[0]] == SPECIAL else self.eos_id
+        except Exception:  # templates raise whatever they like, and this one may not be used at all
+            return self.eos_id
 
     def encode(self, texts: Sequence[str], *, specials: bool) -> list[np.ndarray]:
         """Return the token ids of every text, int64 and not truncated.

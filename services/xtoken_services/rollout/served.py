@@ -151,6 +151,7 @@ class ServedSampler:
             log.warning("%s", error)
             return Sampled()
         ids, ends = list(answer.ids[: settings.max_new_tokens]), self.vocabulary.ends
+        ids = ids[: next((at for at, token in enumerate(ids, 1) if token in ends), len(ids))]
         log_probs = [min(value, 0.0) for value in answer.log_probs[: settings.max_new_tokens]]
         if answer.finished and not answer.stopped and ids[-1:] and ids[-1] not in ends:
             ids.append(min(ends))  # a program may leave the end of the text out of its answer

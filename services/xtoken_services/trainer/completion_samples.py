@@ -101,11 +101,9 @@ def _of_sample(batch: Mapping[str, Tensor], sample: int, columns: Sequence[str])
         columns: Names of the columns of ids, of samples in a packed row, of lengths and of chunks.
     """
     ids, packed, lengths, chunks = columns
-    if packed in batch:
-        at = batch[packed][0] == sample
-        return batch[ids][0][at].tolist(), batch[chunks][0][at].tolist()
-    length = int(batch[lengths][sample])
-    return batch[ids][sample, :length].tolist(), batch[chunks][sample, :length].tolist()
+    length = int(batch[lengths][sample])  # in a packed row the padding has the index of the last sample
+    at = (0, batch[packed][0] == sample) if packed in batch else sample
+    return batch[ids][at][:length].tolist(), batch[chunks][at][:length].tolist()
 
 
 def _pieces(tokenizer: Any) -> list[str]:

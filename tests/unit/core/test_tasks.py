@@ -35,6 +35,8 @@ def prompts_of(tmp_path: Path, *records: Any, limit: int = 100) -> list[Any]:
     ({"answer": 3, "match": "number"}, "none", False),
     ({"answer": 12, "match": "last_number"}, "3 + 4 = 7, and 7 + 5 = 12. The answer is 12.", True),
     ({"answer": 12, "match": "last_number"}, "12 - 5 = 7", False),
+    ({"answer": 12, "match": "last_number"}, "between 7-12", True),
+    ({"answer": -12, "match": "last_number"}, "7+5=-12", True),
     ({"answer": 12, "match": "last_number"}, "none", False),
     ({"answer": 12, "match": "boxed"}, r"\boxed{7}, then \boxed{12.0}", True),
     ({"answer": r"\frac{1}{2}", "match": "boxed"}, r"so \boxed{ \frac{1} {2} }.", True),

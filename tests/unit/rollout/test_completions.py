@@ -1,5 +1,6 @@
 """Rows of completions: the ids as sampled, the completion alone aligned and counted, no target of cross-entropy."""
 
+import copy
 import json
 import re
 import time
@@ -11,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.vocabularies import fast, tekken, unigram
+from tests.support.vocabularies import byte_level, fast, tekken, unigram
 from xtoken_core import schema
+from xtoken_core.chain.build import as_tensors, build_tables
 from xtoken_core.collate import CollatedRows
 from xtoken_core.collate_generated import Completion, CompletionCollator
 from xtoken_core.config.eval import EvalSpec, TasksSpec
@@ -21,10 +23,12 @@ from xtoken_core.config.resolved import ResolvedModel, ResolvedRun
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.dataset import DataIndex
 from xtoken_core.errors import InputError
+from xtoken_core.losses import CrossTokenizerDistillationLoss, LossTeacher
 from xtoken_core.losses.cross_entropy import mean_over_tokens
 from xtoken_core.losses.masks import loss_counts
 from xtoken_core.tokenizing import ConversationError, TextTokenizer
 from xtoken_core.wire.messages import Block
+from xtoken_services.common.batches.padding import padded_batch
 from xtoken_services.common.generation.published_weights import Version
 from xtoken_services.common.generation.sampling import Sampled
 from xtoken_services.common.generation.vocabulary import Vocabulary
@@ -119,6 +123,37 @@ def templated_student() -> tuple[Any, CompletionCollator]:
     templated.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}:"
     collator = collator_of(templated)
     return templated, collator
+
+
+@pytest.mark.parametrize("turn_end", ["<end_of_turn>", "{{ eos_token }}"])
+def test_a_teacher_that_ends_answers_otherwise_than_texts_does_not_teach_to_write_on(turn_end: str) -> None:
+    """Both sides are certain that the answer ends, each by its template's token: that must not cost the student."""
+    student, teacher = (copy.deepcopy(make()) for make in (byte_level, unigram))
+    teacher.add_special_tokens({"additional_special_tokens": ["<end_of_turn>"]})
+    for side, end in ((student, "{{ eos_token }}"), (teacher, turn_end)):
+        side.chat_template = "{% for m in messages %}{{ m.content }}" + end + "{% endfor %}"
+    collator = collator_of(student, teacher=teacher)
+    prompt = {"messages": [{"role": "user", "content": "one"}]}
+    ids = np.r_[collator.student.encode(["the lazy dog"], specials=False)[0], student.eos_token_id]
+    own = Completion(prompt, collator.student.prompt(prompt), ids, "the lazy dog", True, True, 5)
+    config = LossConfig(beta=0.5, kl_loss_weight_end=None)
+    rows = collator.completion_rows([own], loss_counts(config, [False]))
+    batch = padded_batch(rows.columns, widths=(0, 0), pad_ids=(0, 0))
+    tables = as_tensors(build_tables(student, teacher))
+    sizes = len(tables.student.root), len(tables.teacher.root)
+    certain = []
+    last = student.eos_token_id, teacher.convert_tokens_to_ids(turn_end.replace("{{ eos_token }}", teacher.eos_token))
+    for column, size, end in zip(("input_ids", "teacher_0_input_ids"), sizes, last, strict=True):
+        following = torch.cat([batch[column][0, 1:-1], torch.tensor([end, 0])])
+        certain.append(9.0 * torch.nn.functional.one_hot(following, size).double().unsqueeze(0))
+    certain[0].requires_grad_()
+    loss = CrossTokenizerDistillationLoss(
+        config, student_vocab_size=sizes[0], teachers=[LossTeacher(sizes[1], tables=tables)]
+    )
+    loss(batch, certain[0], [certain[1]])[0].backward()
+    assert certain[0].grad is not None
+    slope = float(certain[0].grad[0, -2, student.eos_token_id])
+    assert slope == 0 if turn_end == "<end_of_turn>" else slope < 0
 
 
 def test_a_prompt_that_a_chat_template_does_not_take_is_refused() -> None:

@@ -330,6 +330,10 @@ def test_a_token_that_is_no_text_cuts_a_completion(stack: ExitStack, student: Pa
     sampler = ServedSampler(engine, vocabulary, RolloutSpec(), student, tmp_path / "model", longest=64)
     [row] = sampler.complete([np.array([5])], [0], lambda _: None)
     assert (row.ids, row.finished, row.log_probs) == ([7], False, [-0.5])
+    # A server may know fewer ends than the run, and write on behind one of the others.
+    sampler.vocabulary = dataclasses.replace(vocabulary, ends=frozenset({1, 7}))
+    [row] = sampler.complete([np.array([5])], [0], lambda _: None)
+    assert (row.ids, row.ends, row.log_probs) == ([7], True, [-0.5])
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])

@@ -63,7 +63,7 @@ def any_token_of(tokenizer: TextTokenizer, defaults: Any, *, width: int) -> Voca
 
 
 def _ends(tokenizer: TextTokenizer, defaults: Any, count: int) -> frozenset[int]:
-    named = [*(defaults if isinstance(defaults, list) else [defaults]), tokenizer.eos_id]
+    named = [*(defaults if isinstance(defaults, list) else [defaults]), tokenizer.eos_id, tokenizer.turn_end]
     return frozenset(end for end in named if isinstance(end, int) and end < count)
 
 

@@ -89,7 +89,8 @@ def _runaway(status: RunStatus) -> dict[str, str]:
     first, last = (finite(table(status.completions, name)) for name in ("first", "last"))
     loss, lines = table(status.spec, "loss"), {}
     reverse = loss.get("mode") == "chain" and not loss.get("reverse_kl") and loss.get("beta") is None
-    change = ("set loss.reverse_kl = true or loss.beta, or " if reverse else "") + "lower train.learning_rate"
+    schedule = "train" if table(status.spec, "rollout").get("learning_rate") is None else "rollout"
+    change = ("set loss.reverse_kl = true or loss.beta, or " if reverse else "") + f"lower {schedule}.learning_rate"
     change += "" if status.keeps_best else ", and keep the best student by eval.keep_best = true"
 
     def grown(name: str, times: float = MOST_GROWTH) -> bool:

@@ -1,5 +1,6 @@
 """Sampling: the distribution, own random numbers per row, ends, stop strings, valid text."""
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from tests.support.vocabularies import tekken, wordpiece
+from tests.support.vocabularies import byte_level, tekken, wordpiece
 from xtoken_core.errors import ConfigError
 from xtoken_core.tokenizing import TextTokenizer
 from xtoken_services.common.generation import sampling
@@ -51,6 +52,24 @@ def test_a_completion_ends_at_every_end_of_the_models_settings_and_of_the_tokeni
     model.generation_config = before
     assert found.ends == {7, 9, tokenizer.eos_id}
     assert found.allowed[[7, 9]].all()
+
+
+def test_a_completion_may_end_by_what_ends_an_answer_of_its_chat_template() -> None:
+    """A base model that borrows a chat model's template learns to end its answers by another token than its texts."""
+    tokenizer = copy.deepcopy(byte_level())
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
+    turn, eos = tokenizer.convert_tokens_to_ids("<|im_end|>"), tokenizer.eos_token_id
+    for after, ends in (
+        ("<|im_end|>\n", {eos, turn}),
+        ("{{ eos_token }}", {eos}),
+        ("\n<|im_end|>", {eos}),
+        (None, {eos}),
+    ):
+        template = None if after is None else "{% for m in messages %}" + "{{ m.content }}" + after + "{% endfor %}"
+        tokenizer.chat_template = template
+        found = vocabulary_of(TextTokenizer(tokenizer, "student"), eos, width=len(tokenizer))
+        assert found.ends == ends
+        assert bool(found.allowed[turn]) == (turn in ends)
 
 
 def test_a_row_is_sampled_alike_whatever_shares_its_batch(model: LlamaForCausalLM) -> None:

@@ -142,6 +142,8 @@ def test_completions_that_run_away_are_said_with_what_to_change(last: dict[str, 
     [line] = warnings_of(reverse).values()
     assert "loss.reverse_kl" not in line
     assert line.endswith("lower train.learning_rate, and keep the best student by eval.keep_best = true")
+    [line] = warnings_of(changed(run, spec=spec | {"rollout": {"learning_rate": 2e-5}})).values()
+    assert line.endswith("or lower rollout.learning_rate")
     file = io.StringIO()
     view = LineView(Console(file=file, width=400))
     for _ in range(2):
