@@ -60,7 +60,7 @@ class RunCallback(Protocol):
         """Take a line of `eval.jsonl`."""
 
     def on_checkpoint(self, step: int) -> None:
-        """Take the step of a checkpoint that has been written."""
+        """Take the step of a written checkpoint."""
 
     def on_end(self, status: dict[str, Any]) -> None:
         """Take the last status, whose key `state` says how the run ended."""
@@ -164,8 +164,7 @@ def distill(
     result = run_locally(spec, show=show, loss=loss, view=view)
     if result.state != RunState.COMPLETED:
         raise XtokenError(result.error or f"the run was stopped; call distill again to resume it: {spec.output}")
-    summary = json.loads((spec.output / SUMMARY).read_text("utf-8"))
-    return DistillResult(spec.output, spec.output / MODEL, summary)
+    return DistillResult(spec.output, spec.output / MODEL, json.loads((spec.output / SUMMARY).read_text("utf-8")))
 
 
 def dry_run(

@@ -11,14 +11,14 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import Trainer
 
-from xtoken.pair import TokenizerPair
+from xtoken.pair import TokenizerPair, aligned_rows
 from xtoken_core import schema
 from xtoken_core.errors import ConfigError
-from xtoken_core.losses.masks import loss_counts
+from xtoken_core.losses.masks import loss_counts, student_tokens
 
 if TYPE_CHECKING:
     from accelerate import Accelerator  # type: ignore[import-untyped]  # ships no stubs
@@ -38,28 +38,28 @@ class DistillationCollator:
     """
 
     def __init__(self, pair: TokenizerPair) -> None:
-        self._collator, self._counts = pair.collator, loss_counts(pair.loss_fn.config, [False])
+        self._collator, self._config = pair.collator, pair.loss_fn.config
 
     def __call__(self, records: Sequence[str | Mapping[str, Any]]) -> dict[str, Tensor]:
-        """Collate records as `TokenizerPair.collate` does, and add `ce_tokens` and `kd_chunks`, `[B]` int64.
+        """Collate records as `TokenizerPair.collate` does, and add `ce_tokens` and `kd_chunks`, `[B]`, weighted.
 
         Raises:
             InputError: A record cannot be used.
         """
-        rows = self._collator([{"text": record} if isinstance(record, str) else record for record in records])
-        batch = schema.with_numbers(dict(rows))
-        counted = batch[schema.SAMPLE_MASK.name] > 0
-        return batch | {name: count * counted for name, count in self._counts(batch).items()}
+        batch = schema.with_numbers(dict(aligned_rows(self._collator, records)))
+        tokens, chunks = (loss_counts(self._config, [False])(batch)[name] for name in COUNTS)
+        weights = batch[schema.SAMPLE_MASK.name]  # a fraction weighs the cross-entropy only
+        return batch | dict(zip(COUNTS, (tokens * weights, chunks * (weights > 0)), strict=True))
 
 
-def step_counts(batches: Sequence[Mapping[str, Tensor]], accelerator: Accelerator) -> Int64[Tensor, " 2"]:
+def step_counts(batches: Sequence[Mapping[str, Tensor]], accelerator: Accelerator) -> Float[Tensor, " 2"]:
     """Return the next-token predictions and the chunks of a step: of all its micro-batches on all processes.
 
     Args:
         batches: This process's micro-batches, from a `DistillationCollator`.
         accelerator: Of accelerate; every process has to call.
     """
-    counts = torch.tensor([sum(int(batch[name].sum()) for batch in batches) for name in COUNTS])
+    counts = torch.tensor([sum(float(batch[name].sum()) for batch in batches) for name in COUNTS])
     total: Tensor = accelerator.gather(counts.unsqueeze(0).to(accelerator.device)).sum(0)
     return total
 
@@ -69,7 +69,7 @@ def distillation_loss(
     teacher: nn.Module,
     student: nn.Module,
     batch: Mapping[str, Tensor],
-    counts: Int64[Tensor, " 2"] | None = None,
+    counts: Float[Tensor, " 2"] | None = None,
     *,
     processes: int = 1,
 ) -> tuple[Float[Tensor, ""], dict[str, Tensor], Any]:
@@ -101,17 +101,18 @@ class Distillation:
 
     `DistillationTrainer` is the first. For another, name this before it among the bases, and turn off what prepares
     records (`SFTConfig(dataset_kwargs={"skip_prepare_dataset": True})`). `ce_loss` and `kl_loss` are logged beside
-    `loss`, and `save_model` writes the student's tokenizer too. One teacher, whole in every process; weights of the
+    `loss`; `save_model` writes the student's tokenizer too. One teacher, whole in every process; weights of the
     loss are constant. FSDP and DeepSpeed are untried.
 
     Args:
-        *args: Of the trainer, with the student in float32.
+        *args: Of the trainer; the student in float32.
         pair: `TokenizerPair(student_tokenizer, teacher_tokenizer, device=...)`, with the trainer's device.
         teacher: A causal model of `transformers`.
         **kwargs: Of the trainer; data sets have texts, or records as `TokenizerPair.collate` takes them.
 
     Raises:
-        ConfigError: The pair is on another device, the process has several GPUs, or the teacher is not loaded.
+        ConfigError: The pair is on another device, a setting changes no loss, the process has several GPUs, or the
+            teacher is not loaded.
     """
 
     def __init__(self, *args: Any, pair: TokenizerPair, teacher: nn.Module, **kwargs: Any) -> None:
@@ -132,8 +133,12 @@ class Distillation:
                 'with dtype="float32" (bf16=True computes in bfloat16 on a GPU)',
                 trainer.model.dtype,
             )
+        if trainer.args.label_smoothing_factor or trainer.compute_loss_func:
+            raise ConfigError("the pair's loss has no label_smoothing_factor and no compute_loss_func: leave them out")
+        # None would join the batches of all processes of a stream, whose widths differ.
+        trainer.accelerator.dataloader_config.dispatch_batches = bool(trainer.accelerator.dispatch_batches)
         self.pair, self.teacher = pair, teacher.eval().requires_grad_(False).to(device)
-        self._parts, self._logged = torch.zeros(len(NAMED), device=device), 0
+        self._parts, self._steps = torch.zeros(len(NAMED), device=device), 0
         trainer.args.remove_unused_columns = False  # records have the columns of texts, not of models
         trainer.label_names = [schema.INPUT_IDS.name]  # an evaluation reports a loss only where there are labels
         trainer.model_accepts_loss_kwargs = True  # or the loss would be divided by the number of micro-batches too
@@ -142,6 +147,7 @@ class Distillation:
         """Return the micro-batches of a step, and the counts of the whole step."""
         trainer: Any = super()
         batches, _ = trainer.get_batch_samples(epoch_iterator, num_batches, device)
+        self._steps += bool(batches)
         return batches, step_counts(batches, self.accelerator) if batches else None  # type: ignore[attr-defined]
 
     def compute_loss(
@@ -159,14 +165,20 @@ class Distillation:
             self._parts += torch.stack([metrics[name].detach().float() for name in NAMED])
         return (loss, outputs) if return_outputs else loss
 
+    def prediction_step(self, model: nn.Module, inputs: dict[str, Tensor], *args: Any, **kwargs: Any) -> Any:
+        """Return the loss and, for `compute_metrics`, logits and labels: `input_ids`, -100 where nothing is learnt."""
+        trainer: Any = super()
+        loss, logits, _ = trainer.prediction_step(model, inputs, *args, **kwargs)
+        labels = inputs[schema.INPUT_IDS.name].masked_fill(student_tokens(inputs).weights() == 0, -100)
+        return loss, logits, None if logits is None else labels
+
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log beside a loss its parts, each the mean over the steps since the last time, as the loss is."""
         trainer: Any = super()
-        step = self.state.global_step  # type: ignore[attr-defined]
-        if "loss" in logs and step > self._logged:
-            parts = self.accelerator.reduce(self._parts) / (step - self._logged)  # type: ignore[attr-defined]
+        if "loss" in logs and self._steps:
+            parts = self.accelerator.reduce(self._parts) / self._steps  # type: ignore[attr-defined]
             logs |= dict(zip(NAMED, parts.tolist(), strict=True))
-            self._parts, self._logged = torch.zeros_like(self._parts), step
+            self._parts, self._steps = torch.zeros_like(self._parts), 0
         trainer.log(logs, *args, **kwargs)
 
 

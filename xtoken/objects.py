@@ -33,15 +33,16 @@ def as_files(value: Any, name: str = "") -> Any:
     if name == "student" and several:
         raise ConfigError('student: it takes one model: a path, or {"model": model, "tokenizer": tokenizer}')
     table = value if isinstance(value, Mapping) else {"model": value}
-    if hasattr(table.get("model"), "state_dict") and table.get("tokenizer") is None and not name.endswith(".model"):
+    if hasattr(table.get("model"), "parameters") and table.get("tokenizer") is None and not name.endswith(".model"):
         given = name.partition(".")[0]
         raise ConfigError(
             f'{name}: a model in memory needs its tokenizer: {given}={{"model": model, "tokenizer": tokenizer}}'
         )
-    if hasattr(value, "state_dict"):
-        return str(_kept(name, value.save_pretrained, _model_digest(value)))
+    if hasattr(value, "merge_and_unload"):
+        raise ConfigError(f"{name}: a model with adapters of PEFT: give what its merge_and_unload() returns")
     if hasattr(value, "save_pretrained"):
-        return str(_kept(name, value.save_pretrained))
+        model = hasattr(value, "parameters")
+        return str(_kept(name, value.save_pretrained, (lambda: _model_digest(value)) if model else None))
     if isinstance(value, Mapping):
         return {key: as_files(item, f"{name}.{key}" if name else key) for key, item in value.items()}
     if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
@@ -66,13 +67,13 @@ def _write_records(directory: Path, records: Iterable[Any], name: str) -> None:
             raise InputError(f'{name}: there is no record in it: give some such as {{"text": "..."}}, or a path')
 
 
-def _kept(name: str, write: Callable[[Path], object], digest: str | None = None) -> Path:
+def _kept(name: str, write: Callable[[Path], object], digest_of: Callable[[], str] | None = None) -> Path:
     """Return the directory in the cache with some content, written first if there is none.
 
     Args:
         name: The setting, for messages.
         write: Writes it to a directory.
-        digest: Of the content; None: that of the files, known once they are written.
+        digest_of: Returns the content's digest; None: that of the files, known once they are written.
 
     Raises:
         InputError: It cannot be written.
@@ -83,6 +84,7 @@ def _kept(name: str, write: Callable[[Path], object], digest: str | None = None)
         with tempfile.TemporaryDirectory(prefix=".writing-", dir=place) as scratch:
             content = Path(scratch, "content")
             content.mkdir()
+            digest = digest_of() if digest_of else None
             if digest is None or not (place / digest).is_dir():
                 write(content)
                 digest = digest or _digest(content)

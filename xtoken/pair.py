@@ -16,15 +16,14 @@ from xtoken_core import schema
 from xtoken_core.chain.build import as_tensors, build_tables
 from xtoken_core.chain.files import read_tables, write_tables
 from xtoken_core.chain.tables import ChainTables
+from xtoken_core.collate import Batch
 from xtoken_core.config.loss import PAIR_KINDS
+from xtoken_core.config.spec import padded_length
 from xtoken_core.config.validation_errors import describe
-from xtoken_core.errors import ConfigError, OutputError
+from xtoken_core.errors import ConfigError, InputError, OutputError
 from xtoken_core.projection.build import build_projection
 from xtoken_core.projection.fingerprint import tokenizer_fingerprint
 from xtoken_core.projection.pair_cache import PairCache
-
-MULTIPLE = 8
-"""Widths of padded rows are multiples of this."""
 
 
 class TokenizerPair:
@@ -60,6 +59,8 @@ class TokenizerPair:
         **loss: Any,
     ) -> None:
         config = _checked(loss)
+        if not isinstance(context_length, int) or context_length < 2:
+            raise ConfigError(f"context_length = {context_length!r}: it is a number of tokens, at least 2")
         for side in (student, teacher):
             if not hasattr(side, "get_vocab"):
                 raise ConfigError(f"{side!r:.60} is no tokenizer: load one by AutoTokenizer.from_pretrained")
@@ -92,18 +93,7 @@ class TokenizerPair:
         Raises:
             InputError: A record cannot be used.
         """
-        batch = self.collator([{"text": record} if isinstance(record, str) else record for record in records])
-        widths = {
-            field.axis: max(1, -(-int(batch[lengths.name].max()) // MULTIPLE)) * MULTIPLE
-            for field, lengths in (
-                (schema.INPUT_IDS, schema.INPUT_LENGTHS),
-                (schema.TEACHER_INPUT_IDS, schema.TEACHER_INPUT_LENGTHS),
-            )
-        }
-        for field in (*schema.STUDENT_FIELDS, *schema.TEACHER_FIELDS, *schema.ALIGNMENT_FIELDS):
-            if field.axis in widths:  # the collator pads to the context
-                batch[field.name] = batch[field.name][:, : widths[field.axis]]
-        return dict(batch.to(self.device))
+        return dict(aligned_rows(self.collator, records).to(self.device))
 
     def loss(
         self,
@@ -122,6 +112,20 @@ class TokenizerPair:
         return loss, dict(metrics)
 
 
+def aligned_rows(collator: CrossTokenizerCollator, records: Sequence[str | Mapping[str, Any]]) -> Batch:
+    """Tokenize and align some texts on the CPU, as `TokenizerPair.collate` does."""
+    given = [{"text": record} if isinstance(record, str) else record for record in records]
+    if isinstance(records, (str, Mapping)) or not given or not all(isinstance(record, Mapping) for record in given):
+        raise InputError(f'a batch is a list of texts, or of records such as {{"text": "..."}}, not {records!r:.60}')
+    batch = collator(given)
+    lengths = {"student": schema.INPUT_LENGTHS, "teacher": schema.TEACHER_INPUT_LENGTHS}
+    widths = {axis: padded_length(max(1, int(batch[field.name].max()))) for axis, field in lengths.items()}
+    for field in (*schema.STUDENT_FIELDS, *schema.TEACHER_FIELDS, *schema.ALIGNMENT_FIELDS):
+        if field.axis in widths:  # the collator pads to the context
+            batch[field.name] = batch[field.name][:, : widths[field.axis]]
+    return batch
+
+
 def _checked(loss: Mapping[str, Any]) -> LossConfig:
     """Return the settings of a pair, without those that only a run can follow.
 
@@ -136,9 +140,7 @@ def _checked(loss: Mapping[str, Any]) -> LossConfig:
         why = describe(error, LossConfig) if isinstance(error, ValidationError) else error
         raise ConfigError(f"TokenizerPair: {why}") from error
     if config.kl_loss_weight_end is not None:
-        raise ConfigError(
-            "kl_loss_weight_end needs the steps of a run: give loss_fn the kl_loss_weight of each step instead"
-        )
+        raise ConfigError("kl_loss_weight_end needs the steps of a run: give loss_fn the kl_loss_weight of each step")
     if "custom" in config.modes:
         raise ConfigError('mode = "custom" names a class of a run (xtoken run --loss): call your own loss in your loop')
     return config

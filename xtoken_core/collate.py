@@ -424,6 +424,7 @@ def _aligned_text(value: Mapping[str, Any]) -> str | None:
 
 def _usable(record: Mapping[str, Any]) -> tuple[dict[str, Any] | None, str]:
     try:
+        loss_multiplier(record)
         own = {name: record[name] for name, kind in OWN_KEYS if isinstance(record.get(name), kind)}
         return usable_value(record, "text") | own, ""
     except UnusableRecordError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -215,9 +216,16 @@ def _without_none(value: Any) -> Any:
 
 
 def loss_multiplier(row: Mapping[str, Any]) -> float:
-    """Return a row's `loss_multiplier`; 1 where it is missing or null."""
+    """Return a row's `loss_multiplier`; 1 where it is missing or null.
+
+    Raises:
+        UnusableRecordError: It is no weight.
+    """
     value = row.get("loss_multiplier")
-    return 1.0 if value is None else float(value)
+    with suppress(TypeError, ValueError):
+        if 0 <= (weight := 1.0 if value is None else float(value)) < float("inf"):
+            return weight
+    raise UnusableRecordError(f"loss_multiplier = {value!r:.40} is no number from 0 up")
 
 
 def _text(value: Any, field: str, *, may_be_empty: bool = False) -> str:

@@ -3,11 +3,13 @@
 import json
 import re
 import runpy
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import xtoken
@@ -17,6 +19,7 @@ from xtoken.distill import CallbackView
 from xtoken.objects import as_files
 from xtoken_services.common.run.status import RunState, RunStatus
 
+PEFT = get_peft_model(torch.nn.Sequential(torch.nn.Linear(1, 1)), LoraConfig(target_modules=["0"]))
 SCRIPT = ROOT / "deploy" / "examples" / "own_loop.py"
 
 
@@ -100,12 +103,20 @@ def test_a_pair_knows_no_last_step(assets: TinyAssets) -> None:
         ({"mode": "alm", "temperature": 2.0}, "use alm_temperature"),
         ({"mode": "chain", "reverse_kl": True}, "reverse_kl"),
         ({"mode": "alm", "importance_cap": 2.0}, "importance_cap"),
+        ({"context_length": 1}, "context_length = 1: it is a number of tokens, at least 2"),
         ({}, "'a' is no tokenizer: load one by AutoTokenizer.from_pretrained"),
     ],
 )
 def test_a_pair_refuses_what_it_cannot_use(settings: dict[str, Any], reason: str) -> None:
     with pytest.raises(xtoken.ConfigError, match=reason):
         xtoken.TokenizerPair("a", "directory", **settings)
+
+
+@pytest.mark.parametrize("records", ["a text", {"text": "a"}, [], [None], ["a", 5]])
+def test_a_batch_is_a_list_of_texts_or_records(assets: TinyAssets, records: Any) -> None:
+    pair = xtoken.TokenizerPair(*(AutoTokenizer.from_pretrained(path) for path in (assets.student, assets.teacher)))
+    with pytest.raises(xtoken.InputError, match="a batch is a list of texts, or of records"):
+        pair.collate(records)
 
 
 def test_the_parts_for_ones_own_loop_load_no_service() -> None:
@@ -133,6 +144,8 @@ def test_settings_by_file_and_by_name_exclude_each_other(tmp_path: Path) -> None
         ({"student": 5}, "student: it takes a table of settings"),
         ({"teacher": [object()]}, "teacher: it takes a table of settings"),
         ({"student": {"model": torch.nn.Linear(1, 1)}}, "student: a model in memory needs its tokenizer: student="),
+        ({"student": {"model": PEFT, "tokenizer": "t"}}, "student.model: a model with adapters of PEFT: give what its"),
+        ({"student": {"model": torch.nn.Linear(1, 1), "tokenizer": "t"}}, "student.model: "),
         ({"data": 7}, "data: it takes a table of settings"),
         ({"data": ["a text", "b"]}, "data: there is no file 'a text'; a text is a record"),
         ({"data": [{"text": "a"}, "b"]}, "data: record 1 is no JSON such as"),
@@ -159,6 +172,19 @@ def test_wrong_objects_are_named_in_our_words(
     assert not (objects.exists() and list(objects.iterdir())), "nothing half-written"
 
 
+class Streamed:
+    """Records that are read one after the other, with the state that an `IterableDataset` has."""
+
+    def __init__(self, records: list[dict[str, Any]]) -> None:
+        self.records = records
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(self.records)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+
 def test_objects_are_kept_once_by_their_content(
     assets: TinyAssets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,7 +193,7 @@ def test_objects_are_kept_once_by_their_content(
     tokenizer = AutoTokenizer.from_pretrained(assets.student)
     records = [{"text": "one"}, {"text": "zwei ß", "n": None}]
     document = {
-        "student": {"model": model, "tokenizer": tokenizer}, "teacher": assets.teacher, "data": iter(records),
+        "student": {"model": model, "tokenizer": tokenizer}, "teacher": assets.teacher, "data": Streamed(records),
         "eval": {"path": records, "every": 3},
     }  # fmt: skip
     first = as_files(document)

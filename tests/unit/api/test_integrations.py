@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import runpy
 import socket
 import subprocess
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.data import IterableDataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 
 import xtoken
@@ -65,13 +67,22 @@ def arguments(out: Path, rows: int, micro_batches: int, **settings: Any) -> Trai
     )  # fmt: skip
 
 
-def gradients(assets: TinyAssets, out: Path, rows: int, micro_batches: int) -> dict[str, Tensor]:
+class Stream(IterableDataset[dict[str, Any]]):
+    """The records one after the other, of a number that nobody knows."""
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(RECORDS)
+
+
+def gradients(
+    assets: TinyAssets, out: Path, rows: int, micro_batches: int, records: Any = RECORDS
+) -> dict[str, Tensor]:
     """The gradient of one step over all records, in float64: what plain descent at rate 1 takes away."""
     student, teacher = models_of(assets, torch.float64)
     before = {name: value.clone() for name, value in student.state_dict().items()}
     settings = {"optim": "sgd", "learning_rate": 1.0, "max_grad_norm": 0.0, "max_steps": 1}
     trainer = DistillationTrainer(
-        student, arguments(out, rows, micro_batches, **settings), train_dataset=RECORDS, pair=pair_of(assets),
+        student, arguments(out, rows, micro_batches, **settings), train_dataset=records, pair=pair_of(assets),
         teacher=teacher,
     )  # fmt: skip
     trainer.train()
@@ -111,7 +122,7 @@ def save_gradients(student: str, teacher: str, out: str) -> None:
     """What a rank does: `python -c` in two processes."""
     place = Path(student).parent
     assets = TinyAssets(Path(student), Path(teacher), place, place, place)
-    found = gradients(assets, Path(out), 2, 3)
+    found = [gradients(assets, Path(out), 2, 3, records) for records in (RECORDS, Stream())]
     if os.environ["RANK"] == "0":
         torch.save(found, Path(out) / "gradients.pt")
 
@@ -130,8 +141,8 @@ def test_a_step_does_not_depend_on_its_ranks(assets: TinyAssets, tmp_path: Path)
         for rank in ("0", "1")
     ]
     assert [rank.wait(timeout=280) for rank in ranks] == [0, 0]
-    found = torch.load(tmp_path / "gradients.pt", weights_only=True)
-    assert difference(found, reference(assets)) < CLOSE
+    listed, streamed = torch.load(tmp_path / "gradients.pt", weights_only=True)
+    assert max(difference(listed, reference(assets)), difference(streamed, reference(assets))) < CLOSE
 
 
 @pytest.mark.slow
@@ -170,30 +181,55 @@ def run_of(sides: dict[str, Any], data: Path, out: Path, train: dict[str, Any]) 
     )  # fmt: skip
 
 
-def test_an_evaluation_is_by_its_own_counts(assets: TinyAssets, tmp_path: Path) -> None:
+def test_an_evaluation_and_a_step_weigh_records_as_the_loss_of_a_pair(assets: TinyAssets, tmp_path: Path) -> None:
     student, teacher = models_of(assets, torch.float64)
-    pair = pair_of(assets)
+    pair, labels = pair_of(assets), []
+    records = [RECORDS[0], RECORDS[1] | {"loss_multiplier": 0.25}, *RECORDS[9:11]]
     trainer = DistillationTrainer(
-        student, arguments(tmp_path, 2, 1, per_device_eval_batch_size=4), eval_dataset=RECORDS[:4], pair=pair,
-        teacher=teacher,
+        student, arguments(tmp_path, 4, 1, per_device_eval_batch_size=4, max_steps=1), train_dataset=records,
+        eval_dataset=records, pair=pair, teacher=teacher,
+        compute_metrics=lambda found: labels.append(found.label_ids) or {},
     )  # fmt: skip
-    batch = pair.collate(RECORDS[:4])
+    batch = pair.collate(records)
     with torch.no_grad():
         theirs = teacher(batch["teacher_input_ids"]).logits
         expected, _ = pair.loss(batch, student(batch["input_ids"]).logits, theirs)
     assert trainer.evaluate()["eval_loss"] == pytest.approx(float(expected), rel=CLOSE)
+    learnt = (batch["token_mask"] * batch["sample_mask"].unsqueeze(1)).bool()
+    assert torch.equal(torch.from_numpy(labels[0]), batch["input_ids"].where(learnt, -100)), "no padding, no prompt"
+    trainer.train()
+    assert trainer.state.log_history[-2]["loss"] == pytest.approx(float(expected), rel=CLOSE)
     assert not any(parameter.requires_grad for parameter in teacher.parameters())
     trainer.save_model(str(tmp_path / "saved"))
     saved = AutoTokenizer.from_pretrained(tmp_path / "saved")
     assert saved("x = 345")["input_ids"] == pair.tokenizer("x = 345")["input_ids"], "beside the weights"
 
 
-def test_a_pair_on_another_device_and_a_teacher_as_a_path_are_refused(assets: TinyAssets, tmp_path: Path) -> None:
+def test_parts_of_a_loss_are_those_of_its_steps_after_a_resume_too(assets: TinyAssets, tmp_path: Path) -> None:
+    for steps, checkpoint in ((2, None), (3, str(tmp_path / "checkpoint-2"))):
+        student, teacher = models_of(assets, torch.float32)
+        settings = arguments(tmp_path, 2, 2, max_steps=steps)
+        settings.set_save(strategy="steps", steps=2)
+        trainer = DistillationTrainer(student, settings, train_dataset=RECORDS, pair=pair_of(assets), teacher=teacher)
+        trainer.train(resume_from_checkpoint=checkpoint)
+    lines = [line for line in trainer.state.log_history if "loss" in line]
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    for line in lines:
+        parts = SETTINGS["ce_loss_scale"] * line["ce_loss"] + SETTINGS["kl_loss_weight"] * line["kl_loss"]
+        assert parts == pytest.approx(line["loss"], rel=1e-4)
+
+
+def test_a_pair_on_another_device_another_loss_and_a_teacher_as_a_path_are_refused(
+    assets: TinyAssets, tmp_path: Path
+) -> None:
     student, teacher = models_of(assets, torch.float32)
     pair = pair_of(assets)
     pair.device = torch.device("cuda")
     with pytest.raises(xtoken.ConfigError, match=r'the pair is on cuda, .* device="cpu"'):
         DistillationTrainer(student, arguments(tmp_path, 2, 1), pair=pair, teacher=teacher)
+    smooth = arguments(tmp_path, 2, 1, label_smoothing_factor=0.1)
+    with pytest.raises(xtoken.ConfigError, match="the pair's loss has no label_smoothing_factor"):
+        DistillationTrainer(student, smooth, pair=pair_of(assets), teacher=teacher)
     unloaded: Any = assets.teacher
     with pytest.raises(
         xtoken.ConfigError, match=r"teacher: '/.*/teacher' is no model: load it by AutoModelForCausalLM"
@@ -213,7 +249,9 @@ def test_a_student_without_masters_is_warned_about(
 
 def test_the_collator_takes_what_a_pair_takes(assets: TinyAssets) -> None:
     pair = pair_of(assets)
-    batch = DistillationCollator(pair)(["x = 345", RECORDS[9], RECORDS[10]])
+    records = ["x = 345", RECORDS[9], RECORDS[10]]
+    batch = pickle.loads(pickle.dumps(DistillationCollator(pair)))(records)  # as to a worker that is not forked
+    assert batch["input_ids"].shape == pair.collate(records)["input_ids"].shape, "no padding to the context"
     assert batch["ce_tokens"].tolist()[2] == batch["kd_chunks_0"].tolist()[2] == 0
     assert all(batch[name][:2].min() > 0 for name in ("ce_tokens", "kd_chunks_0"))
     with pytest.raises(xtoken.InputError, match="record 1 of the batch"):

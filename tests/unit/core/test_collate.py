@@ -286,6 +286,12 @@ def test_a_loss_multiplier_is_the_mask_and_null_counts_as_missing(collator, valu
     assert float(row["sample_mask"]) == mask
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1, "x", [1]])
+def test_a_loss_multiplier_that_is_no_weight_is_refused(collator, value):
+    with pytest.raises(InputError, match=r"record 0 of the batch: loss_multiplier = .* is no number from 0 up"):
+        collator([{"text": "fine", "loss_multiplier": value}])
+
+
 def test_a_conversation_without_an_answer_is_refused(collator):
     result = collator.rows([{"messages": CHAT[:1]}, {"text": "fine"}])
     assert result.refused == {0: "no assistant message that every chat template shows as it is"}
