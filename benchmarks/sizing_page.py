@@ -120,7 +120,7 @@ def is_right(row: dict[str, Any]) -> bool:
 
 
 def by_machine(result: dict[str, Any]) -> dict[str, Any]:
-    """Return the rows of `results/sizing.json` with the sums of their parts by hardware, and whether any has `mapped`.
+    """Return the rows of `results/sizing.json` with the sums of their parts by hardware, and the cases with `mapped`.
 
     Those are peaks of processes that were taken with the pages of a checkpoint that they map.
     """
@@ -128,4 +128,4 @@ def by_machine(result: dict[str, Any]) -> dict[str, Any]:
     for row in result["rows"]:
         name = " and ".join(row["machine"]["gpus"]) or f"{row['machine']['cores']} cores"
         machines.setdefault(name, []).append({"shared": None, "gpu": None, **row, **sums(row)})
-    return {"machines": machines, "mapped": any("mapped" in row["peak"] for row in result["rows"])}
+    return {"machines": machines, "mapped": [row["case"] for row in result["rows"] if "mapped" in row["peak"]]}

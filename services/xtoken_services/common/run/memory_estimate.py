@@ -67,8 +67,8 @@ CONTEXT_BYTES, CUDA_HOST_BYTES = 960 * MIB, 1536 * MIB
 """What CUDA takes for each process on its GPU (its context, kernels once loaded, workspaces, and what torch's allocator
 keeps unused: `benchmarks/sizing.py`, with models of 135M and 1.5B), and on the host (`benchmarks/worker_kills`)."""
 TRAINER_BYTES = 340 * MIB
-"""What a trainer on a GPU takes beyond that on the host: Triton's compiler, and libraries for what it alone computes,
-as `benchmarks/sizing.py` has measured."""
+"""What a trainer on a GPU takes beyond that on the host, as `benchmarks/sizing.py` has measured. What takes it has
+not been profiled."""
 CUDA_BUILD_BYTES = 480 * MIB
 """Libraries of torch's CUDA build in a collator, which uses no GPU, beside the CPU build's."""
 SHARED, STAGED = "/dev/shm", "the copy for checkpoints"
