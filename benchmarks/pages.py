@@ -116,19 +116,20 @@ def end_to_end_results() -> dict[str, dict[str, Any]]:
 
 def _bounds() -> dict[str, Any]:
     kills = result("worker_kills")
-    tables = {
-        "The queue": queue_bounds(result("queue")),
-        "Alignment, collation, projection": bounds.collation_bounds(result("collate"), result("collate_workers")),
-        "Whole runs": [*bounds_of(end_to_end_results()), bounds.divided_bound(result("divided_teacher"))],
-        "On-policy distillation": on_policy.bounds(result("on_policy")),
-        "Kills and resume": [
-            bounds.at_least("kills of teachers and trainers", sum(kills["summary"]["kills"].values()), 100),
-            *bounds.kill_bounds(kills["summary"], kills["errors"]),
-            *bounds.resume_bounds(result("resume")),
-        ],
-        "The control plane": bounds.control_bounds(result("control")),
+    return {
+        "tables": {
+            "The queue": queue_bounds(result("queue")),
+            "Alignment, collation, projection": bounds.collation_bounds(result("collate"), result("collate_workers")),
+            "Whole runs": [*bounds_of(end_to_end_results()), bounds.divided_bound(result("divided_teacher"))],
+            "On-policy distillation": on_policy.bounds(result("on_policy")),
+            "Kills and resume": [
+                bounds.at_least("kills of teachers and trainers", sum(kills["summary"]["kills"].values()), 100),
+                *bounds.kill_bounds(kills["summary"], kills["errors"]),
+                *bounds.resume_bounds(result("resume")),
+            ],
+            "The control plane": bounds.control_bounds(result("control")),
+        }
     }
-    return {"tables": tables}
 
 
 def _fuzz_parsers() -> dict[str, Any]:
@@ -173,6 +174,7 @@ PARTS = [
     Part("collation", PERFORMANCE, lambda: {"r": result("collate"), "workers": result("collate_workers")}),
     Part("end_to_end", PERFORMANCE, lambda: {"results": end_to_end_results(), "l": labels}),
     Part("on_policy", ROOT / "docs" / "on_policy.md", lambda: on_policy.variables(result("on_policy"))),
+    Part("on_policy_problems", ROOT / "docs" / "on_policy.md", lambda: {"p": result("on_policy_problems")}),
     Part("kills", PERFORMANCE, lambda: {"kills": result("worker_kills"), "resume": result("resume"), "MIB": 1 << 20}),
     Part("control", PERFORMANCE, lambda: {"r": result("control")}),
     Part("startup", PERFORMANCE, lambda: {"r": result("startup")}),

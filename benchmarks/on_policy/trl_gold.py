@@ -1,8 +1,8 @@
 """TRL's GOLD trainer on its student's own completions, timed step by step.
 
 `benchmarks.on_policy` runs it alone in a process, with its settings as JSON. The trainer generates with transformers,
-trains on all of a step's completions in one micro-batch, and is given what makes it fast: bfloat16 weights, no
-recomputed activations, a fused optimiser.
+trains on all of a step's completions in one micro-batch, and is given what makes it fast: bfloat16 weights (but for
+a student that is kept), no recomputed activations, a fused optimiser.
 """
 
 from __future__ import annotations
@@ -80,6 +80,8 @@ def train(options: argparse.Namespace) -> None:
     models = [
         AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16) for path in (options.student, options.teacher)
     ]
+    if options.save:  # the student is judged: bfloat16 loses small updates
+        models[0].float()
     if options.same:
         records = [{"prompt": record["messages"][:-1]} for record in records]
     kind, config = (DistillationTrainer, DistillationConfig) if options.same else (GOLDTrainer, GOLDConfig)

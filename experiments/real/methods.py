@@ -356,7 +356,7 @@ CONDITIONS |= {
     ),
     PART_COLD: replace(_COLD, size=500_000, evaluations=4, note="a quarter of the answers"),
     PART_ON: replace(
-        CONDITIONS[AGAIN], size=500_000, steps=200, rates=(3e-5, 1e-4, 2e-4), start=PART_COLD, note="a quarter of them"
+        CONDITIONS[AGAIN], size=500_000, steps=200, rates=(3e-5, 1e-4, 2e-4), start=PART_COLD, note="a quarter of the problems"
     ),
 }
 GERMAN_TEACHER, TWO_TEXTS = "gemma-on-german", "qwen-two-texts"
