@@ -24,7 +24,9 @@ from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.config.spec import StudentSpec
 from xtoken_core.errors import OutputError
 from xtoken_core.regular_files import MIB, read_json_object, read_regular
+from xtoken_core.tokenizing import TextTokenizer
 from xtoken_services.common.files.jsonl import lines_before_step
+from xtoken_services.common.generation.vocabulary import end_tokens
 from xtoken_services.common.run.loss_words import loss_in_words
 from xtoken_services.common.run.metric_lines import finite
 from xtoken_services.trainer.checkpoint import Cursor
@@ -73,6 +75,10 @@ def export_student(
         model, adapted = adapted.merge_and_unload(), None
     if adapted is None:
         _cast(model, run.spec.student)
+    ends, turn_end = end_tokens(model), TextTokenizer(tokenizer, "student").turn_end
+    ends = [end for end in (ends if isinstance(ends, list) else [ends]) if end is not None]
+    if turn_end is not None and turn_end not in ends and model.generation_config is not None:
+        model.generation_config.eos_token_id = [*ends, turn_end]  # a borrowed template: servers stop at these alone
     steps = deque(lines_before_step(output / "steps.jsonl", cursor.step), maxlen=1)
     evaluations = list(lines_before_step(output / "eval.jsonl", cursor.step + 1)) if run.spec.eval is not None else []
     card = model_card(run, position_counts(run, cursor), evaluations, steps[-1] if steps else None)
