@@ -19,6 +19,7 @@ from xtoken_core.dataset.records import (
     CHAT_EXTRAS,
     FOR_TEACHERS,
     MAX_RECORD_BYTES,
+    WEIGHT,
     UnusableRecordError,
     decode_utf8,
     parse_json_line,
@@ -205,7 +206,9 @@ def usable_columns(schema: Any, field: str, path: Path) -> tuple[str, ...]:
         raise InputError(f"{path} has no column {field!r}: it has {', '.join(schema.names) or 'none'}")
     judged = [name for name in ANSWER_FIELDS if names.issuperset((name, "answer"))]
     extras = [name for name in CHAT_EXTRAS if name in names and any(names.issuperset(group) for group in CHAT_COLUMNS)]
-    return tuple(dict.fromkeys([*columns, *extras, *judged, *(name for name in FOR_TEACHERS if name in names)]))
+    return tuple(
+        dict.fromkeys([*columns, *extras, *judged, *(name for name in (*FOR_TEACHERS, WEIGHT) if name in names)])
+    )
 
 
 def open_reader(source: Source, offsets: Offsets, field: str) -> Reader:
