@@ -89,7 +89,7 @@ class CompletionCollator(CrossTokenizerCollator):
             own = [completions[index] for index in kept]
             return {**counts(batch), **_marks(own), **_log_probs(own, batch[schema.INPUT_IDS.name].shape)}
 
-        return CollatedRows(kept, self._row_columns(values, sides, [1.0] * len(kept), with_marks), refused)
+        return CollatedRows(kept, self._row_columns(values, sides, with_marks), refused)
 
     def _own(self, completion: Completion) -> _Tokens:
         return _joined(self._student, completion.prompt_ids, completion.ids)

@@ -157,8 +157,7 @@ def usable_value(row: Mapping[str, Any], field: str) -> dict[str, Any]:
     answered = row.get("answer") is not None
     wanted = [name for name in (*FOR_TEACHERS, *(ANSWER_FIELDS if answered else ())) if name != field]
     beside = {name: row[name] for name in wanted if row.get(name) is not None}
-    if row.get(WEIGHT) is not None:
-        beside[HAS_WEIGHT] = True
+    beside |= {HAS_WEIGHT: True} if row.get(WEIGHT) is not None else {}
     if PREFIX in beside:
         beside[PREFIX] = _text(beside[PREFIX], PREFIX, may_be_empty=True)
     if row.get(field) is not None:

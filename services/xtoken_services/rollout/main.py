@@ -161,10 +161,7 @@ class RolloutLoop:
 
     def _progress(self, answered: int | None = None) -> None:
         """Report a token of this process's model, or how many prompts servers have answered so far."""
-        if answered is None:
-            self.worker.alive()
-        else:
-            self.worker.waiting(answered)
+        self.worker.alive() if answered is None else self.worker.waiting(answered)
 
     def _load(self, block: Block) -> Version:
         """Load the published weights if there are newer ones; return their version.

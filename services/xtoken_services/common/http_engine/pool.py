@@ -315,18 +315,15 @@ class EnginePool:
     def _message(self, data: bytearray) -> str:
         """Return the message in an answer, as `clean` does."""
         text = data.decode("utf-8", errors="replace")
-        try:
+        with suppress(msgspec.DecodeError, RecursionError):
             document = msgspec.json.decode(data)
             error = document.get("error", document) if isinstance(document, dict) else text
             text = str(error.get("message", error.get("detail", error)) if isinstance(error, dict) else error)
-        except (msgspec.DecodeError, RecursionError):
-            pass
         return self.clean(text) or "without a message"
 
 
 def _seconds(header: str | None) -> float | None:
     """Return the seconds of a `Retry-After` header; None without one, or if it is a date."""
-    try:
+    with suppress(ValueError):
         return min(max(0.0, float(header)), LONGEST_PAUSE_S) if header else None  # not a number: 0
-    except ValueError:
-        return None
+    return None
