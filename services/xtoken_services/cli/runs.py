@@ -52,9 +52,7 @@ RunArgument = Annotated[
 ]
 WatchOption = Annotated[
     bool,
-    typer.Option(
-        "--watch", help="Show the run's progress until it ends, and exit as `xtoken run` does; Ctrl+C detaches."
-    ),
+    typer.Option("--watch", help="Show progress until the run ends, and exit as `xtoken run` does; Ctrl+C detaches."),
 ]
 
 
