@@ -30,7 +30,10 @@ class TasksSpec(ConfigModel):
     (or `messages`) and `answer`, a text, a number or a list of accepted ones; it may have `choices` and a `match` of
     its own. With `match = "code"` it has `tests`, a text of Python, instead of `answer`."""
     match: Match = "exact"
-    """How a completion is compared with the answer: see the table of tasks on the page about training."""
+    """`exact`: the first line of the completion is the answer. `number`: the first number in it is; a comma belongs to
+    a number only as in `12,345.6`, not in `5,2024` or `1,2,3`. `last_number`: the last number in it is. `boxed`: what
+    its last `\\boxed{}` holds is. `choice`: of the record's `choices`, the first that occurs in it is. `contains`: the
+    answer occurs anywhere in it. `code`: it and the record's `tests` are a program that ends without an error."""
     run_code: bool = False
     """Run the programs of `match = "code"`, each for at most 10 s in a child process that reaches no network, writes no
     file and starts no process, but reads what this user can. Linux only, with user namespaces. A control plane takes it
