@@ -278,10 +278,8 @@ def two_texts(result: Mapping[str, Any]) -> str:
     """
     names = [f"{methods.CONDITIONS[name].source}.test" for name in (methods.GERMAN_TEACHER, methods.TWO_TEXTS)]
     texts = [f"{VALIDATION}_{name}" for name in (*names, ENGLISH)]
-    runs: dict[tuple[str, float], list[Mapping[str, Any]]] = defaultdict(list)
-    for run in sorted(result["runs"], key=lambda run: int(run["seed"])):
-        if run["condition"] in (methods.GERMAN_TEACHER, methods.TWO_TEXTS):
-            runs[run["method"], run["rate"]].append(run)
+    of_both = _by_rate(result, methods.GERMAN_TEACHER, methods.TWO_TEXTS)
+    runs = {key[1:]: [*by_seed.values()] for key, by_seed in of_both.items()}
     trained, routed = ((BASELINE, methods.CONDITIONS[methods.GERMAN_TEACHER].rates[0]), ("chain_routed", 4e-4))
     if not {trained, routed} <= runs.keys():
         return ""
