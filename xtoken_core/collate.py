@@ -120,7 +120,8 @@ class CrossTokenizerCollator:
     where they were not cut, the end-of-text token. Of a prompt with completion only the completion is trained on and
     aligned; of messages, rendered by each side's own chat template, only the assistant's content and the special token
     behind it. An optional
-    `loss_multiplier` becomes the sample's mask: 0 leaves the record out, a fraction weighs its cross-entropy only.
+    `loss_multiplier` becomes the sample's mask in padded columns: 0 leaves the record out, a fraction weighs its
+    cross-entropy only. Rows of their own lengths do not read it.
 
     Args:
         student_tokenizer: The student's tokenizer.
@@ -228,19 +229,13 @@ class CrossTokenizerCollator:
             return CollatedRows([], {}, refused)
         records = [usable[at][0] for at in good]
         kept = [[side[at] for at in good] for side in sides]
-        weights = [loss_multiplier(batch[index]) for index in records]
-        columns = self._row_columns([usable[at][1] for at in good], kept, weights, counts)
-        return CollatedRows(records, columns, refused)
+        return CollatedRows(records, self._row_columns([usable[at][1] for at in good], kept, counts), refused)
 
     def _row_columns(
-        self,
-        values: Sequence[Mapping[str, Any]],
-        sides: Sequence[list[_Tokens]],
-        weights: Sequence[float],
-        counts: Counts | None,
+        self, values: Sequence[Mapping[str, Any]], sides: Sequence[list[_Tokens]], counts: Counts | None
     ) -> dict[str, Column]:
         columns = self._columns(values, sides, padded=False)
-        columns[schema.SAMPLE_MASK.name] = torch.tensor(weights, dtype=torch.float32)
+        columns[schema.SAMPLE_MASK.name] = torch.ones(len(values))
         if counts is not None:
             columns.update(counts(columns))
         return self._unpadded(columns)

@@ -14,6 +14,9 @@ from xtoken_core import schema
 from xtoken_core.collate import _NO_TOKENS, CollatedRows, Counts, CrossTokenizerCollator, _cut, _Side, _Tokens
 from xtoken_core.tokenizing import ConversationError, TextTokenizer, UnspellableError
 
+OF_COMPLETION = "in its completion, "
+"""What the reason begins with if not the prompt is refused, but what the student wrote."""
+
 
 @dataclass(frozen=True)
 class Completion:
@@ -86,7 +89,7 @@ class CompletionCollator(CrossTokenizerCollator):
             own = [completions[index] for index in kept]
             return {**counts(batch), **_marks(own), **_log_probs(own, batch[schema.INPUT_IDS.name].shape)}
 
-        return CollatedRows(kept, self._row_columns(values, sides, [1.0] * len(kept), with_marks), refused)
+        return CollatedRows(kept, self._row_columns(values, sides, with_marks), refused)
 
     def _own(self, completion: Completion) -> _Tokens:
         return _joined(self._student, completion.prompt_ids, completion.ids)
@@ -128,8 +131,12 @@ def _of_teacher(side: _Side, completion: Completion) -> _Tokens:
     # A chat model may end an answer by another token than a text: the latter would be one that it never expects there.
     end = side.text.turn_end if "messages" in completion.prompt else side.text.eos_id
     last = [end] if completion.ends and end is not None else []
-    rest = np.r_[side.text.proceed(completion.text), np.array(last, dtype=np.int64)]
-    tokens = _joined(side, side.text.prompt(completion.prompt, side.prefix(completion.prompt)), rest)
+    prompt = side.text.prompt(completion.prompt, side.prefix(completion.prompt))
+    try:
+        rest = np.r_[side.text.proceed(completion.text), np.array(last, dtype=np.int64)]
+    except UnspellableError as error:
+        raise UnspellableError(OF_COMPLETION + str(error)) from error
+    tokens = _joined(side, prompt, rest)
     if reason := side.no_room(completion.prompt, tokens):
         raise ConversationError(reason)
     return tokens

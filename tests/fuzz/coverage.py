@@ -14,7 +14,7 @@ from pathlib import Path
 import atheris
 
 with atheris.instrument_imports(include=["xtoken_core", "xtoken_services", "tomllib", "tests.fuzz.targets"]):
-    from tests.fuzz.targets import TARGETS
+    from tests.fuzz.targets import HOME, TARGETS
 
 CHECK_EVERY = 64
 REPORT_S = 5.0
@@ -38,6 +38,7 @@ def main() -> None:
             unfinished.write_text(json.dumps({"executions": executions, "cpu_s": used}))
             unfinished.replace(report)
         if used >= seconds:
+            HOME.cleanup()
             os._exit(0)  # libFuzzer has no way to end by processor time; its corpus is on disk already
 
     atheris.Setup([sys.argv[0], *sys.argv[4:]], run)

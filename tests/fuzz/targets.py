@@ -37,7 +37,9 @@ ROLES: dict[type[m.Request], str] = {
     m.ClaimSlot: TEACHER, m.Complete: TEACHER,
 }  # fmt: skip
 HEADS = msgspec.msgpack.Decoder(list[ColumnHead])
-SCRATCH = Path(tempfile.mkdtemp(prefix="xf-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None))
+HOME = tempfile.TemporaryDirectory(prefix="xf-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
+"""Removed at the end of this process, unless that is by `os._exit`."""
+SCRATCH = Path(HOME.name)
 
 
 def pieces(data: bytes) -> list[bytes]:

@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,7 @@ from xtoken_core.dataset.records import (
     CHAT_EXTRAS,
     FOR_TEACHERS,
     MAX_RECORD_BYTES,
+    WEIGHT,
     UnusableRecordError,
     decode_utf8,
     parse_json_line,
@@ -33,25 +34,12 @@ _BLOCK_CACHE_BYTES = 256 << 20
 _UTF8_BOM = "\ufeff"
 
 
-class Reader(Protocol):
-    """Reads rows of one file.
+class LineReader:
+    """Rows of a `.jsonl` or `.txt` file; `offsets[row]` is where a line begins, the last one the file's size.
 
     Attributes:
         may_hold_messages: A row can be a conversation.
     """
-
-    may_hold_messages: bool
-
-    def read(self, row: int) -> dict[str, Any]:
-        """Read the value of a row.
-
-        Raises:
-            UnusableRecordError: It cannot be used.
-        """
-
-
-class LineReader:
-    """Rows of a `.jsonl` or `.txt` file; `offsets[row]` is where a line begins, the last one the file's size."""
 
     def __init__(self, source: Source, offsets: Offsets, field: str) -> None:
         self.may_hold_messages = source.kind == "jsonl"
@@ -63,7 +51,11 @@ class LineReader:
         weakref.finalize(self, os.close, self._descriptor)
 
     def read(self, row: int) -> dict[str, Any]:
-        """See `Reader`."""
+        """Read the value of a row.
+
+        Raises:
+            UnusableRecordError: It cannot be used.
+        """
         begin, end = int(self._offsets[row]), int(self._offsets[row + 1])
         size = min(end - begin, MAX_RECORD_BYTES + 1)
         raw = os.pread(self._descriptor, size, begin)
@@ -94,7 +86,7 @@ class ColumnReader:
         self._cached_bytes = 0
 
     def read(self, row: int) -> dict[str, Any]:
-        """See `Reader`."""
+        """See `LineReader.read`."""
         number = bisect_right(self._firsts, row) - 1
         block = self._block(number)
         within = row - self._firsts[number]
@@ -112,6 +104,9 @@ class ColumnReader:
         while len(self._cache) > 1 and self._cached_bytes > _BLOCK_CACHE_BYTES:
             self._cached_bytes -= self._cache.popitem(last=False)[1].nbytes
         return self._cache[number]
+
+
+Reader = LineReader | ColumnReader
 
 
 class ParquetBlocks:
@@ -205,7 +200,8 @@ def usable_columns(schema: Any, field: str, path: Path) -> tuple[str, ...]:
         raise InputError(f"{path} has no column {field!r}: it has {', '.join(schema.names) or 'none'}")
     judged = [name for name in ANSWER_FIELDS if names.issuperset((name, "answer"))]
     extras = [name for name in CHAT_EXTRAS if name in names and any(names.issuperset(group) for group in CHAT_COLUMNS)]
-    return tuple(dict.fromkeys([*columns, *extras, *judged, *(name for name in FOR_TEACHERS if name in names)]))
+    others = [name for name in (*FOR_TEACHERS, WEIGHT) if name in names]
+    return tuple(dict.fromkeys([*columns, *extras, *judged, *others]))
 
 
 def open_reader(source: Source, offsets: Offsets, field: str) -> Reader:

@@ -21,8 +21,8 @@ class Record:
         value: `{"text": str}`, with a `Piece` as `piece` if it is part of a document; or
             `{"prompt": str, "completion": str}`, or `{"messages": [{"role": str, "content": str, ...}, ...]}` with the
             record's `tools`, if it has some, and as `form` the name of the form that the messages had. With an `answer`
-            also the `ANSWER_FIELDS` that the record has, unchecked, and in any case `FOR_TEACHERS`. In a run with
-            routes also a `Route` as `route`.
+            also the `ANSWER_FIELDS` that the record has, unchecked, and in any case `FOR_TEACHERS` and `HAS_WEIGHT`.
+            In a run with routes also a `Route` as `route`.
     """
 
     number: int
@@ -43,6 +43,8 @@ FOR_TEACHERS = ("teacher", PREFIX)
 """Fields of a record by which it chooses its teachers, and says what they alone read before its text."""
 ANSWER_FIELDS = ("answer", "choices", "match")
 """Fields of a record by which a completion of its prompt is judged, see `xtoken_core.tasks`."""
+WEIGHT, HAS_WEIGHT = "loss_multiplier", "has_loss_multiplier"
+"""Field of a record that the Trainer integration reads and no run does, and the key of a value whose record has it."""
 CHAT_COLUMNS = (("prompt", "completion"), ("messages",), ("conversations",), ("instruction", "output"))
 """Columns that make a conversation, the first that a record has: of TRL if both are lists, ours, ShareGPT, Alpaca."""
 CHAT_EXTRAS = ("tools", "system", "input")
@@ -155,6 +157,7 @@ def usable_value(row: Mapping[str, Any], field: str) -> dict[str, Any]:
     answered = row.get("answer") is not None
     wanted = [name for name in (*FOR_TEACHERS, *(ANSWER_FIELDS if answered else ())) if name != field]
     beside = {name: row[name] for name in wanted if row.get(name) is not None}
+    beside |= {HAS_WEIGHT: True} if row.get(WEIGHT) is not None else {}
     if PREFIX in beside:
         beside[PREFIX] = _text(beside[PREFIX], PREFIX, may_be_empty=True)
     if row.get(field) is not None:
@@ -221,7 +224,7 @@ def loss_multiplier(row: Mapping[str, Any]) -> float:
     Raises:
         UnusableRecordError: It is no weight.
     """
-    value = row.get("loss_multiplier")
+    value = row.get(WEIGHT)
     with suppress(TypeError, ValueError):
         if 0 <= (weight := 1.0 if value is None else float(value)) < float("inf"):
             return weight

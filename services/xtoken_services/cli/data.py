@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 data_app = typer.Typer(name="data", help="Look at the text of a run.", no_args_is_help=True)
 BATCH = 64
 USED, CUT, DIVIDED = "used", "cut, of those used", "divided, of those used"
+WEIGHED = "with a loss_multiplier, read by the Trainer integration alone: a run weighs all records alike"
 PROMPTS = "prompts without an answer, used with [rollout], else skipped"
 PARTICULARS = re.compile(r"\d+|'[^']*'|\"[^\"]*\"")
 """What differs between two reasons of one kind."""
@@ -108,6 +109,7 @@ def _kinds(index: DataIndex, collator: CrossTokenizerCollator | None, text: Data
     """Return for what becomes of records how many do and where the first one is, those that are skipped last."""
     from xtoken_core import schema
     from xtoken_core.dataset import BadRecord
+    from xtoken_core.dataset.records import HAS_WEIGHT
 
     kinds: dict[str, dict[str, Any]] = {what: {"records": 0, "first": None} for what in (USED, CUT)}
     reasons: dict[str, str] = {}
@@ -134,6 +136,8 @@ def _kinds(index: DataIndex, collator: CrossTokenizerCollator | None, text: Data
                     is_divided = text.long == "split" and "text" in readable[at].value
                     count(DIVIDED if is_divided else CUT, readable[at].number)
         for record in records:
+            if not isinstance(record, BadRecord) and HAS_WEIGHT in record.value:
+                count(WEIGHED, record.number)
             reason = skipped.get(record.number)
             kind = USED if reason is None else f"skipped: {reasons.setdefault(PARTICULARS.sub('', reason), reason)}"
             count(PROMPTS if record.number in prompts else kind, record.number)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from xtoken_core.collate_generated import Completion, CompletionCollator
+from xtoken_core.collate_generated import OF_COMPLETION, Completion, CompletionCollator
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.config.routing import RouteError
 from xtoken_core.dataset import BadRecord, TextIndex
@@ -31,6 +31,7 @@ from xtoken_services.common.http_engine.factory import open_engine
 from xtoken_services.common.models.loading import head_width, load_model, pick_device
 from xtoken_services.common.processes.worker import QueueLink, Worker, worker_session
 from xtoken_services.common.text.collation import (
+    HOW_TO_SKIP,
     MAX_REASON,
     collator_of,
     end_run,
@@ -135,7 +136,8 @@ class RolloutLoop:
             positions[index]: f"{self.index.location(record_of(self.run, positions[index]))}: {reason}"
             for index, reason in rows.refused.items()
         }
-        self._end_if_bad(refused)
+        # A completion is no record's fault: the student writes what it likes.
+        self._end_if_bad({at: reason for at, reason in refused.items() if OF_COMPLETION not in reason})
         tombstones |= refused
         for position, reason in tombstones.items():
             log.warning("position %d is skipped: %s", position, reason)
@@ -159,10 +161,7 @@ class RolloutLoop:
 
     def _progress(self, answered: int | None = None) -> None:
         """Report a token of this process's model, or how many prompts servers have answered so far."""
-        if answered is None:
-            self.worker.alive()
-        else:
-            self.worker.waiting(answered)
+        self.worker.alive() if answered is None else self.worker.waiting(answered)
 
     def _load(self, block: Block) -> Version:
         """Load the published weights if there are newer ones; return their version.
@@ -236,7 +235,7 @@ class RolloutLoop:
         """
         if refused and self.run.spec.data.on_bad_record == "fail":
             position, reason = next(iter(refused.items()))
-            end_run(self.worker, f"bad record at position {position}: {reason} (data.on_bad_record = fail)")
+            end_run(self.worker, f"bad record at position {position}: {reason} ({HOW_TO_SKIP})")
 
     def _encoded(self, value: dict[str, Any]) -> tuple[dict[str, Any], Any]:
         """Return a record's prompt and its tokens.

@@ -17,7 +17,7 @@ from xtoken_services.common.run.memory_estimate import check_room
 from xtoken_services.common.tokenizers.loading import pad_id, tokenizer_of
 from xtoken_services.teacher.base import Teacher
 from xtoken_services.teacher.prepare import devices_of, prepared_model
-from xtoken_services.teacher.served import ServedTeacher
+from xtoken_services.teacher.served import ServedTeacher, check_servers
 from xtoken_services.teacher.shards import send_tokens, started_shards
 from xtoken_services.teacher.stored import StoredTeacher
 
@@ -92,7 +92,7 @@ def _served(run: ResolvedRun, teacher: int, rank: int) -> ServedTeacher:
         needs_own = spec.loss.mode_of(teacher) == "alm" and not run.same_tokenizer[teacher]
         own_suffices = needs_own and spec.loss.dynamic_teacher_weights in (None, "ce")
         side = spec.student if run.same_tokenizer[teacher] else settings
-        model.check(text, longest=side.context_length, own_suffices=own_suffices)
+        check_servers(engine, text, k=model.settings.k, longest=side.context_length, own_suffices=own_suffices)
     except BaseException:
         model.close()
         raise

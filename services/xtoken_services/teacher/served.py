@@ -62,10 +62,6 @@ class ServedTeacher(Teacher):
         self._reported = RequestCounts()
         self._scores: dict[tuple[int, ...], PromptScores | SampleRefusedError] = {}
 
-    def check(self, text: TextTokenizer, *, longest: int, own_suffices: bool) -> None:
-        """Compare the servers with the model's tokenizer; see `check_servers`."""
-        check_servers(self.engine, text, k=self.settings.k, longest=longest, own_suffices=own_suffices)
-
     def _fill(self, batch: TeacherBatch, view: Tensor, maxima: Tensor | None) -> None:
         """Write the servers' answers. They are kept until the next micro-batch: one that is refused comes again."""
         samples = [tuple(ids.tolist()) for ids in batch.unpadded()]
@@ -77,17 +73,11 @@ class ServedTeacher(Teacher):
 
         self._scores = known | dict(zip(wanted, self.score(wanted, waiting), strict=True))
         self.report("")
-        scores: list[PromptScores] = []
-        refused: dict[int, SampleRefusedError] = {}
-        for position, ids in zip(batch.positions, samples, strict=True):
-            made = self._scores[ids]
-            if isinstance(made, SampleRefusedError):
-                refused[position] = made
-            else:
-                scores.append(made)
-        if refused:
-            raise RefusedSamplesError(list(refused), f"{self.name}: {next(iter(refused.values()))}")
-        view.copy_(self.rows(scores, batch.parts(), view.shape))
+        made = dict(zip(batch.positions, (self._scores[ids] for ids in samples), strict=True))
+        scores = {position: one for position, one in made.items() if isinstance(one, PromptScores)}
+        if refused := made.keys() - scores:
+            raise RefusedSamplesError(sorted(refused), f"{self.name}: {made[min(refused)]}")
+        view.copy_(self.rows(list(scores.values()), batch.parts(), view.shape))
 
     def evaluate(self, text: HeldOutText) -> EvalResult:
         """See `Teacher.evaluate`."""

@@ -24,7 +24,9 @@ from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.config.spec import StudentSpec
 from xtoken_core.errors import OutputError
 from xtoken_core.regular_files import MIB, read_json_object, read_regular
+from xtoken_core.tokenizing import TextTokenizer
 from xtoken_services.common.files.jsonl import lines_before_step
+from xtoken_services.common.generation.vocabulary import end_tokens
 from xtoken_services.common.run.loss_words import loss_in_words
 from xtoken_services.common.run.metric_lines import finite
 from xtoken_services.trainer.checkpoint import Cursor
@@ -73,6 +75,10 @@ def export_student(
         model, adapted = adapted.merge_and_unload(), None
     if adapted is None:
         _cast(model, run.spec.student)
+    ends, turn_end = end_tokens(model), TextTokenizer(tokenizer, "student").turn_end
+    ends = [end for end in (ends if isinstance(ends, list) else [ends]) if end is not None]
+    if turn_end is not None and turn_end not in ends and model.generation_config is not None:
+        model.generation_config.eos_token_id = [*ends, turn_end]  # a borrowed template: servers stop at these alone
     steps = deque(lines_before_step(output / "steps.jsonl", cursor.step), maxlen=1)
     evaluations = list(lines_before_step(output / "eval.jsonl", cursor.step + 1)) if run.spec.eval is not None else []
     card = model_card(run, position_counts(run, cursor), evaluations, steps[-1] if steps else None)
@@ -168,11 +174,7 @@ def model_card(
         last_step: Last line of `steps.jsonl` before the step.
     """
     spec = run.spec
-    settings = {
-        "seed": spec.seed,
-        "loss": spec.loss.model_dump(mode="json"),
-        "train": spec.train.model_dump(mode="json"),
-    }
+    settings = spec.model_dump(mode="json", include={"seed", "loss", "train"})
     partly = f" Taken after {summary['steps']} of the run's {run.steps} steps." if summary["steps"] < run.steps else ""
     licence_text, licence_line = licences(run)
     return f"""---
@@ -248,10 +250,9 @@ def _training(samples_per_step: int, summary: Mapping[str, Any]) -> str:
 
 
 def _version() -> str:
-    try:
+    with suppress(PackageNotFoundError):
         return version("xtoken")
-    except PackageNotFoundError:
-        return "(not installed)"
+    return "(not installed)"
 
 
 def _trained_how(run: ResolvedRun) -> str:
@@ -296,15 +297,11 @@ def _held_out(run: ResolvedRun, evaluations: Sequence[Mapping[str, Any]]) -> str
         return "Not evaluated."
     first, last = evaluations[0], evaluations[-1]
     shown = (first, last) if first["step"] < last["step"] else (last,)
+    also = [(f"bits_per_byte_{name}", f"bits per byte of {name}") for name in run.spec.eval.also_by_name]
     rows = [
         f"| {words} | {' | '.join(f'{row[name]:.4f}' for row in shown)} |"
-        for name, words in EVAL_METRICS
+        for name, words in (*EVAL_METRICS, *also)
         if all(row.get(name) is not None for row in shown)
-    ]
-    rows += [
-        f"| bits per byte of {name} | {' | '.join(f'{row[key]:.4f}' for row in shown)} |"
-        for name in run.spec.eval.also_by_name
-        if all(row.get(key := f"bits_per_byte_{name}") is not None for row in shown)
     ]
     rows += _task_rows(run, shown)
     paths = (
@@ -349,17 +346,14 @@ def text_names(paths: Sequence[Path]) -> str:
 
 def licence_of(model: Path) -> str | None:
     """Return the licence that a model's card or configuration names; None: neither does."""
-    try:
+    named: list[str] = []
+    with suppress(OSError):
         parts = read_regular(model / "README.md", MIB).decode("utf-8", "replace").split("---", 2)
         named = LICENSE.findall(parts[1]) if len(parts) == 3 and not parts[0].strip() else []
-    except OSError:
-        named = []
     if not named:
-        try:
+        with suppress(OSError, ValueError):
             configured = read_json_object(model / "config.json").get("license")
-        except (OSError, ValueError):
-            configured = None
-        named = [configured] if isinstance(configured, str) else []
+            named = [configured] if isinstance(configured, str) else []
     return next((name for name in named if name != OTHER), named[0] if named else None)
 
 

@@ -352,6 +352,10 @@ def test_a_check_counts_what_is_used_cut_and_skipped(assets: TinyAssets, tmp_pat
         result = CliRunner().invoke(data_app, ["check", str(alone), *map(str, (*models, *of_run))])
         assert "  1  prompts without an answer, used with [rollout], else skipped; first" in result.stdout
         assert bool(result.exit_code) == fails, of_run
+    weighed, table = [{"text": "a"}, {"text": "b", "loss_multiplier": 0}], tmp_path / "c.parquet"
+    pq.write_table(pa.Table.from_pylist([weighed[1]]), table)
+    for file, first in ((written(tmp_path / "d.json", weighed), 2), (table, 1)):
+        assert checked(file)[2]["with a loss_multiplier"] == (1, f"{file}:{first}")
     done = CliRunner().invoke(data_app, ["check", str(path), *map(str, models)])
     assert done.stderr.startswith("loading the tokenizers: some seconds")
     shown = done.stdout

@@ -4,6 +4,7 @@ import copy
 import json
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -178,7 +179,7 @@ def test_a_completion_that_a_teacher_has_no_token_for_is_refused() -> None:
     rows = collator.completion_rows(completions, loss_counts(LossConfig(mode="p_kl"), [False]))
     assert rows.records == [0]
     assert rows.refused.keys() == {1}
-    assert "the teacher's tokenizer has no token for 'Ω'" in rows.refused[1]
+    assert "in its completion, the teacher's tokenizer has no token for 'Ω'" in rows.refused[1]
 
 
 class OneCompletion:
@@ -226,9 +227,26 @@ def test_a_prompt_that_only_a_teacher_refuses_is_a_bad_record(tmp_path: Path, on
         with pytest.raises(InputError, match=re.escape(reason)):
             loop._complete(block)
         assert ended[0].startswith(f"bad record at position 0: {reason}") and not put
+        assert 'with "skip" such records are left out' in ended[0]
     else:
         loop._complete(block)
         assert put[0][0].startswith(reason) and list(put[0]) == [0, 1] and not ended
+
+
+def test_a_completion_that_no_teacher_can_read_ends_no_run(tmp_path: Path) -> None:
+    data = tmp_path / "prompts.jsonl"
+    data.write_text('{"text": "hello"}\n{"text": "Ω"}\n')
+    put: list[dict[int, str]] = []
+    queue = SimpleNamespace(give_up=lambda reason: None, put_block=lambda lease, ids, columns, short: put.append(short))
+    collator = collator_of(teacher=unigram(byte_fallback=False, unknown=False))
+    loop = loop_over(data, collator, queue, on_bad_record="fail", shuffle=False)
+    loop.vocabulary = replace(loop.vocabulary, pieces=["Ω".encode()] * len(STUDENT))
+    loop._complete(Block(lease=1, first=0, count=1))
+    assert list(put[0]) == [0] and "prompts.jsonl:1: in its completion, " in put[0][0]
+    with pytest.raises(
+        InputError, match=r"bad record at position 1: .*prompts.jsonl:2: the teacher's tokenizer has no"
+    ):
+        loop._complete(Block(lease=1, first=1, count=1))
 
 
 def test_a_completion_has_its_part_of_the_time_of_its_block_and_of_the_wait_before(tmp_path: Path) -> None:

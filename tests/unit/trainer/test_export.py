@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 from typer.testing import CliRunner
 
 from tests.architecture.conftest import run_without
@@ -111,6 +111,19 @@ def test_adapters_are_merged_or_saved_alone_as_at_the_runs_end(
         found = peft.PeftModel.from_pretrained(base, place)
     tolerance = 0.1 if student else 1e-4
     torch.testing.assert_close(logits_of(found), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(("template", "ends"), [(None, 1), ("C", 1), ("C<|end_of_text|>", 1), ("C<|pad|>", [1, 2])])
+def test_an_export_names_the_token_that_ends_an_answer(tmp_path: Path, template: str | None, ends: Any) -> None:
+    borrowed = tmp_path / "template.jinja"
+    if template is not None:
+        loop = "{% for m in messages %}" + template.replace("C", "{{ m['content'] }}") + "{% endfor %}"
+        borrowed.write_text(loop, encoding="utf-8")
+    student = {} if template is None else {"chat_template": borrowed}
+    train(run_directory(tmp_path, make_model(eos_token_id=1), student=student), [4])
+    place = export_checkpoint(tmp_path).target
+    assert GenerationConfig.from_pretrained(place).eos_token_id == ends
+    assert (AutoTokenizer.from_pretrained(place).chat_template is None) == (template is None)
 
 
 def test_the_card_tells_the_figures_up_to_the_step(tmp_path: Path) -> None:

@@ -18,12 +18,15 @@ import msgspec
 from xtoken_core.config.served import ServedSpec
 from xtoken_services.common.http_engine.errors import BadRequestError, EngineError, EngineRefusalError
 from xtoken_services.common.http_engine.keys import read_key
+from xtoken_services.common.processes.waits import Wait
 
 log = logging.getLogger("xtoken.engine")
 for _name in ("httpx", "httpcore"):  # they would log every request, and headers in which a server repeats the key
     logging.getLogger(_name).setLevel(logging.WARNING)
 
 Answer = TypeVar("Answer")
+Request = tuple[str, str, bytes | None]
+"""Method, path below a server's address, and body."""
 CONNECT_S, CLOSE_S = 10.0, 5.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 15.0
 MAX_RESPONSE, SHORT_RESPONSE = 1 << 29, 1 << 20
@@ -117,7 +120,7 @@ class EnginePool:
         usable: Callable[[Answer, Replica], bool] | None = None,
         repeats: bool = True,
     ) -> Answer:
-        """Send a request, and repeat it until it is answered.
+        """Return the answer to a request, which is repeated until there is one.
 
         Args:
             method: `GET` or `POST`.
@@ -129,42 +132,41 @@ class EnginePool:
             usable: Called with an answer and its server: False repeats the request. Its own time is not the request's.
             repeats: False: send it once.
 
-        Returns:
-            The answer.
-
         Raises:
             EngineError: None has answered in time.
             BadRequestError: A server refuses the request for what it says.
             EngineRefusalError: It refuses it for another reason, or answers in another form.
         """
         deadline = time.monotonic() + self.timeout_s
-        content = None if body is None else msgspec.json.encode(body)
+        request = method, path, None if body is None else msgspec.json.encode(body)
         most = min(SHORT_RESPONSE + ENTRY * entries, MAX_RESPONSE)
         reason = f"each has {self.limit} requests that it has not answered"
-        while True:
-            chosen = self._acquire(replica, deadline, reason)
-            try:
-                data = self._attempt(chosen, method, path, content, most, deadline, named=replica is not None)
-            except _TryAgainError as error:
-                reason = f"{chosen.url}: {error}"
-                self._release(chosen, failed=True, pause_s=error.pause_s)
-                if not repeats:
-                    raise EngineError(f"{self.field}.url: {chosen.url}{path}: {error}") from error
-                if not self._closed:
-                    log.warning("%s %s: %s: trying again", method, path, reason)
-                continue
-            except BaseException:
+        with Wait() as wait:
+            while True:
+                chosen = self._acquire(replica, deadline, reason)
+                wait.whom = wait.whom if wait.whom.startswith(chosen.url) else chosen.url
+                try:
+                    data = self._attempt(chosen, request, most, deadline, named=replica is not None)
+                except _TryAgainError as error:
+                    reason = wait.whom = f"{chosen.url}: {error}"
+                    self._release(chosen, failed=True, pause_s=error.pause_s)
+                    if not repeats:
+                        raise EngineError(f"{self.field}.url: {chosen.url}{path}: {error}") from error
+                    if not self._closed:
+                        log.warning("%s %s: %s: trying again", method, path, reason)
+                    continue
+                except BaseException:
+                    self._release(chosen)
+                    raise
                 self._release(chosen)
-                raise
-            self._release(chosen)
-            answer = self._decoded(data, decode, chosen.url + path)
-            began = time.monotonic()
-            if usable is None or usable(answer, chosen):
-                return answer
-            deadline += time.monotonic() - began
-            reason = f"{chosen.url}: its answers cannot be used"
-            with self._changed:
-                self.retries += 1
+                answer = self._decoded(data, decode, chosen.url + path)
+                began = time.monotonic()
+                if usable is None or usable(answer, chosen):
+                    return answer
+                deadline += time.monotonic() - began
+                reason = f"{chosen.url}: its answers cannot be used"
+                with self._changed:
+                    self.retries += 1
 
     def _decoded(self, data: bytearray, decode: Callable[[bytearray], Answer], where: str) -> Answer:
         try:
@@ -253,27 +255,16 @@ class EnginePool:
                 replica.failures = 0
             self._changed.notify_all()
 
-    def _attempt(
-        self,
-        replica: Replica,
-        method: str,
-        path: str,
-        content: bytes | None,
-        most: int,
-        deadline: float,
-        *,
-        named: bool,
-    ) -> bytearray:
+    def _attempt(self, replica: Replica, request: Request, most: int, deadline: float, *, named: bool) -> bytearray:
         """Send a request once, and return the answer; one that names no server may be tried on another."""
         left = max(deadline - time.monotonic(), 0.01)
         if len(self.replicas) > 1 and not named:
             left = max(left / 2, 0.01)  # a server that accepts and never answers leaves time for another
-        where = f"{self.field}.url: {replica.url}{path}"
+        where = f"{self.field}.url: {replica.url}{request[1]}"
         with self._changed:
             if self._closed:
                 raise EngineError(f"{self.field}.url: the connections were closed")
-            exchange = self._exchange(replica, method, path, content, most, left)
-            future = asyncio.run_coroutine_threadsafe(exchange, self._loop)
+            future = asyncio.run_coroutine_threadsafe(self._exchange(replica, request, most, left), self._loop)
         try:
             status, headers, data = future.result()
         except CancelledError as error:
@@ -302,13 +293,14 @@ class EnginePool:
         return data
 
     async def _exchange(
-        self, replica: Replica, method: str, path: str, content: bytes | None, most: int, limit_s: float
+        self, replica: Replica, request: Request, most: int, limit_s: float
     ) -> tuple[int, httpx.Headers, bytearray]:
         """Return status, headers and content of an answer, read until it is longer than `most`.
 
         Raises:
             TimeoutError: It is not complete after `limit_s` seconds.
         """
+        method, path, content = request
         sent = {"Content-Type": "application/json"} if content is not None else {}
         timeout = httpx.Timeout(None, connect=min(CONNECT_S, limit_s))
         data = bytearray()
@@ -323,18 +315,15 @@ class EnginePool:
     def _message(self, data: bytearray) -> str:
         """Return the message in an answer, as `clean` does."""
         text = data.decode("utf-8", errors="replace")
-        try:
+        with suppress(msgspec.DecodeError, RecursionError):
             document = msgspec.json.decode(data)
             error = document.get("error", document) if isinstance(document, dict) else text
             text = str(error.get("message", error.get("detail", error)) if isinstance(error, dict) else error)
-        except (msgspec.DecodeError, RecursionError):
-            pass
         return self.clean(text) or "without a message"
 
 
 def _seconds(header: str | None) -> float | None:
     """Return the seconds of a `Retry-After` header; None without one, or if it is a date."""
-    try:
+    with suppress(ValueError):
         return min(max(0.0, float(header)), LONGEST_PAUSE_S) if header else None  # not a number: 0
-    except ValueError:
-        return None
+    return None

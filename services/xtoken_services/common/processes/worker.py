@@ -23,6 +23,7 @@ from xtoken_core.wire import QueueError
 from xtoken_core.wire.errors import Code
 from xtoken_services.common.files.allowed_paths import Roots
 from xtoken_services.common.processes.supervised import set_title
+from xtoken_services.common.processes.waits import longest_wait
 
 log = logging.getLogger("xtoken.worker")
 T = TypeVar("T")
@@ -164,7 +165,8 @@ class Worker:
                 log.error("no progress for %g s in phase %s: heartbeats stop", self._limit, self._phase)
                 return
             try:
-                self.client.heartbeat(self._phase, self._units, self._activity)
+                activity = ", ".join(filter(None, (self._activity, longest_wait())))
+                self.client.heartbeat(self._phase, self._units, activity)
             except StaleSessionError as error:
                 self._stale = error
                 return

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -329,9 +330,12 @@ def _rollout_uses(spec: RunSpec, *, on_gpu: bool) -> Iterator[MemoryUse]:
 
 
 def _published(spec: RunSpec, what: str, *, on_device: bool) -> Iterator[MemoryUse]:
-    """Yield published weights, of a sharded student on the host: there a version is written beside the last one."""
+    """Yield published weights.
+
+    Of a sharded student, or without the bindings, they are on the host: there a version is written beside the last one.
+    """
     weights = weight_bytes(spec.student.model, spec.student.dtype)
-    on_device = on_device and shards(spec) == 1
+    on_device = on_device and shards(spec) == 1 and has_bindings()
     yield MemoryUse(what, weights, "trainer-0", Where.DEVICE if on_device else Where.SHARED)
     if not on_device:
         yield MemoryUse(f"{what}, while they are replaced", weights, "trainer-0", Where.SHARED, stays=False)
@@ -359,6 +363,11 @@ def _process_uses(run: ResolvedRun, *, on_gpu: bool) -> Iterator[MemoryUse]:
         yield MemoryUse("Python and libraries", nbytes, name, Where.HOST, stays=False)
     for name, gpu in models if on_gpu else ():
         yield MemoryUse("CUDA's context", CONTEXT_BYTES, name, gpu=gpu, stays=False)
+
+
+def has_bindings() -> bool:
+    """Return whether the bindings of CUDA's runtime are installed: without, a GPU's memory is this process's alone."""
+    return find_spec("cuda") is not None and find_spec("cuda.bindings") is not None
 
 
 def memory_uses(run: ResolvedRun, gpu: int, gpus: int, *, rings: bool) -> list[MemoryUse]:

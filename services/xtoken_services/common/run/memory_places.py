@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib.util import find_spec
 
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_services.common.run.machine import Machine
-from xtoken_services.common.run.memory_estimate import SHARED, MemoryUse, Where, all_uses
+from xtoken_services.common.run.memory_estimate import SHARED, MemoryUse, Where, all_uses, has_bindings
 
 
 @dataclass(frozen=True)
@@ -47,8 +46,3 @@ def places_of(run: ResolvedRun, machine: Machine) -> list[Place]:
     used = sorted({use.gpu % gpus for use in devices})
     on_each = [[use for use in devices if use.gpu % gpus == gpu] for gpu in used]
     return [Place(f"cuda:{gpu}", own, machine.gpu_bytes) for gpu, own in zip(used, on_each, strict=True)] + places
-
-
-def has_bindings() -> bool:
-    """Return whether the bindings of CUDA's runtime are installed, with which a ring can be on a GPU."""
-    return find_spec("cuda") is not None and find_spec("cuda.bindings") is not None

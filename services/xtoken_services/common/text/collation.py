@@ -35,6 +35,7 @@ C = TypeVar("C", bound=CrossTokenizerCollator)
 
 MAX_REASON = 2000
 """Longest reason of a tombstone, in characters."""
+HOW_TO_SKIP = 'data.on_bad_record = "fail"; with "skip" such records are left out'
 LOOKED_AT = 64
 LOOKED_AT_CHARACTERS = 2 << 20
 """Positions that are collated before the first step, to see what will be skipped or cut; and their text at most."""
@@ -166,7 +167,7 @@ def collate_positions(
         log.warning("position %d is skipped: %s", position, reason)
     if tombstones and run.spec.data.on_bad_record == "fail":
         position, reason = next(iter(tombstones.items()))
-        raise BadRecordError(f"bad record at position {position}: {reason} (data.on_bad_record = fail)")
+        raise BadRecordError(f"bad record at position {position}: {reason} ({HOW_TO_SKIP})")
     return [readable[at][0] for at in rows.records], rows.columns, tombstones | skipped
 
 

@@ -19,6 +19,8 @@ from xtoken_core.errors import ConfigError, InputError
 from xtoken_services.common.http_engine.errors import EngineError, EngineRefusalError
 from xtoken_services.common.http_engine.keys import VARIABLE, read_key
 from xtoken_services.common.http_engine.pool import EnginePool
+from xtoken_services.common.processes import waits
+from xtoken_services.common.processes.waits import longest_wait
 
 KEY = "sk-secret-0123"
 
@@ -69,6 +71,21 @@ def test_a_server_that_asks_for_time_gets_it(stack: ExitStack) -> None:
     assert pool.call("GET", "/x", decode=msgspec.json.decode) == 1
     assert times[1] - times[0] >= 0.4
     assert pool.retries == 1
+
+
+def test_a_wait_is_named_by_server_time_and_reason(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waits, "QUIET_S", 0.0)
+    seen: list[str] = []
+
+    def loading_once(*_: Any) -> Answer:
+        seen.append(longest_wait())
+        return (503, {"Retry-After": "0"}, {"detail": "loading"}) if len(seen) == 1 else (200, {}, 1)
+
+    pool = pool_of(stack, loading_once)
+    assert pool.call("GET", "/x", decode=msgspec.json.decode) == 1
+    url = pool.replicas[0].url
+    assert seen == [f"waiting 0 s for {url}", f"waiting 0 s for {url}: status 503: loading"]
+    assert longest_wait() == ""
 
 
 def test_a_held_server_gets_only_requests_that_name_it(stack: ExitStack) -> None:

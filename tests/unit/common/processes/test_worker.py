@@ -1,5 +1,6 @@
 """A worker's life on the queue: heartbeats follow progress, and an ended session makes it leave."""
 
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from xtoken_core.errors import QueueUnreachableError, StaleSessionError
 from xtoken_core.queue.any_partition import any_partition
 from xtoken_core.queue.engine import Engine
 from xtoken_services.common.processes import worker as module
+from xtoken_services.common.processes.waits import Wait
 from xtoken_services.common.processes.worker import QueueLink, StopRequested, worker_session
 from xtoken_services.queue.main import open_run
 from xtoken_services.queue.server import Server
@@ -48,6 +50,12 @@ def test_a_worker_reports_its_progress_and_says_goodbye(queue: tuple[str, Engine
         worker.phase("run")
         worker.alive(3)
         wait_until(lambda: session.progress == 3 and session.phase == "run")
+        worker.activity("measuring")
+        with Wait() as wait:
+            wait.whom, wait.began = "http://h:8000: no answer", time.monotonic() - 60
+            named = re.compile(r"measuring, waiting 6\d s for http://h:8000: no answer")
+            wait_until(lambda: named.fullmatch(session.activity))
+        wait_until(lambda: session.activity == "measuring")
     assert session.ended == "bye"
 
 

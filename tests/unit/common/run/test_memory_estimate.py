@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from xtoken_core.transports.ring import RingShape
 from xtoken_core.wire.columns import ITEM_SIZES
 from xtoken_services.common.batches.step_plan import ring_shape
 from xtoken_services.common.processes.supervised import MARK
-from xtoken_services.common.run import memory_places
+from xtoken_services.common.run import memory_estimate, memory_places
 from xtoken_services.common.run.machine import Machine
 from xtoken_services.common.run.memory_estimate import (
     FLOAT32,
@@ -185,7 +186,8 @@ def test_a_stored_teacher_takes_a_gpu_only_for_a_ring_that_must_be_there(tmp_pat
         assert [need.what for need in staying(run, 0, 1, rings=True)] == ["the student's state", *kept]
 
 
-def test_a_rollout_worker_has_the_students_weights(tmp_path: Path) -> None:
+def test_a_rollout_worker_has_the_students_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_estimate, "has_bindings", lambda: True)
     settings = {"workers": 3, "max_new_tokens": 2}
     run = with_models(tmp_path, rollout=settings, loss={"kl_loss_weight_end": None})
     alone = {need.what for need in memory_uses(with_models(tmp_path), 0, 2, rings=False)}
@@ -202,7 +204,10 @@ def test_a_rollout_worker_has_the_students_weights(tmp_path: Path) -> None:
     served = {"url": "http://a:1", "max_new_tokens": 2}
     # On the device, in shared memory (a version beside the one that it replaces), on the host.
     places, names = (Where.DEVICE, Where.SHARED, Where.HOST), ("the published weights", "the weights to", "rollout wo")
-    for by, taken in (("directory", (0, 2, 0)), ("ipc", (2, 0, 0)), ("nccl", (0, 2, 1))):
+    for by, bindings, taken in (
+        ("directory", True, (0, 2, 0)), ("ipc", True, (2, 0, 0)), ("ipc", False, (1, 2, 0)), ("nccl", True, (0, 2, 1)),
+    ):  # fmt: skip
+        monkeypatch.setattr(memory_estimate, "has_bindings", partial(bool, bindings))
         run = with_models(tmp_path, rollout=served | {"url_weights": by}, loss={"kl_loss_weight_end": None})
         needs = [need for need in all_uses(run, rings=True) if need.what.startswith(names)]
         sums = [sum(need.nbytes for need in needs if need.where == place) for place in places]
@@ -211,7 +216,8 @@ def test_a_rollout_worker_has_the_students_weights(tmp_path: Path) -> None:
         check_host(run, Machine(1, gpus=1, gpu_bytes=GIB * 64, memory_bytes=GIB * 64, shared_bytes=1))
 
 
-def test_weights_that_a_teacher_follows_are_published(tmp_path: Path) -> None:
+def test_weights_that_a_teacher_follows_are_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_estimate, "has_bindings", lambda: True)
     sharded = {"train": {"parallel": "fsdp"}, "workers": {"ranks": 2}}
     for changes, on_gpu, where, count in (
         ({}, True, Where.DEVICE, 1),
