@@ -1,6 +1,6 @@
 """Times the chain divergence with cross-entropy on one GPU, forward and backward, and writes the figures as JSON.
 
-    python -m benchmarks.chain [--out FILE] [--small] [--backends reference,triton] [--forms forward,reverse,jsd]
+    python -m benchmarks.chain [--out FILE] [--small] [--backends reference,triton]
 
 Student logits `[1, 2048, 128256]` and teacher logits `[1, 2048, 151936]` in bfloat16, tables and text drawn as in
 `benchmarks.chain_tables`. Times are medians over replays of a CUDA graph (over events where it cannot be captured), of
@@ -60,7 +60,6 @@ def main() -> int:
     """Measure, print, write."""
     parser = command_line(__doc__, "chain")
     parser.add_argument("--backends", default=",".join(sorted(BACKENDS["chain"])), help="names, separated by commas")
-    parser.add_argument("--forms", default=",".join(FORMS), help="of the divergence, separated by commas")
     parser.add_argument("--small", action="store_true", help="a shape that takes no time, to try this file")
     arguments = parser.parse_args()
     device, shape = torch.device("cuda"), SMALL if arguments.small else Shape()
@@ -73,8 +72,7 @@ def main() -> int:
     )
     load = Workload((student.requires_grad_(), teacher), student, 2 * nbytes(student) + nbytes(teacher))
     rows, text = [], draw_text(tables, shape.tokens)
-    backends, forms = arguments.backends.split(","), arguments.forms.split(",")
-    for backend, form in product(backends, forms):
+    for backend, form in product(arguments.backends.split(","), FORMS):
         if backend == "reference" and form != "forward":
             continue
         ops = ("chain", "cross_entropy")

@@ -15,13 +15,13 @@ import os
 import platform
 import shutil
 import statistics
-import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from importlib.metadata import version
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -155,34 +155,24 @@ def together(ranks: int) -> None:
         dist.barrier()
 
 
-def one_rank(arguments: argparse.Namespace) -> None:
-    """Measure as one of several ranks, in torchrun's environment; the first one prints the samples."""
-    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+def one_rank(directory: str, arguments: argparse.Namespace, port: int, rank: int, ranks: int) -> Any:
+    """Return the samples of one of several ranks."""
     if ranks > 1:
-        dist.init_process_group("gloo", rank=rank, world_size=ranks)
-    samples = measure(arguments.directory, arguments.megabytes, arguments.repeats, rank, ranks)
-    if rank == 0:
-        print(json.dumps(samples))
+        dist.init_process_group("gloo", f"tcp://{LOOPBACK}:{port}", rank=rank, world_size=ranks)
+    samples = measure(Path(directory), arguments.megabytes, arguments.repeats, rank, ranks)
     if ranks > 1:
         dist.destroy_process_group()
+    return samples
 
 
 def start(arguments: argparse.Namespace, ranks: int) -> dict[str, Any]:
     """Start the ranks, and return the medians and extremes of what they measure."""
-    with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
-        command = [
-            sys.executable, "-W", "ignore", "-m", "benchmarks.checkpoint", "--rank", "--directory", directory,
-            "--megabytes", str(arguments.megabytes), "--repeats", str(arguments.repeats),
-        ]  # fmt: skip
-        common = {**os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(ranks)}
-        common |= {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(free_port(LOOPBACK))}
-        processes = [
-            subprocess.Popen(command, env={**common, "RANK": str(rank)}, stdout=subprocess.PIPE, text=True)
-            for rank in range(ranks)
-        ]
-        outputs = [process.communicate()[0] for process in processes]
-    assert all(process.returncode == 0 for process in processes)
-    samples = json.loads(outputs[0].splitlines()[-1])
+    os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    place = tempfile.TemporaryDirectory(dir=arguments.directory)
+    with place as directory, ProcessPoolExecutor(ranks, get_context("spawn")) as pool:
+        common, port = (directory, arguments), free_port(LOOPBACK)
+        parts = [pool.submit(one_rank, *common, port, rank, ranks) for rank in range(ranks)]
+        samples, *_ = (part.result() for part in parts)
     return {form: {name: summary(values) for name, values in rows.items()} for form, rows in samples.items()}
 
 
@@ -198,11 +188,7 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=768, help="size of the whole state")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--directory", type=Path, default=None, help="where checkpoints are written; must exist")
-    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.rank:
-        one_rank(arguments)
-        return
     result: dict[str, Any] = {
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "load_before": round(os.getloadavg()[0], 2),

@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import hashlib
 import os
-import platform
 import random
 import statistics
 import sysconfig
 import tempfile
 import time
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +25,9 @@ os.environ.setdefault("RAYON_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import numpy as np
-import tokenizers
 import torch
-import transformers
 
-from benchmarks.harness import command_line, in_process, processor, write_result
+from benchmarks.harness import command_line, host, in_process, write_result
 from tests.support import vocabularies
 from xtoken_core.alignment import TokenAligner, TokenTable
 from xtoken_core.collate import CrossTokenizerCollator
@@ -239,17 +235,7 @@ def main() -> None:
         collate += whole_collator(name, student, teacher, texts, options.turns)
     built = projection()
     result = {
-        "machine": {
-            "processor": processor(),
-            "cores": os.cpu_count(),
-            "load": os.getloadavg()[0],
-            "python": platform.python_version(),
-            "numpy": np.__version__,
-            "torch": torch.__version__,
-            "tokenizers": tokenizers.__version__,
-            "transformers": transformers.__version__,
-            "trl": version("trl"),
-        },
+        "machine": host("numpy", "torch", "tokenizers", "transformers", "trl"),
         "settings": {"batch": BATCH, "turns": options.turns, "threads": 1, "seconds": time.perf_counter() - _BEGAN},
         "align": align,
         "collator": collate,

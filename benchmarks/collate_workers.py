@@ -8,7 +8,6 @@ vocabularies are tekken's (130,000 tokens) and its first 32,000 merges; document
 from __future__ import annotations
 
 import os
-import platform
 import signal
 import statistics
 import tempfile
@@ -23,7 +22,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 from transformers import AutoTokenizer
 
 from benchmarks.collate import corpora
-from benchmarks.harness import command_line, processor, write_result
+from benchmarks.harness import command_line, host, write_result
 from tests.support import vocabularies
 from tests.support.collators import CollatorCrew
 from tests.support.tiny_run import make_model, write_jsonl
@@ -112,12 +111,7 @@ def main() -> None:
         finally:
             crew.close()
     result: dict[str, Any] = {
-        "machine": {
-            "processor": processor(),
-            "cores": os.cpu_count(),
-            "load": os.getloadavg()[0],
-            "python": platform.python_version(),
-        },
+        "machine": host(),
         "settings": {"context": CONTEXT, "block": 4, "turns": options.turns, "seconds": options.seconds},
         **{
             figure: {name: statistics.median(turn[name][figure] for turn in found) for name in ("one", "two")}

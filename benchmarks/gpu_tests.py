@@ -161,8 +161,7 @@ def main() -> int:
     import torch
 
     if not torch.cuda.is_available():
-        print("benchmarks/gpu_tests.py needs a CUDA GPU: torch sees none", file=sys.stderr)
-        return 2
+        parser.error("it needs a CUDA GPU: torch sees none")
     parts = arguments.parts or [part for part in PARTS if part != "two_gpus" or torch.cuda.device_count() > 1]
     report = json.loads(arguments.out.read_text()) if arguments.parts and arguments.out.exists() else {}
     seen: Counter[str] = Counter()

@@ -8,6 +8,7 @@ import os
 import platform
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from importlib.metadata import version
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,22 @@ def processor() -> str:
     lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
     named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(named, platform.processor() or platform.machine())
+
+
+def host(*packages: str) -> dict[str, Any]:
+    """Return the processor, its load, and the versions of Python and of some packages."""
+    own = {"processor": processor(), "cores": os.cpu_count(), "load": os.getloadavg()[0]}
+    return {**own, "python": platform.python_version(), **{name: version(name) for name in packages}}
+
+
+def gpu_bytes_used() -> int:
+    """Return the bytes of the current GPU that are taken, by any process; 0 without one."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return 0
+    free, total = torch.cuda.mem_get_info()
+    return total - free
 
 
 def machine() -> dict[str, Any]:

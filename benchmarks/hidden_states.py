@@ -13,7 +13,6 @@ have not passed on this GPU gets no time.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from statistics import median
@@ -201,8 +200,7 @@ def main() -> int:
     parser.add_argument("--small", action="store_true", help="small shapes, to see that everything runs")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
-        print("benchmarks/hidden_states.py needs a CUDA GPU: torch sees none", file=sys.stderr)
-        return 2
+        parser.error("it needs a CUDA GPU: torch sees none")
     device, shape, rows = torch.device("cuda"), SMALL if arguments.small else Shape(), []
     passing = tests_pass()
     for name in arguments.only.split(","):

@@ -13,7 +13,6 @@ the bytes that must move: inputs once and gradients once, whatever a backend rea
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -28,7 +27,6 @@ from benchmarks.harness import command_line, write_result
 from benchmarks.timing import copy_bandwidth, nbytes, peak_bytes, timed_by_events, timed_by_graph, waits_for_the_device
 from benchmarks.whole_losses import CONFIGS, OPS_OF, whole_loss
 from xtoken_core.losses.masks import whole_chunks
-from xtoken_core.ops.chain.divergences import Generated
 from xtoken_core.ops.chain_topk.reference import ChainTopKSettings
 from xtoken_core.ops.gold.reference import GoldOptions, TokenPartition
 from xtoken_core.ops.p_kl.reference import PKLOptions
@@ -131,11 +129,8 @@ def make_gold(shape: Shape, device: torch.device) -> Workload:
     )
 
 
-def make_chain_topk(shape: Shape, device: torch.device, *, reverse: bool = False) -> Workload:
-    """Make a workload of the `listed` largest logits of the teacher, tables and text as in `benchmarks.chain`.
-
-    `reverse`: the text is the student's own, compared by the reverse KL.
-    """
+def make_chain_topk(shape: Shape, device: torch.device) -> Workload:
+    """Make a workload of the `listed` largest logits of the teacher, tables and text as in `benchmarks.chain`."""
     student, teacher, _ = logits(shape, device)
     tables = draw_tables(shape.student_vocab, shape.teacher_vocab)
     text = draw_text(tables, shape.tokens)
@@ -147,8 +142,7 @@ def make_chain_topk(shape: Shape, device: torch.device, *, reverse: bool = False
     largest = largest_logits(teacher, sides[1].predicted, topk)
     listed = largest.with_own(sides[1].predicted, sides[1].chunk >= 0)
     lists = listed.log_probs(), listed.ids, listed.log_rest.exp()
-    form = Generated(torch.ones(1, shape.tokens, dtype=torch.bool, device=device)) if reverse else None
-    settings = ChainTopKSettings(text.chunks, generated=form)
+    settings = ChainTopKSettings(text.chunks)
     least = 2 * nbytes(student) + sum(nbytes(x) for x in lists)
     return Workload((student, *lists, *sides, tables, settings), student, least)
 
@@ -230,7 +224,6 @@ WORKLOADS: dict[str, tuple[str, Callable[[Shape, torch.device], Workload]]] = {
     ),
     "gold": ("gold", make_gold),
     "chain_topk": ("chain_topk", make_chain_topk),
-    "chain_topk_reverse": ("chain_topk", lambda s, d: make_chain_topk(s, d, reverse=True)),
     "gold_cross_entropy": ("gold_cross_entropy", lambda s, d: with_cross_entropy(make_gold(s, d), s, d)),
     "cross_entropy": ("cross_entropy", make_cross_entropy),
     "select_topk_columns": ("select_topk_columns", make_select),
@@ -313,12 +306,10 @@ def main() -> int:
     parser.add_argument("--small", action="store_true", help="small shapes, to see that everything runs")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
-        print("benchmarks/ops.py needs a CUDA GPU: torch sees none", file=sys.stderr)
-        return 2
+        parser.error("it needs a CUDA GPU: torch sees none")
     device, shape = torch.device("cuda"), SMALL if arguments.small else Shape()
     if not RESULTS.exists():
-        print("run benchmarks/gpu_tests.py first: no backend has been tested on this GPU", file=sys.stderr)
-        return 2
+        parser.error("run benchmarks.gpu_tests first: no backend has been tested on this GPU")
     tests = json.loads(RESULTS.read_text())
     bandwidth = copy_bandwidth(device)
     print(f"{torch.cuda.get_device_name()}: a copy moves {bandwidth / 1e12:.2f} TB/s")

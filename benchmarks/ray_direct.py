@@ -26,9 +26,8 @@ from xtoken_core.data_plane.address import Address
 from xtoken_core.data_plane.buffers import column_values
 from xtoken_core.wire import Column
 from xtoken_core.wire.columns import offsets_from_lengths
-from xtoken_services.supervisor.launchers.local import free_port
+from xtoken_services.supervisor.launchers.local import LOOPBACK, free_port
 
-LOOPBACK = "127.0.0.1"
 TOKENS, WIDTH, COUNT = 8192, 1536, 60
 WARMUP, QUEUED, SETTLE_S = 5, 40, 3.0
 WAYS = {"object_store": (None, None), "gloo": ("gloo", "torch_gloo"), "nccl": ("nccl", "nccl"), "nixl": ("nixl", None)}

@@ -13,7 +13,6 @@ other. Without liger-kernel its rows are left out.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -134,8 +133,7 @@ def main() -> int:
     parser.add_argument("--small", action="store_true", help="small shapes, to see that everything runs")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
-        print("benchmarks/same_tokenizer.py needs a CUDA GPU: torch sees none", file=sys.stderr)
-        return 2
+        parser.error("it needs a CUDA GPU: torch sees none")
     shape = SMALL if arguments.small else Shape()
     load = Workload(shape, torch.device("cuda"))
     losses: dict[str, Callable[[], tuple[Tensor, ...]]] = {

@@ -27,7 +27,7 @@ import tomli_w
 import torch
 import transformers
 
-from benchmarks.harness import command_line, machine, write_result
+from benchmarks.harness import command_line, gpu_bytes_used, machine, write_result
 from benchmarks.other_tree import ROOT, environment
 from benchmarks.sizing_page import BELOW, WITHIN, is_right, sums
 from xtoken_core.config.resolved import ResolvedRun, parse_resolved_run
@@ -47,10 +47,7 @@ CASES: dict[str, dict[str, Any]] = {
     "logits": {},
     "p_kl": {"loss": {"mode": "p_kl"}},
     "hidden": HIDDEN,
-    "hidden_checkpointed": {
-        "student": {"blockwise_head": True, "checkpoint_activations": True},
-        "teacher": {"content": "hidden"},
-    },
+    "hidden_checkpointed": {**HIDDEN, "student": {"blockwise_head": True, "checkpoint_activations": True}},
     "topk": {"teacher": {"content": "topk", "topk": 64}},
     "small_batch": {"train": {"micro_batch_tokens": 512}},
     "cross_entropy": {"teacher": None},
@@ -112,7 +109,7 @@ class Peaks:
         self.names: dict[int, str] = {}
         self.host: dict[str, int] = {}
         self.shared = self.gpu = 0
-        self._gpu_before = self._gpu_used()
+        self._gpu_before = gpu_bytes_used()
 
     def read(self, supervisor: psutil.Process) -> None:
         """Read the memory of the processes that are known by name."""
@@ -127,13 +124,7 @@ class Peaks:
                 self.host[name] = max(self.host.get(name, 0), of["RssAnon"] + (0 if reads else of["RssFile"]))
                 if name.startswith("trainer"):
                     self.shared = max(self.shared, of["RssShmem"])
-        self.gpu = max(self.gpu, self._gpu_used() - self._gpu_before)
-
-    def _gpu_used(self) -> int:
-        if not torch.cuda.is_available():
-            return 0
-        free, total = torch.cuda.mem_get_info()
-        return total - free
+        self.gpu = max(self.gpu, gpu_bytes_used() - self._gpu_before)
 
 
 def measure(run_file: Path, output: Path, log: Path, device: str) -> dict[str, Any]:

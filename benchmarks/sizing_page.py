@@ -19,14 +19,13 @@ PAIRS = [
     ("qwen-de-500k-to-qwen", "kd_same"),
 ]  # fmt: skip
 """Conditions and methods of `experiments/real/results/strong.json`."""
-LLAMA_7B = {
-    "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,
-    "num_key_value_heads": 32, "vocab_size": 32000, "tie_word_embeddings": False,
-}  # fmt: skip
-LLAMA_70B = {
-    "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
-    "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": False,
-}  # fmt: skip
+SIZES = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size"
+)  # fmt: skip
+LLAMA_7B, LLAMA_70B = (
+    {**dict(zip(SIZES, sizes, strict=True)), "tie_word_embeddings": False}
+    for sizes in ((4096, 11008, 32, 32, 32, 32000), (8192, 28672, 80, 64, 8, 128256))
+)
 WITHIN, BELOW = 0.2, 0.05
 """Parts of a peak by which an estimate may differ from it at most, and be below it."""
 LEAST = 1 << 22

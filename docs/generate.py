@@ -37,8 +37,8 @@ from xtoken_services.control.runs import Runs  # noqa: E402
 
 MAKE = "python docs/generate.py"
 
-COMMON = 4
-"""Commands that share an option from which on it is explained once."""
+COMMON = 3
+"""Commands that share an argument or option from which on it is explained once."""
 BY_CONTEXT = FILLED | {"name": "the file's name"}
 """Defaults that depend on something else, by setting."""
 LONG = 6
@@ -90,7 +90,7 @@ REST = """# REST interface
 Requests of `xtoken control`, generated from its OpenAPI description (`/openapi.json`, browsable at `/docs`).
 [Authentication](operations.md#access-control) is `AUTH="Authorization: Bearer $(cat ~/.config/xtoken/control.token)"`
 here. Times are ISO 8601 with a zone, sizes bytes.
-A status from 400 on comes with a [Problem](#problem); any request may answer 400, 401, 403 or 429.
+A status from 400 on comes with a [Problem](#problem); any request may answer 400, 401, 403, 422 or 429.
 
 <!-- Written by `{make}` from the control plane's OpenAPI: change services/xtoken_services/control, not this. -->
 
@@ -225,9 +225,9 @@ def commands_of(command: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str
 
 
 def cli() -> str:
-    """Render the page about the commands; options that many of them have are explained once."""
+    """Render the page about the commands; arguments and options that several of them have are explained once."""
     commands = list(commands_of(typer.main.get_command(app), ("xtoken",)))
-    counts = Counter(_row(o) for _, command in commands for o in _options(command) if not o.required)
+    counts = Counter(_row(parameter) for _, command in commands for parameter in command.params)
     common = [row for row, count in counts.items() if count >= COMMON]
     sections = []
     for path, command in commands:
@@ -236,11 +236,11 @@ def cli() -> str:
         words = [*path, *(_argument(p) for p in arguments), *(["[OPTIONS]"] if options else [])]
         rows = [_row(parameter) for parameter in (*arguments, *options) if _row(parameter) not in common]
         table = "\n".join(["", "| argument | default | meaning |", "|---|---|---|", *rows, ""]) if rows else ""
-        shared = ", ".join(f"`{option.opts[0]}`" for option in options if _row(option) in common)
+        shared = ", ".join(f"`{_name(p)}`" for p in (*arguments, *options) if _row(p) in common)
         also = f"\nAlso {shared} ([common options](#common-options)).\n" if shared else ""
         text = " ".join((command.help or "").split())
         sections.append(f"## {' '.join(path)}\n\n{text}\n\n```\n{' '.join(words)}\n```\n{table}{also}")
-    head = "\n".join(["| option | default | meaning |", "|---|---|---|", *common])
+    head = "\n".join(["| argument | default | meaning |", "|---|---|---|", *common])
     return CLI.format(make=MAKE, common=head, sections="\n".join(sections).rstrip())
 
 
@@ -250,6 +250,10 @@ def _options(command: Any) -> list[Any]:
 
 def _argument(parameter: Any) -> str:
     return str(parameter.metavar or parameter.name.upper())
+
+
+def _name(parameter: Any) -> str:
+    return _argument(parameter) if parameter.param_type_name == "argument" else str(parameter.opts[0])
 
 
 def _row(parameter: Any) -> str:
@@ -285,12 +289,12 @@ def rest() -> str:
 
 ERRORS = ("Problem", "FieldError")
 ERROR = "[Problem](#problem)"
-ANY_ERRORS = ("400", "401", "403", "429")
+ANY_ERRORS = ("400", "401", "403", "422", "429")
 """Statuses that any request may have, which the page's head names."""
 
 
 def _is_answer(name: str) -> bool:
-    return name not in ERRORS and not name.endswith(("Spec", "LossConfig"))
+    return name not in (*ERRORS, "DataSource") and not name.endswith(("Spec", "LossConfig"))
 
 
 def _request(method: str, path: str, operation: dict[str, Any]) -> str:

@@ -63,7 +63,6 @@ def run_all(
     gpus: int = 1,
     gib: float = math.inf,
     least_s: float = SHORTEST_S,
-    on_end: Callable[[], None] = lambda: None,
 ) -> bool:
     """Make every run that is not finished; a stopped run resumes from its checkpoint.
 
@@ -76,7 +75,6 @@ def run_all(
         gpus: Number of GPUs; with several, each run has the one that the fewest runs use.
         gib: Memory of a GPU, in GiB, that runs on it may take together. A run that alone takes more has it for itself.
         least_s: Seconds before `until` in which no run is started any more.
-        on_end: Called after the end of every run.
 
     Returns:
         True if all of them are finished.
@@ -87,7 +85,7 @@ def run_all(
     waiting, looked = _waiting(state, offered(), started), time.monotonic()
     while waiting or living:
         now = time.monotonic()
-        if _collect_ended(state, living, on_end) or now - looked > _LOOK_S:
+        if _collect_ended(state, living) or now - looked > _LOOK_S:
             waiting, looked = _waiting(state, offered(), started), now
         if now >= until:
             _stop([each.process for each in living.values()])
@@ -110,14 +108,13 @@ def _waiting(state: Path, jobs: Sequence[Job], started: set[str]) -> list[Job]:
     return [job for job in jobs if job.name not in started and not finished(state, job.name)]
 
 
-def _collect_ended(state: Path, living: dict[Job, _Living], on_end: Callable[[], None]) -> bool:
+def _collect_ended(state: Path, living: dict[Job, _Living]) -> bool:
     """Remove the runs whose process has ended from the living ones; return True if there are any."""
     ended = [(job, each) for job, each in living.items() if each.process.poll() is not None]
     for job, each in ended:
         del living[job]
         _discard(state, job)
         _print_outcome(state, job, each.process.returncode, time.monotonic() - each.began)
-        on_end()
     return bool(ended)
 
 

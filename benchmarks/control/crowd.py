@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.control.plane import Readers, end, lines, plane, quantile, start_tiny, tiny_assets, wait
+from benchmarks.control.plane import Readers, end, lines, plane, quantiles, start_tiny, tiny_assets, wait
 from benchmarks.harness import in_process
 
 STORED = 10_000
@@ -88,22 +88,17 @@ class Crowd(Readers):
         return [*(self.ask(number) for number in range(ASKING)), *(self.follow(number) for number in range(STREAMS))]
 
     def _requests(self) -> dict[str, Any]:
-        return {
-            name: {
-                "count": len(times), "p50_ms": 1e3 * quantile(times, 0.5), "p99_ms": 1e3 * quantile(times, 0.99),
-                "max_ms": 1e3 * max(times),
-            }
-            for name, times in sorted(self.times.items())
-        }  # fmt: skip
+        return {name: {"count": len(times), **quantiles(times)} for name, times in sorted(self.times.items())}
 
     def _followed(self) -> dict[str, Any]:
         every = [delay for delays in self.delays.values() for delay in delays]
         means = sorted(statistics.fmean(delays) for delays in self.delays.values())
         return {
             "lines_each": [min(map(len, self.delays.values())), max(map(len, self.delays.values()))],
-            "streams": len(self.delays), "p50_ms": 1e3 * quantile(every, 0.5), "p99_ms": 1e3 * quantile(every, 0.99),
-            "max_ms": 1e3 * max(every), "slowest_to_median": means[-1] / statistics.median(means),
-        }  # fmt: skip
+            "streams": len(self.delays),
+            "slowest_to_median": means[-1] / statistics.median(means),
+            **quantiles(every),
+        }
 
     async def ask(self, number: int) -> None:
         """Send requests of all kinds in turn, one every `EVERY_S`."""

@@ -170,9 +170,11 @@ def tiny_assets(there: Plane) -> Any:
     return make_assets(there.directory / "assets")
 
 
-def quantile(values: list[float], share: float) -> float:
-    """Return a quantile by rank."""
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+def quantiles(seconds: Sequence[float]) -> dict[str, float]:
+    """Return median, 99th percentile by rank and the longest of some times, in milliseconds."""
+    ranked = sorted(seconds)
+    ranks = {"p50_ms": len(ranked) // 2, "p99_ms": int(0.99 * len(ranked)), "max_ms": len(ranked) - 1}
+    return {name: 1e3 * ranked[rank] for name, rank in ranks.items()}
 
 
 def start_tiny(there: Plane, assets: Any, name: str, steps: int) -> tuple[str, Path, float]:

@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.control.plane import Readers, end, lines, plane, quantile, start_tiny, tiny_assets, wait
+from benchmarks.control.plane import Readers, end, lines, plane, quantiles, start_tiny, tiny_assets, wait
 from benchmarks.harness import in_process
 
 READERS, EVERY_S = 200, 2.0
@@ -116,10 +116,7 @@ class Load(Readers):
             await end(tasks)
             spans.append((began, time.time()))
         await asyncio.sleep(WINDOW_S)
-        return {
-            "requests": len(self.times), "failed": self.failed,
-            "p50_ms": quantile(self.times, 0.5) * 1000, "p99_ms": quantile(self.times, 0.99) * 1000, "spans": spans,
-        }  # fmt: skip
+        return {"requests": len(self.times), "failed": self.failed, **quantiles(self.times), "spans": spans}
 
     async def read(self, number: int) -> None:
         """Read as one reader: the list, the run, its curves, in turn."""

@@ -42,7 +42,7 @@ def label_of(variant: dict[str, Any]) -> str:
     student, teacher, workers, train = (changes.get(part, {}) for part in ("student", "teacher", "workers", "train"))
     parts = {
         ", not compiled": not student.get("compile"),
-        ", hidden": "hidden" in workers.get("signal", ""),
+        ", hidden": "hidden" in (workers.get("signal", "") + teacher.get("content", "")),
         ", 8-bit teacher": teacher.get("fp8") or teacher.get("quantized"),
         ", wide": variant["wide"],
         ", teacher apart": teacher.get("gpu") is not None,

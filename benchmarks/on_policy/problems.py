@@ -5,8 +5,9 @@
 Same records with `messages`, lengths, steps, highest learning rate and shape of its schedule; one function asks what
 each side has made. `--texts` holds `problems-en.train.jsonl` and `problems-en.task.jsonl`, which `controls` of
 `experiments.real` writes. This package trains by its defaults, on the student's completions or on the teacher's
-answers; TRL by GOLD with its alignment by bytes, where the answers are its off-policy data. With `--same` both models
-have one tokenizer, and TRL's trainer is its DistillationTrainer, which reads no answers.
+answers, and once more with `--template`, as GOLD's teacher can have none of its own; TRL by GOLD with its alignment by
+bytes, where the answers are its off-policy data. With `--same` both models have one tokenizer, and TRL's trainer is its
+DistillationTrainer, which reads no answers.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ def main() -> None:
     for name in ("student", "teacher", "texts"):
         parser.add_argument(f"--{name}", type=Path, required=True)
     parser.add_argument("--same", action="store_true", help="the models have one tokenizer")
+    parser.add_argument("--template", type=Path, help="chat template of this package's teacher, for a side of its own")
     parser.add_argument("--sides", nargs="*", default=["ours", "trl"])
     parser.add_argument("--texts-of", nargs="*", default=["student", "teacher"], help="whose answers are trained on")
     parser.add_argument("--steps", type=int, default=60)
@@ -50,6 +52,7 @@ def main() -> None:
     parser.add_argument("--part-seconds", type=float, default=600.0, help="each side is ended after so long")
     parser.add_argument("--work", type=Path, default=Path("/tmp/xtoken-problems"))
     options = parser.parse_args()
+    options.sides += ["template"] if options.template else []
     options.prompts = options.texts / "problems-en.train.jsonl"
     options.records = len(options.prompts.read_text(encoding="utf-8").splitlines())
     options.dtype, options.weights = "bfloat16" if options.device == "cuda" else "float32", "auto"
@@ -67,7 +70,7 @@ def main() -> None:
             directory.mkdir(parents=True)
             row: dict[str, Any] = {"side": side, "answers": whose}
             try:
-                row |= (_ours if side == "ours" else _trl)(options, directory, whose)
+                row |= (_trl if side == "trl" else _ours)(options, directory, whose)
                 row["right"] = right_answers(directory / "out" / "model", options)
             except Exception as error:  # the other rows are measured all the same
                 row["error"] = f"{error}"[-1500:]
@@ -106,6 +109,8 @@ def _ours(options: Any, directory: Path, whose: str) -> dict[str, Any]:
         del spec["loss"]
     if whose == "teacher":
         del spec["rollout"], spec["queue"]
+    if directory.name.startswith("template"):
+        spec["teacher"]["chat_template"] = str(options.template.absolute())
     (directory / "run.toml").write_text(tomli_w.dumps(spec), encoding="utf-8")
     code = run_command(directory, options.part_seconds)
     rows = step_rows(directory / "out")

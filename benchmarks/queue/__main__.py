@@ -132,7 +132,7 @@ def machine() -> dict[str, Any]:
     }
 
 
-def measure(peer_python: Path, rounds_wanted: int = ROUNDS) -> dict[str, Any]:
+def measure(rounds_wanted: int) -> dict[str, Any]:
     """Measure everything."""
     start = time.perf_counter()
     result: dict[str, Any] = {
@@ -149,7 +149,7 @@ def measure(peer_python: Path, rounds_wanted: int = ROUNDS) -> dict[str, Any]:
     }  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="xb-") as name:
         places = Places(Path(name))
-        result["transferqueue"] = transferqueue(peer_python)
+        result["transferqueue"] = transferqueue(PEER_PYTHON)
         result |= rates(places, rounds_wanted)
         result["journal"] = journal(places, rounds_wanted)
         result["latency"] = latency.measure(places.address(), places.url("ipc"))
@@ -171,12 +171,9 @@ def rounded(value: Any) -> Any:
 def main() -> int:
     """Measure, write, print the bounds."""
     parser = command_line(__doc__, "queue")
-    parser.add_argument(
-        "--transferqueue", type=Path, default=PEER_PYTHON, metavar="PYTHON", help="of the environment that has it"
-    )
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="of put and get, whose medians are compared")
     options = parser.parse_args()
-    result = rounded(measure(options.transferqueue, options.rounds))
+    result = rounded(measure(options.rounds))
     write_result(options.out, result)
     bounds = queue_bounds(result)
     for bound in bounds:

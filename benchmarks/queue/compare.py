@@ -172,12 +172,6 @@ def ratios(result: dict[str, Any]) -> dict[str, float]:
     return {bound.what: 1 / bound.value if bound.most else bound.value for bound in bounds}  # type: ignore[operator,misc]
 
 
-def this_commit() -> str:
-    """Return the commit of this tree."""
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
-
-
 def main() -> int:
     """Compare, write the result, print each ratio; 1 if one is more than 5% worse."""
     parser = command_line(__doc__, "queue_compare")
@@ -185,7 +179,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="how often everything is measured")
     parser.add_argument("--blocks", type=int, default=BLOCKS, help="of calls per size, side and round")
     options = parser.parse_args()
-    here = this_commit()
+    here = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, text=True).strip()
     with checkout(options.commit) as directory:
         for one in compare(options.commit, directory, here, options.rounds, options.blocks):
             result = rounded(one)

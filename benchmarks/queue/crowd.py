@@ -8,13 +8,15 @@ from __future__ import annotations
 import multiprocessing
 import statistics
 import time
+from concurrent.futures import ProcessPoolExecutor
+from itertools import repeat
 from typing import Any
 
 import zmq
 
 from benchmarks.queue import ours
 from benchmarks.queue.latency import small_sample
-from benchmarks.queue.workload import PATIENCE_S, Phase
+from benchmarks.queue.workload import PATIENCE_S
 from xtoken_core.data_plane.address import Address
 from xtoken_core.data_plane.frames import receive_frames, send_frames
 from xtoken_core.wire import messages as m
@@ -86,8 +88,8 @@ class Client(Connection):
         return reply
 
 
-def crowd(address: Address, process: int, together: Any) -> dict[str, Any]:
-    """Measure waits of the connections of one process, which starts once the others have their connections too."""
+def crowd(address: Address, process: int, together: Any) -> list[list[float]]:
+    """Return the waits of the connections of one process, which starts once the others have their connections too."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     clients = [Client(context, address, process * CONNECTIONS + i) for i in range(CONNECTIONS)]
     poller = zmq.Poller()
@@ -113,16 +115,16 @@ def crowd(address: Address, process: int, together: Any) -> dict[str, Any]:
             else:
                 open_requests -= 1
     context.destroy(linger=0)
-    return {"waits": [client.waits for client in clients]}
+    return [client.waits for client in clients]
 
 
 def measure(address: Address) -> dict[str, Any]:
     """Measure all connections at once."""
-    together = multiprocessing.get_context("spawn").Barrier(PROCESSES)
-    with ours.server(address):
+    context = multiprocessing.get_context("spawn")
+    with ours.server(address), context.Manager() as manager, ProcessPoolExecutor(PROCESSES, context) as pool:
         ours.first_put(address)
-        phases = [Phase(crowd, address, number, together) for number in range(PROCESSES)]
-        waits = [client for phase in phases for client in phase.result()["waits"]]
+        of_each = repeat(address), range(PROCESSES), repeat(manager.Barrier(PROCESSES))
+        waits = [client for clients in pool.map(crowd, *of_each) for client in clients]
     every = [wait for client in waits for wait in client]
     means, longest = [statistics.mean(client) for client in waits], [max(client) for client in waits]
     median = statistics.median(means)

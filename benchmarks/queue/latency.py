@@ -8,8 +8,9 @@ from functools import partial
 from itertools import count
 from typing import Any
 
+from benchmarks.harness import in_process
 from benchmarks.queue import ours, plain
-from benchmarks.queue.workload import FIELDS, alone, batch, buffers_of, quantiles
+from benchmarks.queue.workload import FIELDS, batch, buffers_of, quantiles
 from xtoken_core.compat.task_client import TaskClient
 from xtoken_core.data_plane.address import Address
 from xtoken_core.wire import Column
@@ -72,4 +73,5 @@ def timed(call: Callable[[int], None], sample: int) -> float:
 def measure(address: Address, plain_url: str) -> dict[str, Any]:
     """Measure both servers, at rest except the one in use."""
     with ours.server(address), plain.server(plain_url):
-        return alone(singles, address, plain_url)
+        found: dict[str, Any] = in_process(singles, address, plain_url)
+        return found

@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Generator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -172,13 +173,22 @@ class Worker(Connection):
             self.counts[self.run] = step + 1
 
 
-def work(sender: Any, address: Address, runs: list[int], steps: int, counts: Any) -> None:
-    """Play all workers of some runs in one process; send their waits, or an error's text."""
+_shared: list[Any] = []
+"""In a process that plays workers: the steps done, by run."""
+
+
+def share(counts: Any) -> None:
+    """Keep the counts of steps, which a process can only inherit."""
+    _shared.append(counts)
+
+
+def work(address: Address, runs: range, steps: int) -> list[list[float]]:
+    """Play all workers of some runs in one process; return their waits."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     context.max_sockets = 65_535
     try:
         roles = [("trainer", 0), ("teacher", 0), *(("collator", number) for number in range(COLLATORS))]
-        workers = [Worker(context, address, run, role, number, steps, counts) for run in runs for role, number in roles]
+        workers = [Worker(context, address, run, *role, steps, _shared[0]) for run in runs for role in roles]
         poller, by_socket = zmq.Poller(), {worker.socket: worker for worker in workers}
         for socket in by_socket:
             poller.register(socket, zmq.POLLIN)
@@ -189,9 +199,7 @@ def work(sender: Any, address: Address, runs: list[int], steps: int, counts: Any
                 if by_socket[socket].done:
                     poller.unregister(socket)
                     left -= 1
-        sender.send([worker.waits for worker in workers])
-    except Exception as error:
-        sender.send(f"{type(error).__name__}: {error}")
+        return [worker.waits for worker in workers]
     finally:
         context.destroy(linger=0)
 
@@ -199,30 +207,22 @@ def work(sender: Any, address: Address, runs: list[int], steps: int, counts: Any
 def measure(address: Address, runs: int, steps: int, processes: int) -> dict[str, Any]:
     """Let the runs train to their end, and return waits, rates and the queue's memory over the steps."""
     context = multiprocessing.get_context("spawn")
-    counts, pipes, children = context.Array("q", runs, lock=False), [], []
-    with ours.server(address) as process:
+    counts = context.Array("q", runs, lock=False)
+    pool = ProcessPoolExecutor(processes, context, share, (counts,))
+    with ours.server(address) as process, pool:
         ours.first_put(address)
         memory = [(0, process.memory_info().rss)]
         start, used = time.perf_counter(), process.cpu_times()
-        for number in range(processes):
-            receiver, sender = context.Pipe(duplex=False)
-            arguments = (sender, address, list(range(number, runs, processes)), steps, counts)
-            children.append(context.Process(target=work, args=arguments, daemon=True))
-            children[-1].start()
-            sender.close()
-            pipes.append(receiver)
+        parts = [pool.submit(work, address, range(number, runs, processes), steps) for number in range(processes)]
         connections = 0
-        while any(child.is_alive() for child in children) and not all(pipe.poll() for pipe in pipes):
+        while not all(part.done() for part in parts):
             memory.append((sum(counts), process.memory_info().rss))
             connections = max(connections, len(process.net_connections("all")) - 1)
             time.sleep(SAMPLE_S)
         memory.append((sum(counts), process.memory_info().rss))
         seconds, after = time.perf_counter() - start, process.cpu_times()
-        answers = [pipe.recv() for pipe in pipes]
-    for child in children:
-        child.join()
-    errors = [answer for answer in answers if isinstance(answer, str)]
-    waits = [wait for answer in answers if not isinstance(answer, str) for wait in answer]
+    errors = [repr(error) for part in parts if (error := part.exception())]
+    waits = [wait for part in parts if not part.exception() for wait in part.result()]
     return {
         "connections": connections, "steps_done": sum(counts), "seconds": seconds, "errors": errors,
         "steps_per_s": sum(counts) / seconds, **_waits(waits), **_memory(memory),
@@ -264,11 +264,9 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=100)
     parser.add_argument("--steps", type=int, default=200, help="of each run")
     parser.add_argument("--processes", type=int, default=4, help="that play the workers")
-    parser.add_argument("--transport", choices=("ipc", "tcp"), default="tcp")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="xb-") as name:
-        url = f"ipc://{name}/q" if options.transport == "ipc" else f"tcp://{LOOPBACK}:{free_port(LOOPBACK)}"
-        address = Address.parse(url, Path(name) / "token" if options.transport == "tcp" else None)
+        address = Address.parse(f"tcp://{LOOPBACK}:{free_port(LOOPBACK)}", Path(name) / "token")
         found = measure(address, options.runs, options.steps, min(options.processes, options.runs))
     grown = options.runs == 1 and found["rss_end_over_a_tenth"] > GROWTH
     complete = found["steps_done"] == options.runs * options.steps
@@ -276,7 +274,7 @@ def main() -> int:
         "taken_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "machine": machine(),
         "settings": {
             "runs": options.runs, "steps": options.steps, "processes": options.processes, "samples_per_step": SAMPLES,
-            "transport": options.transport, "python": sys.version.split()[0], "pyzmq": zmq.__version__,
+            "transport": "tcp", "python": sys.version.split()[0], "pyzmq": zmq.__version__,
         },
         "passed": complete and not found["errors"] and not grown, **rounded(found),
     }  # fmt: skip

@@ -13,7 +13,8 @@ from typing import Any
 
 import psutil
 
-from benchmarks.queue.workload import BATCH, BATCHES, FIELDS, PASSES, PATIENCE_S, alone, batch, batch_ids, memory, rate
+from benchmarks.harness import in_process
+from benchmarks.queue.workload import BATCH, BATCHES, FIELDS, PASSES, PATIENCE_S, batch, batch_ids, memory, rate
 from xtoken_core.compat.task_client import TaskClient
 from xtoken_core.data_plane.address import Address
 from xtoken_core.data_plane.zmq_transport import ZmqTransport
@@ -116,11 +117,11 @@ def measure(address: Address, in_flight: int, *extra: str) -> dict[str, float]:
         first_put(address)
         started = time.perf_counter() - begin
         idle = memory(process)
-        found = alone(put, address, in_flight)
+        found = in_process(put, address, in_flight)
         with connect(address, "looks") as client:
             payload = client.stats()["bytes"]
             full = memory(process)
-            found |= alone(get, address, in_flight) | alone(consume, address, in_flight)
+            found |= in_process(get, address, in_flight) | in_process(consume, address, in_flight)
             assert client.stats()["bytes"] == 0
         time.sleep(IDLE_WAIT_S)
         after = memory(process)
@@ -138,7 +139,7 @@ def measure_put(address: Address, *extra: str) -> float:
     """Measure samples per second put, and nothing else."""
     with server(address, *extra):
         first_put(address)
-        return float(alone(put, address, 1)["put"])
+        return float(in_process(put, address, 1)["put"])
 
 
 def measure_idle(address: Address) -> dict[str, float]:

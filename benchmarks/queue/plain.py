@@ -8,16 +8,18 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing import get_context
 from typing import Any
 
 import zmq
 
-from benchmarks.queue.workload import BATCH, BATCHES, PASSES, Phase, alone, batch, buffers_of
+from benchmarks.harness import in_process
+from benchmarks.queue.workload import BATCH, BATCHES, PASSES, batch, buffers_of
 from xtoken_core.data_plane.allocator import CLIENT_KEEPS, set_allocator
 from xtoken_services.queue.memory import one_heap
 
 
-def serve(url: str) -> dict[str, Any]:
+def serve(url: str) -> None:
     """Keep and give back buffers by number, until ended."""
     one_heap()
     kept: dict[bytes, list[zmq.Frame]] = {}
@@ -40,11 +42,13 @@ def serve(url: str) -> dict[str, Any]:
 @contextmanager
 def server(url: str) -> Iterator[None]:
     """Start the ROUTER in a process of its own."""
-    phase = Phase(serve, url)
+    process = get_context("spawn").Process(target=serve, args=(url,), daemon=True)
+    process.start()
     try:
         yield
     finally:
-        phase.end()
+        process.terminate()
+        process.join()
 
 
 def connect(url: str) -> zmq.Socket[bytes]:
@@ -89,4 +93,4 @@ def moved(socket: zmq.Socket[bytes], what: str, in_flight: int) -> float:
 def measure(url: str, in_flight: int) -> dict[str, float]:
     """Put, then get, each from a process of its own."""
     with server(url):
-        return alone(move, url, "put", in_flight) | alone(move, url, "get", in_flight)
+        return {**in_process(move, url, "put", in_flight), **in_process(move, url, "get", in_flight)}

@@ -1,11 +1,10 @@
-"""The workload, and helpers that all sides share: batches, processes of their own, quantiles.
+"""The workload, and helpers that all sides share: batches, rates, quantiles.
 
 A batch is 64 samples: four jagged int64 columns of 1024 to 2048 tokens and one bool mask, 3.2 MB.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import random
 import statistics
 import threading
@@ -76,48 +75,6 @@ def rate(work: Callable[[int], Any], in_flight: int = 1, batches: int = BATCHES)
     if failures:
         raise failures[0]
     return batches * BATCH / taken
-
-
-class Phase:
-    """A function in a process of its own, and the figures that it returns."""
-
-    def __init__(self, work: Callable[..., dict[str, Any]], *arguments: Any) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._receiver, sender = context.Pipe(duplex=False)
-        self._process = context.Process(target=_run, args=(sender, work, arguments), daemon=True)
-        self._process.start()
-        sender.close()
-
-    def result(self) -> dict[str, Any]:
-        """Wait for its end.
-
-        Raises:
-            RuntimeError: It failed or takes too long.
-        """
-        try:
-            if not self._receiver.poll(PATIENCE_S):
-                raise RuntimeError("a phase of the benchmark takes too long")
-            found: dict[str, Any] = self._receiver.recv()
-        except EOFError:
-            raise RuntimeError("a phase of the benchmark failed, see above") from None
-        finally:
-            self.end()
-        return found
-
-    def end(self) -> None:
-        """End the process if it still runs."""
-        self._process.terminate()
-        self._process.join()
-
-
-def alone(work: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
-    """Run a phase and wait for its figures."""
-    return Phase(work, *arguments).result()
-
-
-def _run(sender: Any, work: Callable[..., dict[str, Any]], arguments: tuple[Any, ...]) -> None:
-    sender.send(work(*arguments))
-    sender.close()
 
 
 def quantiles(seconds: Sequence[float]) -> dict[str, float]:

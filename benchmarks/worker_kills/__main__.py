@@ -12,6 +12,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -20,14 +21,13 @@ from typing import Any
 import torch
 
 from benchmarks.bounds import kill_bounds
-from benchmarks.harness import command_line, write_result
+from benchmarks.harness import command_line, gpu_bytes_used, write_result
 from benchmarks.worker_kills.lane import VICTIMS, Lane, trained_ids
 from tests.support.forks import ForkLauncher
 from tests.support.tiny_run import make_assets, tiny_spec
 from xtoken_core.config.spec import RunSpec
 from xtoken_services.common.processes.worker import SILENCE_S, WAIT_S
 from xtoken_services.common.run.status import RunState
-from xtoken_services.supervisor.launchers.local import LocalLauncher
 
 DEADLINE_S = SILENCE_S + WAIT_S
 """A lost session is noticed after its silence at the latest, and heard of with the next answer."""
@@ -83,9 +83,7 @@ class Outcome:
         return all(bound.holds for bound in kill_bounds(self.summary(), self.errors))
 
 
-def kill_repeatedly(
-    directory: Path, *, runs: int, rounds: int, kills: int, device: str, fork: bool = True, seed: int = 11
-) -> Outcome:
+def kill_repeatedly(directory: Path, *, runs: int, rounds: int, kills: int, device: str, seed: int = 11) -> Outcome:
     """Kill at least so many workers, as many rounds as that takes but no more than `rounds`.
 
     Args:
@@ -94,26 +92,26 @@ def kill_repeatedly(
         rounds: Rounds at most.
         kills: Enough.
         device: `cuda` or `cpu`; on a CPU the signal goes through shared memory and no memory is compared.
-        fork: Workers are forked, which makes them start in a second or two.
         seed: Of what is killed when.
     """
     on_gpu = device == "cuda"
+    used: Callable[[], int] = gpu_bytes_used if on_gpu else int  # on a CPU no memory is compared
     outcome = Outcome(torch.cuda.get_device_name() if on_gpu else "cpu", runs, 0)
     began = time.monotonic()
     assets = make_assets(directory / "assets", layers=2, extra_rows=WIDE_HEAD if on_gpu else 16)
-    outcome.used_at_start = used(on_gpu)
-    launcher = ForkLauncher() if fork else LocalLauncher(tied=True)
+    outcome.used_at_start = used()
+    launcher = ForkLauncher()  # workers start in a second or two
     lanes: list[Lane] = []
     try:
         for index in range(runs):
             lanes.append(Lane(_spec(assets, directory / f"run-{index}", device), launcher, seed * 1000 + index))
         with ThreadPoolExecutor(runs) as pool:
             list(pool.map(Lane.paired, lanes))
-            outcome.used_paired = used(on_gpu)
+            outcome.used_paired = used()
             while outcome.rounds < rounds and sum(len(lane.kills) for lane in lanes) < kills:
                 list(pool.map(_round, lanes))
                 outcome.rounds += 1
-                outcome.used_after_rounds.append(used(on_gpu))
+                outcome.used_after_rounds.append(used())
             list(pool.map(_stop, lanes))
     except RuntimeError as error:
         outcome.errors.append(str(error))
@@ -121,7 +119,7 @@ def kill_repeatedly(
         for lane in lanes:
             lane.close()
         launcher.close()
-    outcome.used_at_end = memory_at_rest(outcome.used_at_start + LIMIT, on_gpu)
+    outcome.used_at_end = memory_at_rest(outcome.used_at_start + LIMIT, used)
     outcome.kills = [asdict(kill) for lane in lanes for kill in lane.kills]
     for lane in lanes:
         ids = trained_ids(lane.spec.output)
@@ -155,20 +153,12 @@ def _stop(lane: Lane) -> None:
         raise RuntimeError(f"{lane.spec.output}: {lane.ending}")
 
 
-def used(on_gpu: bool) -> int:
-    """Return the bytes of the device that are taken, by any process."""
-    if not on_gpu:
-        return 0
-    free, total = torch.cuda.mem_get_info()
-    return total - free
-
-
-def memory_at_rest(limit: int, on_gpu: bool, seconds: float = 20.0) -> int:
+def memory_at_rest(limit: int, used: Callable[[], int] = gpu_bytes_used, seconds: float = 20.0) -> int:
     """Return the device's use once it has fallen to a limit, or what it is after that time."""
     deadline = time.monotonic() + seconds
-    while used(on_gpu) > limit and time.monotonic() < deadline:
+    while used() > limit and time.monotonic() < deadline:
         time.sleep(0.1)
-    return used(on_gpu)
+    return used()
 
 
 def main() -> int:
@@ -177,17 +167,11 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=8)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=100, help="at most")
-    parser.add_argument("--no-fork", action="store_true", help="start every worker as `xtoken run` does")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="worker-kills-") as place:
         outcome = kill_repeatedly(
-            Path(place),
-            runs=arguments.runs,
-            rounds=arguments.rounds,
-            kills=arguments.kills,
-            device=arguments.device,
-            fork=not arguments.no_fork,
+            Path(place), runs=arguments.runs, rounds=arguments.rounds, kills=arguments.kills, device=arguments.device
         )
     result = {"holds": outcome.holds(), "summary": outcome.summary(), **asdict(outcome)}
     write_result(arguments.out, result)

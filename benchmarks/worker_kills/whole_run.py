@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from benchmarks.bounds import resume_bounds
-from benchmarks.harness import command_line, write_result
-from benchmarks.worker_kills.__main__ import DEADLINE_S, LIMIT, memory_at_rest, used
+from benchmarks.harness import command_line, gpu_bytes_used, write_result
+from benchmarks.worker_kills.__main__ import DEADLINE_S, LIMIT, memory_at_rest
 from benchmarks.worker_kills.lane import VICTIMS, Lane
 from tests.support.forks import ForkLauncher
 from xtoken_core.config.spec import RunSpec
@@ -51,7 +51,7 @@ def compare(spec_of: SpecOf, directory: Path, *, kills: int, checkpoint_every: i
     Raises:
         RuntimeError: A run has failed, or has ended before it was killed often enough.
     """
-    began, at_start = time.monotonic(), used(torch.cuda.is_available())
+    began, at_start = time.monotonic(), gpu_bytes_used()
     launcher = ForkLauncher()
     lanes: list[Lane] = []
     try:
@@ -70,7 +70,7 @@ def compare(spec_of: SpecOf, directory: Path, *, kills: int, checkpoint_every: i
         if ending.state != RunState.COMPLETED:
             raise RuntimeError(f"{lane.spec.output}: {ending.error}")
     lines = {name: _lines(lane.spec.output) for name, lane in zip(RUNS, lanes, strict=True)}
-    at_end = memory_at_rest(at_start + LIMIT, torch.cuda.is_available())
+    at_end = memory_at_rest(at_start + LIMIT)
     return {
         **verdict(lines),
         "losses": {name: [line["loss"] for line in rows] for name, rows in lines.items()},

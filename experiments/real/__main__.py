@@ -26,6 +26,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness import write_result
 from experiments.jobs import SHORTEST_S
 from experiments.real import models, plan, predictions, results, stages, summary, texts
 from experiments.real.methods import CONDITIONS, METHODS, PATIENCE, SEEDS, TITLES, WEIGHTS, Cell, cells
@@ -117,7 +118,7 @@ def _run(arguments: argparse.Namespace) -> int:
         result = results.read_result(arguments.out)
         for file in arguments.files:
             result = results.merged(result, json.loads(file.read_text(encoding="utf-8")))
-        results.write_result(arguments.out, result)
+        write_result(arguments.out, result)
         _print_tables(result, list(result["conditions"]))
     return 0
 

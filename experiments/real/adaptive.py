@@ -174,7 +174,7 @@ def on_policy(result: Mapping[str, Any]) -> str:
         "rate | right answers, each data seed | change from the cold start, mean | entropy of completions, nats: "
         "begin, most | completions that end: begin, fewest"
     )
-    again = (methods.AGAIN, methods.PART_ON, methods.FEW_ON)
+    again = (methods.AGAIN, methods.PART_ON, methods.PART_LONG, methods.FEW_ON)
     order, lines = (methods.COLD_START, plan.ON_POLICY, *again), []
     runs = _best_rates(_by_rate(result, *order), KEPT)
     previous = ""
@@ -184,7 +184,10 @@ def on_policy(result: Mapping[str, Any]) -> str:
         title = methods.TITLES[method].replace(" only", ": cold start" if cold else " continued")
         if condition in again and condition != previous:
             before = " ".join(f"{run['curve'][0][KEPT]:.1%}" for run in by_seed.values())
-            lines.append([f"**{methods.CONDITIONS[condition].note}**", "", before, *[""] * 3])
+            student = fmean(run["curve"][0]["bits_per_byte"] for run in by_seed.values())
+            ends = [run["curve"][-1] for key, found in runs.items() if key[0] == condition for run in found.values()]
+            bits = f"{student:.3f}, teacher {max(end.get('teacher_bits_per_byte', 0.0) for end in ends):.3f}"
+            lines.append([f"**{methods.CONDITIONS[condition].note}** (bits per byte {bits})", "", before, *[""] * 3])
         previous = condition
         change_cell = "" if cold else f"{100 * change:+.1f} points"
         lines.append([title, f"{rate:g}", _at_end(by_seed, KEPT), change_cell, *_of_completions(by_seed)])
@@ -275,10 +278,8 @@ def two_texts(result: Mapping[str, Any]) -> str:
     """
     names = [f"{methods.CONDITIONS[name].source}.test" for name in (methods.GERMAN_TEACHER, methods.TWO_TEXTS)]
     texts = [f"{VALIDATION}_{name}" for name in (*names, ENGLISH)]
-    runs: dict[tuple[str, float], list[Mapping[str, Any]]] = defaultdict(list)
-    for run in sorted(result["runs"], key=lambda run: int(run["seed"])):
-        if run["condition"] in (methods.GERMAN_TEACHER, methods.TWO_TEXTS):
-            runs[run["method"], run["rate"]].append(run)
+    of_both = _by_rate(result, methods.GERMAN_TEACHER, methods.TWO_TEXTS)
+    runs = {key[1:]: [*by_seed.values()] for key, by_seed in of_both.items()}
     trained, routed = ((BASELINE, methods.CONDITIONS[methods.GERMAN_TEACHER].rates[0]), ("chain_routed", 4e-4))
     if not {trained, routed} <= runs.keys():
         return ""

@@ -29,7 +29,7 @@ def write_answers(state: Path, name: str, device: str) -> None:
         return
     of_problems = asked == word_problems.SOURCE
     tokens = word_problems.ANSWER_TOKENS if of_problems else instructions.ANSWER_TOKENS
-    model, tokenizer = _load(state / "models" / CONDITIONS[name].teacher, device)
+    model, tokenizer = load(state / "models" / CONDITIONS[name].teacher, device)
 
     def answers(conversations: list[list[dict[str, str]]]) -> Iterator[str | None]:
         prompts = [
@@ -55,7 +55,7 @@ def score(state: Path, models: Iterable[str], device: str) -> None:
     for name in models:
         if _scores(state, name).is_file() or not (state / name / "config.json").is_file():
             continue
-        model, tokenizer = _load(state / name, device)
+        model, tokenizer = load(state / name, device)
         if tokenizer.chat_template is None:
             tokenizer.chat_template = instructions.TEMPLATE
         task = instructions.read_task(state / "texts")
@@ -68,7 +68,9 @@ def score(state: Path, models: Iterable[str], device: str) -> None:
             answers = list(_generated(model, tokenizer, prompts, instructions.ANSWER_TOKENS, seed=seed))
             right = [instructions.follows(text, checks) for text, (_, checks) in zip(answers, task, strict=True)]
             found[f"task_accuracy_{key}"] = statistics.fmean(right)
-            _write(file.with_name(f"{file.stem}.{key}.jsonl"), iter(answers))
+            file.parent.mkdir(exist_ok=True)
+            lines = word_problems.lines_of({"text": text} for text in answers)
+            atomic_write(file.with_name(f"{file.stem}.{key}.jsonl"), lines)
         atomic_write(file, json.dumps(found) + "\n")
 
 
@@ -83,7 +85,12 @@ def _scores(state: Path, model: str) -> Path:
     return state / "followed" / f"{model.replace('/', '-')}.json"
 
 
-def _load(directory: Path, device: str) -> tuple[Any, Any]:
+def load(directory: Path, device: str) -> tuple[Any, Any]:
+    """Return a model and its tokenizer, in bfloat16 on a GPU unless the device is the CPU.
+
+    Raises:
+        MissingSourceError: The model has not been made.
+    """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -119,8 +126,3 @@ def _generated(
                 **drawing,
             )  # fmt: skip
         yield from tokenizer.batch_decode(made[:, width:], skip_special_tokens=True)
-
-
-def _write(file: Path, texts: Iterator[str]) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    atomic_write(file, "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts))

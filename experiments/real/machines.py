@@ -1,27 +1,10 @@
-"""The machine of a run, and one description of those of a result file's rows."""
+"""One description of the machines of a result file's rows."""
 
 from __future__ import annotations
 
-import os
-import platform
 import re
 from collections.abc import Mapping
 from typing import Any
-
-
-def machine() -> dict[str, Any]:
-    """Describe the machine and its versions."""
-    import torch
-    import transformers
-
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return {
-        "gpus": gpus,
-        "cpus": os.cpu_count(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
 
 
 def joined_machines(known: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:

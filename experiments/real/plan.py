@@ -21,6 +21,7 @@ from experiments.real.methods import (
     METHODS,
     NO_END,
     PART_COLD,
+    PART_LONG,
     PART_ON,
     QWEN05,
     QWEN15,
@@ -122,6 +123,10 @@ PLAN = (
     *((FEW_ON, method, (3e-5, 1e-4)) for method in _CONTINUED),
     (PART_COLD, "ce", (START_RATE,)),
     *((PART_ON, method, (1e-4, 3e-5 if method == "ce" else 2e-4)) for method in _CONTINUED[1:]),
+    (PART_LONG, "on_jsd_sharp", (2e-4, 4e-4, 1e-4)),
+    (PART_LONG, "chain_shots", (1e-4, 2e-4)),
+    (PART_LONG, "ce", (3e-5, 1e-4)),
+    *((PART_LONG, method, (3e-5,)) for method in ("on_jsd_bare_sharp", "on_jsd_bare", "on_reverse_bare")),
     *((name, "on_after_sharp", (1e-4, 3e-5)) for name in (INSTRUCTIONS, FEW)),
 )
 """Condition, method with its first weights, and learning rates, on the first data seed."""
@@ -138,6 +143,7 @@ OTHER_SEEDS = (
     *((AGAIN, method, 3e-5) for method in _CONTINUED),
     *((FEW_ON, method, None) for method in _CONTINUED),
     (PART_COLD, "ce", START_RATE), *((PART_ON, method, None) for method in _CONTINUED[1:]),
+    *((PART_LONG, method, None) for method in ("on_jsd_sharp", "chain_shots", "ce")),
     *(
         (name, method, None)
         for name in (INSTRUCTIONS, FEW)

@@ -11,7 +11,6 @@ from experiments.real.machines import joined_machines
 from experiments.real.methods import CONDITIONS, DROPPED, METHODS, SEEDS, Cell, cells
 from experiments.real.plan import planned_rates
 from experiments.real.summary import VALIDATION, choices, outcomes
-from xtoken_core.atomic import atomic_write
 
 SAME_START = 0.005
 """Most bits per byte by which runs of one condition may differ before their first step."""
@@ -28,12 +27,6 @@ def read_result(file: Path) -> dict[str, Any]:
         content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         return content
     return {"machine": {}, "conditions": {}, "teachers": {}, "runs": [], "not_run": []}
-
-
-def write_result(file: Path, result: Mapping[str, Any]) -> None:
-    """Write a result file, whole or not at all."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    atomic_write(file, json.dumps(result, indent=1) + "\n")
 
 
 def merged(known: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:

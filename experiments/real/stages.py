@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
+import os
 import random
 import statistics
 import time
@@ -12,13 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from experiments.jobs import SHORTEST_S, Job, finished, run_all
+from benchmarks.harness import machine, write_result
+from experiments.jobs import Job, finished, run_all
 from experiments.real import controls, instructions, word_problems
-from experiments.real.machines import machine
 from experiments.real.methods import CONDITIONS, EVAL_BYTES, METHODS, PATIENCE, Cell, Condition
 from experiments.real.models import MissingSourceError
 from experiments.real.plan import gib_of, has_models
-from experiments.real.results import cell_of, merged, missing, read_result, write_result
+from experiments.real.results import cell_of, merged, missing, read_result
 from experiments.real.run_files import job, projection_file, student_of, teachers_of
 from xtoken_core.atomic import atomic_write
 from xtoken_services.common.tokenizers.chat_templates import read_chat_template
@@ -36,30 +36,22 @@ def runs(
     state: Path,
     planned: Sequence[Cell],
     *,
-    side_by_side: int,
-    until: float,
     device: str,
     steps: int | None,
-    gpus: int = 1,
-    gib: float = math.inf,
-    least_s: float = SHORTEST_S,
     patience: int = PATIENCE,
     partly: bool = False,
+    **limits: Any,
 ) -> bool:
     """Make the runs that are not finished, in their order; return True if all are.
 
     Args:
         state: Directory of models, texts and runs.
         planned: The runs.
-        side_by_side: Number of runs at a time.
-        until: Time on the monotonic clock at which all are stopped.
         device: `workers.device` of every run.
         steps: Optimiser steps of every run instead of its condition's.
-        gpus: Number of GPUs that the runs are spread over.
-        gib: Memory of a GPU, in GiB, that runs on it may take together.
-        least_s: Seconds before `until` in which no run is started any more.
         patience: Evaluations in a row without a better one after which a run ends; 0: it goes on to its last step.
         partly: Leave out the runs whose models are not there yet, and look again while others are made.
+        **limits: How many runs at a time, where and until when, as `run_all` takes them.
 
     Raises:
         MissingSourceError: A model or text has not been made.
@@ -73,7 +65,7 @@ def runs(
             prepared.update(fresh)
         return [replace(job(cell, device=device, steps=steps, patience=patience), gib=gib_of(cell)) for cell in able]
 
-    return run_all(state, offered, side_by_side=side_by_side, until=until, gpus=gpus, gib=gib, least_s=least_s)
+    return run_all(state, offered, **limits)
 
 
 def prepare(state: Path, planned: Sequence[Cell]) -> None:
@@ -187,7 +179,7 @@ def collect(state: Path, planned: Sequence[Cell], out: Path) -> dict[str, Any]:
     measured = {name: state / f"teacher-{name}.json" for name in names}
     rows = finished_rows(state, planned)
     found = {
-        "machine": machine() if rows else {},
+        "machine": {**machine(), "cpus": os.cpu_count()} if rows else {},
         "conditions": dict.fromkeys(names),
         "teachers": {name: json.loads(file.read_text()) for name, file in measured.items() if file.is_file()},
         "runs": rows,
@@ -294,16 +286,9 @@ def _build_tables(state: Path, *pair: str) -> None:
 
 
 def _measure_teacher(state: Path, condition: Condition, model_name: str, device: str) -> dict[str, float]:
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     from xtoken_core.evaluation import evaluate
 
-    directory = state / "models" / model_name
-    place = "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
-    dtype = torch.bfloat16 if place == "cuda" else torch.float32
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).to(place)
-    tokenizer = AutoTokenizer.from_pretrained(directory)
+    model, tokenizer = controls.load(state / "models" / model_name, device)
     files = {"": f"{condition.source}.validation.jsonl"}
     files |= {f"_{source}.test": f"{source}.test.jsonl" for source in (condition.source, *condition.others)}
     measured = {}
@@ -315,7 +300,7 @@ def _measure_teacher(state: Path, condition: Condition, model_name: str, device:
             (json.loads(line)["text"] for line in lines),
             context_length=condition.contexts[1],
             batch_tokens=4 * condition.contexts[1],
-            device=place,
+            device=model.device,
             max_bytes=EVAL_BYTES,
         ).bits_per_byte
     return measured

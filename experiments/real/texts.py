@@ -22,6 +22,8 @@ from typing import NamedTuple
 
 from experiments.real.models import MissingSourceError, download_wheel
 from experiments.real.sources import HANDBOOK, LANGUAGES, MANUAL_PAGES, PYTHON_PACKAGES
+from experiments.real.word_problems import lines_of
+from xtoken_core.atomic import atomic_write
 
 DOCUMENT_BYTES = 1200
 """Paragraphs of a page are joined into documents of about this size."""
@@ -234,10 +236,7 @@ def _write(pages: Iterable[Page], files: dict[str, Path], size: int) -> None:
     for split, file in files.items():
         if size == PACKAGE_BYTES:  # an evaluation reads the first documents: not all of one package
             random.Random(0).shuffle(texts[split])
-        beside = file.with_suffix(".part")
-        lines = (json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts[split])
-        beside.write_text("".join(lines), encoding="utf-8")
-        beside.rename(file)
+        atomic_write(file, lines_of({"text": text} for text in texts[split]))
 
 
 def _text_bytes(file: Path) -> int:

@@ -1,6 +1,6 @@
 """The same workload through the PyPI package TransferQueue: simple storage, two storage units, one node.
 
-    loopback.sh PYTHON measure.py [--batch N ...]
+    loopback.sh PYTHON measure.py
 
 Runs in an environment made from `requirements.txt`, and prints one JSON document. This process is the producer; the
 consumer is a second one. A batch is put by `kv_batch_put` and read, in order, by `kv_batch_get`, one at a time: their
@@ -10,7 +10,6 @@ cleared before the next size.
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import os
@@ -24,6 +23,8 @@ START = time.perf_counter()
 NODE = "127.0.0.1"
 JAGGED = ("input_ids", "teacher_input_ids", "student_chunk_id", "teacher_chunk_id")
 SAMPLES, SINGLES = 2560, 60
+BATCHES = (64, 256)
+"""Samples per batch."""
 
 
 def batch(rows: int):
@@ -75,7 +76,7 @@ def consumer(address: str, pipe) -> None:
         pipe.send(SAMPLES / (time.perf_counter() - begin))
 
 
-def measure(sizes: list[int]) -> dict:
+def measure() -> dict:
     """Measure rates for each batch size, times of single calls, and the time from the start to the first put."""
     import ray
     import transfer_queue as queue
@@ -93,7 +94,7 @@ def measure(sizes: list[int]) -> dict:
     process = spawn.Process(target=consumer, args=(address, theirs), daemon=True)
     process.start()
     mine.recv()
-    for size in sizes:
+    for size in BATCHES:
         columns, every = batch(size), [key for number in range(SAMPLES // size) for key in keys(size, number)]
         rates = []
         for _ in range(2):
@@ -123,12 +124,9 @@ def measure(sizes: list[int]) -> dict:
 
 def main() -> None:
     """Measure, and print the result as the last line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--batch", type=int, nargs="+", default=[64, 256], help="samples per batch")
-    sizes = parser.parse_args().batch
     os.environ["TQ_LOGGING_LEVEL"] = "ERROR"
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    print(json.dumps(measure(sizes)), flush=True)
+    print(json.dumps(measure()), flush=True)
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ RunArgument = Annotated[
 ]
 WatchOption = Annotated[
     bool,
-    typer.Option("--watch", help="Show its progress until it ends, and exit as `xtoken run` does; Ctrl+C detaches."),
+    typer.Option("--watch", help="Show progress until the run ends, and exit as `xtoken run` does; Ctrl+C detaches."),
 ]
 
 

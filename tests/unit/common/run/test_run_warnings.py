@@ -151,6 +151,12 @@ def test_completions_that_run_away_are_said_with_what_to_change(last: dict[str, 
     assert file.getvalue().count(begins) == 1
 
 
+def test_completions_of_a_certain_student_may_vary_more() -> None:
+    for last, names in ((0.5, set()), (0.51, {"entropy"})):
+        both = {"first": {"entropy": 0.004}, "last": {"entropy": last}}
+        assert set(warnings_of(status(last=None, evaluation=None, completions=both))) == names
+
+
 def test_completions_that_are_as_they_were_are_not() -> None:
     limits = {"entropy": 0.8, "finished": 0.79, "completion_tokens": 60.0, "overlap_ratio": 0.3}
     better = {"entropy": 0.1, "finished": 1.0, "completion_tokens": 9.0, "overlap_ratio": 0.9}
