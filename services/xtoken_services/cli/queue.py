@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -82,16 +83,19 @@ def serve_queue(
 
 
 def _load_resolved(path: Path) -> ResolvedRun:
-    """Load a run from a RunSpec (`.toml`, resolved here) or from an already resolved one (`.json`)."""
+    """Load a run from a run file (`.toml`, filled in and resolved here) or from an already resolved one (`.json`)."""
     # These imports take longer than those of a queue without a run: data readers and tokenizers.
     from xtoken_core.config.resolved import parse_resolved_run
-    from xtoken_core.config.spec import load_run_spec
     from xtoken_core.errors import InputError
 
     if path.suffix == ".toml":
+        from xtoken_services.common.run.defaults import load_run
         from xtoken_services.common.run.resolve import resolve_run
 
-        return resolve_run(load_run_spec(path))
+        spec, notes = load_run(path)
+        for note in notes:
+            typer.echo(f"default: {note}", err=True)
+        return resolve_run(spec)
     try:
         return parse_resolved_run(path.read_bytes(), source=str(path))
     except OSError as error:
@@ -101,8 +105,6 @@ def _load_resolved(path: Path) -> ResolvedRun:
 @queue_app.command()
 def stats(queue: QueueOption, token_file: QueueTokenOption = None, keys: KeysOption = None) -> None:
     """Print a queue's statistics as JSON."""
-    import json
-
     with _connected(queue, token_file, keys) as client:
         typer.echo(json.dumps(client.stats(), indent=2))
 
@@ -116,8 +118,6 @@ def peek(
     keys: KeysOption = None,
 ) -> None:
     """Print the state of one sample as JSON."""
-    import json
-
     with _connected(queue, token_file, keys) as client:
         state = client.peek(partition, sample)
     document = {name: getattr(state, name) for name in ("fields", "status", "attempts", "reason")}
@@ -152,12 +152,8 @@ def keygen(
 
     public = create_client_keys(directory) if client else create_queue_keys(directory)
     where = "the queue's clients/, under any name.key" if client else "every client's directory, as queue.key"
-    if as_json:
-        import json
-
-        typer.echo(json.dumps({"public_key": str(public), "copy_to": where}))
-        return
-    typer.echo(f"{public}: copy this public key into {where}")
+    text = f"{public}: copy this public key into {where}"
+    typer.echo(json.dumps({"public_key": str(public), "copy_to": where}) if as_json else text)
 
 
 @contextmanager
