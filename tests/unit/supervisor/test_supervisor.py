@@ -143,7 +143,10 @@ def test_progress_resets_failures(scripted: ScriptedRun) -> None:
 @pytest.mark.slow
 def test_frozen_workers_with_and_without_a_session_are_restarted(scripted: ScriptedRun) -> None:
     limits = Limits(max_restarts=1, hang_timeout_s=10, grace_s=1, first_delay_s=0.05)
-    scripted.start(steps=6, collator_0=["work:freeze"], teacher_0_0=["start:freeze"], limits=limits)
+    deeds = {"collator_0": ["work:freeze"], "teacher_0_0": ["start:freeze"], "trainer_0": ["step5:await go"]}
+    scripted.start(steps=6, limits=limits, **deeds)
+    scripted.until(lambda _: attempts(scripted, "teacher-0-0") == 2)
+    (scripted.state / "go").touch()
     assert scripted.wait().state == RunState.COMPLETED
     assert [attempts(scripted, name) for name in ("collator-0", "teacher-0-0")] == [2, 2]
 
