@@ -87,3 +87,22 @@ def test_killed_queues_recover_as_the_model(short_tmp: Path, monkeypatch: pytest
     monkeypatch.setattr(server, "TICK_S", TICK_S)
     made = settings(PROFILE, max_examples=examples)
     run_state_machine_as_test(lambda: journalled_machine(short_tmp, served=True), settings=made)
+
+
+def test_a_waiting_get_is_refused_once_another_of_its_samples_is_finished(
+    short_tmp: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "TICK_S", TICK_S)
+    state = machine(short_tmp)
+    try:
+        state.begin()
+        state.wait(worker="w1", kind="get", ids=[6, 3, 7, 0], fields=["x", "o"], nbytes=250, pick=5)
+        state.put(worker="w1", partition="orders", ids=[2, 3], names=["y", "o", "x", "v"], salt=4, off=0, lose=False)
+        state.claim(worker="w2", pick=5, count=3, fields=["v", "x"], lose=False)
+        state.claim(worker="w2", pick=0, count=2, fields=["x"], lose=False)
+        state.ack(worker="w1", pick=1, keep=1, lose=False)
+        assert state.waiting is not None
+        state.ack(worker="w1", pick=4, keep=1, lose=False)  # the last task is done with sample 3
+        assert state.waiting is None
+    finally:
+        state.teardown()

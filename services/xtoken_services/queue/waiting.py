@@ -199,7 +199,9 @@ class Waiting:
                 for entry in list(waited_for[sample_id].values()):
                     self._mark(("ids", partition, ""), [entry])
         else:
-            self._mark(("ids", partition, ""), hard=not isinstance(request, SOFT))
+            # An ack may drop a sample that a request names behind the one that it waits for.
+            drops = isinstance(request, m.Ack) and any(i in part.samples.finished for i in request.ids)
+            self._mark(("ids", partition, ""), hard=drops or not isinstance(request, SOFT))
         # Whatever changes a partition may have freed memory; those that wait for room are tried one by one.
         self._mark(ROOM)
 
