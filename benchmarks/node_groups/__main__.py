@@ -1,8 +1,9 @@
 """Two node groups of one rank each beside one group of two ranks: `python -m benchmarks.node_groups`.
 
-The groups are started by torchrun and by Ray, over NCCL with a GPU each, or over gloo with `--device cpu`. Small models
-with random weights. In further runs a group's trainer, and then the whole group, gets SIGKILL in mid-run. Compares the
-loss of every step with the one group's, checks that every position was trained once, and writes JSON after every run.
+The groups are started by this machine's launcher, by torchrun and by Ray, over NCCL with a GPU each, or over gloo with
+`--device cpu`. Small models with random weights. In further runs a group's trainer, and then the whole group, gets
+SIGKILL in mid-run. Compares the loss of every step with the one group's, checks that every position was trained once,
+and writes JSON after every run.
 Ray binds more than loopback: run this by `tests/support/loopback.sh` unless the host has no other network.
 
 Node groups whose processes run without a supervisor: trainers by torchrun, all restarted if they fail.
@@ -42,7 +43,10 @@ LIMIT = 1e-3
 ONE_HOST = {
     "NCCL_NVLS_ENABLE": "0", "NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo", "RAY_worker_niceness": "0",
 }  # fmt: skip
-PARTS = ("one_group", "torchrun", "torchrun_trainer", "torchrun_group", "ray", "ray_trainer", "ray_group")
+PARTS = (
+    "one_group", "local", "local_trainer", "torchrun", "torchrun_trainer", "torchrun_group", "ray", "ray_trainer",
+    "ray_group",
+)  # fmt: skip
 """The runs; a name's end is what gets SIGKILL."""
 ROOT = Path(__file__).parents[2]
 RESTART_DELAY_S = 0.5
@@ -83,7 +87,7 @@ class Harness:
                     spec = RunSpec.model_validate({**spec.model_dump(), "ray": own})
                     how = self._supervised(spec, victim, cluster)
             else:
-                how = self._supervised(spec, "", None)
+                how = self._supervised(spec, victim if launcher == "local" else "", None)
         except Exception as error:  # the other parts are still worth running
             how = {"error": f"{type(error).__name__}: {error}"}
         lines = steps_of(spec.output)
@@ -124,10 +128,10 @@ class Harness:
                 raise RuntimeError(str(reason))
             while not run.over.wait(POLL_S):
                 self._check_time(spec.output.parent.name)
-                if victim and cluster is not None and not killed["killed"] and self._is_midway(spec):
+                if victim and not killed["killed"] and self._is_midway(spec):
                     workers = {worker.name: worker for worker in run.status().workers}
                     killed = {"killed": f"node1-{victim}", "at_step": len(steps_of(spec.output))}
-                    if victim == "trainer":
+                    if cluster is None or victim == "trainer":
                         psutil.Process(workers["node1-trainer-0"].pid).kill()
                     else:
                         cluster.replace(workers["node1-trainer-0"].where)

@@ -37,7 +37,8 @@ class WorkersSpec(ConfigModel):
     """Launcher of the processes: `local` on this machine, `ray` on the nodes of a Ray cluster (`[ray]`)."""
     nodes: Annotated[int, Field(ge=1, le=1024)] = 1
     """Node groups. Each has a queue, collators, teachers and trainers of its own and an equal part of every step; only
-    gradients cross nodes. With `ray` each is on a node of its own; with `local` all are on this machine, for tests."""
+    gradients cross nodes. With `ray` each is on a node of its own; with `local` all are on this machine and divide its
+    GPUs."""
     collators: Count = 2
     """Collator processes, of each node group."""
     ranks: Count = 1

@@ -15,7 +15,7 @@ def check_launch(spec: RunSpec) -> None:
 
     Raises:
         RefusedError: Ray or what a worker needs is not installed, a teacher is divided over more GPUs than there
-            are, or several node groups would share this machine's GPUs.
+            are, or this machine has too few GPUs for several node groups.
     """
     workers = spec.workers
     if workers.launcher == "ray" and not _installed("ray"):
@@ -32,10 +32,11 @@ def check_launch(spec: RunSpec) -> None:
             f"the run takes {spec.gpus_needed} GPUs, this machine has {gpus}: lower teacher.gpus, teacher.gpu or "
             "workers.ranks",
         )
-    if workers.launcher == "local" and workers.nodes > 1 and workers.device != "cpu":
+    if gpus and workers.nodes > 1 and gpus // workers.nodes < spec.gpus_needed:
         raise RefusedError(
             "workers.nodes",
-            'several node groups on one machine are for trying them on CPUs: set workers.device = "cpu"',
+            f"{workers.nodes} node groups on one machine take {workers.nodes * spec.gpus_needed} GPUs, and it has "
+            f'{gpus}: lower workers.nodes or workers.ranks, or set workers.device = "cpu"',
         )
 
 

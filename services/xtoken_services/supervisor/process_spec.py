@@ -15,6 +15,7 @@ from xtoken_core.data_plane.address import Address
 from xtoken_core.queue.run.names import TRAIN, teacher_task
 from xtoken_services.common.http_engine.keys import VARIABLE as ENGINE_KEY
 from xtoken_services.common.processes.supervised import PYTHON
+from xtoken_services.common.run.machine import visible_gpus
 from xtoken_services.supervisor.environment import HUB_TOKEN, PASSIVE_THREADS, THREADS, WANDB_KEY
 
 Kind = Literal["queue", "collator", "rollout", "teacher", "trainer", "writer"]
@@ -79,6 +80,7 @@ class _NodeProcesses:
         self.run, self.node, self.queue = run, node, queue
         self.prefix = f"node{node}-" if run.spec.workers.nodes > 1 else ""
         self.credentials: tuple[str, ...] = ("--keys", str(queue.keys)) if queue.keys is not None else ()
+        self.gpus = gpus_of_node(run.spec, node)
 
     def specs(self, resolved_file: Path) -> Iterator[ProcessSpec]:
         """Yield the processes, the queue first."""
@@ -121,7 +123,7 @@ class _NodeProcesses:
     ) -> ProcessSpec:
         command = cli_command(kind, *arguments)
         group, secrets = group or self.prefix + name, secrets_of(self.run.spec, kind)
-        return ProcessSpec(kind, self.prefix + name, group, command, env, task, self.node, secrets)
+        return ProcessSpec(kind, self.prefix + name, group, command, {**env, **self.gpus}, task, self.node, secrets)
 
 
 def writer_specs(run: ResolvedRun, resolved_file: Path, store: str) -> tuple[ProcessSpec, ...]:
@@ -162,6 +164,20 @@ def cli_command(*arguments: str) -> tuple[str, ...]:
 def heavy_environment(spec: RunSpec) -> dict[str, str]:
     """Return the variables of a process that computes with a model."""
     return {THREADS: str(threads_of_model_workers(spec)), **PASSIVE_THREADS}
+
+
+def gpus_of_node(spec: RunSpec, node: int) -> dict[str, str]:
+    """Return the variable by which a node group sees its part of this machine's GPUs; empty if it sees all.
+
+    Args:
+        spec: The run.
+        node: Number of the node group.
+    """
+    workers = spec.workers
+    if workers.nodes == 1 or workers.launcher == "ray" or workers.device == "cpu" or not (gpus := visible_gpus()):
+        return {}
+    part = len(gpus) // workers.nodes
+    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus[node * part : (node + 1) * part])}
 
 
 def threads_of_model_workers(spec: RunSpec) -> int:

@@ -81,6 +81,23 @@ def test_members_of_two_groups_say_which_and_all_trainers_are_one(tmp_path: Path
     assert last.command[-4:] == ("--name", "node1-trainer-1", "--rank", "1")
 
 
+def test_groups_on_one_machine_divide_its_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def seen(**workers: Any) -> list[str | None]:
+        run = resolved_run(tmp_path, **workers)
+        queues = [Address.parse(f"ipc:///private/queue-{node}") for node in range(run.spec.workers.nodes)]
+        members = build_process_specs(run, tmp_path / "resolved.json", queues)
+        return list(dict.fromkeys(member.env.get("CUDA_VISIBLE_DEVICES") for member in members))
+
+    monkeypatch.setattr("xtoken_services.common.run.machine.count_gpus", lambda: 5)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert seen(nodes=2, ranks=2) == ["0,1", "2,3"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,GPU-b,5,4,3")
+    assert seen(nodes=2, ranks=2) == ["7,GPU-b", "5,4"]
+    assert seen(ranks=2) == seen(nodes=2, device="cpu") == seen(nodes=2, launcher="ray", device="cuda") == [None]
+    monkeypatch.setattr("xtoken_services.common.run.machine.count_gpus", lambda: 0)
+    assert seen(nodes=2) == [None]
+
+
 def test_groups_on_one_machine_share_its_cores_and_groups_on_ray_have_their_own(tmp_path: Path, cores: None) -> None:
     assert threads_of_model_workers(resolved_run(tmp_path, nodes=2).spec) == 4
     assert threads_of_model_workers(resolved_run(tmp_path, nodes=2, **RAY).spec) == 8
@@ -137,8 +154,10 @@ def test_settings_of_nodes_that_cannot_be_are_refused(tmp_path: Path, changes: d
 
 def test_what_cannot_be_started_from_here_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_launch(resolved_run(tmp_path, nodes=2, device="cpu").spec)
-    with pytest.raises(RefusedError, match="several node groups on one machine are for trying them on CPUs"):
-        check_launch(resolved_run(tmp_path, nodes=2).spec)
+    monkeypatch.setattr("xtoken_services.supervisor.launch_check.count_gpus", lambda: 3)
+    check_launch(resolved_run(tmp_path, nodes=2).spec)
+    with pytest.raises(RefusedError, match="2 node groups on one machine take 4 GPUs, and it has 3"):
+        check_launch(resolved_run(tmp_path, nodes=2, ranks=2).spec)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(RefusedError, match="Ray is not installed"):
         check_launch(resolved_run(tmp_path, **RAY).spec)

@@ -88,6 +88,13 @@ def count_gpus() -> int:
     return len(_gpu_bytes())
 
 
+def visible_gpus() -> list[str]:
+    """Return the GPUs that this process may use, as `CUDA_VISIBLE_DEVICES` names them."""
+    count = count_gpus()
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return named.split(",")[:count] if named else [str(number) for number in range(count)]
+
+
 def _gpu_bytes() -> list[int]:
     """Return the memory of every GPU that may be used, by the driver's library, if it is installed."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "all")

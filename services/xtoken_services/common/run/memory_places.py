@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_services.common.run.machine import Machine
@@ -35,8 +35,10 @@ def places_of(run: ResolvedRun, machine: Machine) -> list[Place]:
     on_gpu = spec.workers.device == "cuda" or (bool(machine.gpu_bytes) and spec.workers.device != "cpu")
     # Without the bindings "auto" falls back to shared memory (`xtoken_core.transports.factory`).
     rings = on_gpu and transport not in ("shared_memory", "queue") and (transport != "auto" or has_bindings())
-    uses = [*all_uses(run, rings=rings, on_gpu=on_gpu)] * spec.workers.nodes
-    gpus = max(1, machine.gpus)
+    gpus, nodes = max(1, machine.gpus), spec.workers.nodes if spec.workers.launcher == "local" else 1
+    part = max(1, gpus // nodes)  # what a node group sees of the machine's GPUs
+    of_one = [*all_uses(run, rings=rings, on_gpu=on_gpu)]
+    uses = [replace(use, gpu=node * part + use.gpu % part) for node in range(nodes) for use in of_one]
     host = [use for use in uses if use.where != Where.DEVICE or not on_gpu]
     shared = [use for use in uses if use.where == Where.SHARED]
     places = [Place("host memory (available)", host, machine.memory_bytes)]

@@ -324,6 +324,18 @@ def test_without_bindings_the_slots_of_auto_are_in_shared_memory(
         check_host(run, machine)
 
 
+def test_node_groups_of_one_machine_have_gpus_of_their_own(tmp_path: Path) -> None:
+    machine = Machine(1, gpus=3, gpu_bytes=80 * GIB)
+
+    def on_gpus(**workers: Any) -> dict[str, int]:
+        run = with_models(tmp_path, workers={"device": "cuda", **workers})
+        return {place.name: place.needed for place in places_of(run, machine) if "cuda" in place.name}
+
+    (alone,) = on_gpus().values()
+    assert on_gpus(nodes=2) == {"cuda:0": alone, "cuda:1": alone}
+    assert on_gpus(nodes=2, launcher="ray") == {"cuda:0": alone}, "the other one is on another machine"
+
+
 def test_all_of_a_run_is_in_one_place_and_each_process_is_named(tmp_path: Path) -> None:
     run = with_models(tmp_path, teachers=2, workers={"device": "cpu", "collators": 2})
     machine = Machine(1, memory_bytes=GIB * 64, shared_bytes=GIB)
