@@ -19,7 +19,7 @@ from typing import Any
 
 import jinja2
 
-from benchmarks import bounds, operators, sizing_page
+from benchmarks import bounds, operators, real_pair, sizing_page
 from benchmarks.end_to_end import labels
 from benchmarks.end_to_end.labels import bounds_of
 from benchmarks.on_policy import report as on_policy
@@ -180,6 +180,7 @@ PARTS = [
     Part("startup", PERFORMANCE, lambda: {"r": result("startup")}),
     Part("one_run", PERFORMANCE, lambda: {"r": result("one_run")}),
     *(Part(f"sizing_{name}", ROOT / "docs" / "sizing.md", of) for name, of in SIZING.items()),
+    Part("real_pair", ROOT / "docs" / "operations.md", lambda: result("real_pair") | {"titles": real_pair.TITLES}),
     Part("ray_direct", ROOT / "docs" / "operations.md", lambda: {"r": result("ray_direct")}),
     Part("store", ROOT / "docs" / "operations.md", lambda: {"r": result("store")}),
     Part("engines", ROOT / "docs" / "operations.md", lambda: {"r": result("engines")}),
