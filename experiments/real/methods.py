@@ -365,7 +365,12 @@ CONDITIONS |= {
         note="a quarter of the problems",
     ),
 }
-CONDITIONS[PART_LONG] = replace(CONDITIONS[PART_ON], steps=400, evaluations=4, note="a quarter, 400 steps")
+MID_COLD, MID_ON = "qwen-problems-mid-cold", "qwen-problems-mid-on"
+CONDITIONS |= {
+    PART_LONG: replace(CONDITIONS[PART_ON], steps=400, evaluations=4, note="a quarter, 400 steps"),
+    MID_COLD: replace(CONDITIONS[PART_COLD], size=360_000, note="18% of the answers"),
+    MID_ON: replace(CONDITIONS[PART_ON], size=360_000, start=MID_COLD, note="18% of the problems"),
+}
 GERMAN_TEACHER, TWO_TEXTS = "gemma-on-german", "qwen-two-texts"
 CONDITIONS |= {
     GERMAN_TEACHER: Condition(

@@ -19,6 +19,8 @@ from experiments.real.methods import (
     GERMAN_TEACHER,
     INSTRUCTIONS,
     METHODS,
+    MID_COLD,
+    MID_ON,
     NO_END,
     PART_COLD,
     PART_LONG,
@@ -123,6 +125,8 @@ PLAN = (
     *((FEW_ON, method, (3e-5, 1e-4)) for method in _CONTINUED),
     (PART_COLD, "ce", (START_RATE,)),
     *((PART_ON, method, (1e-4, 3e-5 if method == "ce" else 2e-4)) for method in _CONTINUED[1:]),
+    (MID_COLD, "ce", (START_RATE,)),
+    *((MID_ON, method, (1e-4, 3e-5 if method == "ce" else 2e-4)) for method in _CONTINUED[1:-1]),
     (PART_LONG, "on_jsd_sharp", (2e-4, 4e-4, 1e-4)),
     (PART_LONG, "chain_shots", (1e-4, 2e-4)),
     (PART_LONG, "ce", (3e-5, 1e-4)),
@@ -143,6 +147,7 @@ OTHER_SEEDS = (
     *((AGAIN, method, 3e-5) for method in _CONTINUED),
     *((FEW_ON, method, None) for method in _CONTINUED),
     (PART_COLD, "ce", START_RATE), *((PART_ON, method, None) for method in _CONTINUED[1:]),
+    (MID_COLD, "ce", START_RATE), *((MID_ON, method, None) for method in _CONTINUED[1:-1]),
     *((PART_LONG, method, None) for method in ("on_jsd_sharp", "chain_shots", "ce")),
     *(
         (name, method, None)
