@@ -55,6 +55,7 @@ class ConnectionGuard:
         self.cut_at: dict[int, float] = {}
         self.drained_at = 0.0
         self._excess_before = self._disconnected = 0
+        self._last_cut = -LONG_S
         self._reset(0.0)
         # What the process needs before any client: interpreter, libraries, a replayed journal's overhead.
         self._baseline = resident_bytes() - held()
@@ -105,15 +106,19 @@ class ConnectionGuard:
 
     def _cut(self, excess: int, now: float) -> None:
         """Disconnect silent peers; each time that memory has not moved since doubles the pause until the next cut."""
-        # A peer that has just connected may not be silent yet: idle ones are not cut in its place at once.
+        # A peer that has just connected may not be silent yet, and libzmq returns later what the last cut freed: idle
+        # ones are not cut in place of the offenders.
+        waits = now - self._last_cut <= LONG_S and excess <= self._excess_at_cut + MOVED_BYTES
         lasts = excess > SPARE_BYTES or now - self._within_at > SILENT_S
-        victims = self._silent(now, idle=lasts)[: self._cut_size]
+        victims = self._silent(now, idle=lasts and not waits)[: self._cut_size]
+        if waits and not victims:
+            return
         for number in victims:
             # Before the server can read what it has sent; its descriptor stays open until libzmq notices.
             self.heard[number] = self.cut_at[number] = now
             disconnect(number)
         if victims:
-            before = self._disconnected.bit_length()
+            before, self._last_cut = self._disconnected.bit_length(), now
             self._disconnected += len(victims)
             self._cut_size = min(2 * self._cut_size, MAX_CONNECTIONS)
             # At powers of two: an attack writes a few lines, not one per cut.
