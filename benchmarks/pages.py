@@ -30,6 +30,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 TEMPLATES = ROOT / "benchmarks" / "templates"
 PERFORMANCE = ROOT / "docs" / "performance.md"
 OPERATORS = ROOT / "docs" / "operators"
+ON_POLICY = ROOT / "docs" / "on_policy.md"
 
 
 @dataclass(frozen=True)
@@ -173,8 +174,9 @@ PARTS = [
     Part("queue", PERFORMANCE, lambda: {"r": result("queue")}),
     Part("collation", PERFORMANCE, lambda: {"r": result("collate"), "workers": result("collate_workers")}),
     Part("end_to_end", PERFORMANCE, lambda: {"results": end_to_end_results(), "l": labels}),
-    Part("on_policy", ROOT / "docs" / "on_policy.md", lambda: on_policy.variables(result("on_policy"))),
-    Part("on_policy_problems", ROOT / "docs" / "on_policy.md", lambda: {"p": result("on_policy_problems")}),
+    Part("on_policy", ON_POLICY, lambda: on_policy.variables(result("on_policy"))),
+    Part("on_policy_problems", ON_POLICY, lambda: {"p": result("on_policy_problems")}),
+    Part("rollouts", ON_POLICY, lambda: {"g": result("generation"), "kills": result("rollout_kills")}),
     Part("kills", PERFORMANCE, lambda: {"kills": result("worker_kills"), "resume": result("resume"), "MIB": 1 << 20}),
     Part("control", PERFORMANCE, lambda: {"r": result("control")}),
     Part("startup", PERFORMANCE, lambda: {"r": result("startup")}),
