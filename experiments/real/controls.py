@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,7 @@ def write_answers(state: Path, name: str, device: str) -> None:
     asked = CONDITIONS[name].source
     if (state / "texts" / f"{asked}.test.jsonl").is_file():
         return
-    of_problems = asked == word_problems.SOURCE
-    tokens = word_problems.ANSWER_TOKENS if of_problems else instructions.ANSWER_TOKENS
+    of_problems, tokens = asked != instructions.SOURCE, CONDITIONS[name].completion_tokens
     model, tokenizer = load(state / "models" / CONDITIONS[name].teacher, device)
 
     def answers(conversations: list[list[dict[str, str]]]) -> Iterator[str | None]:
@@ -38,9 +38,9 @@ def write_answers(state: Path, name: str, device: str) -> None:
         for text in _generated(model, tokenizer, prompts, tokens, seed=None):
             yield text.strip() if len(tokenizer(text)["input_ids"]) < tokens else None
 
-    write = word_problems.write_problems if of_problems else instructions.write_answers
+    write = partial(word_problems.write_problems, source=asked) if of_problems else instructions.write_answers
     task = word_problems.TASK if of_problems else instructions.TASK
-    right = write(state / "texts", answers)
+    right = write(state / "texts", generate=answers)
     atomic_write(state / f"teacher-{name}.json", json.dumps({f"task_accuracy_{task}": right}) + "\n")
 
 

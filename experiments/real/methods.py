@@ -12,6 +12,8 @@ SMOLLM2, GEMMA3, QWEN15 = "smollm2-135m-instruct", "gemma3-270m", "qwen2.5-coder
 QWEN05 = "qwen2.5-coder-0.5b-instruct"
 """A student with its teacher's tokenizer, QWEN15's."""
 CHAT = "chat-en"
+ANSWERED = (word_problems.SOURCE, word_problems.ALONE, instructions.SOURCE)
+"""Texts that a teacher writes as answers."""
 TASKS = ("next-word-de", "sums")
 
 
@@ -128,9 +130,6 @@ METHODS = {
     "chain_fading": _chain("chain, fading", kl_loss_weight_end=0.0),
     "chain_adaptive": _chain("chain, adaptive (default)", kl_loss_weight_end="adaptive"),
     "chain_shots": replace(_chain("chain, one weight to the end, teacher reads solved problems"), shots=True),
-    "chain_fading_shots": replace(
-        _chain("chain, fading, teacher reads solved problems", kl_loss_weight_end=0.0), shots=True
-    ),
     "chain_adaptive_shots": replace(
         _chain("chain, adaptive (default), teacher reads solved problems", kl_loss_weight_end="adaptive"), shots=True
     ),
@@ -370,6 +369,15 @@ CONDITIONS |= {
     PART_LONG: replace(CONDITIONS[PART_ON], steps=400, evaluations=4, note="a quarter, 400 steps"),
     MID_COLD: replace(CONDITIONS[PART_COLD], size=360_000, note="18% of the answers"),
     MID_ON: replace(CONDITIONS[PART_ON], size=360_000, start=MID_COLD, note="18% of the problems"),
+}
+ALONE_COLD, ALONE_ON = "qwen-problems-alone-cold", "qwen-problems-alone-on"
+_ALONE: dict[str, Any] = {"source": word_problems.ALONE, "size": 700_000}
+_ALONE |= dict.fromkeys(("task_tokens", "completion_tokens"), word_problems.LONGER)
+CONDITIONS |= {
+    ALONE_COLD: replace(CONDITIONS[PART_COLD], **_ALONE, note="a quarter of the answers of a teacher asked alone"),
+    ALONE_ON: replace(
+        CONDITIONS[PART_ON], **_ALONE, start=ALONE_COLD, note="a quarter, the teacher always asked the question alone"
+    ),
 }
 GERMAN_TEACHER, TWO_TEXTS = "gemma-on-german", "qwen-two-texts"
 CONDITIONS |= {

@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from experiments.real import instructions, word_problems
 from experiments.real.methods import (
     AGAIN,
+    ALONE_COLD,
+    ALONE_ON,
+    ANSWERED,
     COLD_START,
     CONDITIONS,
     FEW,
@@ -41,6 +43,7 @@ PYTHON, GERMAN, FRENCH, WEAK, WEAK_LONG = (
 )  # fmt: skip
 TO_GEMMA, TO_QWEN, PROBLEMS = "qwen-de-500k-to-gemma", "qwen-de-500k-to-qwen", "qwen-problems"
 ON_POLICY, PROBLEMS_NO_END, COLD_NO_END = "qwen-problems-on", f"{PROBLEMS}{NO_END}", f"{COLD_START}{NO_END}"
+_ALONE = ("on_jsd_sharp", "ce", "chain")
 _CONTINUED = ("on_half_sharp", "on_jsd_sharp", "ce", "chain_shots", "on_jsd")
 PLAN = (
     (GERMAN_TEACHER, "ce", (5e-5,)),
@@ -127,6 +130,8 @@ PLAN = (
     *((PART_ON, method, (1e-4, 3e-5 if method == "ce" else 2e-4)) for method in _CONTINUED[1:]),
     (MID_COLD, "ce", (START_RATE,)),
     *((MID_ON, method, (1e-4, 3e-5 if method == "ce" else 2e-4)) for method in _CONTINUED[1:-1]),
+    (ALONE_COLD, "ce", (START_RATE,)),
+    *((ALONE_ON, method, (1e-4, 3e-5 if method == "ce" else 2e-4)) for method in _ALONE),
     (PART_LONG, "on_jsd_sharp", (2e-4, 4e-4, 1e-4)),
     (PART_LONG, "chain_shots", (1e-4, 2e-4)),
     (PART_LONG, "ce", (3e-5, 1e-4)),
@@ -148,6 +153,7 @@ OTHER_SEEDS = (
     *((FEW_ON, method, None) for method in _CONTINUED),
     (PART_COLD, "ce", START_RATE), *((PART_ON, method, None) for method in _CONTINUED[1:]),
     (MID_COLD, "ce", START_RATE), *((MID_ON, method, None) for method in _CONTINUED[1:-1]),
+    (ALONE_COLD, "ce", START_RATE), *((ALONE_ON, method, None) for method in _ALONE),
     *((PART_LONG, method, None) for method in ("on_jsd_sharp", "chain_shots", "ce")),
     *(
         (name, method, None)
@@ -209,7 +215,7 @@ def gib_of(cell: Cell) -> float:
     if cell.condition in TWO_TEXTS_GIB:
         return TWO_TEXTS_GIB[cell.condition]
     more = STUDENT_GIB.get(CONDITIONS[cell.condition].student, 0.0)
-    if CONDITIONS[cell.condition].source in (word_problems.SOURCE, instructions.SOURCE):  # short rows
+    if CONDITIONS[cell.condition].source in ANSWERED:  # short rows
         return PROBLEMS_GIB[method.teachers > 0] + method.on_policy * ROLLOUT_GIB + more
     teacher = Path(next(iter(teachers_of(cell)), "")).name
     return GIB.get(teacher, UNKNOWN_GIB) + more

@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.harness import machine, write_result
 from experiments.jobs import Job, finished, run_all
 from experiments.real import controls, instructions, word_problems
-from experiments.real.methods import CONDITIONS, EVAL_BYTES, METHODS, PATIENCE, Cell, Condition
+from experiments.real.methods import ANSWERED, CONDITIONS, EVAL_BYTES, METHODS, PATIENCE, Cell, Condition
 from experiments.real.models import MissingSourceError
 from experiments.real.plan import gib_of, has_models
 from experiments.real.results import cell_of, merged, missing, read_result
@@ -26,8 +26,6 @@ from xtoken_services.common.tokenizers.chat_templates import read_chat_template
 _MEASURED = ("bits_per_byte", "teacher_bits_per_byte", "task_accuracy")
 _METRICS = ("tokens_per_second", "memory_peak_bytes", "chunk_mass_t0")
 _OF_COMPLETIONS = ("entropy", "finished", "completion_tokens")
-ANSWERED = (word_problems.SOURCE, instructions.SOURCE)
-"""Texts that a teacher writes as answers."""
 _AT_ENDS = 8
 """Steps at either end of a run whose mean is told of a figure of its completions."""
 

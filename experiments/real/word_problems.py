@@ -18,7 +18,8 @@ from xtoken_core.atomic import atomic_write
 from xtoken_core.config.eval import Match
 from xtoken_core.tasks import accuracy_of, read_prompts
 
-SOURCE = "problems-en"
+SOURCE, ALONE = "problems-en", "problems-alone-en"
+"""Texts of answers by a teacher that read two solved problems first, and by one that read the question alone."""
 TASK = "problems-en.task"
 TEMPLATE = "problems-en.jinja"
 """Chat template of a teacher that reads two solved problems before each conversation."""
@@ -26,7 +27,8 @@ TRAINED, HELD_OUT = 5_120, 1_200
 """Problems; of the held-out ones the first are for validation and the task, the others for the test text."""
 VALIDATION = 900
 """Their answers are the 64 KiB that an adaptive weight reads at least."""
-ANSWER_TOKENS = 96
+ANSWER_TOKENS, LONGER = 96, 128
+"""Tokens of an answer; the teacher's are longer where it has read no solved problems."""
 MATCH: Match = "last_number"
 ENDS = re.compile(r"answer is [-$\d,.]+\s*$")
 ASKED = "{question} Think step by step in short sentences and end with 'The answer is N.'"
@@ -140,7 +142,9 @@ def _shots() -> list[dict[str, str]]:
     return [message for asked, said in shots for message in (asked, {"role": "assistant", "content": said})]
 
 
-def write_problems(texts: Path, generate: Callable[[list[list[dict[str, str]]]], Iterator[str | None]]) -> float:
+def write_problems(
+    texts: Path, source: str, generate: Callable[[list[list[dict[str, str]]]], Iterator[str | None]]
+) -> float:
     """Write the task, and the answers of a teacher as records with `messages` in three splits.
 
     Returns:
@@ -148,6 +152,7 @@ def write_problems(texts: Path, generate: Callable[[list[list[dict[str, str]]]],
 
     Args:
         texts: Directory of the texts.
+        source: `SOURCE` or `ALONE`.
         generate: Returns the greedy answer to each conversation; None for one without an end.
 
     Raises:
@@ -157,7 +162,8 @@ def write_problems(texts: Path, generate: Callable[[list[list[dict[str, str]]]],
     held_out = all_of_them[TRAINED:]
     task = ({"messages": asking(question), "answer": answer, "match": MATCH} for question, answer in held_out)
     atomic_write(texts / f"{TASK}.jsonl", lines_of(task))
-    made = generate([conversation(question) for question, _ in all_of_them])
+    asked = conversation if source == SOURCE else asking
+    made = generate([asked(question) for question, _ in all_of_them])
     # A text that the limit cut has no number at its end.
     answers = [answer if answer and ENDS.search(answer) else None for answer in made]
     if sum(answer is not None for answer in answers) < len(answers) // 2:
@@ -166,7 +172,7 @@ def write_problems(texts: Path, generate: Callable[[list[list[dict[str, str]]]],
         {"messages": [*asking(question), {"role": "assistant", "content": answer}]} if answer else None
         for (question, _), answer in zip(all_of_them, answers, strict=True)
     ]
-    write_splits(texts, SOURCE, records, TRAINED, VALIDATION)
+    write_splits(texts, source, records, TRAINED, VALIDATION)
     prompts = read_prompts(texts / f"{TASK}.jsonl", MATCH, HELD_OUT)
     right, _ = accuracy_of(prompts, ([answer or ""] for answer in answers[TRAINED:]))
     return right
