@@ -12,7 +12,7 @@ unexport PYTHONDONTWRITEBYTECODE
 #   make test TORCH_INDEX=https://download.pytorch.org/whl/cpu
 TORCH_INDEX ?=
 
-.PHONY: help install demo lock lint format type test test-all test-browser test-docker check-gpu-service test-deploy docs fuzz fuzz-parsers attack bench-checkpoint bench-store bench-queue bench-queue-compare bench-queue-load bench-queue-peer bench-collate bench-startup bench-ops bench-e2e bench-on-policy bench-e2e-mps bench-e2e-two-gpus bench-divided-teacher bench-node-groups bench-kills bench-control clean
+.PHONY: help install demo lock lint format type test test-all test-browser test-docker check-gpu-service test-deploy docs fuzz fuzz-parsers attack bench-checkpoint bench-store bench-queue bench-queue-load bench-queue-peer bench-collate bench-startup bench-ops bench-e2e bench-on-policy bench-e2e-mps bench-e2e-two-gpus bench-divided-teacher bench-node-groups bench-kills bench-control clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -81,9 +81,6 @@ docs: $(STAMP)  ## generate the reference pages and the measured figures, build 
 bench-queue: $(STAMP)  ## the queue beside raw pyzmq and TransferQueue; eight minutes
 	$(BIN)/python -m benchmarks.queue
 	$(BIN)/python -m benchmarks.pages
-
-bench-queue-compare: $(STAMP)  ## the same ratios here and at COMMIT, in turn; half an hour on an idle machine
-	$(BIN)/python -m benchmarks.queue.compare $(COMMIT)
 
 bench-queue-load: $(STAMP)  ## 1,000 connections of 100 runs, a day's steps of one run, 500 kills of a queue; two hours
 	$(BIN)/python -m benchmarks.queue.load --runs 100 --steps 200 --out benchmarks/results/queue_runs.json
