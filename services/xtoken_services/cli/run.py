@@ -19,11 +19,9 @@ from xtoken_services.cli.options import (
 
 if TYPE_CHECKING:
     from xtoken_core.config import RunSpec
-    from xtoken_services.supervisor.launchers.forks import ForkServer
 
 
 def run(
-    context: typer.Context,
     run_file: Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run's specification.")],
     control: Annotated[
         str | None,
@@ -57,9 +55,6 @@ def run(
     Ctrl+C shuts down gracefully, a second Ctrl+C forces the run to quit. Rerun the same command to resume from the last
     checkpoint. Without --control no process outlives this command.
     """
-    from xtoken_services.supervisor.launchers.forks import early_fork_server
-
-    forks = context.with_resource(early_fork_server(wanted=not (control or dry_run)))
     from xtoken_core.errors import ConfigError
     from xtoken_services.common.run.defaults import load_run
 
@@ -74,9 +69,9 @@ def run(
         raise ConfigError("--loss names code of this machine, which no control plane runs: leave out --control")
     for note in notes if not as_json else ():
         typer.echo(f"default: {note}")
-    distilled = _run_to_end(spec, loss, control, token_file, as_json, forks)
+    distilled = _run_to_end(spec, loss, control, token_file, as_json)
     if second is not None:
-        compared = _run_to_end(second, None, control, token_file, as_json, forks)
+        compared = _run_to_end(second, None, control, token_file, as_json)
         _print_comparison(distilled, compared, as_json=as_json)
     elif distilled and spec.teacher and not as_json:
         typer.echo("what the teacher has brought: the same command with --baseline")
@@ -122,14 +117,9 @@ def _print_comparison(distilled: dict[str, Any], baseline: dict[str, Any], *, as
 
 
 def _run_to_end(
-    spec: RunSpec,
-    loss: str | None,
-    control: str | None,
-    token_file: Path | None,
-    as_json: bool,
-    forks: ForkServer | None,
+    spec: RunSpec, loss: str | None, control: str | None, token_file: Path | None, as_json: bool
 ) -> dict[str, Any]:
-    """Run one specification to its end, on a control plane or from this process, with workers of a fork server.
+    """Run one specification to its end, on a control plane or from this process.
 
     Returns:
         The evaluation of the exported weights; empty without one.
@@ -154,8 +144,6 @@ def _run_to_end(
             if is_size(text) and not as_json:
                 typer.echo(text)
 
-    if forks is not None and spec.workers.launcher != "local":
-        forks.close()
-    result = run_locally(spec, as_json=as_json, loss=loss, forks=forks, events=Sizes())
+    result = run_locally(spec, as_json=as_json, loss=loss, events=Sizes())
     exit_as(result)
     return exported_in(spec.output)

@@ -16,7 +16,6 @@ from xtoken_services.common.run.status import RunState
 from xtoken_services.supervisor.events import SupervisorEvents
 from xtoken_services.supervisor.interrupts import POLL_S, Interrupts
 from xtoken_services.supervisor.launch_check import check_launch
-from xtoken_services.supervisor.launchers.forks import ForkServer
 from xtoken_services.supervisor.progress import STOPPING, STOPPING_NOW, FailsafeView, ProgressView, open_view
 from xtoken_services.supervisor.run import Prepared, Run, new_run, prepare_here
 from xtoken_services.supervisor.run_directory import OutputBefore
@@ -36,7 +35,6 @@ def run_locally(
     as_json: bool = False,
     loss: str | None = None,
     view: ProgressView | None = None,
-    forks: ForkServer | None = None,
     events: SupervisorEvents | None = None,
 ) -> RunResult:
     """Run to the end.
@@ -50,7 +48,6 @@ def run_locally(
         as_json: Whether to print statuses instead, one object a line.
         loss: `module:Class` of a custom loss.
         view: Another view of the run's progress.
-        forks: Server to fork the workers from, which the caller closes; None: one is started if it can be used.
         events: Observer of its supervisor.
 
     Returns:
@@ -68,7 +65,7 @@ def run_locally(
     except XtokenError:
         before.discard()
         raise
-    run = new_run(spec, partial(_prepare, forks=forks, loss=loss), events)
+    run = new_run(spec, partial(_prepare, loss=loss), events)
     return run_to_end(run, show=show, as_json=as_json, view=view)
 
 
@@ -94,13 +91,13 @@ def run_to_end(run: Run, *, show: bool = True, as_json: bool = False, view: Prog
     return result
 
 
-def _prepare(run: Run, *, forks: ForkServer | None, loss: str | None) -> Prepared:
+def _prepare(run: Run, *, loss: str | None) -> Prepared:
     """Prepare a run; one of which a teacher computes what its store lacks begins with the builds of its stores."""
     if not any(teacher.store is not None and teacher.store_missing == "compute" for teacher in run.spec.teacher):
-        return prepare_here(run, forks=forks, loss=loss)
+        return prepare_here(run, loss=loss)
     from xtoken_services.supervisor.store_build import prepare_after_builds  # numpy, which other runs start without
 
-    return prepare_after_builds(run, forks=forks, loss=loss)
+    return prepare_after_builds(run, loss=loss)
 
 
 def follow(run: Run, views: Sequence[ProgressView], interrupts: Interrupts) -> None:

@@ -386,9 +386,7 @@ def prepare_run(
     return Prepared(specs, queues, launchers(run.spec, queues.private), step, resolved.steps)
 
 
-def prepare_here(
-    run: Run, resolve: Resolve | None = None, *, forks: ForkServer | None = None, loss: str | None = None
-) -> Prepared:
+def prepare_here(run: Run, resolve: Resolve | None = None, *, loss: str | None = None) -> Prepared:
     """Prepare a run whose processes end with this one: they are forked from a server that imports meanwhile.
 
     A control plane's are not: they may outlive it.
@@ -396,13 +394,11 @@ def prepare_here(
     Args:
         run: As of `prepare_run`, as are `resolve`, `loss` and the errors.
         resolve: See there.
-        forks: A server that has been started already, which the caller closes.
         loss: See there.
     """
-    if forks is None or forks.lost:
-        forks = fork_server_of_run(run.spec)
-        if forks is not None:
-            run.at_end(forks.close)
+    forks = fork_server_of_run(run.spec)
+    if forks is not None:
+        run.at_end(forks.close)
     return prepare_run(run, launcher_factory(tied=True, forks=forks), resolve, loss=loss)
 
 

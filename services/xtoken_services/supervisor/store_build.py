@@ -19,7 +19,6 @@ from xtoken_services.common.run.status import RunState
 from xtoken_services.common.stores.store_build import as_part_of, build_spec
 from xtoken_services.common.stores.store_records import check_stores, missing_steps, records_of
 from xtoken_services.supervisor.interrupts import POLL_S
-from xtoken_services.supervisor.launchers.forks import ForkServer
 from xtoken_services.supervisor.process_spec import writer_specs
 from xtoken_services.supervisor.run import (
     Ended,
@@ -97,13 +96,12 @@ def resolve_build(build: Run, *, store: str, run: RunSpec, verify: bool = False)
     return resolved, warnings
 
 
-def prepare_after_builds(run: Run, *, forks: ForkServer | None = None, loss: str | None = None) -> Prepared:
+def prepare_after_builds(run: Run, *, loss: str | None = None) -> Prepared:
     """Complete the stores of teachers that compute what these lack (`store_missing = "compute"`), then prepare the run.
 
     Args:
         run: The run; nothing is done for a complete one.
-        forks: As of `prepare_here`, as are `loss` and the errors.
-        loss: See there.
+        loss: As of `prepare_here`, as are the errors.
     """
     complete = _complete(run.spec)
     if complete is not None:
@@ -111,7 +109,7 @@ def prepare_after_builds(run: Run, *, forks: ForkServer | None = None, loss: str
     for number, teacher in enumerate(run.spec.teacher):
         if teacher.store is not None and teacher.store_missing == "compute":
             _complete_store(run, number, teacher.store)
-    return prepare_here(run, _resolve_with_stores, forks=forks, loss=loss)
+    return prepare_here(run, _resolve_with_stores, loss=loss)
 
 
 def _resolve_with_stores(run: Run) -> tuple[ResolvedRun, list[str]]:

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 import typer
@@ -29,7 +28,6 @@ from xtoken_core.wire import QueueError
 from xtoken_services.cli.app import app
 from xtoken_services.common.run.run_text import resolved_text
 from xtoken_services.common.run.status import RunState, RunStatus
-from xtoken_services.supervisor.launchers.forks import ForkServer
 from xtoken_services.supervisor.run_record import RunResult
 
 HEAVY = ("torch", "transformers", "fastapi", "pydantic", "numpy", "zmq", "rich")
@@ -339,39 +337,6 @@ def test_missing_field_loads_no_supervisor(tmp_path: Path) -> None:
     status, modules, _ = run_and_list_modules(file, tmp_path, scripted=False)
     assert "data: field required" in str(status)
     assert not below(modules, WEB_AND_DATABASE | HEAVY_IN_A_RUN | {"xtoken_services.supervisor.run"})
-
-
-def test_workers_are_imported_while_a_run_file_is_read_and_not_after_its_refusal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refused(*_: object) -> None:
-        seen.extend(p for p in psutil.Process().children() if "xtoken_services.supervisor.fork_server" in p.cmdline())
-        raise ConfigError("a setting is wrong")
-
-    monkeypatch.setattr("xtoken_services.common.run.defaults.load_run", refused)
-    for words, servers in ([], 1), (["--dry-run"], 0), (["--control", "http://127.0.0.1:1"], 0):
-        seen: list[psutil.Process] = []
-        result = CliRunner().invoke(app, ["run", str(tmp_path), *words])
-        assert isinstance(result.exception, ConfigError) and len(seen) == servers
-        assert not any(process.is_running() for process in seen)
-
-
-def test_a_run_and_its_baseline_are_forked_from_one_server_unless_their_launcher_is_rays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given: list[tuple[ForkServer, bool]] = []
-
-    def run_locally(_: RunSpec, *, forks: ForkServer, **__: object) -> RunResult:
-        given.append((forks, forks.lost))
-        return RunResult(RunState.COMPLETED)
-
-    monkeypatch.setattr("xtoken_services.supervisor.local_run.run_locally", run_locally)
-    for launcher in ("local", "ray"):
-        settings = [f"--set=workers.launcher={launcher}", "--set=workers.device=cpu", "--set=eval.path=/no/text"]
-        result = CliRunner().invoke(app, ["run", str(run_file(tmp_path)), "--baseline", *settings])
-        assert result.exit_code == 0, result.exception
-    (first, *lost), (second, *_) = given[:2]
-    assert first is second and lost == [False] and all(over for _, over in given[2:]) and len(given) == 4
 
 
 @pytest.mark.parametrize(

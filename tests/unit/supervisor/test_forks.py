@@ -14,11 +14,10 @@ import pytest
 from tests.support.runs import resolved_run
 from tests.support.waiting import until
 from tests.unit.supervisor.scripted_run import alive
-from xtoken_core.errors import ConfigError
 from xtoken_services.supervisor import os_process
 from xtoken_services.supervisor.fork_server import MARK_ROOM
 from xtoken_services.supervisor.launchers.base import STATUS_FILE, UNKNOWN_EXIT
-from xtoken_services.supervisor.launchers.forks import ForkServer, early_fork_server, fork_server_of, fork_server_of_run
+from xtoken_services.supervisor.launchers.forks import ForkServer, fork_server_of, fork_server_of_run
 from xtoken_services.supervisor.launchers.local import ForkedHandle, LocalHandle, LocalLauncher
 from xtoken_services.supervisor.orphan_reaper import watched_at_end
 from xtoken_services.supervisor.os_process import MARK
@@ -140,16 +139,8 @@ def test_server_whose_imports_fail_is_ready_and_lost(environment: dict[str, str]
     assert fork_server_of({**environment, "XTOKEN_FORK": "0"}) is None
 
 
-def test_early_server_ends_with_its_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xtoken_services.supervisor.launchers.forks.PRELOADED", ("colorsys",))
-    spec = resolved_run(tmp_path).spec
-    assert fork_server_of_run(spec) is None  # a model is missing
-    with early_fork_server(wanted=False) as none:
-        assert none is None
-    with pytest.raises(ConfigError), early_fork_server() as server:
-        assert server is not None and not server.lost
-        raise ConfigError("a setting is wrong")
-    assert server.lost
+def test_a_run_without_its_files_starts_no_server(tmp_path: Path) -> None:
+    assert fork_server_of_run(resolved_run(tmp_path).spec) is None  # a model is missing
 
 
 SLEEP = "import time; time.sleep(600)"

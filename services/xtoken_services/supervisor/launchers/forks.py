@@ -9,7 +9,7 @@ import select
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from xtoken_core.errors import XtokenError
@@ -193,17 +193,3 @@ def fork_server_of_run(spec: RunSpec) -> ForkServer | None:
         threads = {THREADS: str(threads_of_model_workers(spec)), **PASSIVE_THREADS}
         return fork_server_of(worker_environment(threads))
     return None
-
-
-@contextlib.contextmanager
-def early_fork_server(*, wanted: bool = True) -> Iterator[ForkServer | None]:
-    """Start a fork server, if one is wanted, before a run file is read; end it with the block.
-
-    A worker sets its number of threads itself.
-    """
-    server = fork_server_of(worker_environment({THREADS: "1", **PASSIVE_THREADS})) if wanted else None
-    try:
-        yield server
-    finally:
-        if server is not None:
-            server.close()
