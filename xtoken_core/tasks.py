@@ -149,8 +149,8 @@ def answered_prompt(
         raise ValueError("`choices` and match = choice need each other")
     if choices and not {*map(_plain, answers)} <= {*map(_plain, choices)}:
         raise ValueError("its answer is none of its choices")
-    if chosen in NUMBERS and any(_number(answer) is None for answer in answers):
-        raise ValueError("its answer is no number")
+    if chosen in NUMBERS and any(_number(answer) is None or len(NUMBER.findall(answer)) > 1 for answer in answers):
+        raise ValueError("its answer is not one number: give the number alone")
     return Prompt(text, tuple(messages), answers, choices, chosen, tests)
 
 

@@ -62,6 +62,8 @@ class RunIdentity(ConfigModel):
 
     Attributes:
         data: Fingerprint of the text.
+        held_out: Fingerprint of the held-out text, with which all evaluations are compared; empty: without an
+            evaluation, or not known.
         mixture: Per source of weighted texts its records and its samples in an epoch.
         long: What becomes of documents longer than the contexts.
         packed: The samples of a micro-batch lie in one row.
@@ -74,6 +76,7 @@ class RunIdentity(ConfigModel):
     name: str
     seed: int
     data: str
+    held_out: str = ""
     records: int
     positions: int
     mixture: tuple[tuple[int, int], ...] = ()
@@ -95,7 +98,8 @@ class RunIdentity(ConfigModel):
 
     def differences(self, other: RunIdentity) -> list[str]:
         """Return the paths of the values that differ, such as `teacher.0.weight`."""
-        return list(_differences(self.model_dump(mode="json"), other.model_dump(mode="json"), ""))
+        known = {} if self.held_out and other.held_out else {"held_out": self.held_out}
+        return list(_differences(self.model_dump(mode="json"), other.model_dump(mode="json") | known, ""))
 
 
 def _differences(mine: Any, other: Any, path: str) -> Iterator[str]:

@@ -9,15 +9,15 @@ from pydantic import ValidationError
 
 from xtoken_core.config.base import ConfigModel
 from xtoken_core.config.identity import ModelIdentity, RunIdentity, TeacherIdentity
+from xtoken_core.config.rollout import RolloutSpec
 from xtoken_core.config.routing import Routes
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.config.validation_errors import describe
 from xtoken_core.errors import ConfigError
 from xtoken_core.prompt_plan import PromptPlan
 
-BESIDE_THE_IDENTITY = {"workers": 1, "weights": "shared_memory", "url_weights": "directory"} | {
-    "stop_when_worse": None,
-    "learning_rate": None,
+BESIDE_THE_IDENTITY = {"weights": "shared_memory", "stop_when_worse": None, "learning_rate": None} | {
+    name: field.default for name, field in RolloutSpec.model_fields.items() if name.startswith(("url", "workers"))
 }
 """Settings of rollouts that a run may change when it resumes."""
 
@@ -67,6 +67,7 @@ class ResolvedRun(ConfigModel):
     projection_fingerprints: tuple[str, ...]
     pair_files: tuple[Path | None, ...] = ()
     data_fingerprint: str
+    held_out_fingerprint: str = ""
     records: int
     positions: int
     mixture: tuple[tuple[int, int], ...] = ()
@@ -163,6 +164,7 @@ class ResolvedRun(ConfigModel):
             name=spec.name,
             seed=spec.seed,
             data=self.data_fingerprint,
+            held_out=self.held_out_fingerprint,
             records=self.records,
             positions=self.positions,
             mixture=self.mixture,

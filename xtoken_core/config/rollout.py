@@ -123,7 +123,7 @@ def loss_defaults(loss: Mapping[str, Any]) -> dict[str, Any]:
         loss: The settings that are given.
     """
     usual = "chain" if loss.keys().isdisjoint(PUBLIC_NAMES) else "p_kl"
-    chain = loss.get("mode", usual) == "chain" and not loss.get("teacher_modes")
+    chain = "chain" in (loss.get("teacher_modes") or [loss.get("mode", usual)])
     return {"kl_loss_weight_end": None} | ({"beta": BETA} if chain and not loss.get("reverse_kl") else {})
 
 

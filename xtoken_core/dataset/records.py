@@ -135,7 +135,7 @@ def parse_json_line(line: str, field: str) -> dict[str, Any]:
     try:
         value = json.loads(line)
     except json.JSONDecodeError as error:
-        raise UnusableRecordError(f"invalid JSON: {error.msg} at column {error.colno}") from error
+        raise UnusableRecordError(f"invalid JSON: {error.msg} (column {error.colno})") from error
     except (RecursionError, ValueError) as error:
         raise UnusableRecordError("invalid JSON: nested too deeply or a number too long") from error
     if not isinstance(value, dict):

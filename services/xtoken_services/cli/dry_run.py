@@ -90,8 +90,10 @@ def _measured(spec: RunSpec, loss: str | None, steps: int) -> list[str]:
         changes["eval"] = spec.eval.model_copy(
             update={"every": MEASURED_STEPS, "max_bytes": _trial_bytes(spec.eval, spec)}
         )
-    if spec.loss.kl_loss_weight_end == ADAPTIVE:  # it would warn of the trial's own, shorter text
-        changes["loss"] = spec.loss.model_copy(update={"kl_loss_weight_end": None})
+    cold = spec.rollout is not None and bool(spec.rollout.after)
+    if cold or spec.loss.kl_loss_weight_end == ADAPTIVE:  # it would warn of the trial's own, shorter text
+        weight = spec.loss.last_kl_loss_weight if cold else spec.loss.kl_loss_weight
+        changes["loss"] = spec.loss.model_copy(update={"kl_loss_weight": weight, "kl_loss_weight_end": None})
     if spec.rollout is not None:  # the steps of a cold start take less
         changes["rollout"] = spec.rollout.model_copy(update={"after": RolloutSpec.model_fields["after"].default})
     place, began = next(path for path in spec.output.parents if path.exists()), time.monotonic()

@@ -19,7 +19,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from xtoken_services.common.run.metric_lines import BITS, TEACHER_BITS, covered, finite, with_error
+from xtoken_services.common.run.metric_lines import BITS, TEACHER_BITS, covered, finite, task_accuracy, with_error
 from xtoken_services.common.run.quantities import span
 from xtoken_services.common.run.run_warnings import warnings_of
 from xtoken_services.common.run.status import RunState, RunStatus, WorkerStatus
@@ -326,6 +326,8 @@ def metrics_of(status: RunStatus) -> list[tuple[str, str]]:
         metrics.append(("bits per byte", with_error(evaluation)))
     if TEACHER_BITS in evaluation:
         metrics.append(("teacher", f"{evaluation[TEACHER_BITS]:.4f}"))
+    if (right := task_accuracy(evaluation)) is not None:
+        metrics.append(("right on tasks", f"{right:.1%}"))
     if status.keeps_best and BITS in best:
         metrics.append(("best", f"{with_error(best, amount=False)} of step {best['step']}"))
     return metrics

@@ -320,7 +320,7 @@ def reduce_plan(step: StepPlan, group: RankGroup) -> StepPlan:
     # One exchange for all: a collective's latency is the cost, not its size.
     teachers = len(step.kd_chunks)
     counts = [step.plan.micro_batches, step.ce_tokens, step.tokens, step.truncated, *step.kd_chunks]
-    columns = list(zip(*group.gather_nodes([*counts, *step.samples_of, *step.tokens_of]), strict=True))
+    columns = list(zip(*group.gather_nodes([*counts, *step.samples_of, *step.text_of, *step.tokens_of]), strict=True))
     ce_tokens, tokens, truncated, *others = (sum(column) for column in columns[1:])
     kd_chunks, by_route = others[:teachers], others[teachers:]  # nothing by route in a run without routes
     return replace(
@@ -332,7 +332,8 @@ def reduce_plan(step: StepPlan, group: RankGroup) -> StepPlan:
         truncated=truncated,
         kd_chunks=tuple(kd_chunks),
         samples_of=tuple(by_route[:teachers]),
-        tokens_of=tuple(by_route[teachers:]),
+        text_of=tuple(by_route[teachers : 2 * teachers]),
+        tokens_of=tuple(by_route[2 * teachers :]),
     )
 
 

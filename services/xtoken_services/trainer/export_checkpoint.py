@@ -86,7 +86,9 @@ def step_of_best(output: Path, step: int | None) -> int:
         raise ConfigError("--best and --step name two checkpoints: leave one out")
     best = best_step(output / CHECKPOINTS)
     if best is None:
-        raise InputError(f"{output} holds no checkpoint of a best evaluation: the run needs eval.keep_best = true")
+        raise InputError(
+            f"{output} holds no checkpoint of a best evaluation after step 0, which eval.keep_best = true keeps"
+        )
     return best
 
 

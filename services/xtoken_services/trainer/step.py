@@ -279,9 +279,9 @@ class StepRunner:
         self.timer.lap("backward")
         if samples is not None:
             samples.write(step.step, tensors, batch.teachers)
-        if step.shares is not None:  # parts of the mean over each teacher's own samples, as kl_loss_t{i} is
-            own = {teacher: step.shares[teacher] for teacher in batch.teachers if step.shares[teacher]}
-            metrics |= {f"ce_loss_t{teacher}": metrics["ce_loss"] / share for teacher, share in own.items()}
+        for teacher in batch.teachers if step.text_of else ():
+            if own := step.text_of[teacher]:  # parts of the mean over a teacher's own samples, as kl_loss_t{i} is
+                metrics[f"ce_loss_t{teacher}"] = metrics["ce_loss"] * (step.ce_tokens / own)
         return metrics | overlap | (text.metrics if text is not None else {})
 
     def _fields(self, teachers: Collection[int]) -> list[str]:

@@ -43,7 +43,14 @@ SETTINGS_OF_NONE: dict[str, dict[str, Any]] = {
         "train": {"learning_rate": 1e-4},
         "loss": {"mode": "chain", "beta": "none"},
     },
-}
+    "completions behind text alone": {
+        "rollout": {"after": 0.5, "fraction": [0.5, 1.0], "max_new_tokens": 4},
+        "loss": {"mode": "chain", "kl_loss_weight": 0.0, "kl_loss_weight_end": 1.0},
+    },
+    "a teacher that is the student, its weight adaptive": {
+        "teacher": [{"model": "student", "context_length": 64}], "loss": {"kl_loss_weight_end": "adaptive"}
+    },
+}  # fmt: skip
 
 
 def full(tmp_path: Path) -> RunSpec:

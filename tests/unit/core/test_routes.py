@@ -124,7 +124,7 @@ def test_denominators_are_of_the_samples_that_each_teacher_compares(tmp_path: Pa
     chunks = [columns[schema.field_name(schema.KD_CHUNKS, n)].values.cast("q").tolist() for n in range(2)]
     tokens = columns[schema.CE_TOKENS.name].values.cast("q").tolist()
     assert step.kd_chunks == (chunks[0][0] + chunks[0][2], chunks[1][1] + chunks[1][2]), "sample 3 is dead"
-    assert step.samples_of == (2, 2)
+    assert step.samples_of == (2, 2) and step.text_of == (tokens[0] + tokens[2], tokens[1] + tokens[2])
     total = sum(tokens[:3])
     assert step.shares == [(tokens[0] + tokens[2]) / total, (tokens[1] + tokens[2]) / total]
     assert {i: batch.teachers for own in step.plan.ranks for batch in own for i in batch.ids} == dict(enumerate(routes))

@@ -9,7 +9,7 @@ import pytest
 from tests.support.cases import cases
 from xtoken_core.config.eval import TasksSpec
 from xtoken_core.errors import InputError
-from xtoken_core.tasks import accuracy_of, read_prompts
+from xtoken_core.tasks import accuracy_of, answered_prompt, read_prompts
 
 
 def prompts_of(tmp_path: Path, *records: Any, limit: int = 100) -> list[Any]:
@@ -77,7 +77,7 @@ def test_completion_is_judged(tmp_path: Path, record: dict[str, Any], completion
         {"prompt": "?", "answer": "a", "match": "regex"},
         "none of exact, number, last_number, boxed, choice, contains, code",
     ),
-    ({"prompt": "?", "answer": "a", "match": "number"}, "no number"),
+    ({"prompt": "?", "answer": "a", "match": "number"}, "not one number"),
     ({"prompt": "?", "answer": "a", "match": "choice"}, "need each other"),
     ({"prompt": "?", "answer": "a", "choices": ["b"], "match": "choice"}, "none of its choices"),
     ({"prompt": "?", "answer": "a", "hint": "x"}, "unknown field 'hint'"),
@@ -141,3 +141,12 @@ def test_settings_of_tasks() -> None:
         TasksSpec(path=Path("a.jsonl"), samples=4)
     with pytest.raises(ValueError, match="same file name"):
         TasksSpec(path=(Path("x/a.jsonl"), Path("y/a.jsonl")))
+
+
+def test_an_answer_that_is_several_numbers_is_refused() -> None:
+    """By which of them it would be judged is a guess: a solution may end in its result, a fraction is two."""
+    for answer in ("48/2 = 24 in May, 48 + 24 = 72 in all. #### 72", "1/2"):
+        for match in ("number", "last_number"):
+            with pytest.raises(ValueError, match="its answer is not one number: give the number alone"):
+                answered_prompt({"answer": ["3", answer], "match": match}, "exact")
+    assert answered_prompt({"answer": "$1,072.50 in all"}, "last_number").is_right("so it is 1072.5")

@@ -149,14 +149,15 @@ def test_weights_in_a_gpus_memory_need_a_gpu(tmp_path: Path) -> None:
             make_sampler(run, None, torch.device("cpu"))  # type: ignore[arg-type]
 
 
-def test_stopping_when_worse_is_taken_and_may_change_in_a_resume_as_url_weights_may(tmp_path: Path) -> None:
+def test_stopping_when_worse_is_taken_and_may_change_in_a_resume_as_servers_may(tmp_path: Path) -> None:
     served = {"url": "http://a:1"}
+    others = {"url": ["http://b:1"], "url_engine": "sglang", "url_timeout_s": 60.0, "url_connections": 2}
     run = spec({"stop_when_worse": 2, "url_weights": "ipc", **served}, eval=TASKS)
     assert run.rollout is not None and run.rollout.stop_when_worse == 2
     made = resolved_run(tmp_path)
     one, other = (
         made.model_copy(update={"spec": made.spec.model_copy(update={"rollout": each})}).identity()
-        for each in (run.rollout, spec(served).rollout)
+        for each in (run.rollout, spec(others).rollout)
     )
     assert one == other
 
@@ -169,6 +170,8 @@ def test_stopping_when_worse_is_taken_and_may_change_in_a_resume_as_url_weights_
         ({}, {"beta": 0.2}, 0.2, 3e-5),
         ({}, {"reverse_kl": True}, None, 3e-5),
         ({"after": 2}, {}, 0.5, 1e-4),
+        ({}, {"teacher_modes": ["chain"]}, 0.5, 3e-5),
+        ({}, {"mode": "gold", "teacher_modes": ["gold"]}, None, 3e-5),
     ],
 )
 def test_completions_have_defaults_of_their_own(

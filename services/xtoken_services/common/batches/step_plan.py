@@ -78,6 +78,7 @@ class StepPlan:
             teacher with the student's tokenizer). With averaged logits, which have one term, those of all samples.
         samples_of: Samples that each teacher compares; empty without routes.
         tokens_of: Tokens to learn of these, and last those of all samples; empty without routes.
+        text_of: The same of text alone, as `ce_tokens` counts it, without those of all samples.
         tokens: Student tokens of the step, without padding.
         truncated: Truncated documents of the step.
         padding: Fraction of this node group's computed positions, of all sides, that are no token.
@@ -97,6 +98,7 @@ class StepPlan:
     generated: GeneratedRows = GeneratedRows()
     samples_of: tuple[int, ...] = ()
     tokens_of: tuple[int, ...] = ()
+    text_of: tuple[int, ...] = ()
 
     @property
     def shares(self) -> list[float] | None:
@@ -184,6 +186,7 @@ def plan_step(run: ResolvedRun, step: int, rows: StepRows) -> StepPlan:
         generated=_generated(step, columns, alive) if run.spec.rollout is not None and rows.ids else GeneratedRows(),
         samples_of=tuple(map(len, compared)) if run.routes else (),
         tokens_of=tuple(map(trained, [*compared, alive])) if run.routes else (),
+        text_of=tuple(total(schema.CE_TOKENS.name, of) for of in compared) if run.routes else (),
     )
 
 

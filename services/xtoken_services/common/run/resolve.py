@@ -79,8 +79,9 @@ def resolve_run(spec: RunSpec, progress: Progress | None = None) -> ResolvedRun:
     _writable(spec.output)
     index, piece_bytes = _training_text(spec, same_tokenizer, progress)
     records = len(index)
+    held_out = ""
     if spec.eval is not None:
-        open_held_out(spec)
+        held_out = open_held_out(spec).fingerprint
         for path in spec.eval.also_by_name.values():
             open_index(spec, [path], spec.eval.field)
         _check_tasks(spec.eval)
@@ -96,6 +97,7 @@ def resolve_run(spec: RunSpec, progress: Progress | None = None) -> ResolvedRun:
         pair_files=pair_files,
         projection_fingerprints=tuple(file_fingerprint(path) if path else "" for path in pair_files),
         data_fingerprint=index.fingerprint,
+        held_out_fingerprint=held_out,
         records=records,
         positions=_positions(spec, sum(samples for _, samples in mixture) or records),
         mixture=mixture,
@@ -231,8 +233,10 @@ def file_warnings(run: ResolvedRun) -> Iterator[str]:
             f"the run has {run.steps} steps, not train.max_steps = {train.max_steps}: its text has {run.records} "
             f"records (data.epochs = {data.epochs})"
         )
+    several = run.spec.rollout.completions if run.spec.rollout is not None else 1
+    again = run.prompts.before(run.steps) * (several - 1) // several  # further completions of a prompt
     for number, (records, samples) in enumerate(run.mixture):
-        passes = run.positions * samples / (run.epoch * records)
+        passes = (run.positions - again) * samples / (run.epoch * records)
         if passes > MOST_PASSES:
             yield f"data.sources.{number}: its {records} records are read {passes:.0f} times"
     if run.spec.eval is not None and not run.spec.holds_back and (same := _trained_on(run.spec)):

@@ -39,6 +39,7 @@ SETTINGS = {
     "packed": "train.packing",
     "optimizer": "train.optimizer",
     "data": "the text",
+    "held_out": "the held-out text (eval.path)",
     "mixture": "the weights of data.sources",
     "routes": "teacher.name or the teachers of data.sources",
 }

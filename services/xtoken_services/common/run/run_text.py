@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import tomli_w
+from pydantic import ValidationError
 
 from xtoken_core.config.base import NONE, ConfigModel, NoneWord
 from xtoken_core.config.spec import RunSpec
@@ -63,13 +65,20 @@ def without_defaults(spec: RunSpec) -> dict[str, Any]:
         _keep(document, complete, name.split("."))
     if spec.eval is None:
         document["eval"] = NONE
-    if document.get("loss"):
-        document["loss"] |= {name: complete["loss"][name] for name in BY_OTHERS}
+    if document.get("loss") or not _means(document, spec):
+        document["loss"] = document.get("loss", {}) | {name: complete["loss"][name] for name in BY_OTHERS}
     for table, left_out in (name.split(".") for name in MAY_GO):
         shorter = {name: value for name, value in document.get(table, {}).items() if name != left_out}
-        if table in document and RunSpec.model_validate(document | {table: shorter}) == spec:
+        if table in document and _means(document | {table: shorter}, spec):
             document[table] = shorter
     return document
+
+
+def _means(document: Mapping[str, Any], spec: RunSpec) -> bool:
+    """Return True if a document is that of a run."""
+    with suppress(ValidationError):
+        return RunSpec.model_validate(document) == spec
+    return False
 
 
 def _keep(document: Any, complete: Any, path: Sequence[str]) -> None:

@@ -53,7 +53,7 @@ def left_out_warnings(counts: Mapping[str, Any], of: float) -> dict[str, str]:
     if cut > MOST_LEFT_OUT * of:
         lines["truncated"] = (
             f"{cut:.0f} of {of:.0f} samples are cut at a context, what follows there is not trained: raise "
-            'student.context_length and teacher.context_length, or set data.long = "split"'
+            'student.context_length and teacher.context_length, or for plain text set data.long = "split"'
         )
     return lines
 

@@ -70,7 +70,7 @@ def weight_warnings(spec: RunSpec) -> Iterator[str]:
         yield (
             f"the weight of the divergence stays {spec.loss.kl_loss_weight:g}, however good the student becomes, which "
             f"is no error: {read:,} bytes of held-out text are read, fewer than {LEAST_BYTES:,}; a weight that falls "
-            f"takes more text in eval.path, or a larger eval.max_bytes than {most}"
+            f"takes more text in eval.path, or where that has more, a larger eval.max_bytes than {most}"
         )
 
 
@@ -107,7 +107,9 @@ def check_host(run: ResolvedRun, machine: Machine) -> list[str]:
     spec, places = run.spec, places_of(run, machine)
     remedies = (
         f"lower train.micro_batch_tokens = {spec.train.micro_batch_tokens} or workers.slots = {spec.workers.slots}, "
-        'send less (teacher.content = "hidden" or "topk"), or take smaller models or dtypes'
+        + 'send less (teacher.content = "hidden" or "topk"), '
+        * any(spec.content_of(n) == "logits" for n in range(len(spec.teacher)))
+        + "or take smaller models or dtypes"
     )
     if spec.rollout is not None and spec.rollout.weights != "directory":
         remedies += '; of /dev/shm, set rollout.weights = "directory" or enlarge it (in a container --shm-size)'
@@ -155,7 +157,7 @@ def _check_disk(run: ResolvedRun, output: Path) -> str:
     """Refuse a disk that has no room for a checkpoint.
 
     Returns:
-        What checkpoints and the exported model take, in a line.
+        What checkpoints and the exported model take, in a line; a warning if that is more than there is.
 
     Raises:
         OutputError: It has none.
@@ -171,7 +173,9 @@ def _check_disk(run: ResolvedRun, output: Path) -> str:
         )
     kept = spec.train.keep_checkpoints + (1 if spec.eval is not None and spec.eval.keep_best else 0)
     model = weight_bytes(spec.student.model, spec.student.dtype)
-    return (
-        f"disk: at most {kept} checkpoints of {gib(needed)}, and the model of {gib(model)}: "
-        f"{gib(kept * needed + model)} of {gib(free)} free"
+    whole = kept * needed + model
+    line = (
+        f"at most {kept} checkpoints of {gib(needed)}, and the model of {gib(model)}: {gib(whole)} of {gib(free)} free"
     )
+    low = f"the disk of {output} may fill up: free some, or lower train.keep_checkpoints ({line})"
+    return f"disk: {line}" if whole <= free else low

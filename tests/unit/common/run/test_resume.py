@@ -57,6 +57,7 @@ def test_the_setting_that_differs_is_named(saved: ResolvedRun) -> None:
         check_output(saved.model_copy(update={"packed": True}))
     with pytest.raises(ConfigError, match="samples_per_step"):
         check_output(with_train(saved, samples_per_step=4))
+    assert check_output(saved.model_copy(update={"held_out_fingerprint": "known later"})) == 1
     other = saved.student.model_copy(update={"weights_fingerprint": "of another model"})
     with pytest.raises(ConfigError, match=r"what differs is student\.model; choose another"):
         check_output(saved.model_copy(update={"student": other}))
@@ -64,6 +65,17 @@ def test_the_setting_that_differs_is_named(saved: ResolvedRun) -> None:
     spec = saved.spec.model_copy(update={"teacher": (heavier,)})
     with pytest.raises(ConfigError, match=r"what differs is teacher\.0\.context_length, teacher\.0\.weight; choose"):
         check_output(saved.model_copy(update={"spec": spec}))
+
+
+def test_evaluations_of_one_run_are_of_one_text(tmp_path: Path) -> None:
+    run = resolved_run(tmp_path).model_copy(update={"held_out_fingerprint": "a"})
+    checkpoints = Checkpoints(run.spec.output / CHECKPOINTS, run)
+    checkpoints.save(Cursor(step=1), {"w": torch.ones(1)})
+    checkpoints.wait()
+    for known in ("a", ""):
+        assert check_output(run.model_copy(update={"held_out_fingerprint": known})) == 1
+    with pytest.raises(ConfigError, match=r"what differs is the held-out text \(eval\.path\); choose another"):
+        check_output(run.model_copy(update={"held_out_fingerprint": "b"}))
 
 
 def with_student(run: ResolvedRun, **changes: object) -> ResolvedRun:
