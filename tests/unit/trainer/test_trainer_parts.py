@@ -241,7 +241,7 @@ def gradient(run: ResolvedRun, case: Case, step: int) -> torch.Tensor:
     absent: Any = None
     runner = StepRunner(worker, student, loss, absent, RankGroup(0, 1), rank=0, pad_id=0)
     runner._teacher_logits = lambda _: list(case.teacher_logits)  # type: ignore[method-assign]
-    plan: Any = SimpleNamespace(step=step, ce_tokens=20, kd_chunks=(12,), shares=None)
+    plan: Any = SimpleNamespace(step=step, ce_tokens=20, kd_chunks=(12,), shares=None, text_of=())
     weight = run.spec.loss.kl_weight_at(step, run.steps)
     metrics = runner._backward(plan, replace(OF_ONE_TEACHER, data=case.batch), 0, None, weight)
     assert logits.grad is not None
@@ -281,7 +281,7 @@ def test_a_step_with_completions_has_the_overlap_ratio(tmp_path: Path, generates
     runner = StepRunner(worker, student, loss, absent, RankGroup(0, 1), rank=0, pad_id=0)
     runner._teacher_logits = lambda _: list(case.teacher_logits)  # type: ignore[method-assign]
     plan: Any = SimpleNamespace(
-        step=0, ce_tokens=20, kd_chunks=(20,), shares=None, plan=SimpleNamespace(micro_batches=3)
+        step=0, ce_tokens=20, kd_chunks=(20,), shares=None, text_of=(), plan=SimpleNamespace(micro_batches=3)
     )
     metrics = runner._backward(plan, replace(OF_ONE_TEACHER, data=case.batch), 0, None, 1.0)
     assert ("overlap_ratio" in metrics) == generates

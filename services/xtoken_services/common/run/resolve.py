@@ -79,12 +79,7 @@ def resolve_run(spec: RunSpec, progress: Progress | None = None) -> ResolvedRun:
     _writable(spec.output)
     index, piece_bytes = _training_text(spec, same_tokenizer, progress)
     records = len(index)
-    held_out = ""
-    if spec.eval is not None:
-        held_out = open_held_out(spec).fingerprint
-        for path in spec.eval.also_by_name.values():
-            open_index(spec, [path], spec.eval.field)
-        _check_tasks(spec.eval)
+    held_out = _held_out(spec)
     mixture = _mixture_of(spec, index)
     pair_files = tuple(
         _pair_file(spec, number, student, files, progress, same_tokenizer=same)
@@ -223,6 +218,17 @@ def _check_projection_form(table: str, file: Path, mode: LossMode) -> None:
             f'{table}.projection: {file} is sparse, loss.mode = "{mode}" takes a dense top-k file: build one '
             "with xtoken projection build"
         )
+
+
+def _held_out(spec: RunSpec) -> str:
+    """Check what evaluations read; return the fingerprint of the held-out text, empty without an evaluation."""
+    if spec.eval is None:
+        return ""
+    fingerprint = open_held_out(spec).fingerprint
+    for path in spec.eval.also_by_name.values():
+        open_index(spec, [path], spec.eval.field)
+    _check_tasks(spec.eval)
+    return fingerprint
 
 
 def file_warnings(run: ResolvedRun) -> Iterator[str]:
