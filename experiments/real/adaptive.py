@@ -22,7 +22,7 @@ TEXTS = (plan.PYTHON, plan.GERMAN, plan.FRENCH, plan.WEAK, plan.WEAK_LONG)
 TEACHER_NAMES = {methods.QWEN15: "Qwen2.5-Coder-1.5B", methods.GEMMA3: "Gemma 3 270M"}
 ENGLISH = "handbook-en.test"
 NOT_RUN = "not run"
-KEPT = f"{TASK}{word_problems.TASK}"
+KEPT = f"{TASK}{word_problems.PROBLEMS.task}"
 PATIENCES = (2, 3, 5, 8, None)
 """Values of `eval.patience`; None: the default."""
 
@@ -157,7 +157,7 @@ def problems(result: Mapping[str, Any]) -> str:
         ends = [run["curve"][-1] for run in by_seed.values()]
         starts = [run["curve"][0] for run in by_seed.values()]
         halves = [next(row for row in run["curve"] if 2 * row["step"] >= run["steps"]) for run in by_seed.values()]
-        answers = f"{VALIDATION}_{word_problems.SOURCE}.test"
+        answers = f"{VALIDATION}_{word_problems.PROBLEMS.source}.test"
         cells = (
             _at_end(by_seed, right),
             ", ".join(f"{fmean(row[right] for row in rows):.1%}" for rows in (starts, halves, ends)),

@@ -1,4 +1,4 @@
-"""What teachers write for runs on word problems and instructions, and what students are asked after them."""
+"""What teachers write for runs on questions and instructions, and what students are asked after them."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from experiments.real import instructions, word_problems
-from experiments.real.methods import CONDITIONS
+from experiments.real import instructions
+from experiments.real.methods import CONDITIONS, QUESTIONS
 from experiments.real.models import MissingSourceError
+from experiments.real.questions import lines_of
 from xtoken_core.atomic import atomic_write
 
 _BATCH = 1024
 
 
 def write_answers(state: Path, name: str, device: str) -> None:
-    """Write word problems or instructions with the greedy answers of a teacher, and how many of them are right.
+    """Write questions or instructions with the greedy answers of a teacher, and how many of them are right.
 
     Args:
         state: Directory of models and texts.
@@ -28,7 +29,7 @@ def write_answers(state: Path, name: str, device: str) -> None:
     asked = CONDITIONS[name].source
     if (state / "texts" / f"{asked}.test.jsonl").is_file():
         return
-    of_problems, tokens = asked != instructions.SOURCE, CONDITIONS[name].completion_tokens
+    questions, tokens = QUESTIONS.get(asked), CONDITIONS[name].completion_tokens
     model, tokenizer = load(state / "models" / CONDITIONS[name].teacher, device)
 
     def answers(conversations: list[list[dict[str, str]]]) -> Iterator[str | None]:
@@ -38,8 +39,8 @@ def write_answers(state: Path, name: str, device: str) -> None:
         for text in _generated(model, tokenizer, prompts, tokens, seed=None):
             yield text.strip() if len(tokenizer(text)["input_ids"]) < tokens else None
 
-    write = partial(word_problems.write_problems, source=asked) if of_problems else instructions.write_answers
-    task = word_problems.TASK if of_problems else instructions.TASK
+    write = partial(questions.write, source=asked) if questions else instructions.write_answers
+    task = questions.task if questions else instructions.TASK
     right = write(state / "texts", generate=answers)
     atomic_write(state / f"teacher-{name}.json", json.dumps({f"task_accuracy_{task}": right}) + "\n")
 
@@ -69,7 +70,7 @@ def score(state: Path, models: Iterable[str], device: str) -> None:
             right = [instructions.follows(text, checks) for text, (_, checks) in zip(answers, task, strict=True)]
             found[f"task_accuracy_{key}"] = statistics.fmean(right)
             file.parent.mkdir(exist_ok=True)
-            lines = word_problems.lines_of({"text": text} for text in answers)
+            lines = lines_of({"text": text} for text in answers)
             atomic_write(file.with_name(f"{file.stem}.{key}.jsonl"), lines)
         atomic_write(file, json.dumps(found) + "\n")
 

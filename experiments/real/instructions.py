@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.real.word_problems import lines_of, write_splits
+from experiments.real.questions import lines_of, write_splits
 from xtoken_core.atomic import atomic_write
 
 SOURCE = "instructions-en"

@@ -6,13 +6,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from experiments.real import instructions, word_problems
+from experiments.real import bookings, instructions, word_problems
+from experiments.real.bookings import BOOKINGS
+from experiments.real.questions import HELD_OUT
+from experiments.real.word_problems import PROBLEMS
 
 SMOLLM2, GEMMA3, QWEN15 = "smollm2-135m-instruct", "gemma3-270m", "qwen2.5-coder-1.5b-instruct"
 QWEN05 = "qwen2.5-coder-0.5b-instruct"
 """A student with its teacher's tokenizer, QWEN15's."""
 CHAT = "chat-en"
-ANSWERED = (word_problems.SOURCE, word_problems.ALONE, instructions.SOURCE)
+QUESTIONS = {PROBLEMS.source: PROBLEMS, word_problems.ALONE: PROBLEMS, BOOKINGS.source: BOOKINGS}
+"""The questions of a text, by its name."""
+ANSWERED = (*QUESTIONS, instructions.SOURCE)
 """Texts that a teacher writes as answers."""
 TASKS = ("next-word-de", "sums")
 
@@ -51,7 +56,7 @@ class Method:
             megabytes instead of gigabytes. Not for P-KL, which then multiplies out its columns only.
         on_policy: The student completes the text's prompts and learns from the divergence on its completions.
         after: Part of the steps that learn from the text first, by cross-entropy at `FIRST_RATE`.
-        shots: The teacher of word problems reads two solved ones before each question, as when it wrote the answers.
+        shots: The teacher of questions reads solved ones before each, as when it wrote the answers.
         teacher_temperature: The teacher's on completions; the result file's runs had it on text beside them, too.
         fraction: Part of a step that is completions.
         second: The teacher of a condition's second text compares, too, or alone with `teachers` = 0.
@@ -311,9 +316,9 @@ CONDITIONS |= {
         _QWEN_GERMAN, student=QWEN05, rates=(5e-5, 1e-4), contexts=(512, 512), note="to Qwen 0.5B, one tokenizer"
     ),
     "qwen-problems": Condition(
-        SMOLLM2, QWEN15, word_problems.SOURCE, 10_000_000, ("handbook-en",), 240, rates=(1e-4, 2e-4, 4e-4, 8e-4),
-        tasks=(word_problems.TASK,), note="the teacher's answers", evaluations=4, contexts=(512, 512), documents=32,
-        task_tokens=word_problems.ANSWER_TOKENS, task_prompts=word_problems.HELD_OUT,
+        SMOLLM2, QWEN15, PROBLEMS.source, 10_000_000, ("handbook-en",), 240, rates=(1e-4, 2e-4, 4e-4, 8e-4),
+        tasks=(PROBLEMS.task,), note="the teacher's answers", evaluations=4, contexts=(512, 512), documents=32,
+        task_tokens=word_problems.ANSWER_TOKENS, task_prompts=HELD_OUT,
     ),
 }  # fmt: skip
 _PROBLEMS = CONDITIONS["qwen-problems"]
@@ -336,7 +341,7 @@ CONDITIONS |= {
     ),
     INSTRUCTIONS: Condition(
         SMOLLM2, QWEN15, instructions.SOURCE, 10_000_000, (), 150, rates=(3e-5, 5e-5, 1e-4, 2e-4),
-        tasks=(word_problems.TASK,), note=f"after word problems, {instructions.TRAINED:,} prompts", evaluations=3,
+        tasks=(PROBLEMS.task,), note=f"after word problems, {instructions.TRAINED:,} prompts", evaluations=3,
         contexts=(512, 512), documents=32, task_tokens=word_problems.ANSWER_TOKENS, task_prompts=300, start=START,
         compiles=False, follows=True, completion_tokens=instructions.ANSWER_TOKENS,
     ),
@@ -378,6 +383,25 @@ CONDITIONS |= {
     ALONE_ON: replace(
         CONDITIONS[PART_ON], **_ALONE, start=ALONE_COLD, note="a quarter, the teacher always asked the question alone"
     ),
+}
+BOOKING_SIZES = {"qwen-bookings-few": 100_000, "qwen-bookings-more": 250_000}
+"""Bytes of bookings. The few are continued if their cold start answers half of the requests right on the first data
+seed, else the more: written before any run."""
+_BOOKINGS: dict[str, Any] = {"source": BOOKINGS.source, "tasks": (BOOKINGS.task,)}
+_BOOKINGS |= dict.fromkeys(("task_tokens", "completion_tokens"), bookings.ANSWER_TOKENS)
+CONDITIONS |= {
+    f"{name}-cold": replace(CONDITIONS[PART_COLD], **_BOOKINGS, size=size, note=f"{size // 1000} kB of bookings")
+    for name, size in BOOKING_SIZES.items()
+}
+CONDITIONS |= {
+    f"{name}-on": replace(
+        CONDITIONS[PART_ON],
+        **_BOOKINGS,
+        size=size,
+        start=f"{name}-cold",
+        note=f"{size // 1000} kB of bookings, continued",
+    )
+    for name, size in BOOKING_SIZES.items()
 }
 GERMAN_TEACHER, TWO_TEXTS = "gemma-on-german", "qwen-two-texts"
 CONDITIONS |= {

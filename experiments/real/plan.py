@@ -11,6 +11,7 @@ from experiments.real.methods import (
     ALONE_COLD,
     ALONE_ON,
     ANSWERED,
+    BOOKING_SIZES,
     COLD_START,
     CONDITIONS,
     FEW,
@@ -130,6 +131,12 @@ PLAN = (
     *((PART_ON, method, (1e-4, 3e-5 if method == "ce" else 2e-4)) for method in _CONTINUED[1:]),
     (MID_COLD, "ce", (START_RATE,)),
     *((MID_ON, method, (1e-4, 3e-5 if method == "ce" else 2e-4)) for method in _CONTINUED[1:-1]),
+    *((f"{name}-cold", "ce", (START_RATE,)) for name in BOOKING_SIZES),
+    *(
+        (f"{name}-on", method, (1e-4, 3e-5 if method == "ce" else 2e-4))
+        for name in BOOKING_SIZES
+        for method in _CONTINUED[1:-1]
+    ),
     (ALONE_COLD, "ce", (START_RATE,)),
     *((ALONE_ON, method, (1e-4, 3e-5 if method == "ce" else 2e-4)) for method in _ALONE),
     (PART_LONG, "on_jsd_sharp", (2e-4, 4e-4, 1e-4)),
@@ -153,6 +160,8 @@ OTHER_SEEDS = (
     *((FEW_ON, method, None) for method in _CONTINUED),
     (PART_COLD, "ce", START_RATE), *((PART_ON, method, None) for method in _CONTINUED[1:]),
     (MID_COLD, "ce", START_RATE), *((MID_ON, method, None) for method in _CONTINUED[1:-1]),
+    *((f"{name}-cold", "ce", START_RATE) for name in BOOKING_SIZES),
+    *((f"{name}-on", method, None) for name in BOOKING_SIZES for method in _CONTINUED[1:-1]),
     (ALONE_COLD, "ce", START_RATE), *((ALONE_ON, method, None) for method in _ALONE),
     *((PART_LONG, method, None) for method in ("on_jsd_sharp", "chain_shots", "ce")),
     *(

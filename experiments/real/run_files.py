@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from experiments.jobs import Job
-from experiments.real import instructions, word_problems
+from experiments.real import instructions
 from experiments.real.methods import (
     CONDITIONS,
     EVAL_BYTES,
@@ -15,11 +15,13 @@ from experiments.real.methods import (
     GERMAN_TEACHER,
     METHODS,
     PATIENCE,
+    QUESTIONS,
     SEEDS,
     Cell,
     Condition,
     Method,
 )
+from experiments.real.questions import Questions
 
 
 def job(cell: Cell, *, device: str = "auto", steps: int | None = None, patience: int = PATIENCE) -> Job:
@@ -37,8 +39,8 @@ def job(cell: Cell, *, device: str = "auto", steps: int | None = None, patience:
     # On a CPU a compiler is needed, and a trial's few steps do not pay for it.
     computing = {"dtype": "bfloat16", "compile": condition.compiles} if device != "cpu" else {"dtype": "float32"}
     teacher: dict[str, Any] = {"context_length": condition.contexts[1], **computing}
-    if method.shots and condition.source == word_problems.SOURCE:
-        teacher["chat_template"] = f"texts/{word_problems.TEMPLATE}"
+    if questions := shown_to_teacher(cell):
+        teacher["chat_template"] = f"texts/{questions.template}"
     if method.hidden:
         teacher["content"] = "hidden"
     if method.projects:
@@ -82,6 +84,13 @@ def job(cell: Cell, *, device: str = "auto", steps: int | None = None, patience:
 def _choice(method: Method, number: int) -> dict[str, Any]:
     """Return the name and weight of a teacher that compares its own text."""
     return {"name": f"t{number}", "weight": method.second_weight if number else 1.0} if method.routed else {}
+
+
+def shown_to_teacher(cell: Cell) -> Questions | None:
+    """Return the questions of which a run's teacher reads solved ones before each of them; None if it reads none."""
+    source = CONDITIONS[cell.condition].source
+    questions = QUESTIONS.get(source) if METHODS[cell.method].shots else None
+    return questions if questions and questions.source == source else None
 
 
 def teachers_of(cell: Cell) -> list[str]:

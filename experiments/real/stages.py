@@ -14,12 +14,12 @@ from typing import Any
 
 from benchmarks.harness import machine, write_result
 from experiments.jobs import Job, finished, run_all
-from experiments.real import controls, instructions, word_problems
+from experiments.real import controls, instructions
 from experiments.real.methods import ANSWERED, CONDITIONS, EVAL_BYTES, METHODS, PATIENCE, Cell, Condition
 from experiments.real.models import MissingSourceError
 from experiments.real.plan import gib_of, has_models
 from experiments.real.results import cell_of, merged, missing, read_result
-from experiments.real.run_files import job, projection_file, student_of, teachers_of
+from experiments.real.run_files import job, projection_file, shown_to_teacher, student_of, teachers_of
 from xtoken_core.atomic import atomic_write
 from xtoken_services.common.tokenizers.chat_templates import read_chat_template
 
@@ -93,9 +93,9 @@ def prepare(state: Path, planned: Sequence[Cell]) -> None:
     for cell in planned:
         if CONDITIONS[cell.condition].source == instructions.SOURCE:
             atomic_write(state / "texts" / instructions.TEMPLATE_FILE, instructions.TEMPLATE)
-        elif METHODS[cell.method].shots:
+        elif questions := shown_to_teacher(cell):
             own = read_chat_template(state / teachers_of(cell)[0])
-            atomic_write(state / "texts" / word_problems.TEMPLATE, word_problems.template_with_shots(own))
+            atomic_write(state / "texts" / questions.template, questions.template_after(own))
 
 
 def make_controls(state: Path, planned: Sequence[Cell], *, device: str) -> None:

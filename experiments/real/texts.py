@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from experiments.real.models import MissingSourceError, download_wheel
+from experiments.real.questions import lines_of
 from experiments.real.sources import HANDBOOK, LANGUAGES, MANUAL_PAGES, PYTHON_PACKAGES
-from experiments.real.word_problems import lines_of
 from xtoken_core.atomic import atomic_write
 
 DOCUMENT_BYTES = 1200
