@@ -64,6 +64,8 @@ def check(
             kept = document["data"] if isinstance(document.get("data"), dict) else {}
             document["data"] = {**kept, "path": [str(file.absolute()) for file in files]}
             document["data"].pop("sources", None)
+        if isinstance(rollout := document.get("rollout"), dict):
+            rollout.pop("stop_when_worse", None)  # it goes by the tasks of an evaluation
         given = {"student": student, "teacher": teacher}
         models = [f"{name}.model={json.dumps(str(path.absolute()))}" for name, path in given.items() if path]
         base, source = run.resolve().parent if run else Path.cwd(), str(run or "the check")

@@ -394,6 +394,13 @@ def test_a_check_counts_prompts_that_leave_no_room_for_a_completion(assets: Tiny
                      why: (1, f"{path}:5")}  # fmt: skip
 
 
+def test_a_run_that_ends_by_its_tasks_is_checked(assets: TinyAssets, tmp_path: Path) -> None:
+    path, run = written(tmp_path / "a.json", [{"text": "return 1"}]), tmp_path / "run.toml"
+    models = f'data = "a.json"\nstudent = "{assets.student}"\nteacher = "{assets.teacher}"\n'
+    run.write_text(models + '[rollout]\nmax_new_tokens = 8\nstop_when_worse = 2\n[eval]\ntasks.path = "tasks.jsonl"\n')
+    assert checked(path, "--run", run)[2]["used"] == (1, f"{path}:1")
+
+
 @pytest.mark.slow
 def test_a_run_says_which_form_it_has_recognised(assets: TinyAssets, tmp_path: Path) -> None:
     for side in (assets.student, assets.teacher):
