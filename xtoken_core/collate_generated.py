@@ -76,7 +76,7 @@ class CompletionCollator(CrossTokenizerCollator):
                 reads = [self._reads(at, completion.prompt) for at in range(1, 1 + len(self._teachers))]
                 pairs = zip(self._teachers, reads, strict=True)
                 theirs = [_of_teacher(side, completion) if own else _NO_TOKENS for (_, side), own in pairs]
-                rows.append([self._own(completion), *theirs])
+                rows.append([_joined(self._student, completion.prompt_ids, completion.ids), *theirs])
             except (ConversationError, UnspellableError) as error:
                 refused[index] = str(error)
         kept = [index for index in range(len(completions)) if index not in refused]
@@ -90,9 +90,6 @@ class CompletionCollator(CrossTokenizerCollator):
             return {**counts(batch), **_marks(own), **_log_probs(own, batch[schema.INPUT_IDS.name].shape)}
 
         return CollatedRows(kept, self._row_columns(values, sides, with_marks), refused)
-
-    def _own(self, completion: Completion) -> _Tokens:
-        return _joined(self._student, completion.prompt_ids, completion.ids)
 
 
 def _marks(completions: Sequence[Completion]) -> dict[str, Tensor]:

@@ -42,7 +42,7 @@ INTERFACES = ("xtoken/__init__.pyi", "xtoken_core/data_plane/codec.pyi", "xtoken
 
 def is_surface(path: Path) -> bool:
     """True for a module of the compatibility surface; task queue and TensorDicts there are code of their own."""
-    named = path.parent.name == "compat" and path.stem not in ("__init__", "task_client", "tensors", "layout")
+    named = path.parent.name == "compat" and path.stem not in ("__init__", "task_client", "layout")
     return named or path.stem == "compat"
 
 

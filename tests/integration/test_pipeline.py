@@ -62,6 +62,7 @@ def test_a_run_trains_every_position_once_and_leaves_a_model(tiny: Tiny, forking
         assert row["teacher_bits_per_byte"] == pytest.approx(teacher.bits_per_byte, rel=1e-6)
         assert row["bits_per_byte_copy"] == pytest.approx(row["bits_per_byte"], rel=1e-6)
         assert row["task_accuracy_sums"] in (0.0, 0.5) and row["task_prompts_sums"] == 2
+        assert row["task_finished_sums"] in (0.0, 0.5, 1.0)
     assert "| task sums: right of 2 prompts (greedy) |" in (spec.output / "model" / "README.md").read_text()
     assert evaluations[-1]["bits_per_byte"] < evaluations[0]["bits_per_byte"]
     tokenizer = AutoTokenizer.from_pretrained(spec.output / "model")

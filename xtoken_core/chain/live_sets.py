@@ -36,43 +36,28 @@ _LOG = logging.getLogger("xtoken.chain")
 
 
 @dataclass(frozen=True)
-class LiveSets:
+class LiveSets(Followers):
     """Live sets: the tokens x of one side that may follow the tokens w of the other.
 
     x may follow w if `state[tail[w], head[x]]` is `KEPT`; if it is `JOINED + k`, if `position[k, x]` lies in none of
-    w's intervals (see `merges.Followers`, whose fields have the same names).
+    w's intervals, which are those of `merges.Followers` over the tokens w.
 
     Attributes:
+        position: `[K, V_x]` int32, the place of the first piece of x, and of its k-th shorter beginning (see
+            `word_splits`); `width - 1` without one.
         tail: `[V_w]` int32.
         head: `[V_x]` int32.
         state: `[tails, heads]` uint8.
-        position: `[K, V_x]` int32, the place of the first piece of x, and of its k-th shorter beginning (see
-            `word_splits`); `width - 1` without one.
         width: How many places there are, that of tokens without one included.
         depth: The most slices of intervals that a token w has.
-        point: `[R]` int32.
-        low: `[R]` int32.
-        high: `[R]` int32.
-        rule_start: `[V_w + 1]` int32.
-        tail_start: `[V_w]` int32.
-        tail_count: `[V_w]` int32.
-        right: `[V_w]` int32.
         method: `merges`, `pairs` or `none`.
     """
 
     tail: np.ndarray
     head: np.ndarray
     state: np.ndarray
-    position: np.ndarray
     width: int
     depth: int
-    point: np.ndarray
-    low: np.ndarray
-    high: np.ndarray
-    rule_start: np.ndarray
-    tail_start: np.ndarray
-    tail_count: np.ndarray
-    right: np.ndarray
     method: str
 
 
@@ -127,25 +112,18 @@ def _by_merges(model: BpeModel, target: Retokenizer, candidates: Sequence[bytes]
     groups, tail = np.unique(2 * splits.tail + (written & ~forest.canonical), return_inverse=True)
     state = splits.state[groups // 2]
     state[(groups % 2 == 1)[:, None] & (state >= JOINED)] = BROKEN
-    found: Followers = followers(forest)
+    found = followers(forest)
     V = len(pieces)
     # [K, V_x]: the first piece of x itself, then of its shorter beginnings, where the common word ends.
     first = np.stack([spelled.first, *(_first_pieces(target, beginnings) for beginnings in splits.shorter)])
     position = np.where(first >= 0, np.append(found.position, V)[first], V).astype(np.int32)
     return LiveSets(
+        **vars(found) | {"position": position},
         tail=tail.astype(np.int32),
         head=splits.head,
         state=state,
-        position=position,
         width=V + 1,
         depth=_depth(found.right) + 1,
-        point=found.point,
-        low=found.low,
-        high=found.high,
-        rule_start=found.rule_start,
-        tail_start=found.tail_start,
-        tail_count=found.tail_count,
-        right=found.right,
         method="merges",
     )
 

@@ -89,7 +89,8 @@ def word_splits(first: Sequence[bytes], second: Sequence[bytes], split: Split | 
     tail, tails = _grouped(first, _tail)
     head, heads = _grouped(second, _head)
     afters = [_Beginning.of(text) for text in heads]
-    words = [_first_word(split, after.text) for after in afters]
+    # Characters of each text's first word.
+    words = [next(iter(split(after.text)), 0) if split is not None and after.text else 0 for after in afters]
     found = np.array([_states(split, text, afters, words) for text in tails]).reshape(len(tails), len(heads))
     state = np.minimum(found, JOINED).astype(np.uint8)
     shorter: list[list[bytes]] = []
@@ -103,11 +104,6 @@ def word_splits(first: Sequence[bytes], second: Sequence[bytes], split: Split | 
             for x in tokens:
                 shorter[k][x] = _beginning(second[x], heads[group], number - JOINED)
     return WordSplits(tail, head, state, tuple(shorter))
-
-
-def _first_word(split: Split | None, text: str) -> int:
-    """Return the number of characters of a text's first word."""
-    return next(iter(split(text)), 0) if split is not None and text else 0
 
 
 def _beginning(text: bytes, like: str, length: int) -> bytes:

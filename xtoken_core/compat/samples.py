@@ -17,10 +17,9 @@ from jaxtyping import Integer, Shaped
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from xtoken_core.compat.layout import Layout, materialize
+from xtoken_core.compat.layout import Layout, columns_from_tensordict, materialize, tensordict_from_columns
 from xtoken_core.compat.meta import KVBatchMeta
 from xtoken_core.compat.task_client import TaskClient
-from xtoken_core.compat.tensors import columns_from_tensordict, tensordict_from_columns
 from xtoken_core.data_plane.batch import BatchedDataDict
 from xtoken_core.data_plane.jagged import jagged_from_rows, jagged_from_values, row_bounds
 from xtoken_core.wire import Column

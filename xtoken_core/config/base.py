@@ -59,11 +59,7 @@ NONE = "none"
 T = TypeVar("T")
 
 
-def _read_none(value: Any) -> Any:
-    return None if value == NONE else value
-
-
-NoneWord = BeforeValidator(_read_none)
+NoneWord = BeforeValidator(lambda value: None if value == NONE else value)
 OrNone = Annotated[T | None, NoneWord]
 """A setting that takes the word "none", because None is not its default everywhere."""
 

@@ -1,5 +1,7 @@
 from xtoken_core.compat.layout import Layout as Layout
+from xtoken_core.compat.layout import columns_from_tensordict as columns_from_tensordict
 from xtoken_core.compat.layout import materialize as materialize
+from xtoken_core.compat.layout import tensordict_from_columns as tensordict_from_columns
 from xtoken_core.compat.layout import unwrap_wire_stripped_payload as unwrap_wire_stripped_payload
 from xtoken_core.compat.meta import KVBatchMeta as KVBatchMeta
 from xtoken_core.compat.samples import get_samples as get_samples
@@ -15,5 +17,3 @@ from xtoken_core.compat.samples import to_nested_by_length as to_nested_by_lengt
 from xtoken_core.compat.samples import write_columns as write_columns
 from xtoken_core.compat.task_client import DataPlaneClient as DataPlaneClient
 from xtoken_core.compat.task_client import TaskClient as TaskClient
-from xtoken_core.compat.tensors import columns_from_tensordict as columns_from_tensordict
-from xtoken_core.compat.tensors import tensordict_from_columns as tensordict_from_columns

@@ -97,7 +97,7 @@ class DataIndex:
             manifest = _write_index(scratch, sources, field, choice, progress)
             cls(scratch, sources, field, manifest)._check_usable()
             if choice is not None and not all(
-                cls(scratch, sources, field, manifest, each)._has_text() for each in PARTS
+                any(True for _ in cls(scratch, sources, field, manifest, each).documents()) for each in PARTS
             ):
                 raise InputError(
                     f"{_names(sources)}: no text of it can be held out for an evaluation: name another in eval.path"
@@ -178,9 +178,6 @@ class DataIndex:
             return Record(number, self._reader(file).read(row))
         except UnusableRecordError as error:
             return BadRecord(number, f"{self._sources[file].name}:{row + 1}", str(error))
-
-    def _has_text(self) -> bool:
-        return next(self.documents(), None) is not None
 
     def _locate(self, number: int) -> tuple[int, int]:
         if not 0 <= number < len(self):

@@ -114,7 +114,7 @@ def build_projection(
         raise ConfigError(f"student_rows = {rows}: the student's tokenizer has {len(student)} ids")
     manual = special_token_ids(student, teacher, special_tokens or {})
     pins = _with_pairs(exact_pins(student, teacher, (student_tokenizer, teacher_tokenizer), options), manual)
-    parts = [forward := _no_entries()]
+    parts = [forward := Entries(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros(0))]
     progress(0.2)
     if options.forward:
         parts.append(forward := forward_entries(student, Retokenizer(teacher_tokenizer, teacher), skip=pins[0]))
@@ -305,10 +305,6 @@ def _normalised(weights: np.ndarray) -> np.ndarray:
     total = weights.sum(axis=1, keepdims=True)
     result: np.ndarray = np.divide(weights, total, out=np.zeros_like(weights), where=total > 0)
     return result
-
-
-def _no_entries() -> Entries:
-    return Entries(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros(0))
 
 
 def is_special_name(name: str) -> bool:

@@ -63,7 +63,8 @@ def init(
     """Write a commented run file from the models and the text below this directory.
 
     Of the models, the one with the most weights is the teacher and the one with the fewest the student; of the text
-    files, the largest is taken. Options name others.
+    files, the largest is taken. Options name others. Directories of runs are passed over, and exports while there are
+    enough other models.
     """
     from xtoken_core.errors import ConfigError
     from xtoken_services.cli.starter import find_inputs, starter_text

@@ -18,7 +18,6 @@ from xtoken_core.config.train import ReportSpec
 from xtoken_core.errors import ConfigError, InputError
 from xtoken_services.common.files.input_files import check_input_files
 from xtoken_services.common.processes.progress import spinner
-from xtoken_services.common.run.custom_loss import check_custom_loss
 from xtoken_services.common.run.inspection import check_as_workers
 from xtoken_services.common.run.loss_import import check_importable
 from xtoken_services.common.run.machine import Machine
@@ -54,9 +53,7 @@ def check_run(spec: RunSpec, loss: str | None, *, measure: bool = False) -> list
         XtokenError: The start would be refused; the text has the reason.
     """
     check_launch(spec)
-    check_custom_loss(spec.loss, loss)
-    if loss is not None:
-        check_importable(loss)
+    check_importable(spec.loss, loss)
     check_input_files(spec)
     from xtoken_services.common.run.start_checks import check_start  # after the checks that cost nothing
 

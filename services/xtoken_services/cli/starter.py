@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from xtoken_core.config.data import TEXT_FORMS, TEXT_SUFFIXES
 from xtoken_core.errors import InputError
+from xtoken_core.regular_files import MIB, read_regular
+from xtoken_services.supervisor.run_record import FILE, SPEC
 
 DEPTH = 4
 SKIPPED = frozenset({"runs", "node_modules", "checkpoints", "__pycache__", "cache"})
 SMALLEST_TEXT = 1 << 10
+TAG = re.compile(rb"^tags: \[.*\bxtoken\]$", re.MULTILINE)
+"""In the card of an export."""
+WRITTEN_BY_RUN = frozenset({FILE, SPEC})
+"""Files of a run's directory, whose models and metrics are no inputs."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +34,8 @@ class Inputs:
 
 def find_inputs(base: Path, *, student: Path | None, teacher: Path | None, data: Path | None) -> Inputs:
     """Return the inputs of a run: those that are given, and the others from the files below a directory.
+
+    Directories of runs are passed over, and exports as long as there are enough other models.
 
     Args:
         base: Directory of the run file, which is searched.
@@ -44,6 +53,8 @@ def find_inputs(base: Path, *, student: Path | None, teacher: Path | None, data:
     missing = (student is None) + (teacher is None)
     named = {path.resolve() for path in (student, teacher) if path is not None}
     free = [model for model in models if model.resolve() not in named]
+    others = [model for model in free if not _is_export(model)]
+    free = others if len(others) >= missing else free
     if missing > len(free):
         raise InputError(
             f"{base} has {len(free)} Hugging Face directories with .safetensors weights besides those that are named, "
@@ -81,10 +92,19 @@ def _search(base: Path) -> tuple[list[Path], list[Path]]:
     return sorted(models, key=lambda path: (models[path], path)), sorted(texts, key=lambda path: (texts[path], path))
 
 
+def _is_export(model: Path) -> bool:
+    """Return whether a model's card is of an export."""
+    try:
+        return TAG.search(read_regular(model / "README.md", MIB)) is not None
+    except OSError:
+        return False
+
+
 def _directories(base: Path) -> Iterator[tuple[Path, list[str]]]:
     seen: set[Path] = set()
     for root, directories, files in os.walk(base, followlinks=True):
-        if (real := Path(root).resolve()) in seen:  # by another link, which may lead upwards
+        # By another link, which may lead upwards; or a run's directory.
+        if (real := Path(root).resolve()) in seen or {*files} >= WRITTEN_BY_RUN:
             directories.clear()
             continue
         seen.add(real)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -222,12 +222,9 @@ def recover(
         exited |= {
             worker: describe_exit(handle.poll()) for worker, handle in handles.items() if handle.poll() is not None
         }
-        groups[name] = _group(starts, handles, counts.get(name), complete=len(starts) == _size(members, name))
+        size = sum(member.group == name for member in members)
+        groups[name] = _group(starts, handles, counts.get(name), complete=len(starts) == size)
     return RecoveredRun(groups, tuple(running), exited)
-
-
-def _size(members: Iterable[ProcessSpec], group: str) -> int:
-    return sum(member.group == group for member in members)
 
 
 def _group(

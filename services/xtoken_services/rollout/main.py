@@ -8,11 +8,13 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from xtoken_core.collate_generated import OF_COMPLETION, Completion, CompletionCollator
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.config.routing import RouteError
+from xtoken_core.config.spec import RunSpec
 from xtoken_core.dataset import BadRecord, TextIndex
 from xtoken_core.dataset.records import ANSWER_FIELDS, FOR_TEACHERS, ROUTE
 from xtoken_core.errors import ConfigError, InputError
@@ -218,7 +220,8 @@ class RolloutLoop:
                 tombstones[position] = f"{record.location}: {record.reason}"
                 continue
             try:
-                prompts[position] = self._encoded(value_with_route(run, self.index, record))
+                value = value_with_route(run, self.index, record)
+                prompts[position] = encoded_prompt(value, self.collator.student, run.spec)
             except (ConversationError, UnspellableError, RouteError) as error:
                 tombstones[position] = f"{self.index.location(record.number)}: {error}"
         self._end_if_bad(tombstones)
@@ -236,23 +239,6 @@ class RolloutLoop:
         if refused and self.run.spec.data.on_bad_record == "fail":
             position, reason = next(iter(refused.items()))
             end_run(self.worker, f"bad record at position {position}: {reason} ({HOW_TO_SKIP})")
-
-    def _encoded(self, value: dict[str, Any]) -> tuple[dict[str, Any], Any]:
-        """Return a record's prompt and its tokens.
-
-        Raises:
-            ConversationError: There is none, or it leaves no room for a completion.
-            UnspellableError: The student has no token for a character, nor an unknown token.
-        """
-        prompt = prompt_of(value, self.settings.prompt_characters)
-        ids = self.collator.student.prompt(prompt) if prompt is not None else ()
-        room = self.run.spec.student.context_length - self.settings.max_new_tokens
-        if prompt is None or not 0 < len(ids) <= room:
-            raise ConversationError(
-                f"its prompt has {len(ids)} tokens: student.context_length and rollout.max_new_tokens leave room for "
-                f"1 to {room}"
-            )
-        return prompt | {name: value[name] for name in BESIDE if name in value}, ids
 
 
 def make_sampler(run: ResolvedRun, tokenizer: TextTokenizer, device: torch.device) -> Sampler | ServedSampler:
@@ -284,6 +270,32 @@ def make_sampler(run: ResolvedRun, tokenizer: TextTokenizer, device: torch.devic
     vocabulary = vocabulary_of(tokenizer, end_tokens(model), width=head_width(model))
     on_gpu = device.type == "cuda"  # by CUDA graphs: without, a small model waits for the launches of its kernels
     return Sampler(model, vocabulary.to(device), Sampling.of(spec.rollout), decoder=Decoder if on_gpu else None)
+
+
+def encoded_prompt(
+    value: Mapping[str, Any], tokenizer: TextTokenizer, spec: RunSpec
+) -> tuple[dict[str, Any], np.ndarray]:
+    """Return a record's prompt, with what is kept beside it, and its tokens.
+
+    Args:
+        value: As of `prompt_of`.
+        tokenizer: The student's.
+        spec: The run, with rollouts.
+
+    Raises:
+        ConversationError: There is none, or it leaves no room for a completion.
+        UnspellableError: The student has no token for a character, nor an unknown token.
+    """
+    assert spec.rollout is not None
+    prompt = prompt_of(value, spec.rollout.prompt_characters)
+    ids = np.array([]) if prompt is None else tokenizer.prompt(prompt)
+    room = spec.student.context_length - spec.rollout.max_new_tokens
+    if prompt is None or not 0 < len(ids) <= room:
+        raise ConversationError(
+            f"its prompt has {len(ids)} tokens: student.context_length and rollout.max_new_tokens leave room for "
+            f"1 to {room}"
+        )
+    return prompt | {name: value[name] for name in BESIDE if name in value}, ids
 
 
 def prompt_of(value: Mapping[str, Any], characters: int | None) -> dict[str, Any] | None:

@@ -10,7 +10,6 @@ from functools import partial
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import XtokenError
 from xtoken_services.common.files.directory_lock import OccupiedError
-from xtoken_services.common.run.custom_loss import check_custom_loss
 from xtoken_services.common.run.loss_import import check_importable
 from xtoken_services.common.run.status import RunState
 from xtoken_services.supervisor.events import SupervisorEvents
@@ -59,9 +58,7 @@ def run_locally(
     before = OutputBefore.of(spec.output)
     try:
         check_launch(spec)
-        check_custom_loss(spec.loss, loss)
-        if loss is not None:
-            check_importable(loss)
+        check_importable(spec.loss, loss)
     except XtokenError:
         before.discard()
         raise

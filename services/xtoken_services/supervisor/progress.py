@@ -22,7 +22,7 @@ from rich.text import Text
 from xtoken_services.common.run.metric_lines import BITS, TEACHER_BITS, covered, finite, task_accuracy, with_error
 from xtoken_services.common.run.quantities import span
 from xtoken_services.common.run.run_warnings import warnings_of
-from xtoken_services.common.run.status import RunState, RunStatus, WorkerStatus
+from xtoken_services.common.run.status import RunState, RunStatus, WorkerStatus, goes_by_tasks
 
 log = logging.getLogger("xtoken.supervisor")
 
@@ -292,13 +292,19 @@ def _held_out(status: RunStatus) -> str:
         return ""
     which, step = "", exported.get("step")
     if status.keeps_best:  # the step of the reported evaluation need not be the last one
-        which = f" after step {step}" + (", the best" if step == finite(status.best_evaluation).get("step") else "")
+        is_best = step == finite(status.best_evaluation).get("step")
+        which = f" after step {step}" + (f", the {_best(status)}" if is_best else "")
     change = "" if status.change is None else f" (since step 0: {status.change})"
     if status.of_teacher:
         change += f"; {status.of_teacher}"
         if (share := covered(status.first_evaluation, exported)) is not None:
             change += f", {share:.0%} of the distance to it is covered" if share <= 1 else ", the student has passed it"
     return f"; {with_error(exported)} bits per byte on held-out text{which}{change}"
+
+
+def _best(status: RunStatus) -> str:
+    """Return the name of the best evaluation; the one by tasks need not have the fewest bits per byte."""
+    return "best by tasks" if goes_by_tasks(status.spec) else "best"
 
 
 def _resume_hint(status: RunStatus) -> str:
@@ -329,7 +335,7 @@ def metrics_of(status: RunStatus) -> list[tuple[str, str]]:
     if (right := task_accuracy(evaluation)) is not None:
         metrics.append(("right on tasks", f"{right:.1%}"))
     if status.keeps_best and BITS in best:
-        metrics.append(("best", f"{with_error(best, amount=False)} of step {best['step']}"))
+        metrics.append((_best(status), f"{with_error(best, amount=False)} of step {best['step']}"))
     return metrics
 
 

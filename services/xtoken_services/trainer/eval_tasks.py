@@ -19,7 +19,7 @@ from xtoken_services.common.processes import run_code
 from xtoken_services.trainer.generate import Completer
 from xtoken_services.trainer.student import Student
 
-ACCURACY, ANY, PROMPTS = "task_accuracy_", "task_any_", "task_prompts_"
+ACCURACY, ANY, FINISHED, PROMPTS = "task_accuracy_", "task_any_", "task_finished_", "task_prompts_"
 BETWEEN_S = 0.1
 """Time between two looks at the programs that run."""
 
@@ -59,7 +59,7 @@ class EvalTasks:
         on_fraction: Callable[[float], None] = lambda _: None,
         judges: bool = True,
     ) -> dict[str, float]:
-        """Return every task's accuracy and number of prompts; with several samples also how often one was right.
+        """Return every task's accuracy, finished fraction and number of prompts; with samples how often one was right.
 
         Args:
             student: The student; all ranks of a sharded one call.
@@ -68,16 +68,17 @@ class EvalTasks:
             judges: This rank runs programs; on another, completions with `match = "code"` count as wrong.
         """
         ids = [ids for of_task in self._ids.values() for ids in of_task]
-        texts = self._completer.complete(student, ids, progress, on_fraction)
+        texts, finished = self._completer.complete(student, ids, progress, on_fraction)
         every = [prompt for prompts in self.prompts.values() for prompt in prompts]
         pairs = zip(every, texts, strict=True)
         programs = {prompt.program(text) for prompt, own in pairs if prompt.match == "code" for text in own}
         passed = _passed(programs if judges else (), student, progress) if programs else set()
         row: dict[str, float] = {}
-        rest = iter(texts)
+        rest, ends = iter(texts), iter(finished)
         for name, prompts in self.prompts.items():
             accuracy, some = accuracy_of(prompts, [next(rest) for _ in prompts], passed.__contains__)
             row |= {f"{ACCURACY}{name}": accuracy, f"{PROMPTS}{name}": len(prompts)}
+            row[f"{FINISHED}{name}"] = sum(next(ends) for _ in prompts) / (len(prompts) * self.spec.samples)
             if self.spec.samples > 1:
                 row[f"{ANY}{name}"] = some
         return row
@@ -156,7 +157,7 @@ class EvalSamples:
             student: The student, on all ranks if it is sharded.
             progress: Called after every token; it may raise to stop.
         """
-        made = self._completer.complete(student, self._ids, progress)
+        made, _ = self._completer.complete(student, self._ids, progress)
         return {
             "samples": [{"prompt": prompt, "completion": one} for prompt, [one] in zip(self.prompts, made, strict=True)]
         }

@@ -50,8 +50,10 @@ class Completer:
         prompts: Sequence[list[int]],
         progress: Callable[[], None],
         on_fraction: Callable[[float], None] = lambda _: None,
-    ) -> list[list[str]]:
-        """Return the completions of each prompt, the same for the same weights in any batch.
+    ) -> tuple[list[list[str]], list[int]]:
+        """Return the completions of each prompt, the same for the same weights in any batch, and how many have ended.
+
+        One has ended by itself, at the end of the text or a stop string, or else at the limit of its length.
 
         Args:
             student: The student; all ranks of a sharded one call with the same prompts.
@@ -62,11 +64,12 @@ class Completer:
         vocabulary = self._vocabulary(student).to(student.device)
         sampler = Sampler(student.model, vocabulary, self._settings, forward=student, any_rank=student.any_rank)
         texts = [[""] * self._samples for _ in prompts]
-        done = 0
+        done, finished = 0, [0] * len(prompts)
         for batch in self._batches(student, list(map(len, prompts))):
             rows = [np.array(prompts[index], dtype=np.int64) for index, _ in batch]
             seeds = [seed_from(f"task/{self._seed}/{n}/{prompts[index]}") for index, n in batch]
             for (index, n), made in zip(batch, sampler.complete(rows, seeds, progress), strict=True):
+                finished[index] += made.finished
                 ids = made.ids[:-1] if made.ends else made.ids
                 if vocabulary.pieces:  # some tokenizers would drop the first space, which an indented line needs
                     texts[index][n] = b"".join(vocabulary.pieces[token] for token in ids).decode(errors="replace")
@@ -74,7 +77,7 @@ class Completer:
                     texts[index][n] = self.encoder.tokenizer.decode(ids, skip_special_tokens=True)
             done += len(batch)
             on_fraction(done / (len(prompts) * self._samples))
-        return texts
+        return texts, finished
 
     def _vocabulary(self, student: Student) -> Vocabulary:
         """Return the tokens of rollouts; all if they do not spell text as it is."""

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from tests.support.examples import examples
-from xtoken_core.compat.tensors import DTYPES
 from xtoken_core.data_plane import columns_from_tensordict, materialize, tensordict_from_columns
+from xtoken_core.data_plane.buffers import DTYPES
 from xtoken_core.data_plane.jagged import jagged_from_rows
 from xtoken_core.wire import QueueError, gather_rows, object_column, pack_columns, select_rows, unpack_columns
 

@@ -5,6 +5,7 @@ import csv
 import gzip
 import importlib.util
 import json
+import re
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -369,6 +370,35 @@ def test_a_check_counts_what_is_used_cut_and_skipped(assets: TinyAssets, tmp_pat
     both = CliRunner().invoke(data_app, ["check", "--run", str(run), "--set", "data.long=split", "--set", "eval=none"])
     assert "1  divided, of those used; first: " in both.stdout and both.stdout.endswith(shown.partition("\n")[2])
     assert f"cut, of those used; first: {path}:2\n" in shown and f"skipped: empty text; first: {path}:6\n" in shown
+
+
+def test_a_check_counts_prompts_that_leave_no_room_for_a_completion(assets: TinyAssets, tmp_path: Path) -> None:
+    template, long = tmp_path / "template.jinja", "return " * 60
+    template.write_text(TEMPLATE, encoding="utf-8")
+    rows = [{"text": "return 1"}, {"text": long}, {"prompt": long, "completion": "1"},
+            {"prompt": "return", "completion": long}, {"messages": [{"role": "user", "content": long}]}]  # fmt: skip
+    path, run = written(tmp_path / "a.json", rows), tmp_path / "run.toml"
+    side = '[{}]\nmodel = "{}"\ncontext_length = 48\nchat_template = "template.jinja"\n'
+    sides = "".join(side.format(name, getattr(assets, name)) for name in ("student", "teacher"))
+    sides += "[train]\nsamples_per_step = 4\n[rollout]\nmax_new_tokens = 16\n"
+    run.write_text(f'data = "a.json"\n{sides}', encoding="utf-8")
+    found = checked(path, "--run", run)[2]
+    (why,) = found.keys() - {"used", "cut"}
+    assert re.fullmatch(
+        r"skipped: its prompt has \d+ tokens: student.context_length and rollout.max_new_tokens leave room for 1 to 32",
+        why,
+    )
+    assert found == {"used": (2, f"{path}:1"), "cut": (0, None), why: (3, f"{path}:2")}
+    mixed = checked(path, "--run", run, "--set", "rollout.fraction=0.5")[2]
+    assert mixed == {"used": (4, f"{path}:1"), "cut": (3, f"{path}:2"), "used as text alone": (2, f"{path}:2"),
+                     why: (1, f"{path}:5")}  # fmt: skip
+
+
+def test_a_run_that_ends_by_its_tasks_is_checked(assets: TinyAssets, tmp_path: Path) -> None:
+    path, run = written(tmp_path / "a.json", [{"text": "return 1"}]), tmp_path / "run.toml"
+    models = f'data = "a.json"\nstudent = "{assets.student}"\nteacher = "{assets.teacher}"\n'
+    run.write_text(models + '[rollout]\nmax_new_tokens = 8\nstop_when_worse = 2\n[eval]\ntasks.path = "tasks.jsonl"\n')
+    assert checked(path, "--run", run)[2]["used"] == (1, f"{path}:1")
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from xtoken_core.losses.known_gradients import _scaled
 from xtoken_core.losses.lazy_logits import HeadRows, logit_rows
 from xtoken_core.losses.masks import kept_chunk_ids
 from xtoken_core.losses.objective import ComparedTeacher
-from xtoken_core.losses.p_kl_rest import column_log_probs
+from xtoken_core.losses.p_kl import column_log_probs
 from xtoken_core.losses.registry import load_teacher
 from xtoken_core.losses.token_blocks import (
     Extent,

@@ -139,7 +139,7 @@ def test_the_check_runs_in_another_process(tmp_path, monkeypatch):
     (tmp_path / "ends_loudly.py").write_text("raise SystemExit('one line')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(ConfigError, match=r"^one line$"):
-        check_importable("ends_loudly:A")
+        check_importable(CUSTOM, "ends_loudly:A")
 
 
 def test_only_trainers_get_the_name(tmp_path):

@@ -20,12 +20,17 @@ from tests.support.cases import cases
 from tests.support.tiny_run import documents, make_assets, write_jsonl
 from xtoken_core.errors import InputError, XtokenError
 from xtoken_core.projection import BuildOptions, build_projection, write_projection
-from xtoken_core.projection.coverage import named_tokens, unnamed_fraction, unreachable_mass
 from xtoken_core.projection.files import TopKProjection, read_topk
 from xtoken_core.projection.report import category, inspect_projection
 from xtoken_services.cli.align import align_app
 from xtoken_services.cli.projection import projection_app
-from xtoken_services.common.tables.coverage import WINDOW, coverage_of_text
+from xtoken_services.common.tables.coverage import (
+    WINDOW,
+    coverage_of_text,
+    named_tokens,
+    unnamed_fraction,
+    unreachable_mass,
+)
 
 RUNNER = CliRunner()
 PROJECTION = TopKProjection(torch.tensor([[0, 2], [2, -1], [3, 1]]), torch.tensor([[0.5, 0.5], [1.0, 0.0], [1.0, 0.0]]))

@@ -38,7 +38,7 @@ def student_of(device: str = "cpu", **options: Any) -> Student:
     return Student(model, settings({"dtype": "float32", **options}))
 
 
-def greedy(student: Student, prompt: str, count: int) -> str:
+def greedy(student: Student, prompt: str, count: int, *, specials: bool = False) -> str:
     """Complete a prompt by one forward pass per token, among bytes and the end."""
     allowed = [*range(256), TOKENIZER.eos_token_id]
     ids = TOKENIZER(prompt, add_special_tokens=False)["input_ids"]
@@ -46,7 +46,7 @@ def greedy(student: Student, prompt: str, count: int) -> str:
     with torch.no_grad():
         while len(ids) < start + count and ids[-1] != TOKENIZER.eos_token_id:
             ids.append(allowed[int(student.model(input_ids=torch.tensor([ids])).logits[0, -1, allowed].argmax())])
-    return str(TOKENIZER.decode(ids[start:], skip_special_tokens=True))
+    return str(TOKENIZER.decode(ids[start:], skip_special_tokens=not specials))
 
 
 def tasks_of(tmp_path: Path, answers: dict[str, Any], **changes: Any) -> EvalTasks:
@@ -62,13 +62,14 @@ def test_accuracy_of_greedy_completions(tmp_path: Path) -> None:
     student = student_of().eval()
     answers = {prompt: greedy(student, prompt, 6) for prompt in PROMPTS}
     assert len(set(answers.values())) > 1 and all(map(str.strip, answers.values()))
+    ended = sum("</s>" in greedy(student, prompt, 6, specials=True) for prompt in PROMPTS)
     answers["a"] = "no model says this"
     fractions: list[float] = []
     calls: list[int] = []
     tasks = tasks_of(tmp_path, answers)
     before = torch.get_rng_state()
     row = tasks.measure(student, progress=lambda: calls.append(1), on_fraction=fractions.append)
-    assert row == {"task_accuracy_sums": 0.75, "task_prompts_sums": 4}
+    assert row == {"task_accuracy_sums": 0.75, "task_prompts_sums": 4, "task_finished_sums": ended / 4}
     assert fractions[-1] == 1.0 and fractions == sorted(fractions) and len(calls) >= 6
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -89,6 +90,16 @@ def test_samples_repeat_and_leave_the_generators_alone(tmp_path: Path) -> None:
     assert row["task_accuracy_sums"] <= row["task_any_sums"]
 
 
+def test_how_many_completions_end_by_themselves_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def made(_: Any, prompts: list[Any], *__: Any) -> list[Sampled]:
+        return [Sampled([97], ends=len(ids) == 5, stopped=len(ids) == 9) for ids in prompts]
+
+    monkeypatch.setattr(generate.Sampler, "complete", made)
+    monkeypatch.setattr(generate, "MAX_ROWS", 3)
+    tasks = tasks_of(tmp_path, {"x" * length: "a" for length in (5, 1, 9, 2)}, samples=2, temperature=1.0)
+    assert tasks.measure(student_of())["task_finished_sums"] == 0.5
+
+
 def with_rollouts(tmp_path: Path) -> dict[str, Any]:
     """Return the settings of a run with rollouts and a task."""
     path = tmp_path / "sums.jsonl"
@@ -106,10 +117,10 @@ def completions(student: Student, raw: dict[str, Any], **sampling: Any) -> dict[
     found: dict[str, list[str]] = {}
     complete = made._completer.complete
 
-    def kept(student: Student, rows: list[list[int]], *calls: Any) -> list[list[str]]:
-        texts = complete(student, rows, *calls)
+    def kept(student: Student, rows: list[list[int]], *calls: Any) -> tuple[list[list[str]], list[int]]:
+        texts, finished = complete(student, rows, *calls)
         found.update((str(TOKENIZER.decode(row)), own) for row, own in zip(rows, texts, strict=True))
-        return texts
+        return texts, finished
 
     made._completer.complete = kept  # type: ignore[method-assign]
     made.measure(student)
@@ -193,7 +204,7 @@ def test_a_completion_keeps_its_first_space(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(generate.Sampler, "complete", lambda *_: [Sampled(ids)])
     student = Student(llama(len(tokenizer)), settings({"dtype": "float32"})).eval()
     completer = generate.Completer(tokenizer, Sampling(8))
-    assert completer.complete(student, [before], lambda: None) == [[code]]
+    assert completer.complete(student, [before], lambda: None) == ([[code]], [0])
 
 
 def code_task(tmp_path: Path, **changes: Any) -> EvalTasks:
@@ -220,7 +231,7 @@ def test_programs_of_completions_are_run(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(run_code, "passes", passes)
     student, tasks = student_of().eval(), code_task(tmp_path)
     row = tasks.measure(student, progress=reported.set)
-    assert row == {"task_accuracy_code": pytest.approx(2 / 3), "task_prompts_code": 3}
+    assert row == {"task_accuracy_code": pytest.approx(2 / 3), "task_prompts_code": 3, "task_finished_code": 0.0}
     assert sorted(program[:7] for program in ran) == ["0 + 2 =", "1 + 2 =", "2 + 2 ="]
     ran.clear()
     tasks.measure(student, judges=False)

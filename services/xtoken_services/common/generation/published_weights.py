@@ -107,7 +107,8 @@ class WeightsWriter:
         """
         shared = self._shared(weights)
         if shared is None:
-            self._replace(MAGIC, version, save(_on_host(weights)))
+            on_host = {name: weight.detach().cpu().contiguous() for name, weight in weights.items()}
+            self._replace(MAGIC, version, save(on_host))
             return
         description = shared.description()
         # The header says so before a byte changes: a reader in between reads again.
@@ -244,10 +245,6 @@ def _copy(tensors: Mapping[str, Tensor], model: nn.Module, path: Path) -> None:
     with torch.no_grad():
         for name, weight in weights.items():
             weight.copy_(tensors[name])
-
-
-def _on_host(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: weight.detach().cpu().contiguous() for name, weight in weights.items()}
 
 
 def _version(head: bytes, path: Path) -> tuple[bytes, Version, int]:

@@ -5,19 +5,24 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from xtoken_core.config.loss import LossConfig
 from xtoken_core.errors import ConfigError
 from xtoken_services.common.processes.child_process import ChildError, Progress, answer_requests, ask_child
+from xtoken_services.common.run.custom_loss import check_custom_loss
 
 CHECK_S = 600.0
 CHECK_MEMORY = 1 << 36
 
 
-def check_importable(name: str) -> None:
-    """Import the class in a process of its own, with the module search path of the workers.
+def check_importable(config: LossConfig, name: str | None) -> None:
+    """Check the name as `check_custom_loss`; import a class in a process of its own, with the workers' module path.
 
     Raises:
-        ConfigError: It cannot be imported, or is no loss.
+        ConfigError: There is none where one is needed, it cannot be imported, or is no loss.
     """
+    check_custom_loss(config, name)
+    if name is None:
+        return
     try:  # the user's own code: the whole environment of the workers, and only the limits of a mistake
         ask_child(__name__, {"name": name}, silence_s=CHECK_S, memory=CHECK_MEMORY, environment=os.environ)
     except ChildError as error:

@@ -94,9 +94,8 @@ class _Collector:
         for state in RunState:
             runs.add_metric([state], counts.get(state, 0))
         yield runs
-        yield _single(
-            "control_round_age_seconds", "Seconds since the last housekeeping.", self._runs.housekeeping_age_s
-        )
+        age, about = self._runs.housekeeping_age_s, "Seconds since the last housekeeping."
+        yield GaugeMetricFamily(f"{PREFIX}control_round_age_seconds", about, value=age)
         statuses = ((run.id, self._views.status(run.id)) for run in self._runs.active())
         yield from _of_runs({run_id: status for run_id, status in statuses if status is not None})
 
@@ -146,7 +145,3 @@ def _family(name: str, help_text: str, labels: list[str], rows: Iterable[tuple[l
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             family.add_metric(values, value)
     return family
-
-
-def _single(name: str, help_text: str, value: float) -> Metric:
-    return GaugeMetricFamily(PREFIX + name, help_text, value=value)

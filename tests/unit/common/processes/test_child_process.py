@@ -13,6 +13,7 @@ from tests.support.cases import cases
 from tests.support.waiting import until
 from tests.unit.control.stored_runs import spec
 from xtoken_core import errors
+from xtoken_core.config.loss import LossConfig
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import ConfigError, InputError
 from xtoken_core.projection.pair_cache import PairCache
@@ -164,7 +165,7 @@ def convert(directory: Path) -> None:
         lambda directory: pair_file(PairCache(directory), "chain", directory, directory, ("a", "b"), "teacher"),
         marks=slow,
     ),
-    lambda directory: check_importable("no_such_module:A"),
+    lambda directory: check_importable(LossConfig(mode="custom"), "no_such_module:A"),
     lambda directory: parse_toml("a = "),
 )
 def test_no_module_of_the_working_directory_is_read(

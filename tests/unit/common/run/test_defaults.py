@@ -294,6 +294,21 @@ def test_init_finds_models_and_text(workspace: Path) -> None:
         find_inputs(workspace / "small", student=None, teacher=None, data=None)
 
 
+def test_init_takes_nothing_that_a_run_has_written_while_there_are_other_models(workspace: Path) -> None:
+    for copy in ("at-300", "first/model"):
+        shutil.copytree(workspace / "small", workspace / copy)
+    (workspace / "at-300" / "README.md").write_text(
+        "---\nbase_model: small\ntags: [distillation, xtoken]\n---\n# first\n"
+    )
+    for name in ("run.json", "spec.json", "steps.jsonl"):
+        (workspace / "first" / name).write_text('{"step": 1}\n' * 10_000)
+    inputs = find_inputs(workspace, student=None, teacher=None, data=None)
+    assert (inputs.student, inputs.teacher, inputs.data) == ("small", "large", "text.jsonl")
+    assert find_inputs(workspace, student=workspace / "at-300", teacher=None, data=None).student == "at-300"
+    shutil.rmtree(workspace / "small")
+    assert find_inputs(workspace, student=None, teacher=None, data=None).student == "at-300", "there is no other"
+
+
 def test_models_and_text_are_found_through_links_once(
     workspace: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -79,6 +79,9 @@ def test_a_run_that_keeps_its_best_student_is_judged_by_that() -> None:
     assert "2.1000 (4 documents, 4,000 bytes) bits per byte on held-out text after step 40, the best (since" in line
     assert "step 0: better by 0.2290 ±" in line
     assert ("best", "2.1000 of step 40") in metrics_of(kept)
+    by_tasks = changed(kept, spec={"eval": {"keep_best": True}, "rollout": {"stop_when_worse": 2}})
+    assert "on held-out text after step 40, the best by tasks (since" in final_line(by_tasks)
+    assert ("best by tasks", "2.1000 of step 40") in metrics_of(by_tasks)
     none_yet = changed(kept, best_evaluation=None, evaluation=EVALUATIONS["first_evaluation"])
     assert "2.3290 (4 documents, 4,000 bytes) bits per byte on held-out text after step 0; model in" in final_line(
         none_yet
