@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class XtokenError(Exception):
     """An expected failure: its text is the one line a command prints before it exits.
@@ -41,6 +44,20 @@ class StaleSessionError(XtokenError):
     """The queue has ended this worker's session: the worker must exit and be started anew."""
 
     exit_code = 75
+
+
+@contextmanager
+def os_errors_as(kind: type[XtokenError], what: str) -> Iterator[None]:
+    """Raise an error of the operating system in a block as one of ours, in one line.
+
+    Args:
+        kind: Its class.
+        what: What cannot be done, such as "cannot read FILE"; the reason follows it.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise kind(f"{what}: {error.strerror}") from error
 
 
 def first_line(error: BaseException) -> str:

@@ -20,7 +20,7 @@ from xtoken_core.dataset.readers import ArrowBlocks, Offsets, ParquetBlocks, Rea
 from xtoken_core.dataset.records import FORM, BadRecord, MissingFieldError, Record, UnusableRecordError
 from xtoken_core.dataset.sources import LINES, Source, find_sources
 from xtoken_core.dataset.unpacking import Progress, open_binary
-from xtoken_core.errors import InputError
+from xtoken_core.errors import InputError, os_errors_as
 
 _FORMAT = 1
 _CHUNK_BYTES = 1 << 20
@@ -88,11 +88,9 @@ class DataIndex:
         found = cls._load(directory, sources, field, part)
         if found is not None:
             return found
-        try:
+        with os_errors_as(InputError, f"cannot keep the data's index in {cache_dir}"):
             cache_dir.mkdir(parents=True, exist_ok=True)
             scratch = Path(tempfile.mkdtemp(prefix=".building-", dir=cache_dir))
-        except OSError as error:
-            raise InputError(f"cannot keep the data's index in {cache_dir}: {error.strerror}") from error
         try:
             manifest = _write_index(scratch, sources, field, choice, progress)
             cls(scratch, sources, field, manifest)._check_usable()
@@ -326,10 +324,8 @@ def _chunks(source: Source) -> Iterator[tuple[bytes, int]]:
     with open_binary(source.path) as file:
         position = begin = 0  # where the line that a chunk ends in begins
         while True:
-            try:
+            with os_errors_as(InputError, f"cannot read the data file {source.name}"):
                 chunk = file.read(_CHUNK_BYTES)
-            except OSError as error:
-                raise InputError(f"cannot read the data file {source.name}: {error.strerror}") from error
             if not chunk:
                 return
             # Only the last one matters: a line that is too long is refused at the chunk in which it becomes so.

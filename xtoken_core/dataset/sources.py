@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from xtoken_core.config.data import READ_SUFFIXES, TEXT_FORMS
 from xtoken_core.dataset.unpacking import Progress, unpacked
-from xtoken_core.errors import InputError
+from xtoken_core.errors import InputError, os_errors_as
 from xtoken_core.regular_files import read_json_object
 
 Kind = Literal["jsonl", "txt", "parquet", "arrow"]
@@ -76,10 +76,8 @@ def find_sources(paths: Sequence[Path], progress: Progress | None = None) -> tup
 
 
 def _source(path: Path, kind: Kind, name: Path) -> Source:
-    try:
+    with os_errors_as(InputError, f"cannot read the data file {path}"):
         status = path.stat()
-    except OSError as error:
-        raise InputError(f"cannot read the data file {path}: {error.strerror}") from error
     if not path.is_file():
         raise InputError(f"the data file {path} is not a regular file")
     return Source(path, kind, status.st_size, status.st_mtime_ns, name)

@@ -15,7 +15,7 @@ from typing import Any
 from xtoken_core.atomic import atomic_path
 from xtoken_core.config.data import COMPRESSIONS, MOST_TEXT_BYTES
 from xtoken_core.dataset.records import MAX_RECORD_BYTES
-from xtoken_core.errors import InputError
+from xtoken_core.errors import InputError, os_errors_as
 from xtoken_core.regular_files import open_regular
 from xtoken_core.user_cache import user_cache
 
@@ -145,10 +145,8 @@ def open_binary(path: Path) -> Any:
     Raises:
         InputError: It cannot be opened.
     """
-    try:
+    with os_errors_as(InputError, f"cannot read the data file {path}"):
         return os.fdopen(open_regular(path), "rb")
-    except OSError as error:
-        raise InputError(f"cannot read the data file {path}: {error.strerror}") from error
 
 
 def one_line(error: Exception) -> str:

@@ -14,7 +14,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from xtoken_core.atomic import atomic_path
-from xtoken_core.errors import InputError
+from xtoken_core.errors import InputError, os_errors_as
 from xtoken_core.projection.fingerprint import (
     FORMAT,
     FORMAT_KEY,
@@ -165,15 +165,12 @@ def write_projection(projection: TopKProjection, path: str | os.PathLike[str], *
     target = Path(path)
     weights = projection.likelihoods.to(torch.bfloat16 if bfloat16 else torch.float32).contiguous()
     indices = projection.indices.contiguous()
-    try:
-        with atomic_path(target) as scratch:
-            if target.suffix == ".safetensors":
-                scratch.write_bytes(_safetensors(projection, indices, weights))
-            else:
-                with scratch.open("wb") as file:  # given a path, torch.save would store its name
-                    torch.save({"indices": indices, "likelihoods": weights}, file)
-    except OSError as error:
-        raise InputError(f"cannot write the projection {target}: {error.strerror}") from error
+    with os_errors_as(InputError, f"cannot write the projection {target}"), atomic_path(target) as scratch:
+        if target.suffix == ".safetensors":
+            scratch.write_bytes(_safetensors(projection, indices, weights))
+        else:
+            with scratch.open("wb") as file:  # given a path, torch.save would store its name
+                torch.save({"indices": indices, "likelihoods": weights}, file)
 
 
 def _safetensors(projection: TopKProjection, indices: Tensor, weights: Tensor) -> bytes:

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from xtoken_core.errors import InputError
+from xtoken_core.errors import InputError, os_errors_as
 from xtoken_core.regular_files import TOKENIZER_LIMIT, open_regular, read_regular
 
 STUDENT_KEY, TEACHER_KEY = "student_fingerprint", "teacher_fingerprint"
@@ -73,11 +73,8 @@ def file_fingerprint(path: str | Path) -> str:
     Raises:
         InputError: The file cannot be read.
     """
-    try:
-        with os.fdopen(open_regular(Path(path)), "rb") as stream:
-            return hashlib.file_digest(stream, "sha256").hexdigest()
-    except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror}") from error
+    with os_errors_as(InputError, f"cannot read {path}"), os.fdopen(open_regular(Path(path)), "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def projection_header(path: str | Path) -> dict[str, str] | None:
@@ -131,12 +128,10 @@ def check_archive(path: str | Path) -> None:
         ProjectionFileError: It is not.
         InputError: The file cannot be read.
     """
-    try:
-        with os.fdopen(open_regular(Path(path)), "rb") as stream:
-            if zipfile.is_zipfile(stream):
-                return
-    except OSError as error:
-        raise InputError(f"cannot read the projection {path}: {error.strerror}") from error
+    reading = os_errors_as(InputError, f"cannot read the projection {path}")
+    with reading, os.fdopen(open_regular(Path(path)), "rb") as stream:
+        if zipfile.is_zipfile(stream):
+            return
     raise ProjectionFileError(f"{path} is not a projection file: neither torch.save's format nor xtoken's own")
 
 
@@ -182,10 +177,8 @@ def tokenizer_files(path: Path) -> list[Path]:
 
 def _of_directory(path: Path) -> str:
     files = tokenizer_files(path)
-    try:
+    with os_errors_as(InputError, f"cannot read the tokenizer in {path}"):
         return _digest([(file.name, _content(file)) for file in files])
-    except OSError as error:
-        raise InputError(f"cannot read the tokenizer in {path}: {error.strerror}") from error
 
 
 def _files(directory: Path) -> list[Path]:

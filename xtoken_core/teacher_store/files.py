@@ -13,7 +13,7 @@ from threading import Lock
 from typing import Any, NamedTuple
 
 from xtoken_core.atomic import atomic_write
-from xtoken_core.errors import ConfigError, OutputError
+from xtoken_core.errors import ConfigError, OutputError, os_errors_as
 from xtoken_core.regular_files import open_regular, read_regular
 from xtoken_core.teacher_store.identity import StoreError
 
@@ -111,10 +111,8 @@ class LocalFiles(StoreFiles):
 
     def read(self, name: str) -> bytes:
         """See `StoreFiles.read`."""
-        try:
+        with os_errors_as(StoreError, f"cannot read {self._directory / name}"):
             return read_regular(self._directory / name, MAX_JSON)
-        except OSError as error:
-            raise StoreError(f"cannot read {self._directory / name}: {error.strerror}") from error
 
     def read_parts(self, parts: Sequence[Part]) -> list[bytes | memoryview | StoreError]:
         """See `StoreFiles.read_parts`."""
@@ -128,11 +126,9 @@ class LocalFiles(StoreFiles):
 
     def write(self, name: str, data: bytes) -> None:
         """See `StoreFiles.write`."""
-        try:
+        with os_errors_as(OutputError, f"cannot write {self._directory / name}"):
             self._directory.mkdir(parents=True, exist_ok=True)
             atomic_write(self._directory / name, data)
-        except OSError as error:
-            raise OutputError(f"cannot write {self._directory / name}: {error.strerror}") from error
 
     def remove(self, name: str) -> None:
         """See `StoreFiles.remove`."""
