@@ -56,7 +56,7 @@ def show(
     from rich.console import Console
 
     from xtoken_core.alignment.report import alignment_html, plain_chunks, shown_sides
-    from xtoken_core.errors import InputError
+    from xtoken_core.errors import InputError, os_errors_as
 
     source = read_text(text, file)
     aligner, ours, theirs = _sides(student, teacher, special_token)
@@ -75,10 +75,8 @@ def show(
         for note in aligner.notes:
             console.print(f"note: {note}")
     if html is not None:
-        try:
+        with os_errors_as(InputError, f"cannot write {html}"):
             html.write_text(alignment_html("Alignment", sides), encoding="utf-8")
-        except OSError as error:
-            raise InputError(f"cannot write {html}: {error.strerror}") from error
 
 
 @align_app.command()

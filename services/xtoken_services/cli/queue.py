@@ -86,7 +86,7 @@ def _load_resolved(path: Path) -> ResolvedRun:
     """Load a run from a run file (`.toml`, filled in and resolved here) or from an already resolved one (`.json`)."""
     # These imports take longer than those of a queue without a run: data readers and tokenizers.
     from xtoken_core.config.resolved import parse_resolved_run
-    from xtoken_core.errors import InputError
+    from xtoken_core.errors import InputError, os_errors_as
 
     if path.suffix == ".toml":
         from xtoken_services.common.run.defaults import load_run
@@ -96,10 +96,8 @@ def _load_resolved(path: Path) -> ResolvedRun:
         for note in notes:
             typer.echo(f"default: {note}", err=True)
         return resolve_run(spec)
-    try:
+    with os_errors_as(InputError, f"cannot read the run file {path}"):
         return parse_resolved_run(path.read_bytes(), source=str(path))
-    except OSError as error:
-        raise InputError(f"cannot read the run file {path}: {error.strerror}") from error
 
 
 @queue_app.command()

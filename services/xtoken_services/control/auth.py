@@ -15,7 +15,7 @@ from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from xtoken_core.data_plane.address import create_token, is_loopback
-from xtoken_core.errors import ConfigError, InputError
+from xtoken_core.errors import ConfigError, InputError, os_errors_as
 from xtoken_services.common.files.private_files import control_token_file
 from xtoken_services.control.problems import problem
 from xtoken_services.control.sessions import DELAY_S, Sessions, WrongTokens
@@ -158,10 +158,8 @@ def read_token(file: Path) -> str:
         ConfigError: The token is too short.
         InputError: The file cannot be read or created, or other users can read it.
     """
-    try:
+    with os_errors_as(InputError, f"cannot create the token file {file}"):
         token = create_token(file)
-    except OSError as error:
-        raise InputError(f"cannot create the token file {file}: {error.strerror}") from error
     if len(token) < SHORTEST_TOKEN:
         raise ConfigError(f"the token in {file} is shorter than {SHORTEST_TOKEN} characters")
     return token

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from xtoken_core.config.spec import RunSpec
-from xtoken_core.errors import ConfigError, XtokenError
+from xtoken_core.errors import ConfigError, XtokenError, os_errors_as
 from xtoken_services.common.files.allowed_paths import RefusedError
 from xtoken_services.common.files.directory_lock import OccupiedError
 from xtoken_services.common.run.resume import CHECKPOINTS, best_step, checkpoints_in, discard
@@ -425,11 +425,9 @@ def _lock_directory(directory: Path) -> int:
         XtokenError: The directory cannot be created.
         ConfigError: Another control plane holds the lock.
     """
-    try:
+    with os_errors_as(XtokenError, f"cannot create the runs' directory {directory}"):
         directory.mkdir(parents=True, exist_ok=True)
         handle = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise XtokenError(f"cannot create the runs' directory {directory}: {error.strerror}") from error
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:

@@ -23,7 +23,7 @@ from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 from sqlalchemy.orm import Session
 from sqlalchemy.pool import StaticPool
 
-from xtoken_core.errors import XtokenError
+from xtoken_core.errors import XtokenError, os_errors_as
 from xtoken_services.common.run.status import RunState, RunSummary
 from xtoken_services.control.tables import AttemptRow, Base, GroupRow, NoteRow, RunRow
 
@@ -305,7 +305,7 @@ def create_private(path: Path, create: Callable[[Path], None]) -> None:
     if os.path.lexists(path):
         return
     scratch = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
-    try:
+    with os_errors_as(StoreError, f"cannot create the control plane's database {path}"):
         os.close(os.open(scratch, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         try:
             create(scratch)
@@ -315,8 +315,6 @@ def create_private(path: Path, create: Callable[[Path], None]) -> None:
         finally:
             for name in ("", *SIDE_FILES):
                 Path(f"{scratch}{name}").unlink(missing_ok=True)
-    except OSError as error:
-        raise StoreError(f"cannot create the control plane's database {path}: {error.strerror}") from error
 
 
 class DatabaseFile:

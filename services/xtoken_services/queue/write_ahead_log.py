@@ -15,7 +15,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from xtoken_core.errors import ConfigError, InputError, XtokenError
+from xtoken_core.errors import ConfigError, InputError, XtokenError, os_errors_as
 from xtoken_core.queue.engine import Engine
 from xtoken_core.queue.partition import PriorLease
 from xtoken_core.wire import messages as m
@@ -192,15 +192,13 @@ def check_policy(fsync: str) -> str:
 
 def _lock(directory: Path) -> int:
     """Lock the directory, which only its owner may write, for this process."""
-    try:
+    with os_errors_as(InputError, f"cannot use {directory} for the journal"):
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = directory.stat()
         # Users who may write here decide what the queue replays.
         if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o022:
             raise InputError(f"the journal directory {directory} may be written by others: chmod 700 it, or own it")
         lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError as error:
-        raise InputError(f"cannot use {directory} for the journal: {error.strerror}") from error
     try:
         # On the directory's descriptor: the lock goes with the process, however it ends.
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -27,7 +27,7 @@ from xtoken_core.config.resolved import ResolvedRun, parse_resolved_run
 from xtoken_core.data_plane.buffers import array_of
 from xtoken_core.data_plane.run_client import StepRows
 from xtoken_core.dataset import Record
-from xtoken_core.errors import InputError, XtokenError
+from xtoken_core.errors import InputError, XtokenError, os_errors_as
 from xtoken_core.plan import MicroBatch
 from xtoken_core.regular_files import JSON_LIMIT, read_regular
 from xtoken_core.teacher_store import codec
@@ -90,10 +90,8 @@ def work(run_file: Path, store: str, *, rank: int) -> None:
     setproctitle(f"xtoken writer-{rank}")
     stopping = set_by_signals()
 
-    try:
+    with os_errors_as(InputError, f"cannot read the run file {run_file}"):
         run = parse_resolved_run(read_regular(run_file, JSON_LIMIT), source=str(run_file))
-    except OSError as error:
-        raise InputError(f"cannot read the run file {run_file}: {error.strerror}") from error
     report = reporter(run.spec.output / SIGN_OF_LIFE.format(rank=rank), stopping)
     try:
         with opened_teacher(run, 0, rank, report) as teacher:

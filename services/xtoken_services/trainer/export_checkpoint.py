@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from xtoken_core.config.resolved import ResolvedRun, parse_resolved_run
-from xtoken_core.errors import ConfigError, InputError, OutputError
+from xtoken_core.errors import ConfigError, InputError, OutputError, os_errors_as
 from xtoken_services.common.files.allowed_paths import Roots, check_allowed
 from xtoken_services.common.run.resume import CHECKPOINTS, RESOLVED, best_step, checkpoints_in
 
@@ -54,10 +54,8 @@ def choose(output: Path, step: int | None = None, to: Path | None = None) -> Exp
     """
     check_allowed(output, "OUTPUT")
     file = output / RESOLVED
-    try:
+    with os_errors_as(InputError, f"{output} is not a run directory: cannot read {file}"):
         run = parse_resolved_run(file.read_bytes(), source=str(file))
-    except OSError as error:
-        raise InputError(f"{output} is not a run directory: cannot read {file}: {error.strerror}") from error
     checkpoints = checkpoints_in(output / CHECKPOINTS)
     if not checkpoints:
         raise InputError(

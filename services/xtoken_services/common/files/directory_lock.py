@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from xtoken_core.errors import XtokenError
+from xtoken_core.errors import XtokenError, os_errors_as
 
 
 class OccupiedError(XtokenError):
@@ -25,11 +25,9 @@ def sole_owner(output: Path) -> Iterator[None]:
         OccupiedError: Another run writes there.
         XtokenError: It cannot be created.
     """
-    try:
+    with os_errors_as(XtokenError, f"cannot create the output directory {output}"):
         output.mkdir(mode=0o700, parents=True, exist_ok=True)
         handle = os.open(output, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError as error:
-        raise XtokenError(f"cannot create the output directory {output}: {error.strerror}") from error
     try:
         # The lock is on the directory itself: it needs no file, and the kernel drops it however this process ends.
         try:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from xtoken_core.atomic import atomic_write
-from xtoken_core.errors import OutputError
+from xtoken_core.errors import OutputError, os_errors_as
 
 
 class JsonLines:
@@ -40,12 +40,10 @@ class JsonLines:
         Raises:
             OutputError: It cannot be written.
         """
-        try:
+        with os_errors_as(OutputError, f"cannot write {self.path}"):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(_text(row))
-        except OSError as error:
-            raise OutputError(f"cannot write {self.path}: {error.strerror}") from error
 
 
 def lines_before_step(path: Path, step: float) -> Iterator[dict[str, Any]]:
@@ -87,7 +85,5 @@ def replace_file(path: Path, text: str) -> None:
     Raises:
         OutputError: It cannot be written; what was there stays.
     """
-    try:
+    with os_errors_as(OutputError, f"cannot write {path}"):
         atomic_write(path, text)
-    except OSError as error:
-        raise OutputError(f"cannot write {path}: {error.strerror}") from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from xtoken_core.errors import ConfigError, InputError
+from xtoken_core.errors import ConfigError, InputError, os_errors_as
 from xtoken_core.regular_files import read_regular
 from xtoken_services.common.files.allowed_paths import check_allowed
 
@@ -30,10 +30,8 @@ def read_key(file: Path | None, field: str) -> str | None:
             return None
     else:
         source = f"{field}: {file}"
-        try:
+        with os_errors_as(InputError, f"{field}: cannot read the key in {file}"):
             key = read_regular(check_allowed(file, field), MAX_KEY).decode("ascii", errors="replace").strip()
-        except OSError as error:
-            raise InputError(f"{field}: cannot read the key in {file}: {error.strerror}") from error
     if not key or not key.isascii() or not key.isprintable() or " " in key:
         raise ConfigError(f"{source} holds no key: it takes one line of printable characters without spaces")
     return key

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from xtoken_core.atomic import atomic_rename, sync_tree
-from xtoken_core.errors import InputError
+from xtoken_core.errors import InputError, os_errors_as
 from xtoken_core.user_cache import user_cache
 from xtoken_services.common.processes.child_process import MEMORY_LIMIT, Progress, answer_requests, ask_child
 from xtoken_services.common.processes.progress import spinner
@@ -53,11 +53,9 @@ def gguf_model(name: str, file: Path) -> Path:
         return target
     if importlib.util.find_spec("gguf") is None:
         raise InputError(f"{name}: {file} is read by the package gguf: install it by pip install gguf")
-    try:
+    with os_errors_as(InputError, f"{name}: cannot keep the model of {file} in {target.parent}"):
         target.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=".converting-", dir=target.parent))
-    except OSError as error:
-        raise InputError(f"{name}: cannot keep the model of {file} in {target.parent}: {error.strerror}") from error
     try:
         with spinner(f"converting {file.name}"):
             request = {"file": file, "directory": scratch}

@@ -14,7 +14,7 @@ from xtoken_core.config.resolved import ResolvedModel, ResolvedRun, same_tokeniz
 from xtoken_core.config.routing import Routes
 from xtoken_core.config.spec import PAD_MULTIPLE, ModelSpec, RunSpec, TeacherSpec, padded_length
 from xtoken_core.dataset import JoinedIndex, TextIndex
-from xtoken_core.errors import ConfigError, InputError, XtokenError
+from xtoken_core.errors import ConfigError, InputError, XtokenError, os_errors_as
 from xtoken_core.projection.fingerprint import file_fingerprint, is_sparse, tokenizer_fingerprint
 from xtoken_core.regular_files import read_regular
 from xtoken_core.tasks import read_prompts
@@ -442,10 +442,8 @@ def _check_context(what: str, spec: ModelSpec, config: dict[str, Any]) -> None:
 
 
 def _writable(output: Path) -> None:
-    try:
+    with os_errors_as(XtokenError, f"cannot make the output directory {output}"):
         output.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise XtokenError(f"cannot make the output directory {output}: {error.strerror}") from error
     if not os.access(output, os.W_OK | os.X_OK):
         raise XtokenError(f"cannot write into the output directory {output}")
 

@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from xtoken_core.errors import InputError, XtokenError
+from xtoken_core.errors import InputError, XtokenError, os_errors_as
 from xtoken_services.common.files.allowed_paths import check_allowed
 from xtoken_services.common.processes.child_process import Child, ChildError, answer_requests
 
@@ -154,14 +154,11 @@ class _LoadedPair:
 def _versions(directory: Path) -> Iterator[tuple[str, int, int]]:
     """Yield name, time of change and size of a tokenizer's files, to detect changes."""
     yield str(directory), 0, 0
-    try:
-        with os.scandir(directory) as entries:
-            for entry in sorted(entries, key=lambda entry: entry.name):
-                if entry.name.startswith(READ_FILES) or entry.name == "config.json":
-                    status = entry.stat()
-                    yield entry.name, status.st_mtime_ns, status.st_size
-    except OSError as error:
-        raise InputError(f"cannot read the tokenizer in {directory}: {error.strerror}") from error
+    with os_errors_as(InputError, f"cannot read the tokenizer in {directory}"), os.scandir(directory) as entries:
+        for entry in sorted(entries, key=lambda entry: entry.name):
+            if entry.name.startswith(READ_FILES) or entry.name == "config.json":
+                status = entry.stat()
+                yield entry.name, status.st_mtime_ns, status.st_size
 
 
 if __name__ == "__main__":
