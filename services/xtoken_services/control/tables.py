@@ -4,23 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import JSON, ForeignKey, Index, MetaData, UniqueConstraint
+from sqlalchemy import JSON, ForeignKey, Index, UniqueConstraint
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from xtoken_services.common.run.status import RunStatus, RunSummary
 
-NAMES = {
-    "ix": "ix_%(table_name)s_%(column_0_name)s",
-    "uq": "uq_%(table_name)s_%(column_0_name)s",
-    "fk": "fk_%(table_name)s_%(column_0_name)s_%(referred_table_name)s",
-    "pk": "pk_%(table_name)s",
-}
-
 
 class Base(DeclarativeBase):
-    """Declarative base. Constraints are named, so that a later migration can alter them."""
+    """Declarative base."""
 
-    metadata = MetaData(naming_convention=NAMES)
     type_annotation_map = {dict[str, Any]: JSON}  # noqa: RUF012 - read by SQLAlchemy, never changed
 
 
