@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from xtoken_core.dataset.records import Document
 from xtoken_core.errors import InputError
 from xtoken_core.losses.lazy_logits import HeadProjection, WholeLogits, row_logits
-from xtoken_core.packing import PackedRow
+from xtoken_core.packing import PackedRow, groups_within
 from xtoken_core.tokenizing import ConversationError, TextTokenizer
 from xtoken_core.uncertainty import grouped, standard_error
 
@@ -307,17 +307,8 @@ def _batches(windows: list[Window], batch_tokens: int) -> Iterator[list[Window]]
 
 
 def _packed_batches(windows: list[Window], batch_tokens: int) -> Iterator[list[Window]]:
-    """Yield batches of windows, in order, whose tokens fit together; a longer window is a batch of its own."""
-    batch: list[Window] = []
-    tokens = 0
-    for window in windows:
-        if batch and tokens + len(window.inputs) > batch_tokens:
-            yield batch
-            batch, tokens = [], 0
-        batch.append(window)
-        tokens += len(window.inputs)
-    if batch:
-        yield batch
+    """Yield batches of windows, in order, whose tokens fit together."""
+    return groups_within(windows, lambda window: len(window.inputs), batch_tokens)
 
 
 class ScoredBatch(NamedTuple):

@@ -2,12 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
+
+T = TypeVar("T")
+
+
+def groups_within(items: Iterable[T], size: Callable[[T], int], limit: int) -> Iterator[list[T]]:
+    """Yield items in their order, as many together as a limit allows; a larger one is a group of its own.
+
+    Args:
+        items: The items.
+        size: Returns the size of one.
+        limit: Of the sizes of a group together.
+    """
+    group: list[T] = []
+    total = 0
+    for item in items:
+        if group and total + size(item) > limit:
+            yield group
+            group, total = [], 0
+        group.append(item)
+        total += size(item)
+    if group:
+        yield group
 
 
 @dataclass(frozen=True)

@@ -165,17 +165,11 @@ def _check_files(
 
 
 def _batches(records: Iterable[Record]) -> Iterator[list[Record]]:
-    """Yield the records in batches."""
-    batch: list[Record] = []
-    size = 0
-    for record in records:
-        batch.append(record)
-        size += len(record.text or "")
-        if len(batch) >= _BATCH_RECORDS or size >= _BATCH_CHARACTERS:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
+    """Yield the records in batches of so many characters, and of so many records at most."""
+    from xtoken_core.packing import groups_within
+
+    least = _BATCH_CHARACTERS // _BATCH_RECORDS
+    return groups_within(records, lambda record: max(least, len(record.text or "")), _BATCH_CHARACTERS)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from enum import IntEnum
+from itertools import groupby
 from typing import Any, TypeVar
 
 import torch
@@ -23,6 +24,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.data_plane.run_client import RunClient
 from xtoken_core.errors import ConfigError, StaleSessionError
+from xtoken_core.packing import groups_within
 from xtoken_services.common.batches.step_plan import StepPlan
 
 RENDEZVOUS = timedelta(minutes=10)
@@ -223,16 +225,8 @@ class RankGroup:
 
 def buckets(tensors: Iterable[Tensor], limit: int) -> Iterator[list[Tensor]]:
     """Yield tensors in their order, as many of one dtype together as `limit` bytes allow, at least one."""
-    bucket: list[Tensor] = []
-    size = 0
-    for tensor in tensors:
-        if bucket and (size + tensor.nbytes > limit or tensor.dtype != bucket[0].dtype):
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(tensor)
-        size += tensor.nbytes
-    if bucket:
-        yield bucket
+    for _, alike in groupby(tensors, lambda tensor: tensor.dtype):
+        yield from groups_within(alike, lambda tensor: tensor.nbytes, limit)
 
 
 EVERY_S = 1.0
