@@ -23,7 +23,7 @@ from xtoken_services.common.files.allowed_paths import check_allowed, readable_r
 from xtoken_services.common.files.input_files import check_input_files, read_model_config
 from xtoken_services.common.models.packable import why_not_packed
 from xtoken_services.common.models.tensor_parallel import check_divided
-from xtoken_services.common.models.weight_checks import check_weights, served_fingerprint, weights_fingerprint
+from xtoken_services.common.models.weights import check_weights, served_fingerprint, weights_fingerprint
 from xtoken_services.common.processes.run_code import check_isolation
 from xtoken_services.common.run.metric_lines import finite
 from xtoken_services.common.stores.store_records import check_stores

@@ -11,8 +11,7 @@ from tests.unit.trainer.students import make_model
 from xtoken_core.errors import InputError
 from xtoken_core.model_files import INDEX, WHOLE, check_model_directory, weight_files
 from xtoken_services.common.files.allowed_paths import Roots
-from xtoken_services.common.models.weight_checks import check_weights, weights_fingerprint
-from xtoken_services.common.models.weights import weight_count
+from xtoken_services.common.models.weights import check_weights, weight_count, weights_fingerprint
 
 
 @pytest.fixture
@@ -51,7 +50,7 @@ def test_other_weights_and_another_configuration_have_another_fingerprint(model:
 
 
 def test_the_last_byte_of_a_large_file_counts(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xtoken_services.common.models.weight_checks.ENDS", 64)
+    monkeypatch.setattr("xtoken_services.common.models.weights.ENDS", 64)
     before, data = weights_fingerprint(model), bytearray((model / WHOLE).read_bytes())
     data[-1] ^= 1
     (model / WHOLE).write_bytes(data)
