@@ -45,15 +45,12 @@ class ProgressView(Protocol):
 
     def show(self, status: RunStatus) -> None:
         """Display the status of a run that is not over."""
-        ...
 
     def stopping(self, *, now: bool) -> None:
         """Display that the user has requested a graceful shutdown, or with `now` an immediate one."""
-        ...
 
     def end(self, status: RunStatus) -> None:
         """Display how the run ended."""
-        ...
 
 
 @contextmanager

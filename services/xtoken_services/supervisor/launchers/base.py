@@ -32,24 +32,19 @@ class Handle(Protocol):
     @property
     def pid(self) -> int:
         """Process id on its machine."""
-        ...
 
     @property
     def identity(self) -> dict[str, Any]:
         """Plain values by which `Launcher.attach` recognises the process."""
-        ...
 
     def poll(self) -> int | None:
         """Return the process's exit status: -N after signal N, `UNKNOWN_EXIT` if it left none, None while it runs."""
-        ...
 
     def terminate(self) -> None:
         """Send SIGTERM to the process."""
-        ...
 
     def kill(self) -> None:
         """Kill the process and everything that it started."""
-        ...
 
 
 class Launcher(Protocol):
@@ -61,11 +56,9 @@ class Launcher(Protocol):
         Raises:
             XtokenError: They never will.
         """
-        ...
 
     def machine(self, node: int) -> str:
         """Return the machine of a node group in words; empty for this machine."""
-        ...
 
     def queue_address(self, node: int, planned: Address) -> Address | None:
         """Return the address of a node group's queue as seen from here; None while it has no machine.
@@ -74,7 +67,6 @@ class Launcher(Protocol):
             node: Number of the node group.
             planned: Address from the specification, in which placeholders stand for what the machine decides.
         """
-        ...
 
     def start(self, command: Sequence[str], env: Mapping[str, str], log: Path, *, node: int = 0) -> Handle:
         """Start a command.
@@ -90,7 +82,6 @@ class Launcher(Protocol):
             OSError: It cannot be started.
             NodeLostError: The node group has no machine at present.
         """
-        ...
 
     def attach(self, identity: dict[str, Any] | None, mark: str, status: Path, *, node: int = 0) -> Handle:
         """Return a handle of a process that was started before, running or not.
@@ -101,7 +92,6 @@ class Launcher(Protocol):
             status: File in which it leaves its exit status.
             node: Number of its node group.
         """
-        ...
 
     def rendezvous(self, node: int = 0) -> Mapping[str, str]:
         """Return `MASTER_ADDR` and `MASTER_PORT`, at which the ranks of a trainer meet.
@@ -109,15 +99,12 @@ class Launcher(Protocol):
         Raises:
             NodeLostError: The node group has no machine at present.
         """
-        ...
 
     def kill_marked(self, prefix: str) -> None:
         """Kill every process whose mark begins with a prefix."""
-        ...
 
     def close(self) -> None:
         """Stop launching; processes that are not tied to this one keep running."""
-        ...
 
 
 def read_status(file: Path) -> int:
