@@ -26,8 +26,8 @@ from xtoken_core.dataset.records import (
     usable_value,
 )
 from xtoken_core.dataset.sources import LINES, Source
-from xtoken_core.dataset.unpacking import check_decoded, one_line, open_binary
-from xtoken_core.errors import InputError
+from xtoken_core.dataset.unpacking import check_decoded, open_binary
+from xtoken_core.errors import InputError, first_line
 
 Offsets = npt.NDArray[np.int64]
 _BLOCK_CACHE_BYTES = 256 << 20
@@ -121,7 +121,7 @@ class ParquetBlocks:
             # As dictionaries, repeated values are in memory once: a file of 100 kB can hold gigabytes of them.
             self._file = pq.ParquetFile(path, read_dictionary=_text_leaves(path))
         except (pa.ArrowException, OSError) as error:
-            raise InputError(f"{path} cannot be read as parquet: {one_line(error)}") from error
+            raise InputError(f"{path} cannot be read as parquet: {first_line(error)}") from error
         self.schema: Any = self._file.schema_arrow
         groups = range(self._file.num_row_groups)
         self.rows: Sequence[int] = [self._file.metadata.row_group(g).num_rows for g in groups]
@@ -138,7 +138,7 @@ class ParquetBlocks:
         try:
             return self._file.read_row_group(number, columns=list(columns))
         except (pa.ArrowException, OSError) as error:
-            raise InputError(f"{self._path}: row group {number} cannot be read: {one_line(error)}") from error
+            raise InputError(f"{self._path}: row group {number} cannot be read: {first_line(error)}") from error
 
 
 class ArrowBlocks:
@@ -162,7 +162,7 @@ class ArrowBlocks:
                 check_decoded(decoded, mapped.size(), str(path))
                 self._batches.append(batch)
         except (pa.ArrowException, OSError) as error:
-            raise InputError(f"{path} cannot be read as an arrow file: {one_line(error)}") from error
+            raise InputError(f"{path} cannot be read as an arrow file: {first_line(error)}") from error
         self.rows: Sequence[int] = [batch.num_rows for batch in self._batches]
 
     def read(self, number: int, columns: Sequence[str]) -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 from xtoken_core.atomic import atomic_path
 from xtoken_core.config.data import COMPRESSIONS, MOST_TEXT_BYTES
 from xtoken_core.dataset.records import MAX_RECORD_BYTES
-from xtoken_core.errors import InputError, os_errors_as
+from xtoken_core.errors import InputError, first_line, os_errors_as
 from xtoken_core.regular_files import open_regular
 from xtoken_core.user_cache import user_cache
 
@@ -58,7 +58,7 @@ def unpacked(path: Path, progress: Progress | None = None) -> Path:
                 out.flush()
                 os.utime(scratch, ns=(status.st_mtime_ns, status.st_mtime_ns))
     except (OSError, csv.Error, ValueError, RecursionError) as error:  # OSError: of the decoders too
-        raise InputError(f"{path} cannot be read into {user_cache()}: {one_line(error)}") from error
+        raise InputError(f"{path} cannot be read into {user_cache()}: {first_line(error)}") from error
     return target
 
 
@@ -110,7 +110,7 @@ def _listed(text: io.TextIOWrapper) -> Iterator[str]:
         except (ValueError, IndexError) as error:  # it may be cut where the text so far ends
             more = "" if len(rest) - at > MAX_RECORD_BYTES else text.read(max(CHUNK, len(rest) - at))
             if not more:
-                raise ValueError(f"item {count + 1} of its list is no whole JSON value: {one_line(error)}") from error
+                raise ValueError(f"item {count + 1} of its list is no whole JSON value: {first_line(error)}") from error
             rest, at = rest[at:] + more, 0
             continue
         if end > begin:
@@ -147,8 +147,3 @@ def open_binary(path: Path) -> Any:
     """
     with os_errors_as(InputError, f"cannot read the data file {path}"):
         return os.fdopen(open_regular(path), "rb")
-
-
-def one_line(error: Exception) -> str:
-    """Return the first line of an error's text."""
-    return (str(error).splitlines() or [type(error).__name__])[0]

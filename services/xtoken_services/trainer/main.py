@@ -15,7 +15,7 @@ import torch
 from xtoken_core.alignment.tables import token_table
 from xtoken_core.config.loss import PAIR_KINDS
 from xtoken_core.config.resolved import ResolvedRun
-from xtoken_core.errors import ConfigError, InputError, XtokenError
+from xtoken_core.errors import ConfigError, InputError, XtokenError, first_line
 from xtoken_core.losses import CrossTokenizerDistillationLoss
 from xtoken_core.losses.chunk_classes import token_kinds
 from xtoken_core.losses.common import LossTeacher
@@ -301,7 +301,7 @@ def push_model(directory: Path, repo: str) -> dict[str, Any]:
         api.create_repo(repo, private=True, exist_ok=True)
         commit = api.upload_folder(repo_id=repo, folder_path=directory, commit_message="Model distilled by xtoken")
     except Exception as error:  # of the library, its HTTP client, or the server
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
         log.error(
             "the model could not be pushed to %s (%s): push it by `hf upload %s %s`", repo, reason, repo, directory
         )

@@ -231,7 +231,7 @@ def _refused(name: str, repository: HubId, kind: str, error: Exception) -> Input
         return InputError(f"{begin} does not exist, or is private: correct the name, or set HF_TOKEN")
     if isinstance(error, RevisionNotFoundError):
         return InputError(f"{begin} has no revision {repository.revision!r}: name a branch, a tag or a commit")
-    reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+    reason = first_line(error)[:200]
     return InputError(
         f"{begin} cannot be fetched ({type(error).__name__}: {reason}): connect to the Hub, or correct the path"
     )

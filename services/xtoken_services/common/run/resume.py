@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from xtoken_core.config.identity import RunIdentity
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.config.validation_errors import describe
-from xtoken_core.errors import ConfigError, InputError
+from xtoken_core.errors import ConfigError, InputError, first_line
 from xtoken_core.regular_files import parse_object
 from xtoken_services.common.files.private_files import check_private_directory, read_private
 
@@ -136,7 +136,7 @@ def check_identity(path: Path, identity: RunIdentity, run: ResolvedRun) -> None:
 
 def unreadable(path: Path, error: BaseException) -> InputError:
     """Return the error of a damaged checkpoint."""
-    first = (str(error).splitlines() or [type(error).__name__])[0].partition(". ")[0]
+    first = first_line(error).partition(". ")[0]
     return InputError(f"cannot read the checkpoint {path}: {first}: remove it to resume from an older one")
 
 
