@@ -158,6 +158,14 @@ def read_json_object(path: Path, limit: int = JSON_LIMIT) -> dict[str, Any]:
     return parse_object(read_regular(path, limit))
 
 
+def json_object_or_empty(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file that a user names; empty if the file cannot be read or holds something else."""
+    try:
+        return read_json_object(path)
+    except (OSError, ValueError):
+        return {}
+
+
 def parse_object(data: bytes | str) -> dict[str, Any]:
     """Return the JSON object in a text.
 

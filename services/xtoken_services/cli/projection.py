@@ -104,11 +104,11 @@ def _tokenizer(directory: Path, what: str) -> Any:
 
 def _head_width(directory: Path) -> int | None:
     """Return the rows of the head of the model in a directory; None if there is only a tokenizer."""
-    try:
-        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-        width = config.get("text_config", config).get("vocab_size")
-    except (OSError, ValueError, AttributeError):
-        return None
+    from xtoken_core.regular_files import json_object_or_empty
+
+    config = json_object_or_empty(directory / "config.json")
+    text = config.get("text_config", config)
+    width = text.get("vocab_size") if isinstance(text, dict) else None
     return width if isinstance(width, int) else None
 
 

@@ -23,7 +23,7 @@ from xtoken_core.config.loss import ADAPTIVE, PAIR_KINDS, PAIR_NAMES
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.config.spec import StudentSpec
 from xtoken_core.errors import OutputError
-from xtoken_core.regular_files import MIB, read_json_object, read_regular
+from xtoken_core.regular_files import MIB, json_object_or_empty, read_regular
 from xtoken_core.tokenizing import TextTokenizer
 from xtoken_services.common.files.jsonl import lines_before_step
 from xtoken_services.common.generation.vocabulary import end_tokens
@@ -87,9 +87,7 @@ def export_student(
 
 def _cast(model: PreTrainedModel, student: StudentSpec) -> None:
     """Cast weights in place to the dtype of the export; those that must stay in float32 do."""
-    config: dict[str, Any] = {}
-    with suppress(OSError, ValueError):  # it may be gone by the end of a run
-        config = read_json_object(student.model / "config.json")
+    config = json_object_or_empty(student.model / "config.json")  # it may be gone by the end of a run
     own = config.get("dtype", config.get("torch_dtype"))
     halved = own if own in ("bfloat16", "float16") and student.dtype == "float32" else student.dtype
     dtype: torch.dtype = getattr(torch, student.export_dtype or halved)
@@ -351,9 +349,8 @@ def licence_of(model: Path) -> str | None:
         parts = read_regular(model / "README.md", MIB).decode("utf-8", "replace").split("---", 2)
         named = LICENSE.findall(parts[1]) if len(parts) == 3 and not parts[0].strip() else []
     if not named:
-        with suppress(OSError, ValueError):
-            configured = read_json_object(model / "config.json").get("license")
-            named = [configured] if isinstance(configured, str) else []
+        configured = json_object_or_empty(model / "config.json").get("license")
+        named = [configured] if isinstance(configured, str) else []
     return next((name for name in named if name != OTHER), named[0] if named else None)
 
 

@@ -17,7 +17,7 @@ from xtoken_core.config.self_teacher import with_teachers
 from xtoken_core.config.spec import RunSpec, padded_length, parse_run_spec, read_run_file
 from xtoken_core.config.train import TrainSpec
 from xtoken_core.errors import ConfigError, InputError
-from xtoken_core.regular_files import read_json_object
+from xtoken_core.regular_files import json_object_or_empty
 from xtoken_services.common.models.hub import fetch_inputs
 from xtoken_services.common.run.machine import Machine
 from xtoken_services.common.run.memory_fit import CPU_TOKENS, LARGEST, fit_memory
@@ -164,7 +164,7 @@ def fill_run_defaults(
     named = "output" in document
     document.setdefault("output", f"runs/{document['name']}")
     output = absolute_path(str(document["output"]), base)
-    stored = _stored(output)
+    stored = json_object_or_empty(output / SPEC)  # of an earlier start that has written there
     fetched = fetch_inputs(document, base, _part(stored, "hub") or {})
     defaults = RunDefaults(document, stored, machine or Machine.of_this(), fetched)
     if not named:
@@ -229,14 +229,6 @@ def expanded(document: Mapping[str, Any]) -> dict[str, Any]:
         expanded["teacher"] = [{"model": each} if isinstance(each, str) else each for each in teachers]
         return with_teachers(expanded)
     return expanded
-
-
-def _stored(output: Path) -> dict[str, Any]:
-    """Return the settings with which an earlier start has written to a directory."""
-    try:
-        return read_json_object(output / SPEC)
-    except (OSError, ValueError):
-        return {}
 
 
 def _fill_defaults(defaults: RunDefaults, base: Path) -> None:
@@ -382,10 +374,7 @@ def _trained_bytes(data: Mapping[str, Any], base: Path, samples: int, context: i
 
 def _max_length(directory: Path) -> int:
     """Return the longest text that a model was made for; 0 if that is not known."""
-    try:
-        config = read_json_object(directory / "config.json")
-    except (OSError, ValueError):
-        return 0
+    config = json_object_or_empty(directory / "config.json")
     text = config.get("text_config", config)
     longest = text.get("n_positions", text.get("max_position_embeddings")) if isinstance(text, dict) else None
     return longest // 8 * 8 if isinstance(longest, int) and longest >= 8 else 0

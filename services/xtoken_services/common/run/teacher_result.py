@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from xtoken_core.config.spec import RunSpec
-from xtoken_core.regular_files import read_json_object
+from xtoken_core.regular_files import json_object_or_empty
 from xtoken_services.common.files.jsonl import replace_file
 from xtoken_services.common.run.metric_lines import BITS, finite
 
@@ -21,10 +21,7 @@ def read_result(spec: RunSpec, teacher: int, text: str, suffix: str = "") -> dic
         text: Fingerprint of the held-out text.
         suffix: That of the text's metrics.
     """
-    try:
-        document = read_json_object(_file(spec, teacher, suffix))
-    except (OSError, ValueError):
-        return None
+    document = json_object_or_empty(_file(spec, teacher, suffix))
     return document if document.get("of") == _of(spec, teacher, text) and BITS in finite(document) else None
 
 
