@@ -328,11 +328,7 @@ class ScoredBatch(NamedTuple):
 
 
 def _score(
-    model: nn.Module,
-    batches: Iterable[Callable[[], ScoredBatch]],
-    vocabulary: int,
-    nats: Tensor,
-    progress: Callable[[], None],
+    model: nn.Module, batches: Iterable[ScoredBatch], vocabulary: int, nats: Tensor, progress: Callable[[], None]
 ) -> int:
     """Add each document's negative log-likelihood to `nats`; return the number of targets with the highest logit."""
     was_training = model.training
@@ -340,8 +336,7 @@ def _score(
     hits = torch.zeros((), dtype=torch.int64, device=nats.device)
     try:
         with torch.no_grad():  # a sharded model keeps what it gathers for training, so no inference tensors
-            for batch in batches:
-                logits, targets, mask, documents = batch()
+            for logits, targets, mask, documents in batches:  # each is computed here, in its turn
                 if logits.shape[-1] < vocabulary:
                     raise InputError(
                         f"the model's head has {logits.shape[-1]} rows, its tokenizer {vocabulary} tokens: "
@@ -358,30 +353,22 @@ def _score(
 
 def _padded(
     batch: list[Window], device: torch.device, model: nn.Module, outputs: Callable[[Tensor], WholeLogits] | None
-) -> Callable[[], ScoredBatch]:
-    """Return a function that computes the logits of windows, each in a row."""
-
-    def computed() -> ScoredBatch:
-        inputs, there = _pad([window.inputs for window in batch], device)
-        scored = _pad_targets([[window] for window in batch], device)
-        if outputs is not None:
-            return ScoredBatch(outputs(inputs), *scored)
-        return ScoredBatch(model(input_ids=inputs, attention_mask=there.long(), use_cache=False).logits, *scored)
-
-    return computed
+) -> ScoredBatch:
+    """Compute the logits of windows, each in a row."""
+    inputs, there = _pad([window.inputs for window in batch], device)
+    scored = _pad_targets([[window] for window in batch], device)
+    if outputs is not None:
+        return ScoredBatch(outputs(inputs), *scored)
+    return ScoredBatch(model(input_ids=inputs, attention_mask=there.long(), use_cache=False).logits, *scored)
 
 
 def _packed(
     batch: list[Window], device: torch.device, outputs: Callable[[Tensor, PackedRow], WholeLogits]
-) -> Callable[[], ScoredBatch]:
-    """Return a function that computes the logits of windows, all in one row."""
-
-    def computed() -> ScoredBatch:
-        row = PackedRow(tuple(len(window.inputs) for window in batch), sum(len(window.inputs) for window in batch))
-        inputs, _ = _pad([[token for window in batch for token in window.inputs]], device)
-        return ScoredBatch(outputs(inputs, row), *_pad_targets([batch], device))
-
-    return computed
+) -> ScoredBatch:
+    """Compute the logits of windows, all in one row."""
+    row = PackedRow(tuple(len(window.inputs) for window in batch), sum(len(window.inputs) for window in batch))
+    inputs, _ = _pad([[token for window in batch for token in window.inputs]], device)
+    return ScoredBatch(outputs(inputs, row), *_pad_targets([batch], device))
 
 
 def _pad(rows: list[list[int]], device: torch.device) -> tuple[Int[Tensor, "B T"], Bool[Tensor, "B T"]]:
