@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from xtoken_core.config.resolved import ResolvedRun, parse_resolved_run
 from xtoken_core.errors import ConfigError, InputError, OutputError, os_errors_as
-from xtoken_services.common.files.allowed_paths import Roots, check_allowed
+from xtoken_services.common.files.allowed_paths import check_allowed
 from xtoken_services.common.run.resume import CHECKPOINTS, RESOLVED, best_step, checkpoints_in
 
 if TYPE_CHECKING:
@@ -97,9 +97,7 @@ def check_target(target: Path) -> None:
         OutputError: It exists.
         RefusedError: It leads out of the control plane's roots.
     """
-    roots = Roots.of_environment()
-    if roots is not None:
-        roots.check(target, "--to", write=True)
+    check_allowed(target, "--to", write=True)
     if os.path.lexists(target):
         raise OutputError(f"{target} is there already: remove it, or name another directory with --to")
 

@@ -140,15 +140,15 @@ class Roots:
             raise RefusedError(field, f"{str(path)!r} cannot be looked up: {reason}") from error
 
 
-def check_allowed(path: Path, field: str) -> Path:
-    """Return the path, if this process may open it.
+def check_allowed(path: Path, field: str, *, write: bool = False) -> Path:
+    """Return the path, if this process may open it, or with `write` write there.
 
     Raises:
         RefusedError: It leads out of the roots that the control plane has set.
     """
     roots = Roots.of_environment()
     if roots is not None:
-        roots.check(path, field)
+        roots.check(path, field, write=write)
     return path
 
 
