@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from xtoken_core.data_plane.address import Address
@@ -154,8 +154,5 @@ def loss_reason(stats: dict[str, Any], name: str, incarnation: int, *, overdue: 
 
 def find_session(stats: dict[str, Any], name: str, incarnation: int) -> dict[str, Any] | None:
     """Return a worker's open session from the queue's statistics."""
-    for session in stats.get("sessions", ()):
-        if (session["name"], session["incarnation"]) == (name, incarnation):
-            match: dict[str, Any] = session
-            return match
-    return None
+    sessions: Iterable[dict[str, Any]] = stats.get("sessions", ())
+    return next((each for each in sessions if (each["name"], each["incarnation"]) == (name, incarnation)), None)
