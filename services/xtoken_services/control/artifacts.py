@@ -12,20 +12,21 @@ from xtoken_core.regular_files import open_below
 from xtoken_services.supervisor.json_files import encodable
 
 EXCLUDED = ("cache",)
+MAX_FILES = 10_000
 MAX_DEPTH = 16
 MAX_TIME_S = 253_402_300_799
 """The last second of year 9999."""
 
 
-def list_files(output: Path, limit: int) -> tuple[list[dict[str, Any]], bool]:
+def list_files(output: Path) -> tuple[list[dict[str, Any]], bool]:
     """List the files of a run without hidden files, symbolic links and caches.
 
     Returns:
-        Path, size and modification time of each file, ordered by path; and True if there are more than `limit`.
+        Path, size and modification time of each file, ordered by path; and True if there are more than `MAX_FILES`.
     """
     files: list[dict[str, Any]] = []
     for path, status in _walk(output, 0):
-        if len(files) == limit:
+        if len(files) == MAX_FILES:
             return files, True
         # Any program may have set the time, also to one beyond year 9999, which datetime cannot express.
         seconds = min(max(status.st_mtime, 0), MAX_TIME_S)

@@ -19,7 +19,6 @@ from xtoken_services.control.logs import Follower, last_attempts, logs_in, merge
 
 MAX_POINTS = 10_000
 MAX_LINES = 10_000
-MAX_FILES = 10_000
 MAX_STEP = 2**62
 FILE = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
 
@@ -98,7 +97,7 @@ async def _followed(first: bytes, added: AsyncIterator[bytes]) -> AsyncIterator[
 @router.get("/artifacts", responses=problems_of(404, 422))
 def list_artifacts(run_id: RunId, context: Context) -> Artifacts:
     """List the files of a run: checkpoints, metrics, logs, the exported model; no hidden files or caches."""
-    files, more = list_files(context.view(run_id).output, MAX_FILES)
+    files, more = list_files(context.view(run_id).output)
     return Artifacts.model_validate({"artifacts": files, "truncated": more})
 
 

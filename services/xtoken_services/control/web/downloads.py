@@ -15,7 +15,6 @@ from fastapi.responses import StreamingResponse
 from xtoken_core.config.spec import RunSpec
 from xtoken_services.common.run.run_text import to_toml, without_defaults
 from xtoken_services.control.api.dependencies import Context, RunId
-from xtoken_services.control.api.files import MAX_FILES
 from xtoken_services.control.artifacts import list_files, open_file
 from xtoken_services.control.web.render import PageRoute
 
@@ -30,7 +29,7 @@ router = APIRouter(route_class=PageRoute)
 def download_model(run_id: RunId, context: Context) -> Response:
     """Return the exported model as a tar archive."""
     output = context.view(run_id).output
-    files = [file for file in list_files(output, MAX_FILES)[0] if file["path"].startswith(MODEL)]
+    files = [file for file in list_files(output)[0] if file["path"].startswith(MODEL)]
     if not files:
         raise HTTPException(404, "The run has no model yet: it is exported at the end.")
     entries = [(file, _header(file, run_id)) for file in files]

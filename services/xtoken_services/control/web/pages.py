@@ -18,7 +18,6 @@ from xtoken_services.common.run.resume import CHECKPOINTS
 from xtoken_services.common.run.run_text import resolved_text, to_toml, without_defaults
 from xtoken_services.common.run.status import RunState
 from xtoken_services.control.api.dependencies import AppContext, Context, RunId
-from xtoken_services.control.api.files import MAX_FILES
 from xtoken_services.control.api.runs import (
     MAX_CURSOR,
     MAX_DESCRIPTION,
@@ -164,7 +163,7 @@ def show_configuration(request: Request, run_id: RunId, context: Context) -> Res
 @router.get("/runs/{run_id}/files")
 def show_files(request: Request, run_id: RunId, context: Context) -> Response:
     """Show the files of a run, for download."""
-    files, more = list_files(context.view(run_id).output, MAX_FILES)
+    files, more = list_files(context.view(run_id).output)
     folders: dict[str, list[dict[str, Any]]] = {"": []} if any("/" not in file["path"] for file in files) else {}
     for file in files:
         folder, _, name = file["path"].rpartition("/")
