@@ -5,9 +5,9 @@ import torch
 
 from tests.support.chain_batch import chain_on
 from tests.support.columns import columns_of
-from tests.unit.losses.loss_cases import V_S, make_case
+from tests.unit.losses.loss_cases import V_S, loss_of, make_case
 from xtoken_core.config import LossConfig
-from xtoken_core.losses import CrossTokenizerDistillationLoss, HeadProjection, combine_metrics, overlap
+from xtoken_core.losses import HeadProjection, combine_metrics, overlap
 from xtoken_core.losses.lazy_logits import row_logits
 from xtoken_core.losses.overlap import LIKELIEST, overlap_ratio
 from xtoken_core.topk_logits import largest_logits
@@ -116,7 +116,7 @@ def test_no_more_positions_are_read_than_allowed_and_those_of_the_whole_batch(ch
 
 def test_a_teacher_with_the_students_tokenizer_is_compared_token_by_token():
     case = make_case(same_tokenizer=(True, True), sample_mask=(1.0, 1.0, 1.0, 0.0))
-    loss = CrossTokenizerDistillationLoss(LossConfig(), student_vocab_size=V_S, teachers=case.teachers)
+    loss = loss_of(case, LossConfig())
     batch = case.batch | {"weights_version": torch.tensor([2, -1, 2, 2])}
     found = overlap_ratio(loss.losses, batch, case.student_logits, case.teacher_logits)["overlap_ratio"].item()
     roots = torch.arange(V_S)
@@ -138,7 +138,7 @@ def test_given_text_and_losses_without_classes_have_no_ratio(chain):
         given = {name: column for name, column in batch.items() if name != "weights_version"} | versions
         assert overlap_ratio(loss.losses, given, logits[0], logits[1:]) == {}
     case = make_case()
-    likelihoods = CrossTokenizerDistillationLoss(LossConfig(mode="alm"), student_vocab_size=V_S, teachers=case.teachers)
+    likelihoods = loss_of(case, LossConfig(mode="alm"))
     generated = case.batch | {"weights_version": torch.zeros(4, dtype=torch.int64)}
     assert overlap_ratio(likelihoods.losses, generated, case.student_logits, case.teacher_logits) == {}
 

@@ -9,12 +9,11 @@ from hypothesis import strategies as st
 
 from tests.support.examples import examples
 from tests.support.preloaded import PRELOADED
-from tests.unit.losses.loss_cases import V_S, make_case, run
+from tests.unit.losses.loss_cases import V_S, loss_of, make_case, run
 from tests.unit.losses.loss_loops import token_map
 from xtoken_core import losses
 from xtoken_core.config import LossConfig
 from xtoken_core.losses import (
-    CrossTokenizerDistillationLoss,
     Fp32SparseMM,
     LossTeacher,
     ce_token_counts,
@@ -122,7 +121,7 @@ def step_case(name):
 def gradient_of_step(name, case, over_ranks):
     """The student's gradient and the divergence, under denominators that `over_ranks` sums."""
     config = SPLIT[name][0]
-    loss_fn = CrossTokenizerDistillationLoss(config, student_vocab_size=V_S, teachers=case.teachers)
+    loss_fn = loss_of(case, config)
     columns = ("student_chunk_id", "teacher_chunk_id", "pair_valid", "pair_is_correct")
     chunks = []
     for place, teacher in enumerate(case.teachers):
