@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from tests.support.runs import resolved_run
+from tests.support.runs import changed, resolved_run, revised
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.config.spec import RunSpec, parse_run_spec
 from xtoken_core.config.validation_errors import NAMED_ELSEWHERE, describe
@@ -119,10 +119,7 @@ def test_names_of_other_trainers_lead_to_settings_that_there_are() -> None:
 
 def settings(directory: Path, workers: dict[str, Any] | None = None, **teacher: Any) -> RunSpec:
     """A run whose teacher and workers have these settings too."""
-    raw: Any = resolved_run(directory).spec.model_dump(mode="json")
-    raw["teacher"][0].update(teacher)
-    raw["workers"].update(workers or {})
-    return RunSpec.model_validate(raw)
+    return revised(resolved_run(directory).spec, teacher=teacher, workers=workers or {})
 
 
 @pytest.mark.parametrize(
@@ -173,6 +170,5 @@ def test_slots_of_largest_logits(tmp_path: Path, k: int, listed: int) -> None:
 
 def test_another_weight_at_the_end_is_another_run(tmp_path: Path) -> None:
     run = resolved_run(tmp_path)
-    fading = run.spec.model_copy(update={"loss": run.spec.loss.model_copy(update={"kl_loss_weight_end": 0.5})})
-    changed = run.model_copy(update={"spec": fading})
-    assert run.identity().differences(changed.identity()) == ["loss.kl_loss_weight_end"]
+    fading = changed(run, loss={"kl_loss_weight_end": 0.5})
+    assert run.identity().differences(fading.identity()) == ["loss.kl_loss_weight_end"]
