@@ -117,13 +117,13 @@ def test_only_completions_have_another_form(case, teacher, tables, form):
 
 
 def test_equal_models_have_no_divergence_in_any_form():
-    """One tokenizer, one model: reverse KL and JSD vanish with their gradients."""
+    """One tokenizer, one model: KL, reverse KL and JSD vanish with their gradients."""
     batch = batch_of(WHOLE, WHOLE, DOCUMENTS)
     own_tables = as_tensors(build_tables(WHOLE.fast, WHOLE.fast))
     student = random_logits(5, batch, WHOLE, WHOLE)[0]
     own = torch.ones(student.shape[:2], dtype=torch.bool)
-    for beta in (None, 0.5):
-        values = chain_divergence(student, student.detach(), batch, own_tables, generated=Generated(own, beta))
+    for form in (None, Generated(own, None), Generated(own, 0.5)):
+        values = chain_divergence(student, student.detach(), batch, own_tables, generated=form)
         assert values.abs().max() < 1e-12
         assert torch.autograd.grad(values.sum(), student)[0].abs().max() < 1e-12
 
