@@ -165,14 +165,12 @@ def test_the_parser_returns_entries_that_only_its_callers_refuse(form, tmp_path)
             read()
 
 
-@pytest.mark.parametrize(
+@cases(
     "read",
-    [
-        p.parse_projection_file,
-        lambda path: p.get_topk_projection(path, CPU),
-        lambda path: p.get_sparse_projection_matrix(path, CPU, student_vocab_size=1, teacher_vocab_size=1),
-        lambda path: p.build_exact_token_map(path, CPU, xtoken_loss=False, teacher_vocab_size=1),
-    ],
+    p.parse_projection_file,
+    lambda path: p.get_topk_projection(path, CPU),
+    lambda path: p.get_sparse_projection_matrix(path, CPU, student_vocab_size=1, teacher_vocab_size=1),
+    lambda path: p.build_exact_token_map(path, CPU, xtoken_loss=False, teacher_vocab_size=1),
 )
 def test_a_missing_file_is_a_file_not_found(read, tmp_path):
     with pytest.raises(FileNotFoundError, match="xtoken projection build") as caught:

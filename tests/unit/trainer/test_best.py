@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.cases import cases
 from tests.support.evaluations import measured
 from tests.support.runs import changed, resolved_run
 from xtoken_core.config.eval import EvalSpec
@@ -44,12 +45,10 @@ def test_by_tasks_the_best_has_the_highest_mean_accuracy_and_step_0_takes_part()
     assert best_evaluation(two, by_tasks=True) == BestEvaluation(2, 9.0, 0)
 
 
-@pytest.mark.parametrize(
-    ("right", "ends"),
-    [
-        ((0.8, 0.7, 0.6), [False, False, True]), ((0.8, 0.7, 0.8, 0.7, 0.9), [False] * 5),
-        ((0.3, 0.5, 0.4, 0.45), [False, False, False, True]), ((1.0, 1.0, 1.0, 1.0), [False] * 4),
-    ],
+@cases(
+    "right, ends",
+    ((0.8, 0.7, 0.6), [False, False, True]), ((0.8, 0.7, 0.8, 0.7, 0.9), [False] * 5),
+    ((0.3, 0.5, 0.4, 0.45), [False, False, False, True]), ((1.0, 1.0, 1.0, 1.0), [False] * 4),
     ids=["from-the-first", "as-good-between", "after-a-rise", "none-is-below"],
 )  # fmt: skip
 def test_evaluations_below_the_best_accuracy_end_a_run(tmp_path: Path, right: list[float], ends: list[bool]) -> None:
@@ -106,12 +105,10 @@ def test_patience_counts_evaluations_since_the_best(tmp_path: Path) -> None:
     assert not follower.ends_run, "at its last step a run ends by itself"
 
 
-@pytest.mark.parametrize(
-    ("steps", "every", "settings", "expected"),
-    [
-        (100, 1, {}, 50), (101, 5, {}, 11), (100, 10, {}, 8), (100, 1, {"patience": 3}, 3),
-        (100, 1, {"patience": "none"}, None), (100, 1, {"keep_best": False}, None),
-    ],
+@cases(
+    "steps, every, settings, expected",
+    (100, 1, {}, 50), (101, 5, {}, 11), (100, 10, {}, 8), (100, 1, {"patience": 3}, 3),
+    (100, 1, {"patience": "none"}, None), (100, 1, {"keep_best": False}, None),
 )  # fmt: skip
 def test_by_default_half_of_the_evaluations_end_a_run(
     tmp_path: Path, steps: int, every: int, settings: dict[str, object], expected: int | None
