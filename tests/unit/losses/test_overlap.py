@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.support.chain_batch import chain_on
-from tests.support.columns import columns_of
+from tests.support.packed import packed_whole
 from tests.unit.losses.loss_cases import V_S, loss_of, make_case
 from xtoken_core.config import LossConfig
 from xtoken_core.losses import HeadProjection, combine_metrics, overlap
@@ -12,7 +12,6 @@ from xtoken_core.losses.lazy_logits import row_logits
 from xtoken_core.losses.overlap import LIKELIEST, overlap_ratio
 from xtoken_core.topk_logits import largest_logits
 from xtoken_core.transports.ring import TopKSettings
-from xtoken_services.common.batches.packed_batch import packed_batch
 
 TEXTS = [
     "The quick brown fox: 1,234.56 metres",
@@ -68,9 +67,7 @@ def test_chain_compares_classes_at_the_starts_of_generated_chunks(chain):
 
 def test_a_packed_batch_has_the_same_ratio(chain):
     loss, tables, batch, logits = chain
-    rows = [{name: column[b].numpy() for name, column in batch.items()} for b in range(len(TEXTS))]
-    packed = packed_batch(columns_of(rows), widths=[x.shape[0] * x.shape[1] for x in logits], pad_ids=[0, 0]).data
-    row = [x.flatten(0, 1).unsqueeze(0) for x in logits]
+    packed, row = packed_whole(batch, logits)
     found = overlap_ratio(loss.losses, packed, row[0], row[1:])
     assert found["overlap_ratio"].item() == pytest.approx(by_loop(tables, batch, logits)[0])
 
