@@ -329,13 +329,6 @@ def test_long_names_are_compared_letter_by_letter():
     assert similarity(name, name) == 1.0
 
 
-def test_the_most_similar_special_is_kept_among_many():
-    theirs = {0: b"<tool_call>"} | {n: f"<tool_call_{n:02}>".encode() for n in range(1, ROW_LIMIT + 8)}
-    _, teachers, weights = special_entries({7: b"<tool_call>"}, theirs)
-    assert len(teachers) == ROW_LIMIT
-    assert weights[teachers == 0] == pytest.approx(0.8)
-
-
 @pytest.mark.parametrize("note", ["", "1", "12345"])
 def test_a_files_header_ends_at_a_multiple_of_eight(note: str):
     data = safetensors_bytes({"x": torch.arange(3)}, {"note": note})
