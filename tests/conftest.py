@@ -6,6 +6,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -36,3 +37,10 @@ def _log() -> Iterator[None]:
     kept = log.handlers, log.propagate, log.level
     yield
     log.handlers, log.propagate, log.level = kept
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    """What a test opens, closed at its end."""
+    with ExitStack() as opened:
+        yield opened

@@ -36,6 +36,7 @@ SESSION = b"5f1c0a2b3c4d5e6f708192a3b4c5d6e7"
 INTERESTING = (0, 1, 0x7F, 0x80, 0x90, 0xA0, 0xC1, 0xC4, 0xC7, 0xCF, 0xD3, 0xDC, 0xDD, 0xDE, 0xDF, 0xE0, 0xFF)
 IN_FLIGHT = 32
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01PLAIN" + bytes(47)
+HTTP = b"GET / HTTP/1.1\r\n\r\n"
 MEMORY = 64 << 20
 
 
@@ -151,7 +152,7 @@ def unauthenticated(address: Address, outcome: Outcome, go_on: Callable[[], bool
     while go_on():
         with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=5) as raw:
             start = rng.choice(
-                (b"", GREETING, GREETING[: rng.randrange(64)], GREETING + b"\x04\x26\x05HELLO\x06xtoken\x05")
+                (b"", HTTP, GREETING, GREETING[: rng.randrange(64)], GREETING + b"\x04\x26\x05HELLO\x06xtoken\x05")
             )
             raw.sendall(start + rng.randbytes(rng.randrange(300)))
             outcome.raw += 1

@@ -25,7 +25,6 @@ from tests.contract.peers import Place, ints
 from tests.contract.processes import (
     ROOT,
     documented_bytes,
-    free_port,
     ipc_address,
     most_bytes,
     queue_process,
@@ -37,8 +36,6 @@ from tests.contract.test_transport import dealer
 from tests.support.waiting import until
 from xtoken_core.compat.task_client import TaskClient
 from xtoken_core.data_plane.address import Address
-from xtoken_core.data_plane.zmq_transport import ZmqTransport
-from xtoken_core.errors import QueueUnreachableError
 from xtoken_core.wire import messages as m
 from xtoken_core.wire.bounds import MAX_FRAMES, MAX_IDS
 from xtoken_services.queue.connection_guard import SPARE_BYTES, ConnectionGuard
@@ -320,22 +317,3 @@ def test_idle_connections_are_cut_only_if_the_excess_lasts() -> None:
         assert accepted.cut() == [1]
         guard.check(25.0)
         assert accepted.cut() == [0, 1, 2]
-
-
-def test_a_wrong_token_is_answered_at_once(short_tmp: Path) -> None:
-    directory = short_tmp / "wrong"
-    directory.mkdir(mode=0o700)
-    address = Address.parse(f"tcp://127.0.0.1:{free_port()}", directory / "token")
-    with queue_process(address):
-        (directory / "other").write_text("another token\n")
-        (directory / "other").chmod(0o600)
-        with pytest.raises(QueueUnreachableError, match="refuses this client"):
-            TaskClient(ZmqTransport(Address.parse(address.url, directory / "other"), patience_s=2.0)).hello(
-                "w", "r", incarnation=1
-            )
-        other = reference_client.Client(address.url, "another token", patience_s=10.0)
-        start = time.monotonic()
-        with pytest.raises(reference_client.UnreachableError, match="refuses"):
-            other.hello("w", "r", 1)
-        assert time.monotonic() - start < LONGEST_WAIT_S
-        other.close()

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 import zmq
@@ -226,14 +227,6 @@ def test_memory_follows_what_is_held(
 
 def address_of(view: memoryview) -> int:
     """Where a buffer's bytes lie."""
-    import ctypes
-
-    return ctypes.addressof(ctypes.c_char.from_buffer(view)) if not view.readonly else _readonly_address(view)
-
-
-def _readonly_address(view: memoryview) -> int:
-    import numpy as np
-
     return int(np.frombuffer(view, dtype=np.uint8).__array_interface__["data"][0])
 
 

@@ -6,10 +6,7 @@ from typing import Any
 import pytest
 
 from tests.contract.peers import Place, ints
-from tests.contract.reference_client import RefusedError
-
-ITEM_SIZES = {"bool": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8}
-ITEM_SIZES |= {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+from tests.contract.reference_client import ITEM_SIZES, RefusedError
 
 
 def opened(place: Place, **definition: Any) -> tuple[Any, str]:

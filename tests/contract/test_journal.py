@@ -9,6 +9,7 @@ import pytest
 
 from tests.contract.peers import LibraryPeer, ints
 from tests.contract.reference_client import RefusedError
+from tests.contract.test_tasks import state
 from tests.support.memory_queue import MemoryQueue
 from xtoken_core.errors import ConfigError, InputError, XtokenError
 from xtoken_services.queue.journal_file import CHUNK_BYTES, log_of
@@ -52,12 +53,6 @@ def kept(tmp_path: Path) -> Kept:
     return Kept(tmp_path / "journal")
 
 
-def states(peer: Any, name: str, task: str) -> dict[str, list[int]]:
-    names = ("waiting", "ready", "leased", "done")
-    found = {s: peer.call("list", partition=name, task=task, state=s)["ids"] for s in names}
-    return {state: ids for state, ids in found.items() if ids}
-
-
 def test_a_generic_partition_comes_back(kept: Kept) -> None:
     peer = kept.worker()
     peer.call("open", partition="p", tasks=TASKS, volatile=["v"], max_attempts=2)
@@ -72,8 +67,8 @@ def test_a_generic_partition_comes_back(kept: Kept) -> None:
     peer.call("seal", partition="p")
     for _ in range(2):
         peer = kept.restart()
-        assert states(peer, "p", "a") == {"ready": [2, 4, 5, 6, 8], "done": [0, 1, 3]}
-        assert states(peer, "p", "b") == {"waiting": [0, 1, 2, 3, 4, 5, 6, 8]}
+        assert state(peer, "p", "a") == {"ready": [2, 4, 5, 6, 8], "done": [0, 1, 3]}
+        assert state(peer, "p", "b") == {"waiting": [0, 1, 2, 3, 4, 5, 6, 8]}
         assert peer.call("list", partition="p", state="dead")["reasons"] == {9: "bad"}
         columns = peer.call("get", partition="p", ids=[2, 0], fields=["x", "w"])["columns"]
         assert columns == {"x": ints([2, 2], [0, 0]), "w": ints([2], [0])}
@@ -94,8 +89,8 @@ def test_volatile_result_is_lost_at_restart(kept: Kept) -> None:
     peer.call("complete", partition="p", lease=lease, columns={"z": ints([5])})
     for _ in range(2):
         peer = kept.restart()
-        assert states(peer, "p", "a") == {"ready": [0], "done": [1]}
-        assert states(peer, "p", "b") == {"waiting": [0, 1]}
+        assert state(peer, "p", "a") == {"ready": [0], "done": [1]}
+        assert state(peer, "p", "b") == {"waiting": [0, 1]}
         assert peer.call("get", partition="p", ids=[1], fields=["z"])["columns"] == {"z": ints([5])}
 
 
@@ -109,9 +104,9 @@ def test_a_task_completed_by_a_volatile_field_that_was_there_is_not_durable(kept
     for i in range(1, 200):  # until the journal begins with a snapshot of this
         peer.call("put", partition="p", ids=[i], columns={"x": ints([i] * 50)})
         peer.call("clear", partition="p", ids=[i])
-    assert states(peer, "p", "a") == {"done": [0]}
+    assert state(peer, "p", "a") == {"done": [0]}
     for _ in range(2):
-        assert states(kept.restart(), "p", "a") == {"ready": [0]}
+        assert state(kept.restart(), "p", "a") == {"ready": [0]}
 
 
 def test_acked_volatile_result_is_not_durable(kept: Kept) -> None:
@@ -121,7 +116,7 @@ def test_acked_volatile_result_is_not_durable(kept: Kept) -> None:
     lease = peer.call("claim", partition="p", task="a", ids=[0])["lease"]
     peer.call("complete", partition="p", lease=lease, columns={"v": ints([5])})
     peer.call("ack", partition="p", task="a", ids=[0])
-    assert states(kept.restart(), "p", "a") == {"ready": [0]}
+    assert state(kept.restart(), "p", "a") == {"ready": [0]}
 
 
 def test_what_every_task_has_done_stays_done(kept: Kept) -> None:
@@ -136,7 +131,7 @@ def test_what_every_task_has_done_stays_done(kept: Kept) -> None:
     for _ in range(2):
         peer = kept.restart()
         peer.call("put", partition="p", ids=[0, 1], columns={"x": ints([0], [1])})
-        assert (states(peer, "p", "a"), states(peer, "p", "b")) == ({}, {})
+        assert (state(peer, "p", "a"), state(peer, "p", "b")) == ({}, {})
 
 
 def test_a_restart_charges_partitions_as_before(kept: Kept) -> None:
@@ -428,7 +423,7 @@ def test_a_full_disk_stops_the_queue_and_leaves_nothing_half_written(kept: Kept)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     peer = kept.restart()
-    assert states(peer, "p", "a") == {"ready": [0]}
+    assert state(peer, "p", "a") == {"ready": [0]}
 
 
 def test_one_queue_per_journal(kept: Kept) -> None:

@@ -51,6 +51,14 @@ class Run:
         assert peer.call("await_opened", partition=self.partition, ring=ring, wait_s=WAIT_S) is not None
         return peer, ring
 
+    def started(self, blocks: int = 0) -> tuple[Any, Any, int]:
+        """A trainer, and a teacher with its ring; then the rows of so many blocks."""
+        trainer = self.trainer()
+        teacher, ring = self.teacher(trainer)
+        for _ in range(blocks):
+            self.put_block()
+        return trainer, teacher, ring
+
     def fill(self, teacher: Any, ring: int, *ids: int, **options: Any) -> Any:
         """Claim a slot for a micro-batch."""
         return teacher.call(
@@ -157,8 +165,7 @@ def test_a_micro_batch_waits_for_the_teachers_of_its_rows_only(place: Place) -> 
         ids = [block["first"], block["first"] + 1]
         columns = {"input_ids": ints([1], [2]), "teachers": bits(0b01, 0b10)}
         run.collator.call("put", partition=run.partition, ids=ids, columns=columns, lease=block["lease"])
-    trainer = run.trainer()
-    teacher, ring = run.teacher(trainer)
+    trainer, teacher, ring = run.started()
     run.publish(teacher, ring, 0, 2)
     assert [slot["teacher"] for slot in run.batch(trainer, 0, 2)["slots"]] == [0]
     assert run.batch(trainer, 1, 3, wait_s=0.05) is None
@@ -178,8 +185,7 @@ def test_rows_of_other_teachers_than_the_run_has_are_refused(place: Place, colum
 
 
 def test_a_whole_run(run: Run) -> None:
-    trainer = run.trainer()
-    teacher, ring = run.teacher(trainer)
+    trainer, teacher, ring = run.started()
     trained: list[int] = []
     for step, window in enumerate(([0, 1, 2, 3], [4, 5, 6, 7], [8, 9])):
         while trainer.call("window", partition=run.partition, step=step, rewinds=run.count, fields=[]) is None:
@@ -204,10 +210,7 @@ def test_a_whole_run(run: Run) -> None:
 
 
 def test_released_slots_are_filled_again(run: Run) -> None:
-    trainer = run.trainer()
-    teacher, ring = run.teacher(trainer)
-    for _ in range(2):
-        run.put_block()
+    trainer, teacher, ring = run.started(2)
     first, second = run.publish(teacher, ring, 0), run.publish(teacher, ring, 1)
     assert (first["slot"], second["slot"]) == (0, 1)
     assert run.fill(teacher, ring, 2, wait_s=0.05) is None
@@ -224,10 +227,7 @@ def test_released_slots_are_filled_again(run: Run) -> None:
 
 
 def test_a_signal_goes_with_its_teacher(run: Run) -> None:
-    trainer = run.trainer()
-    teacher, ring = run.teacher(trainer)
-    for _ in range(2):
-        run.put_block()
+    trainer, teacher, ring = run.started(2)
     run.publish(teacher, ring, 0, 1)
     run.publish(teacher, ring, 2, 3)
     run.batch(trainer, 0, 1)
@@ -245,10 +245,7 @@ def test_a_signal_goes_with_its_teacher(run: Run) -> None:
 
 
 def test_rewind_ends_older_trainers(run: Run) -> None:
-    old = run.trainer()
-    teacher, ring = run.teacher(old)
-    for _ in range(4):
-        run.put_block()
+    old, teacher, ring = run.started(4)
     claim = run.fill(teacher, ring, 0, 1)
     before = run.count
     new = run.trainer(step=1, incarnation=2, skipped={0: "told"})
@@ -269,8 +266,7 @@ def test_rewind_ends_older_trainers(run: Run) -> None:
 
 
 def test_a_ring_closes_with_either_session(run: Run) -> None:
-    trainer = run.trainer()
-    teacher, ring = run.teacher(trainer)
+    trainer, teacher, ring = run.started()
     trainer.call("bye")
     assert code_of(teacher, "await_opened", partition=run.partition, ring=ring) == "ring_closed"
     strange = {"partition": run.partition, "teacher": 0, "rank": 0, "trainer": "nobody", "handle": b""}
@@ -289,10 +285,7 @@ def test_only_the_current_step_can_be_acknowledged(run: Run) -> None:
 
 def test_dead_position_means_redo(place: Place) -> None:
     run = opened(place, max_dead=1)
-    trainer = run.trainer()
-    teacher, ring = run.teacher(trainer)
-    for _ in range(2):
-        run.put_block()
+    trainer, teacher, ring = run.started(2)
     for attempt in range(2):
         claim = run.fill(teacher, ring, 0, 1)
         reason = f"bad record, {attempt}"
@@ -327,9 +320,7 @@ def test_give_up_fails_all_workers(run: Run) -> None:
 
 
 def test_micro_batches_name_a_sample_once(run: Run) -> None:
-    trainer = run.trainer()
-    teacher, ring = run.teacher(trainer)
-    run.put_block()
+    trainer, teacher, ring = run.started(1)
     ask = {"partition": run.partition, "rewinds": run.count, "ids": [0, 0]}
     assert code_of(teacher, "claim_slot", ring=ring, **ask) == "bad_request"
     assert code_of(trainer, "claim_batch", **ask) == "bad_request"

@@ -23,7 +23,7 @@ from tests.contract.attacker import Attacker
 from tests.contract.peers import Place, ints
 from tests.contract.processes import free_port, ipc_address, queue_process, queue_thread, tcp_address
 from tests.contract.reference_client import UnreachableError
-from tests.contract.test_transport import ask, dealer
+from tests.contract.test_transport import HELLO, TASKS, ask, dealer
 from tests.support.cases import cases
 from xtoken_core.compat.task_client import TaskClient
 from xtoken_core.data_plane import zmq_transport
@@ -37,8 +37,6 @@ from xtoken_services.queue.connection_guard import HELD_FACTOR, SPARE_BYTES
 from xtoken_services.queue.waiting import MAX_WAITING_OF_SESSION
 
 MEMORY = 64 << 20
-HELLO = {"type": "hello", "id": "a.1", "versions": [2], "name": "w", "role": "r", "incarnation": 1}
-TASKS = [{"name": "a", "requires": ["x"]}]
 
 
 @pytest.fixture
@@ -294,7 +292,6 @@ def test_keys_can_be_made_by_command(tmp_path: Path) -> None:
 SMALL_MEMORY = 32 << 20
 BETWEEN_LOOKS = 160 << 20
 """What may come in before the queue looks again; the sum over all attackers, on a busy machine."""
-FIRST_HELLO = {"type": "hello", "id": "a.1", "versions": [2], "name": "deaf", "role": "r", "incarnation": 1}
 
 
 @contextmanager
@@ -333,7 +330,7 @@ def test_a_message_without_an_end_is_cut(short_tmp: Path, transport: str, frame:
         place = Place("library", address=address)
         idle, busy = place.worker(), place.worker()
         for peer in (idle, busy):
-            peer.call("open", partition="p", tasks=[{"name": "a", "requires": ["x"]}])
+            peer.call("open", partition="p", tasks=TASKS)
         attackers = [Attacker(address) for _ in range(2)]
         # Who never reads may not notice a cut while its window is 0: it gives up before the idle session ends.
         limits = {"frame": frame, "seconds": 10.0}
@@ -363,7 +360,7 @@ def test_parts_of_messages_are_cut_beside_idle_connections(short_tmp: Path, idle
         waiting = [stack.enter_context(closing(Attacker(address))) for _ in range(idle)]
         place = Place("library", address=address)
         busy = place.worker()
-        busy.call("open", partition="p", tasks=[{"name": "a", "requires": ["x"]}])
+        busy.call("open", partition="p", tasks=TASKS)
         attackers = [stack.enter_context(closing(Attacker(address))) for _ in range(parts)]
         for number, attacker in enumerate(attackers):
             attacker.flood(part)
@@ -380,11 +377,11 @@ def test_unread_replies_are_dropped(short_tmp: Path) -> None:
     with watched(address) as (grown, now):
         place = Place("library", address=address)
         peer = place.worker()
-        peer.call("open", partition="p", tasks=[{"name": "a", "requires": ["x"]}])
+        peer.call("open", partition="p", tasks=TASKS)
         rows = [bytes([i]) * (1 << 20) for i in range(20)]
         peer.call("put", partition="p", ids=list(range(20)), columns={"x": ("jagged", "uint8", (), rows)})
         deaf = Attacker(address)
-        deaf.send(msgpack.packb(FIRST_HELLO), more=False)
+        deaf.send(msgpack.packb(HELLO), more=False)
         deaf.socket.settimeout(10)
         reply = deaf.socket.recv(4096)
         session = msgpack.unpackb(reply[2:])["session"]

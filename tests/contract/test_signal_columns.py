@@ -41,10 +41,7 @@ def run(place: Place) -> Run:
 
 
 def test_signal_columns_from_claim_to_release(run: Run) -> None:
-    trainer = run.trainer()
-    teacher, ring = run.teacher(trainer)
-    for _ in range(2):
-        run.put_block()
+    trainer, teacher, ring = run.started(2)
     publish(run, teacher, ring, 0, 1)
     publish(run, teacher, ring, 2, 3)
     claim = run.batch(trainer, 0, 1, fields=["input_ids"])
@@ -59,10 +56,7 @@ def test_signal_columns_from_claim_to_release(run: Run) -> None:
 
 
 def test_signal_columns_end_with_their_teacher(run: Run) -> None:
-    trainer = run.trainer()
-    teacher, ring = run.teacher(trainer)
-    for _ in range(2):
-        run.put_block()
+    trainer, teacher, ring = run.started(2)
     publish(run, teacher, ring, 0, 1)
     teacher.call("bye")
     assert held(run, 0) == set()
@@ -72,10 +66,7 @@ def test_signal_columns_end_with_their_teacher(run: Run) -> None:
 
 
 def test_the_columns_go_with_a_rewind(run: Run) -> None:
-    trainer = run.trainer()
-    teacher, ring = run.teacher(trainer)
-    for _ in range(2):
-        run.put_block()
+    trainer, teacher, ring = run.started(2)
     publish(run, teacher, ring, 0, 1)
     run.batch(trainer, 0, 1)
     publish(run, teacher, ring, 2, 3)
@@ -96,10 +87,7 @@ BAD = {
 
 @pytest.mark.parametrize("columns", BAD.values(), ids=BAD.keys())
 def test_foreign_signal_columns_are_refused(run: Run, columns: dict[str, Any]) -> None:
-    trainer = run.trainer()
-    teacher, ring = run.teacher(trainer)
-    run.put_block()
-    run.put_block()
+    _, teacher, ring = run.started(2)
     claim = run.fill(teacher, ring, 0, 1)
     at = {"partition": run.partition, "lease": claim["lease"]}
     assert code_of(teacher, "complete", **at, columns=columns) == "bad_request"
@@ -109,10 +97,7 @@ def test_foreign_signal_columns_are_refused(run: Run, columns: dict[str, Any]) -
 
 
 def test_only_the_teacher_of_the_slot_can_fill_it(run: Run) -> None:
-    trainer = run.trainer()
-    teacher, ring = run.teacher(trainer)
-    run.put_block()
-    run.put_block()
+    trainer, teacher, ring = run.started(2)
     claim = run.fill(teacher, ring, 0, 1)
     at = {"partition": run.partition, "lease": claim["lease"], "columns": signal(0, 1)}
     for stranger in (trainer, run.collator):

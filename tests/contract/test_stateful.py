@@ -28,17 +28,19 @@ PROFILE = settings(
 numbers = itertools.count()
 
 
-def machine(directory: Path | None, kind: Any = QueueMachine, limit: int = LIMIT) -> Any:
-    """A machine that drives the queue in memory and, given a directory, a real server."""
+def machine(directory: Path | None, kind: Any = QueueMachine, limit: int = LIMIT, kept: Path | None = None) -> Any:
+    """A machine that drives the queue in memory and, given a directory, a real server; `kept`: with journals there."""
 
     class Both(kind):  # type: ignore[misc]
         def queues(self) -> Sequence[Driven]:
             self.stack = ExitStack()
-            found: list[Driven] = [DrivenMemory(limit)]
-            if directory is not None:
-                place = Path(tempfile.mkdtemp(dir=directory))
-                found.append(self.stack.enter_context(driven_server(limit, place)))
-            return found
+            journals = None if kept is None else Path(tempfile.mkdtemp(dir=kept))
+            memory = DrivenMemory(limit, journals and journals / "memory")
+            self.stack.callback(memory.close)
+            if directory is None:
+                return [memory]
+            place = Path(tempfile.mkdtemp(dir=directory))
+            return [memory, self.stack.enter_context(driven_server(limit, place, journals and journals / "server"))]
 
         def teardown(self) -> None:
             with self.stack:
@@ -47,33 +49,17 @@ def machine(directory: Path | None, kind: Any = QueueMachine, limit: int = LIMIT
     return Both()
 
 
-def journalled_machine(directory: Path, *, served: bool) -> QueueMachine:
-    """The same with journals, and queues that die; with a real server, or only the queue in memory."""
+class DyingQueueMachine(QueueMachine):
+    """The same with queues that die."""
 
-    class Dying(QueueMachine):
-        def queues(self) -> Sequence[Driven]:
-            self.stack = ExitStack()
-            place = Path(tempfile.mkdtemp(dir=directory))
-            memory = DrivenMemory(LIMIT, place / "memory")
-            self.stack.callback(memory.close)
-            if not served:
-                return [memory]
-            return [memory, self.stack.enter_context(driven_server(LIMIT, place, place / "server"))]
-
-        @precondition(lambda self: self.waiting is None)
-        @rule(back=st.lists(st.sampled_from(WORKERS), unique=True))
-        def the_queue_dies(self, back: list[str]) -> None:
-            self.oracle.restart()
-            for queue in self.driven:
-                queue.restart()
-            for worker in back:
-                self.hello(worker, 0, 300.0, False)
-
-        def teardown(self) -> None:
-            with self.stack:
-                super().teardown()
-
-    return Dying()
+    @precondition(lambda self: self.waiting is None)
+    @rule(back=st.lists(st.sampled_from(WORKERS), unique=True))
+    def the_queue_dies(self, back: list[str]) -> None:
+        self.oracle.restart()
+        for queue in self.driven:
+            queue.restart()
+        for worker in back:
+            self.hello(worker, 0, 300.0, False)
 
 
 @pytest.mark.parametrize("examples", [5, pytest.param(2000, marks=[pytest.mark.slow, pytest.mark.timeout(7200)])])
@@ -86,7 +72,7 @@ def test_queues_answer_as_the_model(short_tmp: Path, monkeypatch: pytest.MonkeyP
 def test_killed_queues_recover_as_the_model(short_tmp: Path, monkeypatch: pytest.MonkeyPatch, examples: int) -> None:
     monkeypatch.setattr(server, "TICK_S", TICK_S)
     made = settings(PROFILE, max_examples=examples)
-    run_state_machine_as_test(lambda: journalled_machine(short_tmp, served=True), settings=made)
+    run_state_machine_as_test(lambda: machine(short_tmp, DyingQueueMachine, kept=short_tmp), settings=made)
 
 
 def test_a_waiting_get_is_refused_once_another_of_its_samples_is_finished(

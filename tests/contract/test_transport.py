@@ -1,6 +1,5 @@
 """What only a real socket can show: bytes that are no message, peers that are not wanted, connections that break."""
 
-import random
 import socket
 import threading
 import time
@@ -117,7 +116,7 @@ def test_unbounded_object_rows_are_refused(tcp_queue: Address, name: str) -> Non
         assert reply["code"] == ("too_large" if name == "deep" else "bad_request")
 
 
-def test_a_wrong_token_is_refused(tcp_queue: Address, tmp_path: Path) -> None:
+def test_a_wrong_token_is_refused_at_once(tcp_queue: Address, tmp_path: Path) -> None:
     wrong = tmp_path / "token"
     wrong.write_text("not-the-token\n")
     wrong.chmod(0o600)
@@ -125,10 +124,11 @@ def test_a_wrong_token_is_refused(tcp_queue: Address, tmp_path: Path) -> None:
     with pytest.raises(QueueUnreachableError, match="refuses this client"):
         client.hello("w", "r", incarnation=1)
     client.close()
-    for token in ("not-the-token", None):
-        other = reference_client.Client(tcp_queue.url, token, patience_s=0.5)
-        with pytest.raises(UnreachableError):
+    for token, patience_s, said in (("not-the-token", 10.0, "refuses"), (None, 0.5, "")):
+        other, start = reference_client.Client(tcp_queue.url, token, patience_s=patience_s), time.monotonic()
+        with pytest.raises(UnreachableError, match=said):
             other.hello("w", "r", 1)
+        assert time.monotonic() - start < 5.0
         other.close()
 
 
@@ -330,31 +330,3 @@ def test_restarted_queue_has_no_old_sessions(short_tmp: Path) -> None:
         place.leave()
         process.terminate()
         process.wait()
-
-
-def test_clients_work_beside_garbage(tcp_place: Place) -> None:
-    peer, name = tcp_place.worker(), tcp_place.name("p")
-    peer.call("open", partition=name, tasks=TASKS)
-    rng = random.Random(7)
-    assert tcp_place.address is not None
-    with dealer(tcp_place.address) as bare:
-        for i in range(200):
-            frames = [rng.randbytes(rng.randrange(60)) for _ in range(rng.randrange(1, 6))]
-            bare.send_multipart(frames)
-            peer.call("put", partition=name, ids=[i], columns={"x": ints([i])})
-            assert peer.call("claim", partition=name, task="a", count=1)["ids"] == [i]
-            peer.call("ack", partition=name, task="a", ids=[i])
-
-
-def test_bytes_before_the_handshake_do_no_harm(tcp_place: Place) -> None:
-    port = int(tcp_place.address.url.rsplit(":", 1)[1])
-    peer = tcp_place.worker()
-    rng = random.Random(11)
-    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01PLAIN" + bytes(47)
-    for i in range(60):
-        with socket.create_connection(("127.0.0.1", port), timeout=5) as raw:
-            body = rng.randbytes(rng.randrange(200))
-            raw.sendall(
-                (b"", b"GET / HTTP/1.1\r\n\r\n", greeting, greeting[:12], greeting + b"\x04\x05HELLO")[i % 5] + body
-            )
-        peer.call("heartbeat", phase="run", progress=i)

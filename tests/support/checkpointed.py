@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from tests.support.runs import resolved_run
+from tests.support.runs import resolved_run, revised_run
 from tests.support.tiny_run import documents
 from xtoken_core.config.resolved import ResolvedRun
-from xtoken_core.config.spec import RunSpec
 from xtoken_services.demo.vocabularies import train_teacher_tokenizer
 from xtoken_services.trainer.checkpoint import Checkpoints, Cursor
 from xtoken_services.trainer.optimizer import StudentOptimizer
@@ -22,12 +21,8 @@ def run_directory(directory: Path, model: PreTrainedModel, *, positions: int = 8
     student = directory / "student"
     train_teacher_tokenizer(documents(40, seed=1), student, vocabulary=300)
     model.save_pretrained(student)
-    run = resolved_run(directory, positions=positions)
-    raw = {**run.spec.model_dump(), "output": directory}
-    raw["student"]["model"] = student
-    for part, value in changes.items():
-        raw[part] = {**raw[part], **value} if isinstance(raw[part], dict) else value
-    run = run.model_copy(update={"spec": RunSpec.model_validate(raw)})
+    changes["student"] = {"model": student} | changes.get("student", {})
+    run = revised_run(resolved_run(directory, positions=positions), output=directory, **changes)
     (directory / "resolved.json").write_text(run.model_dump_json(), encoding="utf-8")
     return run
 

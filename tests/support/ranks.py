@@ -10,6 +10,16 @@ from xtoken_services.supervisor.launchers.local import LOOPBACK, free_port
 ROOT = Path(__file__).parents[2]
 
 
+def run_ranks(command: Sequence[str], size: int, timeout_s: float = 250.0) -> list[str]:
+    """Run a command once per rank, each to a good end; return what they have printed."""
+    said = []
+    for process in start_ranks(command, size):
+        out, errors = process.communicate(timeout=timeout_s)
+        assert process.returncode == 0, errors
+        said.append(out)
+    return said
+
+
 def start_ranks(command: Sequence[str], size: int) -> list[subprocess.Popen[str]]:
     """Start a command once per rank; a single one is given nobody to meet."""
     shared = {

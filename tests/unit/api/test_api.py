@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import xtoken
 from tests.architecture.conftest import ROOT, run_code
+from tests.support.cases import cases
 from tests.support.tiny_run import TinyAssets, documents, make_assets
 from xtoken.distill import CallbackView
 from xtoken.objects import as_files
@@ -95,17 +96,15 @@ def test_a_pair_knows_no_last_step(assets: TinyAssets) -> None:
         xtoken.TokenizerPair(student, teacher, mode="alm", kl_loss_weight_end=0.0)
 
 
-@pytest.mark.parametrize(
-    ("settings", "reason"),
-    [
-        ({"mode": "custom"}, "call your own loss in your loop"),
-        ({"bogus": 1}, "bogus: there is no such field"),
-        ({"mode": "alm", "temperature": 2.0}, "use alm_temperature"),
-        ({"mode": "chain", "reverse_kl": True}, "reverse_kl"),
-        ({"mode": "alm", "importance_cap": 2.0}, "importance_cap"),
-        ({"context_length": 1}, "context_length = 1: it is a number of tokens, at least 2"),
-        ({}, "'a' is no tokenizer: load one by AutoTokenizer.from_pretrained"),
-    ],
+@cases(
+    "settings, reason",
+    ({"mode": "custom"}, "call your own loss in your loop"),
+    ({"bogus": 1}, "bogus: there is no such field"),
+    ({"mode": "alm", "temperature": 2.0}, "use alm_temperature"),
+    ({"mode": "chain", "reverse_kl": True}, "reverse_kl"),
+    ({"mode": "alm", "importance_cap": 2.0}, "importance_cap"),
+    ({"context_length": 1}, "context_length = 1: it is a number of tokens, at least 2"),
+    ({}, "'a' is no tokenizer: load one by AutoTokenizer.from_pretrained"),
 )
 def test_a_pair_refuses_what_it_cannot_use(settings: dict[str, Any], reason: str) -> None:
     with pytest.raises(xtoken.ConfigError, match=reason):
@@ -137,26 +136,24 @@ def test_settings_by_file_and_by_name_exclude_each_other(tmp_path: Path) -> None
         xtoken.distill(output=str(tmp_path / "out"), data="train.jsonl")
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"data": None}, "data: field required"),
-        ({"student": 5}, "student: it takes a table of settings"),
-        ({"teacher": [object()]}, "teacher: it takes a table of settings"),
-        ({"student": {"model": torch.nn.Linear(1, 1)}}, "student: a model in memory needs its tokenizer: student="),
-        ({"student": {"model": PEFT, "tokenizer": "t"}}, "student.model: a model with adapters of PEFT: give what its"),
-        ({"student": {"model": torch.nn.Linear(1, 1), "tokenizer": "t"}}, "student.model: "),
-        ({"data": 7}, "data: it takes a table of settings"),
-        ({"data": ["a text", "b"]}, "data: there is no file 'a text'; a text is a record"),
-        ({"data": [{"text": "a"}, "b"]}, "data: record 1 is no JSON such as"),
-        ({"data": [{"text": {1, 2}}]}, "data: record 0 is no JSON such as"),
-        ({"teacher": torch.nn.Linear(1, 1)}, "teacher: a model in memory needs its tokenizer: teacher="),
-        ({"student": ("m", "t")}, 'student: it takes one model: a path, or {"model": model, "tokenizer": tokenizer}'),
-        ({"data": []}, 'data: there is no record in it: give some such as {"text": "..."}, or a path'),
-        ({"eval": {"path": iter([])}}, "eval.path: there is no record in it"),
-        ({"eval": 3}, "eval: it takes a table of settings"),
-        ({"train": 5}, "train: it takes a table of settings"),
-    ],
+@cases(
+    "settings, message",
+    ({"data": None}, "data: field required"),
+    ({"student": 5}, "student: it takes a table of settings"),
+    ({"teacher": [object()]}, "teacher: it takes a table of settings"),
+    ({"student": {"model": torch.nn.Linear(1, 1)}}, "student: a model in memory needs its tokenizer: student="),
+    ({"student": {"model": PEFT, "tokenizer": "t"}}, "student.model: a model with adapters of PEFT: give what its"),
+    ({"student": {"model": torch.nn.Linear(1, 1), "tokenizer": "t"}}, "student.model: "),
+    ({"data": 7}, "data: it takes a table of settings"),
+    ({"data": ["a text", "b"]}, "data: there is no file 'a text'; a text is a record"),
+    ({"data": [{"text": "a"}, "b"]}, "data: record 1 is no JSON such as"),
+    ({"data": [{"text": {1, 2}}]}, "data: record 0 is no JSON such as"),
+    ({"teacher": torch.nn.Linear(1, 1)}, "teacher: a model in memory needs its tokenizer: teacher="),
+    ({"student": ("m", "t")}, 'student: it takes one model: a path, or {"model": model, "tokenizer": tokenizer}'),
+    ({"data": []}, 'data: there is no record in it: give some such as {"text": "..."}, or a path'),
+    ({"eval": {"path": iter([])}}, "eval.path: there is no record in it"),
+    ({"eval": 3}, "eval: it takes a table of settings"),
+    ({"train": 5}, "train: it takes a table of settings"),
 )
 def test_wrong_objects_are_named_in_our_words(
     assets: TinyAssets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], message: str

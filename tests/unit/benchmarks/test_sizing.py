@@ -6,25 +6,23 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import pytest
 
 from benchmarks import pages, sizing_page
 from benchmarks.end_to_end.assets import LLAMA_1B, QWEN3_4B
 from benchmarks.sizing import Peaks
+from tests.support.cases import cases
 from xtoken_core.config.spec import RunSpec
 from xtoken_services.common.run.memory_estimate import step_bytes, student_bytes
 from xtoken_services.common.run.memory_fit import unresolved
 
 
-@pytest.mark.parametrize(
-    ("variant", "tokens", "checkpointed", "content"),
-    [
-        ("p_kl_wide", 8192, False, "logits"),
-        ("h_kl_wide", 8192, False, "logits"),
-        ("gold_wide", 8192, False, "logits"),
-        ("p_kl_hidden", 2048, False, "hidden"),
-        ("p_kl_hidden_checkpointed", 2048, True, "hidden"),
-    ],
+@cases(
+    "variant, tokens, checkpointed, content",
+    ("p_kl_wide", 8192, False, "logits"),
+    ("h_kl_wide", 8192, False, "logits"),
+    ("gold_wide", 8192, False, "logits"),
+    ("p_kl_hidden", 2048, False, "hidden"),
+    ("p_kl_hidden_checkpointed", 2048, True, "hidden"),
 )
 def test_a_trainers_peak_on_a_gpu_is_as_estimated(
     tmp_path: Path, variant: str, tokens: int, checkpointed: bool, content: str

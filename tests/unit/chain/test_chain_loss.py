@@ -6,7 +6,7 @@ import torch
 from benchmarks.chain_tables import side_tokens
 from tests.ops.tolerances import GRADIENT, OUTPUT, assert_within
 from tests.support.chain_divergence import chain_divergence
-from tests.support.columns import columns_of as columns_of_rows
+from tests.support.packed import packed_whole
 from tests.unit.chain.test_divergence import batch_of, random_logits
 from tests.unit.chain.test_edges import SPLIT, WHOLE
 from xtoken_core.chain.build import as_tensors, build_tables
@@ -28,7 +28,6 @@ from xtoken_core.ops.chain.reference import ChainOptions, ChainSettings, chain
 from xtoken_core.schema import with_numbers
 from xtoken_core.topk_logits import largest_logits
 from xtoken_core.transports.ring import TopKSettings
-from xtoken_services.common.batches.packed_batch import packed_batch
 
 DOCUMENTS = ["ab 111 ab", "1 éab é 11", "a", "", "ab 1"]
 V_S, V_T = len(WHOLE.vocab), len(SPLIT.vocab)
@@ -117,13 +116,13 @@ def test_only_completions_have_another_form(case, teacher, tables, form):
 
 
 def test_equal_models_have_no_divergence_in_any_form():
-    """One tokenizer, one model: reverse KL and JSD vanish with their gradients."""
+    """One tokenizer, one model: KL, reverse KL and JSD vanish with their gradients."""
     batch = batch_of(WHOLE, WHOLE, DOCUMENTS)
     own_tables = as_tensors(build_tables(WHOLE.fast, WHOLE.fast))
     student = random_logits(5, batch, WHOLE, WHOLE)[0]
     own = torch.ones(student.shape[:2], dtype=torch.bool)
-    for beta in (None, 0.5):
-        values = chain_divergence(student, student.detach(), batch, own_tables, generated=Generated(own, beta))
+    for form in (None, Generated(own, None), Generated(own, 0.5)):
+        values = chain_divergence(student, student.detach(), batch, own_tables, generated=form)
         assert values.abs().max() < 1e-12
         assert torch.autograd.grad(values.sum(), student)[0].abs().max() < 1e-12
 
@@ -182,10 +181,7 @@ def test_a_packed_batch_has_the_loss_of_the_padded_one(case, teacher, block_rows
     config = LossConfig(mode="chain", **form)
     columns = {**columns, "sample_mask": torch.tensor([1.0, 1.0, 1.0, 1.0, 0.0]), "weights_version": VERSIONS}
     loss, grad, metrics = evaluate(config, columns, student, [teacher], [z_t])
-    rows = [{name: x[b].numpy() for name, x in with_numbers(columns).items()} for b in range(len(student))]
-    widths = [x.shape[0] * x.shape[1] for x in (student, z_t)]
-    packed = packed_batch(columns_of_rows(rows), widths=widths, pad_ids=[0, 0]).data
-    z_s, z_t = (x.detach().flatten(0, 1).unsqueeze(0) for x in (student, z_t))
+    packed, (z_s, z_t) = packed_whole(with_numbers(columns), [student, z_t])
     if block_rows is None:
         again, gradient, parts = evaluate(config, packed, z_s, [teacher], [z_t])
     else:

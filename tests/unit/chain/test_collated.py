@@ -7,7 +7,7 @@ import torch
 
 from tests.support import vocabularies
 from tests.support.alignments import collator_of
-from tests.support.columns import columns_of as columns_of_rows
+from tests.support.packed import packed_whole
 from tests.unit.chain.test_chain_loss import V_S, VERSIONS, evaluate
 from tests.unit.chain.test_chain_loss import case as case
 from tests.unit.chain.test_chain_loss import tables as tables
@@ -21,7 +21,6 @@ from xtoken_core.losses.common import ChunkView
 from xtoken_core.losses.importance import chunk_weights
 from xtoken_core.losses.masks import loss_counts
 from xtoken_core.schema import with_numbers
-from xtoken_services.common.batches.packed_batch import packed_batch
 
 CONFIG = LossConfig(mode="chain")
 PAIRS = {
@@ -143,10 +142,7 @@ def test_packed_rows_and_heads_in_blocks_have_the_same_loss(stale, teacher):
     plain, *_ = evaluate(CAPPED.model_copy(update={"importance_cap": None}), columns, student, [teacher], [z_t])
     assert abs(loss - plain) > 1e-3
     assert 0 < metrics["importance_weight_t0"] < CAP
-    rows = [{name: x[b].numpy() for name, x in columns.items()} for b in range(len(student))]
-    widths = [x.shape[0] * x.shape[1] for x in (student, z_t)]
-    packed = packed_batch(columns_of_rows(rows), widths=widths, pad_ids=[0, 0]).data
-    z_s, other = (x.detach().flatten(0, 1).unsqueeze(0) for x in (student, z_t))
+    packed, (z_s, other) = packed_whole(columns, [student, z_t])
     again, gradient, _ = evaluate(CAPPED, packed, z_s, [teacher], [other])
     torch.testing.assert_close(again, loss, rtol=1e-5, atol=1e-7)
     torch.testing.assert_close(gradient.view_as(grad), grad, rtol=1e-4, atol=1e-7)

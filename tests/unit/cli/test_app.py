@@ -20,6 +20,7 @@ import typer
 from typer.testing import CliRunner
 
 import xtoken_services.cli.app as cli
+from tests.support.cases import cases
 from tests.support.evaluations import measured
 from tests.unit.supervisor.scripted_run import resolved_run
 from xtoken_core.config.spec import RunSpec
@@ -50,17 +51,15 @@ def fail_with(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> int:
     return status_of(monkeypatch, "--help")
 
 
-@pytest.mark.parametrize(
-    ("error", "status", "line"),
-    [
-        (XtokenError("it is so"), 1, "error: it is so"),
-        (InputError("no such file"), 2, "error: no such file"),
-        (StaleSessionError("ended"), 75, "error: ended"),
-        (QueueError("run_failed", "too many dead letters"), 1, "error: too many dead letters"),
-        (OSError(errno.ENOSPC, "No space left on device", "/runs/x"), 1,
-         "error: no space is left on the device while writing /runs/x: free some and start again"),
-        (PermissionError(errno.EACCES, "Permission denied", "/root/x"), 1, "error: /root/x: Permission denied"),
-    ],
+@cases(
+    "error, status, line",
+    (XtokenError("it is so"), 1, "error: it is so"),
+    (InputError("no such file"), 2, "error: no such file"),
+    (StaleSessionError("ended"), 75, "error: ended"),
+    (QueueError("run_failed", "too many dead letters"), 1, "error: too many dead letters"),
+    (OSError(errno.ENOSPC, "No space left on device", "/runs/x"), 1,
+     "error: no space is left on the device while writing /runs/x: free some and start again"),
+    (PermissionError(errno.EACCES, "Permission denied", "/root/x"), 1, "error: /root/x: Permission denied"),
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
 )  # fmt: skip
 def test_expected_failure_is_one_line(
@@ -202,14 +201,12 @@ def test_control_plane_that_cannot_start_leaves_no_files(
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize(
-    ("server", "number"),
-    [
-        ("queue", signal.SIGINT),
-        ("control", signal.SIGTERM),
-        pytest.param("queue", signal.SIGTERM, marks=pytest.mark.slow),
-        pytest.param("control", signal.SIGINT, marks=pytest.mark.slow),
-    ],
+@cases(
+    "server, number",
+    ("queue", signal.SIGINT),
+    ("control", signal.SIGTERM),
+    pytest.param("queue", signal.SIGTERM, marks=pytest.mark.slow),
+    pytest.param("control", signal.SIGINT, marks=pytest.mark.slow),
 )
 def test_servers_exit_with_0_on_a_signal(server: str, number: signal.Signals, tmp_path: Path) -> None:
     words = {
@@ -224,13 +221,11 @@ def test_servers_exit_with_0_on_a_signal(server: str, number: signal.Signals, tm
         assert (started.wait(30), "serving" in said) == (0, True)
 
 
-@pytest.mark.parametrize(
-    ("queue", "token", "said"),
-    [
-        ("tcp://127.0.0.1:5000", "open", "error: the token file "),
-        ("tcp://10.0.0.1:5000", "none", "error: tcp://10.0.0.1:5000: a token would cross the network in clear"),
-        ("here", "none", "error: 'here' is not a queue address"),
-    ],
+@cases(
+    "queue, token, said",
+    ("tcp://127.0.0.1:5000", "open", "error: the token file "),
+    ("tcp://10.0.0.1:5000", "none", "error: tcp://10.0.0.1:5000: a token would cross the network in clear"),
+    ("here", "none", "error: 'here' is not a queue address"),
 )
 def test_wrong_queue_address_loads_nothing_heavy(queue: str, token: str, said: str, tmp_path: Path) -> None:
     block = (

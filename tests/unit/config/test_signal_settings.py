@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from tests.support.runs import resolved_run
+from tests.support.cases import cases
+from tests.support.runs import changed, resolved_run, revised
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.config.spec import RunSpec, parse_run_spec
 from xtoken_core.config.validation_errors import NAMED_ELSEWHERE, describe
@@ -45,15 +46,13 @@ def test_slots_of_hidden_states_have_room_for_every_rows_maxima(
     assert shape.slot_bytes < ring_shape(run_with(tmp_path, "auto"), 0).slot_bytes
 
 
-@pytest.mark.parametrize(
-    ("loss", "needed"),
-    [
-        ({"vocab_topk": 8}, True),
-        ({"vocab_topk": None}, False),
-        ({"vocab_topk": 60}, False),
-        ({"vocab_topk": 8, "gold_loss": True}, False),
-        ({"vocab_topk": 8, "teacher_modes": ["gold"]}, False),
-    ],
+@cases(
+    "loss, needed",
+    ({"vocab_topk": 8}, True),
+    ({"vocab_topk": None}, False),
+    ({"vocab_topk": 60}, False),
+    ({"vocab_topk": 8, "gold_loss": True}, False),
+    ({"vocab_topk": 8, "teacher_modes": ["gold"]}, False),
     ids=str,
 )
 def test_maxima_come_only_where_columns_are_selected(tmp_path: Path, loss: dict[str, object], needed: bool) -> None:
@@ -62,17 +61,15 @@ def test_maxima_come_only_where_columns_are_selected(tmp_path: Path, loss: dict[
     assert (ring_shape(run, 0).max_rows > 0) == needed
 
 
-@pytest.mark.parametrize(
-    ("place", "value", "said"),
-    [
-        ("student.dtype", "float16", "student is not trained in float16"),
-        ("train.betas", [0.9, 1.5], "train.betas"),
-        ("workers.transport", "cuda_ipc", 'workers.transport = "cuda_ipc" needs GPUs'),
-        ("teacher.0.quantized", "fp8", 'teacher.0.quantized = "fp8" needs a GPU'),
-        ("eval", {"samples": {"prompts": ["a"]}}, "eval.samples: it takes a list"),
-        ("teacher.0.prompt", {"path": "x"}, 'teacher.0.prompt: it takes a text, or { file = "PATH" }'),
-        ("workers", {"ranks": 2, "stop_timeout_s": 5}, "workers.stop_timeout_s = 5: several ranks"),
-    ],
+@cases(
+    "place, value, said",
+    ("student.dtype", "float16", "student is not trained in float16"),
+    ("train.betas", [0.9, 1.5], "train.betas"),
+    ("workers.transport", "cuda_ipc", 'workers.transport = "cuda_ipc" needs GPUs'),
+    ("teacher.0.quantized", "fp8", 'teacher.0.quantized = "fp8" needs a GPU'),
+    ("eval", {"samples": {"prompts": ["a"]}}, "eval.samples: it takes a list"),
+    ("teacher.0.prompt", {"path": "x"}, 'teacher.0.prompt: it takes a text, or { file = "PATH" }'),
+    ("workers", {"ranks": 2, "stop_timeout_s": 5}, "workers.stop_timeout_s = 5: several ranks"),
 )
 def test_what_cannot_be_is_refused_before_a_file_is_read(tmp_path: Path, place: str, value: object, said: str) -> None:
     raw: Any = resolved_run(tmp_path, device="cpu").spec.model_dump(mode="json")
@@ -86,24 +83,22 @@ def test_what_cannot_be_is_refused_before_a_file_is_read(tmp_path: Path, place: 
     assert said in describe(found.value, RunSpec)
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"trian": {}}, "trian: there is no such field; did you mean train?"),
-        (
-            {"train": {"sample_per_step": 8}},
-            "train.sample_per_step: there is no such field; did you mean samples_per_step?",
-        ),
-        ({"train": {"lora": {"rnk": 8}}}, "train.lora.rnk: there is no such field; did you mean rank?"),
-        ({"teacher": [{"tokeniser": "t"}]}, "teacher.tokeniser: there is no such field; did you mean tokenizer?"),
-        ({"ray": {"zzz": 1}}, "ray.zzz: there is no such field; there are "),
-        ({"train": {"lr": 1}}, "train.lr: there is no such field; did you mean learning_rate?"),
-        ({"train": {"num_train_epochs": 1}}, "there is no such field; did you mean data.epochs?"),
-        ({"train": {"max_length": 8}}, "there is no such field; did you mean student.context_length?"),
-        ({"teacher": [{"max_length": 8}]}, "teacher.max_length: there is no such field; did you mean context_length?"),
-        ({"train": {"epochs": 1}}, "train.epochs: there is no such field; did you mean data.epochs?"),
-        ({"train": {"seed": 1}}, "train.seed: there is no such field; did you mean seed?"),
-    ],
+@cases(
+    "change, said",
+    ({"trian": {}}, "trian: there is no such field; did you mean train?"),
+    (
+        {"train": {"sample_per_step": 8}},
+        "train.sample_per_step: there is no such field; did you mean samples_per_step?",
+    ),
+    ({"train": {"lora": {"rnk": 8}}}, "train.lora.rnk: there is no such field; did you mean rank?"),
+    ({"teacher": [{"tokeniser": "t"}]}, "teacher.tokeniser: there is no such field; did you mean tokenizer?"),
+    ({"ray": {"zzz": 1}}, "ray.zzz: there is no such field; there are "),
+    ({"train": {"lr": 1}}, "train.lr: there is no such field; did you mean learning_rate?"),
+    ({"train": {"num_train_epochs": 1}}, "there is no such field; did you mean data.epochs?"),
+    ({"train": {"max_length": 8}}, "there is no such field; did you mean student.context_length?"),
+    ({"teacher": [{"max_length": 8}]}, "teacher.max_length: there is no such field; did you mean context_length?"),
+    ({"train": {"epochs": 1}}, "train.epochs: there is no such field; did you mean data.epochs?"),
+    ({"train": {"seed": 1}}, "train.seed: there is no such field; did you mean seed?"),
 )
 def test_a_field_that_is_none_is_told_with_the_one_that_was_meant(change: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError) as found:
@@ -119,21 +114,16 @@ def test_names_of_other_trainers_lead_to_settings_that_there_are() -> None:
 
 def settings(directory: Path, workers: dict[str, Any] | None = None, **teacher: Any) -> RunSpec:
     """A run whose teacher and workers have these settings too."""
-    raw: Any = resolved_run(directory).spec.model_dump(mode="json")
-    raw["teacher"][0].update(teacher)
-    raw["workers"].update(workers or {})
-    return RunSpec.model_validate(raw)
+    return revised(resolved_run(directory).spec, teacher=teacher, workers=workers or {})
 
 
-@pytest.mark.parametrize(
-    ("workers", "given", "transport", "content"),
-    [
-        ({}, None, "auto", "logits"),
-        ({"transport": "cuda_ipc"}, "hidden", "cuda_ipc", "hidden"),
-        ({"transport": "shared_memory"}, "hidden", "shared_memory", "hidden"),
-        ({"transport": "queue"}, None, "queue", "hidden"),
-        ({"transport": "queue"}, "topk", "queue", "topk"),
-    ],
+@cases(
+    "workers, given, transport, content",
+    ({}, None, "auto", "logits"),
+    ({"transport": "cuda_ipc"}, "hidden", "cuda_ipc", "hidden"),
+    ({"transport": "shared_memory"}, "hidden", "shared_memory", "hidden"),
+    ({"transport": "queue"}, None, "queue", "hidden"),
+    ({"transport": "queue"}, "topk", "queue", "topk"),
 )
 def test_content_and_transport(
     tmp_path: Path, workers: dict[str, Any], given: str | None, transport: str, content: str
@@ -143,15 +133,13 @@ def test_content_and_transport(
     assert RunSpec.model_validate(spec.model_dump()) == spec
 
 
-@pytest.mark.parametrize(
-    ("workers", "teacher", "message"),
-    [
-        ({"transport": "queue"}, {"content": "logits"}, "too large for the queue"),
-        ({"transport": "cuda_ipc", "device": "cpu"}, {}, 'workers.transport = "cuda_ipc" needs GPUs'),
-        ({}, {"topk": 8}, 'topk belongs to content = "topk"'),
-        ({}, {"content": "hidden", "topk": 5}, 'topk belongs to content = "topk"'),
-        ({}, {"content": "topk", "topk": 0}, "teacher.0.topk"),
-    ],
+@cases(
+    "workers, teacher, message",
+    ({"transport": "queue"}, {"content": "logits"}, "too large for the queue"),
+    ({"transport": "cuda_ipc", "device": "cpu"}, {}, 'workers.transport = "cuda_ipc" needs GPUs'),
+    ({}, {"topk": 8}, 'topk belongs to content = "topk"'),
+    ({}, {"content": "hidden", "topk": 5}, 'topk belongs to content = "topk"'),
+    ({}, {"content": "topk", "topk": 0}, "teacher.0.topk"),
     ids=str,
 )
 def test_contradictions_of_content_and_transport(
@@ -173,6 +161,5 @@ def test_slots_of_largest_logits(tmp_path: Path, k: int, listed: int) -> None:
 
 def test_another_weight_at_the_end_is_another_run(tmp_path: Path) -> None:
     run = resolved_run(tmp_path)
-    fading = run.spec.model_copy(update={"loss": run.spec.loss.model_copy(update={"kl_loss_weight_end": 0.5})})
-    changed = run.model_copy(update={"spec": fading})
-    assert run.identity().differences(changed.identity()) == ["loss.kl_loss_weight_end"]
+    fading = changed(run, loss={"kl_loss_weight_end": 0.5})
+    assert run.identity().differences(fading.identity()) == ["loss.kl_loss_weight_end"]

@@ -4,12 +4,13 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from fastapi.testclient import TestClient
 
+from tests.support.waiting import until
 from tests.unit.core.test_evaluation import byte_tokenizer
 from xtoken_core.config.loss import PairKind
 from xtoken_core.errors import InputError
@@ -17,15 +18,6 @@ from xtoken_services.common.files.allowed_paths import Roots
 from xtoken_services.control import table_builds
 from xtoken_services.control.isolated.align_server import AlignServer
 from xtoken_services.control.table_builds import BusyError, TableBuild, TableBuilds
-
-DEADLINE_S = 120.0
-
-
-def wait(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 @pytest.fixture
@@ -50,12 +42,12 @@ def test_progress_result_and_limit(slow: Path) -> None:
     second = builds.start("projection", Path("/a"), Path("/b"), {})
     with pytest.raises(BusyError, match="2 builds are in progress"):
         builds.start("chain", Path("/a"), Path("/c"), {})
-    wait(lambda: first.done == 0.5)
+    until(lambda: first.done == 0.5)
     builds.cancel(second.id)
-    wait(lambda: not second.active)
+    until(lambda: not second.active)
     assert second.error == "cancelled" and second.file == ""
     slow.touch()
-    wait(lambda: not first.active)
+    until(lambda: not first.active)
     assert (first.done, first.file, first.facts, first.error) == (1.0, "/a", ["chain"], "")
     assert builds.list() == [second, first]
 
@@ -67,10 +59,10 @@ def test_page(client: TestClient, tmp_path: Path, slow: Path) -> None:
     assert "lies under none of" in client.post("/tables", data=fields | {"student": "/etc"}).text
     assert "Choose what to build" in client.post("/tables", data=fields | {"kind": "all"}).text
     assert client.post("/tables", data=fields | {"special_tokens": "<a>="}).headers["location"] == "/tables"
-    wait(lambda: "50.0 %" in client.get("/tables").text)
+    until(lambda: "50.0 %" in client.get("/tables").text)
     assert "&lt;a&gt;=" in client.get("/tables").text
     slow.touch()
-    wait(lambda: "ready" in client.get("/tables", headers={"HX-Request": "true"}).text)
+    until(lambda: "ready" in client.get("/tables", headers={"HX-Request": "true"}).text)
 
 
 @pytest.mark.slow
@@ -84,7 +76,7 @@ def test_real_builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def built(kind: PairKind, student: Path, teacher: Path) -> TableBuild:
         build = builds.start(kind, student, teacher, {})
-        wait(lambda: not build.active)
+        until(lambda: not build.active)
         return build
 
     chain = built("chain", data / "student", data / "teacher")

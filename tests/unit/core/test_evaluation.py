@@ -164,11 +164,6 @@ class Uniform(nn.Module):
         return SimpleNamespace(logits=logits)
 
 
-def test_a_model_that_knows_nothing_needs_the_entropy_of_its_vocabulary(tokenizer: PreTrainedTokenizerFast) -> None:
-    result = evaluated(Uniform(400), tokenizer, ["abcd"], 3)
-    assert result.bits_per_byte == pytest.approx(math.log2(259), rel=1e-6)
-
-
 def test_accuracy_is_the_share_of_tokens_with_the_highest_logit(tokenizer: PreTrainedTokenizerFast) -> None:
     (favourite,) = tokenizer("a")["input_ids"]
     result = evaluated(Uniform(259, favourite), tokenizer, ["abca"], 3)

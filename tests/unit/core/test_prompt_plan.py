@@ -2,25 +2,23 @@
 
 from fractions import Fraction
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.cases import cases
 from xtoken_core.prompt_plan import PromptPlan, floor_sum
 
 
-@pytest.mark.parametrize(
-    ("after", "first", "last", "unit", "expected"),
-    [
-        (0, 0, 0, 1, [0, 0, 0, 0, 0, 0]),
-        (0, 8, 8, 4, [8, 8, 8, 8, 8, 8]),
-        (2, 4, 4, 4, [0, 0, 4, 4, 4, 4]),
-        (1, 2, 8, 2, [0, 2, 4, 6, 6, 8]),
-        (1, 8, 2, 2, [0, 8, 6, 6, 4, 2]),
-        (3, 4, 8, 4, [0, 0, 0, 4, 8, 8]),
-        (4, 4, 8, 4, [0, 0, 0, 0, 4, 8]),
-        (5, 4, 8, 4, [0, 0, 0, 0, 0, 4]),
-    ],
+@cases(
+    "after, first, last, unit, expected",
+    (0, 0, 0, 1, [0, 0, 0, 0, 0, 0]),
+    (0, 8, 8, 4, [8, 8, 8, 8, 8, 8]),
+    (2, 4, 4, 4, [0, 0, 4, 4, 4, 4]),
+    (1, 2, 8, 2, [0, 2, 4, 6, 6, 8]),
+    (1, 8, 2, 2, [0, 8, 6, 6, 4, 2]),
+    (3, 4, 8, 4, [0, 0, 0, 4, 8, 8]),
+    (4, 4, 8, 4, [0, 0, 0, 0, 4, 8]),
+    (5, 4, 8, 4, [0, 0, 0, 0, 0, 4]),
 )
 def test_the_prompts_of_each_step(after: int, first: int, last: int, unit: int, expected: list[int]) -> None:
     plan = PromptPlan(8, 6, after, first, last, unit)

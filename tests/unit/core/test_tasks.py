@@ -110,20 +110,18 @@ INSIDE = 'def f(x):\n    """Double."""\n'
 ASKED = [{"role": "user", "content": "Double a number."}]
 
 
-@pytest.mark.parametrize(
-    ("prompt", "completion", "code"),
-    [
-        (
-            {"prompt": INSIDE},
-            "    y = x\n\n    return 2 * y\n\nprint(f(input()))",
-            INSIDE + "    y = x\n\n    return 2 * y\n",
-        ),
-        ({"prompt": "# f doubles.\n"}, "def f(x):\n    return 2 * x\n", "# f doubles.\ndef f(x):\n    return 2 * x\n"),
-        ({"messages": ASKED}, "def f(x):\n    return 2 * x", "def f(x):\n    return 2 * x"),
-        ({"prompt": INSIDE}, "So:\n```python\ndef f(x): ...\n```\nor\n```\nno\n```", "def f(x): ...\n"),
-        ({"messages": ASKED}, "```json\n{}\n```\nand\n  ```\n  def f(x):\n    ...\n  ```", "def f(x):\n  ...\n"),
-        ({"messages": ASKED}, "```py\ndef f(x): ...", "def f(x): ..."),
-    ],
+@cases(
+    "prompt, completion, code",
+    (
+        {"prompt": INSIDE},
+        "    y = x\n\n    return 2 * y\n\nprint(f(input()))",
+        INSIDE + "    y = x\n\n    return 2 * y\n",
+    ),
+    ({"prompt": "# f doubles.\n"}, "def f(x):\n    return 2 * x\n", "# f doubles.\ndef f(x):\n    return 2 * x\n"),
+    ({"messages": ASKED}, "def f(x):\n    return 2 * x", "def f(x):\n    return 2 * x"),
+    ({"prompt": INSIDE}, "So:\n```python\ndef f(x): ...\n```\nor\n```\nno\n```", "def f(x): ...\n"),
+    ({"messages": ASKED}, "```json\n{}\n```\nand\n  ```\n  def f(x):\n    ...\n  ```", "def f(x):\n  ...\n"),
+    ({"messages": ASKED}, "```py\ndef f(x): ...", "def f(x): ..."),
     ids=["inside", "text", "messages", "first-block", "other-languages", "open-block"],
 )
 def test_the_program_of_a_completion(tmp_path: Path, prompt: dict[str, Any], completion: str, code: str) -> None:

@@ -19,6 +19,7 @@ import pytest
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
+from tests.support.cases import cases
 from tests.support.tiny_run import TinyAssets, make_assets
 from tests.unit.control.stored_runs import spec
 from xtoken_core.collate import CrossTokenizerCollator
@@ -134,20 +135,18 @@ def test_what_is_no_text_makes_its_record_unusable_only(tmp_path: Path) -> None:
         assert isinstance(records[1], BadRecord) and records[1].reason.startswith("invalid UTF-8")
 
 
-@pytest.mark.parametrize(
-    ("name", "data", "message"),
-    [
-        ("a.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 900)[:-9], "cannot be read into .*: Truncated"),
-        ("a.jsonl.gz", b'{"text": "a"}\n', "a.jsonl.gz cannot be read into "),
-        ("a.jsonl.zst", zstd(b'{"text": "a"}\n')[:-3], "a.jsonl.zst cannot be read into "),
-        ("a.csv", b'text\n"open', "a.csv cannot be read into "),
-        ("a.csv", b"text,n\na,1\nb,c,2\n", "line 3 has more cells than the first line"),
-        ("a.json", b'[{"text": "a"}, {"text": "b"', "item 2 of its list is no whole JSON value"),
-        ("a.json", b'[{"text": "a"}] [{"text": "b"}]', "its list does not end behind item 1"),
-        ("a.json", b"[" * 100_000, "a.json cannot be read into "),
-        ("a.json", b"[]", "there is no record in it"),
-        ("a.parquet.gz", b"", r"has the ending '.gz': data is read from .jsonl"),
-    ],
+@cases(
+    "name, data, message",
+    ("a.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 900)[:-9], "cannot be read into .*: Truncated"),
+    ("a.jsonl.gz", b'{"text": "a"}\n', "a.jsonl.gz cannot be read into "),
+    ("a.jsonl.zst", zstd(b'{"text": "a"}\n')[:-3], "a.jsonl.zst cannot be read into "),
+    ("a.csv", b'text\n"open', "a.csv cannot be read into "),
+    ("a.csv", b"text,n\na,1\nb,c,2\n", "line 3 has more cells than the first line"),
+    ("a.json", b'[{"text": "a"}, {"text": "b"', "item 2 of its list is no whole JSON value"),
+    ("a.json", b'[{"text": "a"}] [{"text": "b"}]', "its list does not end behind item 1"),
+    ("a.json", b"[" * 100_000, "a.json cannot be read into "),
+    ("a.json", b"[]", "there is no record in it"),
+    ("a.parquet.gz", b"", r"has the ending '.gz': data is read from .jsonl"),
     ids=["cut-gz", "no-gz", "cut-zst", "open-quote", "cells", "cut-list", "two-lists", "deep", "empty", "parquet"],
 )
 def test_a_damaged_file_gets_one_line_and_leaves_nothing(
@@ -180,25 +179,23 @@ ASKED, SAID = {"role": "user", "content": "2 + 2?"}, {"role": "assistant", "cont
 SYSTEM = {"role": "system", "content": "Be brief."}
 
 
-@pytest.mark.parametrize(
-    ("record", "value"),
-    [
-        ({"conversations": TURNS}, {"messages": [ASKED, SAID], "form": "ShareGPT"}),
-        (
-            {"conversations": TURNS, "system": "Be brief.", "tools": json.dumps([TOOL])},
-            {"messages": [SYSTEM, ASKED, SAID], "tools": [TOOL], "form": "ShareGPT"},
-        ),
-        ({"conversations": [ASKED, SAID]}, {"messages": [ASKED, SAID], "form": "ShareGPT"}),
-        ({"instruction": "2 + 2?", "input": "", "output": "4"}, {"messages": [ASKED, SAID], "form": "Alpaca"}),
-        (
-            {"instruction": "Add.", "input": "2 2", "output": "4"},
-            {"messages": [{"role": "user", "content": "Add.\n\n2 2"}, SAID], "form": "Alpaca"},
-        ),
-        ({"prompt": [SYSTEM, ASKED], "completion": [SAID]}, {"messages": [SYSTEM, ASKED, SAID], "form": "TRL"}),
-        ({"prompt": "2 + 2?", "completion": "4"}, {"prompt": "2 + 2?", "completion": "4"}),
-        ({"messages": [ASKED, SAID], "tools": [TOOL]}, {"messages": [ASKED, SAID], "tools": [TOOL]}),
-        ({"text": "whole", "instruction": "x", "output": "y"}, {"text": "whole"}),
-    ],
+@cases(
+    "record, value",
+    ({"conversations": TURNS}, {"messages": [ASKED, SAID], "form": "ShareGPT"}),
+    (
+        {"conversations": TURNS, "system": "Be brief.", "tools": json.dumps([TOOL])},
+        {"messages": [SYSTEM, ASKED, SAID], "tools": [TOOL], "form": "ShareGPT"},
+    ),
+    ({"conversations": [ASKED, SAID]}, {"messages": [ASKED, SAID], "form": "ShareGPT"}),
+    ({"instruction": "2 + 2?", "input": "", "output": "4"}, {"messages": [ASKED, SAID], "form": "Alpaca"}),
+    (
+        {"instruction": "Add.", "input": "2 2", "output": "4"},
+        {"messages": [{"role": "user", "content": "Add.\n\n2 2"}, SAID], "form": "Alpaca"},
+    ),
+    ({"prompt": [SYSTEM, ASKED], "completion": [SAID]}, {"messages": [SYSTEM, ASKED, SAID], "form": "TRL"}),
+    ({"prompt": "2 + 2?", "completion": "4"}, {"prompt": "2 + 2?", "completion": "4"}),
+    ({"messages": [ASKED, SAID], "tools": [TOOL]}, {"messages": [ASKED, SAID], "tools": [TOOL]}),
+    ({"text": "whole", "instruction": "x", "output": "y"}, {"text": "whole"}),
 )
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_conversations_of_other_shapes_become_messages(
@@ -276,13 +273,11 @@ def test_remote_text_is_fetched_once(server: tuple[str, Path, list[str]], tmp_pa
     assert fetch_inputs(given, tmp_path, {}) == [note] and given == document and len(asked) == 1
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("missing.jsonl?key=secret", "HTTP 404"),
-        ("cut.jsonl", "cannot fetch"),
-        ("page.html", "does not end like a text: name a .jsonl"),
-    ],
+@cases(
+    "name, message",
+    ("missing.jsonl?key=secret", "HTTP 404"),
+    ("cut.jsonl", "cannot fetch"),
+    ("page.html", "does not end like a text: name a .jsonl"),
 )
 def test_what_cannot_be_fetched_whole_is_refused(
     server: tuple[str, Path, list[str]], cache: Path, name: str, message: str

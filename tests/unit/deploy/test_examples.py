@@ -81,6 +81,15 @@ def services(settings: dict[str, str]) -> dict[str, dict[str, Any]]:
     return dict(filled_in(COMPOSE, settings)["services"])
 
 
+def parameters(service: dict[str, Any]) -> dict[str, Any]:
+    """The parameters of a service's command, as the program reads it."""
+    group = typer.main.get_command(app)
+    command, *arguments = service["command"]
+    context = typer.Context(group.commands[command])  # type: ignore[attr-defined]
+    group.commands[command].parse_args(context, arguments)  # type: ignore[attr-defined]
+    return context.params
+
+
 def test_each_profile_of_ours_has_one_container(services: dict[str, dict[str, Any]], settings: dict[str, str]) -> None:
     profiles = {name: service["profiles"] for name, service in services.items()}
     assert profiles == {"xtoken": ["gpu"], "xtoken-cpu": ["cpu"], "prometheus": ["metrics"], "grafana": ["metrics"]}
@@ -109,12 +118,9 @@ def test_what_other_machines_reach_asks_for_a_token(
 ) -> None:
     remote = filled_in(REMOTE, settings)
     service = remote["services"][name]
-    group = typer.main.get_command(app)
-    command, *arguments = service["command"]
-    context = typer.Context(group.commands[command])  # type: ignore[attr-defined]
-    group.commands[command].parse_args(context, arguments)  # type: ignore[attr-defined]
-    assert context.params["host"] == "0.0.0.0"
-    assert [f"/run/secrets/{secret}" for secret in service["secrets"]] == [str(context.params["token_file"])]
+    given = parameters(service)
+    assert given["host"] == "0.0.0.0"
+    assert [f"/run/secrets/{secret}" for secret in service["secrets"]] == [str(given["token_file"])]
     assert remote["secrets"] == {"control-token": {"file": settings["XTOKEN_TOKEN_FILE"]}}
     kept = [word for word in services[name]["command"] if word not in ("--host", "127.0.0.1")]
     assert set(kept) <= set(service["command"])
@@ -189,12 +195,8 @@ def test_the_control_plane_is_reached_on_loopback_only(services: dict[str, dict[
 
 @pytest.mark.parametrize("name", ["xtoken", "xtoken-cpu"])
 def test_the_command_is_one_of_the_programs(services: dict[str, dict[str, Any]], name: str) -> None:
-    group = typer.main.get_command(app)
-    command, *arguments = services[name]["command"]
-    context = typer.Context(group.commands[command])  # type: ignore[attr-defined]
-    group.commands[command].parse_args(context, arguments)  # type: ignore[attr-defined]
-    assert context.params["host"] == "127.0.0.1"
-    assert str(context.params["runs_dir"]) == "/runs"
+    given = parameters(services[name])
+    assert (given["host"], str(given["runs_dir"])) == ("127.0.0.1", "/runs")
 
 
 def test_only_the_gpu_profile_asks_for_gpus(services: dict[str, dict[str, Any]]) -> None:

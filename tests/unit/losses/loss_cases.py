@@ -69,11 +69,15 @@ def make_case(
     return case
 
 
+def loss_of(case: Case, config: LossConfig, **arguments: Any) -> CrossTokenizerDistillationLoss:
+    """The loss for the case's teachers."""
+    return CrossTokenizerDistillationLoss(config, student_vocab_size=V_S, teachers=case.teachers, **arguments)
+
+
 def run(case: Case, config: LossConfig, **step: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """The case's loss, the gradient of the student's logits and the metrics, under the step's denominators if given."""
     logits = case.student_logits.clone().requires_grad_()
-    loss_fn = CrossTokenizerDistillationLoss(config, student_vocab_size=V_S, teachers=case.teachers)
-    loss, metrics = loss_fn(case.batch, logits, case.teacher_logits, **step)
+    loss, metrics = loss_of(case, config)(case.batch, logits, case.teacher_logits, **step)
     loss.backward()
     return loss.detach(), logits.grad, metrics
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.support import vocabularies
-from tests.unit.losses.loss_cases import V_S, make_case
+from tests.unit.losses.loss_cases import V_S, loss_of, make_case
 from xtoken_core import schema
 from xtoken_core.chain.build import cached_tables
 from xtoken_core.config import LossConfig
@@ -134,7 +134,7 @@ def test_columns_of_a_head_with_a_bias():
 @pytest.mark.parametrize(("k", "width"), [(4, 4), (31, 31), (None, 31)])
 def test_only_the_compared_columns_are_multiplied(k, width):
     case = make_case()
-    loss_fn = CrossTokenizerDistillationLoss(LossConfig(vocab_topk=k), student_vocab_size=V_S, teachers=case.teachers)
+    loss_fn = loss_of(case, LossConfig(vocab_topk=k))
     (loss,) = loss_fn.losses
     assert loss.compares_subset == (width < 31)
     head = HeadProjection(torch.randn(4, 10, 5), torch.randn(31, 5))
@@ -149,7 +149,7 @@ def test_only_the_compared_columns_are_multiplied(k, width):
 @pytest.mark.parametrize("k", [4, V_S, None])
 def test_columns_of_a_teacher_with_the_students_tokenizer(k):
     case = make_case(same_tokenizer=(True,))
-    loss_fn = CrossTokenizerDistillationLoss(LossConfig(vocab_topk=k), student_vocab_size=V_S, teachers=case.teachers)
+    loss_fn = loss_of(case, LossConfig(vocab_topk=k))
     (loss,) = loss_fn.losses
     assert loss.compares_subset == (k == 4)
     expected = (case.batch["token_mask"][:, 1:] * case.batch["sample_mask"][:, None]).sum().item()
@@ -178,7 +178,7 @@ def test_rows_of_leading_columns():
 
 def test_blocks_of_a_batch_on_a_device_have_every_position():
     case = make_case(lengths=(9, 7), teacher_vocab=(5,))
-    loss_fn = CrossTokenizerDistillationLoss(LossConfig(mode="p_kl"), student_vocab_size=V_S, teachers=case.teachers)
+    loss_fn = loss_of(case, LossConfig(mode="p_kl"))
     (teacher,) = case.teacher_logits
     batch = {name: x.to("meta") for name, x in schema.with_numbers(case.batch).items()}
     blocks = loss_fn._blocks(batch, [teacher.to("meta")])

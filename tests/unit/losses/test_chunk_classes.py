@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from tests.unit.losses.loss_cases import V_S, make_case
+from tests.unit.losses.loss_cases import V_S, loss_of, make_case
 from xtoken_core.config import LossConfig
-from xtoken_core.losses import CrossTokenizerDistillationLoss, combine_metrics
+from xtoken_core.losses import combine_metrics
 from xtoken_core.losses.chunk_classes import CLASSES, class_members, token_kinds
 from xtoken_core.losses.common import ChunkView
 
@@ -30,9 +30,7 @@ def test_members_of_hand_made_chunks():
 def test_classes_add_up_to_the_divergence(mode):
     case = make_case(sample_mask=(1.0, 1.0, 1.0, 0.0))
     kinds = token_kinds([PIECES[n % len(PIECES)] for n in range(V_S)])
-    loss_fn = CrossTokenizerDistillationLoss(
-        LossConfig(mode=mode), student_vocab_size=V_S, teachers=case.teachers, token_kinds=kinds
-    )
+    loss_fn = loss_of(case, LossConfig(mode=mode), token_kinds=kinds)
     _, whole = loss_fn(case.batch, case.student_logits, case.teacher_logits)
     step = combine_metrics([{name: value.item() for name, value in whole.items()}])
     shapes = [name for name in CLASSES[:4] if f"chunk_kl_{name}_t0" in step]
@@ -56,9 +54,7 @@ def test_classes_add_up_to_the_divergence(mode):
 def test_generated_rows_are_classes_of_their_own():
     case = make_case()
     kinds = token_kinds([PIECES[n % len(PIECES)] for n in range(V_S)])
-    loss_fn = CrossTokenizerDistillationLoss(
-        LossConfig(mode="alm"), student_vocab_size=V_S, teachers=case.teachers, token_kinds=kinds
-    )
+    loss_fn = loss_of(case, LossConfig(mode="alm"), token_kinds=kinds)
     rows = range(len(case.student_logits))
     versions = torch.tensor([-1 if row % 2 else 7 for row in rows])
 
@@ -81,8 +77,6 @@ def test_generated_rows_are_classes_of_their_own():
 
 def test_no_classes_without_chunks():
     case = make_case(same_tokenizer=(True,))
-    loss_fn = CrossTokenizerDistillationLoss(
-        LossConfig(mode="p_kl"), student_vocab_size=V_S, teachers=case.teachers, token_kinds=token_kinds(PIECES * 3)
-    )
+    loss_fn = loss_of(case, LossConfig(mode="p_kl"), token_kinds=token_kinds(PIECES * 3))
     _, metrics = loss_fn(case.batch, case.student_logits, case.teacher_logits)
     assert not any(name.startswith(("chunk_kl_", "chunk_count_")) for name in metrics)

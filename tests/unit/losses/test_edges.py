@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.examples import examples
-from tests.unit.losses.loss_cases import V_S, make_case, run
+from tests.unit.losses.loss_cases import V_S, loss_of, make_case, run
 from xtoken_core.config import LossConfig
 from xtoken_core.errors import ConfigError, InputError
 from xtoken_core.losses import CrossTokenizerDistillationLoss, LossTeacher, kd_chunk_counts
@@ -197,7 +197,7 @@ def test_padding_and_masked_samples_take_part_in_choosing_k():
 
 def test_a_head_narrower_than_its_vocabulary_is_refused():
     case = make_case()
-    loss_fn = CrossTokenizerDistillationLoss(LossConfig(mode="p_kl"), student_vocab_size=V_S, teachers=case.teachers)
+    loss_fn = loss_of(case, LossConfig(mode="p_kl"))
     with pytest.raises(InputError, match="teacher: its head gives 30 logits, its tokenizer has 31"):
         loss_fn(case.batch, case.student_logits, [case.teacher_logits[0][..., :30]])
     with pytest.raises(InputError, match="student's head gives 22 logits"):

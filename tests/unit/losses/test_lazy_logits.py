@@ -6,11 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.examples import examples
-from tests.unit.losses.loss_cases import V_S, Case, make_case
+from tests.unit.losses.loss_cases import Case, loss_of, make_case
 from xtoken_core import schema
 from xtoken_core.config import LossConfig
 from xtoken_core.errors import InputError
-from xtoken_core.losses import CrossTokenizerDistillationLoss, HeadProjection
+from xtoken_core.losses import HeadProjection
 from xtoken_core.losses import teacher_scores as scores_module
 from xtoken_core.losses import token_blocks as blocks_module
 from xtoken_core.losses.token_blocks import blocks_of_samples
@@ -52,7 +52,7 @@ def leaves(head):
 
 def run(case, config, student, teachers, *, whole, rows=5, by_samples=False, **arguments):
     """Loss, metrics, gradients; `whole` multiplies the student's head out first."""
-    loss_fn = CrossTokenizerDistillationLoss(config, student_vocab_size=V_S, teachers=case.teachers)
+    loss_fn = loss_of(case, config)
     operands = leaves(student)
     head = HeadProjection(*operands)
     if not whole:
@@ -96,7 +96,7 @@ def test_teacher_logits_beside_a_students_head(config):
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_a_teachers_head_beside_student_logits(config):
     case = make_case(**MASKED)
-    loss_fn = CrossTokenizerDistillationLoss(config, student_vocab_size=V_S, teachers=case.teachers)
+    loss_fn = loss_of(case, config)
     head = random_head(case.teacher_logits[0].shape, 2)
     expected, _ = loss_fn(case.batch, case.student_logits, [head.logits()])
     actual, _ = loss_fn(case.batch, case.student_logits, [head])
@@ -150,7 +150,7 @@ def test_k_is_read_off_the_column_maxima(given_maxima):
     maxima[1, 7] = 1000.0
     if given_maxima:
         teacher = HeadProjection(teacher.hidden, teacher.weight, column_maxima=maxima)
-    loss_fn = CrossTokenizerDistillationLoss(LossConfig(vocab_topk=2), student_vocab_size=V_S, teachers=case.teachers)
+    loss_fn = loss_of(case, LossConfig(vocab_topk=2))
     assert sorted(loss_fn.losses[0].columns(teacher.logits()).tolist()) == [3, 11]
     columns = loss_fn.losses[0].columns(teacher).tolist()
     assert 7 in columns if given_maxima else sorted(columns) == [3, 11]
@@ -168,7 +168,7 @@ def test_only_the_gradients_that_are_wanted_are_computed(wanted):
     case = make_case()
     student, teacher = random_head(case.student_logits.shape, 1), random_head(case.teacher_logits[0].shape, 2)
     getattr(student, wanted).requires_grad_()
-    loss_fn = CrossTokenizerDistillationLoss(LossConfig(mode="p_kl"), student_vocab_size=V_S, teachers=case.teachers)
+    loss_fn = loss_of(case, LossConfig(mode="p_kl"))
     loss, _ = loss_fn(case.batch, student, [teacher])
     (3 * loss).backward()
     whole = HeadProjection(*(x.detach().clone() for x in (student.hidden, student.weight)))
@@ -180,7 +180,7 @@ def test_only_the_gradients_that_are_wanted_are_computed(wanted):
 def test_without_gradients_nothing_is_kept_and_twice_is_refused():
     case = make_case()
     student, teacher = random_head(case.student_logits.shape, 1), random_head(case.teacher_logits[0].shape, 2)
-    loss_fn = CrossTokenizerDistillationLoss(LossConfig(mode="p_kl"), student_vocab_size=V_S, teachers=case.teachers)
+    loss_fn = loss_of(case, LossConfig(mode="p_kl"))
     assert not loss_fn(case.batch, student, [teacher])[0].requires_grad
     student.hidden.requires_grad_()
     loss, _ = loss_fn(case.batch, student, [teacher])
@@ -254,7 +254,7 @@ def test_products_keep_their_dtype_whatever_autocast_surrounds_them():
 def test_blocks_hold_every_needed_position_once_and_cut_no_chunk(monkeypatch):
     monkeypatch.setattr(blocks_module, "ROUNDING", 4)
     case = make_case(lengths=(9, 7, 1, 9, 12), seed=3)
-    loss_fn = CrossTokenizerDistillationLoss(LossConfig(mode="p_kl"), student_vocab_size=V_S, teachers=case.teachers)
+    loss_fn = loss_of(case, LossConfig(mode="p_kl"))
     T_t = case.teacher_logits[0].shape[1]
     blocks = loss_fn.token_blocks(case.batch, [T_t], rows=8)
     view, mask = loss_fn.losses[0].chunks(schema.with_numbers(case.batch)), case.batch["token_mask"]
@@ -283,7 +283,7 @@ def test_blocks_hold_every_needed_position_once_and_cut_no_chunk(monkeypatch):
 
 def test_what_a_head_lacks_is_refused():
     case = make_case()
-    loss_fn = CrossTokenizerDistillationLoss(LossConfig(mode="p_kl"), student_vocab_size=V_S, teachers=case.teachers)
+    loss_fn = loss_of(case, LossConfig(mode="p_kl"))
     student, teacher = random_head(case.student_logits.shape, 1), random_head(case.teacher_logits[0].shape, 2)
     with pytest.raises(InputError, match="student's head gives 22 logits"):
         loss_fn(case.batch, HeadProjection(student.hidden, student.weight[:22]), [teacher])

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from tests.unit.losses import loss_loops as loops
-from tests.unit.losses.loss_cases import V_S, make_case, run
+from tests.unit.losses.loss_cases import V_S, loss_of, make_case, run
 from xtoken_core.config import LossConfig
-from xtoken_core.losses import CrossTokenizerDistillationLoss
 
 KD_ONLY = {"ce_loss_scale": 0.0}
 
@@ -198,7 +197,7 @@ def test_select_teacher_takes_the_first_of_equals_and_the_given_denominator():
     case = make_case(same_tokenizer=(True, True))
     case.teacher_logits[1] = case.teacher_logits[0].clone()
     config = LossConfig(teacher_aggregation="select_teacher", **KD_ONLY)
-    loss_fn = CrossTokenizerDistillationLoss(config, student_vocab_size=V_S, teachers=case.teachers)
+    loss_fn = loss_of(case, config)
     chosen, count = loss_fn.select(case.batch, case.teacher_logits)
     assert chosen.item() == 0
     arguments = case.batch, case.student_logits, case.teacher_logits
@@ -214,7 +213,7 @@ def test_select_teacher_reports_every_teacher_over_its_own_chunks():
     found = []
     for aggregation, selected in (("sum", {}), ("select_teacher", {"global_selected_chunks": 1000})):
         config = LossConfig(teacher_aggregation=aggregation, vocab_topk=6, **KD_ONLY)
-        loss_fn = CrossTokenizerDistillationLoss(config, student_vocab_size=V_S, teachers=case.teachers)
+        loss_fn = loss_of(case, config)
         _, metrics = loss_fn(case.batch, case.student_logits, case.teacher_logits, **step, **selected)
         found.append({k: v for k, v in metrics.items() if k.endswith(("_t0", "_t1", "_t2")) and "weight" not in k})
     assert found[0] == found[1] and {"kl_loss_t2", "chunk_mass_t0"} <= found[0].keys()

@@ -4,15 +4,14 @@ import pytest
 import torch
 
 from tests.support.chain_batch import chain_on
-from tests.support.columns import columns_of
-from tests.unit.losses.loss_cases import V_S, make_case
+from tests.support.packed import packed_whole
+from tests.unit.losses.loss_cases import V_S, loss_of, make_case
 from xtoken_core.config import LossConfig
-from xtoken_core.losses import CrossTokenizerDistillationLoss, HeadProjection, combine_metrics, overlap
+from xtoken_core.losses import HeadProjection, combine_metrics, overlap
 from xtoken_core.losses.lazy_logits import row_logits
 from xtoken_core.losses.overlap import LIKELIEST, overlap_ratio
 from xtoken_core.topk_logits import largest_logits
 from xtoken_core.transports.ring import TopKSettings
-from xtoken_services.common.batches.packed_batch import packed_batch
 
 TEXTS = [
     "The quick brown fox: 1,234.56 metres",
@@ -68,9 +67,7 @@ def test_chain_compares_classes_at_the_starts_of_generated_chunks(chain):
 
 def test_a_packed_batch_has_the_same_ratio(chain):
     loss, tables, batch, logits = chain
-    rows = [{name: column[b].numpy() for name, column in batch.items()} for b in range(len(TEXTS))]
-    packed = packed_batch(columns_of(rows), widths=[x.shape[0] * x.shape[1] for x in logits], pad_ids=[0, 0]).data
-    row = [x.flatten(0, 1).unsqueeze(0) for x in logits]
+    packed, row = packed_whole(batch, logits)
     found = overlap_ratio(loss.losses, packed, row[0], row[1:])
     assert found["overlap_ratio"].item() == pytest.approx(by_loop(tables, batch, logits)[0])
 
@@ -116,7 +113,7 @@ def test_no_more_positions_are_read_than_allowed_and_those_of_the_whole_batch(ch
 
 def test_a_teacher_with_the_students_tokenizer_is_compared_token_by_token():
     case = make_case(same_tokenizer=(True, True), sample_mask=(1.0, 1.0, 1.0, 0.0))
-    loss = CrossTokenizerDistillationLoss(LossConfig(), student_vocab_size=V_S, teachers=case.teachers)
+    loss = loss_of(case, LossConfig())
     batch = case.batch | {"weights_version": torch.tensor([2, -1, 2, 2])}
     found = overlap_ratio(loss.losses, batch, case.student_logits, case.teacher_logits)["overlap_ratio"].item()
     roots = torch.arange(V_S)
@@ -138,7 +135,7 @@ def test_given_text_and_losses_without_classes_have_no_ratio(chain):
         given = {name: column for name, column in batch.items() if name != "weights_version"} | versions
         assert overlap_ratio(loss.losses, given, logits[0], logits[1:]) == {}
     case = make_case()
-    likelihoods = CrossTokenizerDistillationLoss(LossConfig(mode="alm"), student_vocab_size=V_S, teachers=case.teachers)
+    likelihoods = loss_of(case, LossConfig(mode="alm"))
     generated = case.batch | {"weights_version": torch.zeros(4, dtype=torch.int64)}
     assert overlap_ratio(likelihoods.losses, generated, case.student_logits, case.teacher_logits) == {}
 

@@ -6,9 +6,9 @@ import torch
 from tests.ops.test_every_mode import MODES
 from tests.ops.tolerances import GRADIENT, OUTPUT, assert_within
 from tests.support.columns import columns_of
-from tests.unit.losses.loss_cases import STUDENT_HEAD, V_S, Case, make_case
+from tests.unit.losses.loss_cases import STUDENT_HEAD, Case, loss_of, make_case
 from xtoken_core import schema
-from xtoken_core.losses import CrossTokenizerDistillationLoss, HeadProjection
+from xtoken_core.losses import HeadProjection
 from xtoken_services.common.batches.packed_batch import packed_batch
 
 LENGTHS = (6, 4, 1, 5)
@@ -39,7 +39,7 @@ def packed(case: Case) -> Case:
 
 def results(case: Case, config, *, blockwise: bool):
     """Loss, metrics and the gradient of the student's logits."""
-    loss_fn = CrossTokenizerDistillationLoss(config, student_vocab_size=V_S, teachers=case.teachers)
+    loss_fn = loss_of(case, config)
     leaf = case.student_logits.clone().requires_grad_()
     head = torch.eye(STUDENT_HEAD, dtype=leaf.dtype)
     loss, metrics = loss_fn(case.batch, HeadProjection(leaf, head) if blockwise else leaf, case.teacher_logits)

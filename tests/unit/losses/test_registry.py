@@ -7,13 +7,12 @@ import torch
 
 from tests.doc_blocks import ROOT, fenced
 from tests.support.cases import cases
-from tests.unit.losses.loss_cases import V_S, make_case
+from tests.unit.losses.loss_cases import V_S, loss_of, make_case
 from tests.unit.supervisor.scripted_run import resolved_run
 from xtoken_core.config import LossConfig
 from xtoken_core.config.loss import COLUMN_SELECTING_MODES, DENSE_ONLY, LossMode
 from xtoken_core.data_plane.address import Address
 from xtoken_core.errors import ConfigError
-from xtoken_core.losses import CrossTokenizerDistillationLoss
 from xtoken_core.losses.alm import chunk_log_likelihood
 from xtoken_core.losses.base import ChunkLoss
 from xtoken_core.losses.common import ChunkView, Divergence
@@ -29,9 +28,11 @@ from xtoken_services.supervisor.process_spec import build_process_specs
 CPU = torch.device("cpu")
 
 
-def loss_of(case, config, teacher):
-    loss_fn = CrossTokenizerDistillationLoss(config, student_vocab_size=V_S, teachers=[teacher])
-    return loss_fn(case.batch, case.student_logits, case.teacher_logits)[0]
+def loss_from(config, path):
+    """The random case's loss with the projection of a file."""
+    case = make_case()
+    case.teachers = [load(path)]
+    return loss_of(case, config)(case.batch, case.student_logits, case.teacher_logits)[0]
 
 
 def load(path):
@@ -58,18 +59,17 @@ def test_modes_that_select_columns_are_those_whose_classes_do():
 
 @pytest.mark.parametrize("mode", sorted(set(LOSSES) - DENSE_ONLY - {"chain"}))
 def test_a_sparse_projection_trains_like_the_dense_one(mode, sparse, tmp_path):
-    case, config = make_case(), LossConfig(mode=mode)
-    teacher = case.teachers[0]
+    config, teacher = LossConfig(mode=mode), make_case().teachers[0]
     torch.save({"indices": teacher.indices, "likelihoods": teacher.likelihoods}, tmp_path / "dense.pt")
-    expected = loss_of(case, config, load(tmp_path / "dense.pt"))
-    torch.testing.assert_close(loss_of(case, config, load(sparse)), expected, rtol=1e-6, atol=0)
+    expected = loss_from(config, tmp_path / "dense.pt")
+    torch.testing.assert_close(loss_from(config, sparse), expected, rtol=1e-6, atol=0)
     assert load(sparse).weight == 2.0 and not load(sparse).same_tokenizer
 
 
 @pytest.mark.parametrize("mode", sorted(DENSE_ONLY))
 def test_a_sparse_projection_is_refused_where_rows_are_read(mode, sparse):
     with pytest.raises(ConfigError, match="dense top-k projection"):
-        loss_of(make_case(), LossConfig(mode=mode), load(sparse))
+        loss_from(LossConfig(mode=mode), sparse)
 
 
 def test_a_teacher_without_projection_has_the_students_tokenizer_unless_its_own():
@@ -87,12 +87,11 @@ class HalfOfEveryChunk(GoldLoss):
 
 def test_other_classes_may_be_given():
     case = make_case()
-    sizes = {"student_vocab_size": V_S, "teachers": case.teachers}
     arguments = case.batch, case.student_logits, case.teacher_logits
     config = LossConfig(mode="gold", ce_loss_scale=0.0)
-    expected, _ = CrossTokenizerDistillationLoss(config, **sizes)(*arguments)
+    expected, _ = loss_of(case, config)(*arguments)
     classes = {"p_kl": PKLLoss, "gold": HalfOfEveryChunk}
-    loss, metrics = CrossTokenizerDistillationLoss(config, **sizes, loss_classes=classes)(*arguments)
+    loss, metrics = loss_of(case, config, loss_classes=classes)(*arguments)
     torch.testing.assert_close(loss, expected / 2)
     assert "proj_accuracy_t0" not in metrics
 
@@ -156,9 +155,7 @@ def test_the_documented_example(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     case = make_case()
     student = case.student_logits.requires_grad_()
-    loss_fn = CrossTokenizerDistillationLoss(
-        CUSTOM, student_vocab_size=V_S, teachers=case.teachers, loss_classes=losses_with("my_losses:LikelihoodDistance")
-    )
+    loss_fn = loss_of(case, CUSTOM, loss_classes=losses_with("my_losses:LikelihoodDistance"))
     loss, metrics = loss_fn(case.batch, student, case.teacher_logits)
     loss.backward()
     view = ChunkView.of(with_numbers(case.batch), 0, CUSTOM, "custom")

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.losses.loss_cases import V_S, Case, make_case
+from tests.unit.losses.loss_cases import V_S, Case, loss_of, make_case
 from xtoken_core.config import LossConfig
 from xtoken_core.losses import CrossTokenizerDistillationLoss
 
@@ -15,10 +15,6 @@ FIRST, SECOND = [0, 1], [2, 3]
 
 def case_of(*same_tokenizer: bool, weights: tuple[float, float] | None = (1.0, 2.0)) -> Case:
     return make_case(lengths=(9, 7, 8, 9), same_tokenizer=same_tokenizer, teacher_vocab=(31, 27), weights=weights)
-
-
-def loss_of(case: Case, config: LossConfig) -> CrossTokenizerDistillationLoss:
-    return CrossTokenizerDistillationLoss(config, student_vocab_size=V_S, teachers=case.teachers)
 
 
 def part(case: Case, config: LossConfig, rows: list[int], teachers: list[int], shares: Any = None, **step: Any) -> Any:

@@ -5,16 +5,15 @@ import torch
 
 from tests.support import vocabularies
 from tests.support.chain_batch import chain_on
-from tests.support.columns import columns_of
-from tests.unit.losses.loss_cases import V_S, make_case
+from tests.support.packed import packed_whole
+from tests.unit.losses.loss_cases import V_S, loss_of, make_case
 from xtoken_core.alignment.tables import token_table
 from xtoken_core.config import LossConfig
-from xtoken_core.losses import CrossTokenizerDistillationLoss, HeadProjection
+from xtoken_core.losses import HeadProjection
 from xtoken_core.losses.masks import predicted_ids
 from xtoken_core.losses.teacher_scores import TextNats
 from xtoken_core.topk_logits import largest_logits
 from xtoken_core.transports.ring import TopKSettings
-from xtoken_services.common.batches.packed_batch import packed_batch
 
 RECORDS = [
     {"text": "The quick brown fox: 1,234.56 metres"},
@@ -74,10 +73,7 @@ def test_every_form_of_a_teacher_and_of_a_batch_has_the_same_sums(chain):
     heads = [HeadProjection(x, torch.eye(x.shape[-1], dtype=x.dtype)) for x in logits]
     assert measured(loss, batch, logits[0], [listed], pieces[0]) == pytest.approx(expected)
     assert measured(loss, batch, heads[0], heads[1:], pieces[0]) == pytest.approx(whole)
-    rows = [{name: column[b].numpy() for name, column in batch.items()} for b in range(len(RECORDS))]
-    widths = [x.shape[0] * x.shape[1] for x in logits]
-    packed = packed_batch(columns_of(rows), widths=widths, pad_ids=[0, 0]).data
-    row = [x.flatten(0, 1).unsqueeze(0) for x in logits]
+    packed, row = packed_whole(batch, logits)
     assert measured(loss, packed, row[0], row[1:], pieces[0]) == pytest.approx(whole)
     halves = [{name: column[some] for name, column in batch.items()} for some in (slice(0, 1), slice(1, 4))]
     parts = [
@@ -89,7 +85,7 @@ def test_every_form_of_a_teacher_and_of_a_batch_has_the_same_sums(chain):
 
 def test_a_teacher_with_the_students_tokenizer_is_measured_on_the_next_tokens():
     case = make_case(same_tokenizer=(True, True), sample_mask=(1.0, 1.0, 1.0, 0.0))
-    loss = CrossTokenizerDistillationLoss(LossConfig(), student_vocab_size=V_S, teachers=case.teachers)
+    loss = loss_of(case, LossConfig())
     found = measured(loss, case.batch, case.student_logits, case.teacher_logits, [2] * V_S)
     ids, mask = case.batch["input_ids"][:, 1:], case.batch["token_mask"][:, 1:] * case.batch["sample_mask"][:, None]
     for teacher, logits in enumerate(case.teacher_logits):
@@ -101,6 +97,6 @@ def test_a_teacher_with_the_students_tokenizer_is_measured_on_the_next_tokens():
 
 def test_a_loss_without_chunks_names_no_text():
     case = make_case()
-    loss = CrossTokenizerDistillationLoss(LossConfig(mode="alm"), student_vocab_size=V_S, teachers=case.teachers)
+    loss = loss_of(case, LossConfig(mode="alm"))
     loss.losses[0].chunks = lambda batch: None
     assert TextNats(loss.losses, case.batch, case.teacher_logits, torch.ones(V_S)).metrics == {}

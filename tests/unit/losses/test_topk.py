@@ -5,11 +5,11 @@ import dataclasses
 import pytest
 import torch
 
-from tests.unit.losses.loss_cases import V_S, make_case
+from tests.unit.losses.loss_cases import V_S, loss_of, make_case
 from xtoken_core import schema
 from xtoken_core.config import LossConfig
 from xtoken_core.errors import ConfigError
-from xtoken_core.losses import CrossTokenizerDistillationLoss, HeadProjection
+from xtoken_core.losses import HeadProjection
 from xtoken_core.losses.common import ChunkView
 from xtoken_core.losses.masks import predicted_ids
 from xtoken_core.topk_logits import largest_logits, read_topk, write_topk
@@ -52,7 +52,7 @@ def filled(topk):
 
 
 def evaluate(case, config, teacher, student=None):
-    loss = CrossTokenizerDistillationLoss(config, student_vocab_size=V_S, teachers=case.teachers)
+    loss = loss_of(case, config)
     logits = case.student_logits.clone().requires_grad_() if student is None else student
     value, metrics = loss(case.batch, logits, [teacher])
     value.backward()
@@ -139,7 +139,7 @@ def test_a_slot_keeps_every_bit_and_a_wrong_id_becomes_an_empty_entry():
 def test_scores_of_teachers(kind):
     case = make_case(same_tokenizer=(True, True))
     config = LossConfig(dynamic_teacher_weights=kind, vocab_topk=None)
-    loss = CrossTokenizerDistillationLoss(config, student_vocab_size=V_S, teachers=case.teachers)
+    loss = loss_of(case, config)
     whole = [logits[..., :V_S] for logits in case.teacher_logits]
     settings = TopKSettings(3, V_S)
     topk = [largest_logits(x, predicted_ids(case.batch["input_ids"]), settings) for x in whole]
@@ -169,7 +169,7 @@ def test_settings_that_read_whole_logits_are_refused(setting):
 def test_averaged_logits_refuse():
     case = make_case(same_tokenizer=(True, True))
     config = LossConfig(mode="p_kl", teacher_aggregation="averaged_logits")
-    loss = CrossTokenizerDistillationLoss(config, student_vocab_size=V_S, teachers=case.teachers)
+    loss = loss_of(case, config)
     given = largest(case, config, 3)
     with pytest.raises(ConfigError, match="whole logits are needed"):
         loss(case.batch, case.student_logits, [given, given])
@@ -226,7 +226,7 @@ def mean_over_chunks(case, mass):
 @pytest.mark.parametrize("blockwise", [False, True])
 def test_it_is_the_mean_over_valid_chunks(blockwise):
     case = make_case(seed=3)
-    loss = CrossTokenizerDistillationLoss(CONFIG, student_vocab_size=V_S, teachers=case.teachers)
+    loss = loss_of(case, CONFIG)
     head = case.student_logits.requires_grad_()
     if blockwise:
         head = HeadProjection(head, torch.eye(head.shape[-1], dtype=head.dtype))
@@ -247,7 +247,7 @@ def test_of_the_largest_logits_the_rest_counts_by_its_tokens(k, compared):
     mass = p[..., [c for c in columns if c not in named]].sum(-1)
     if others := set(range(31)) - set(columns):
         mass += p[..., list(others)].sum(-1) * len(others - named) / len(others)
-    loss = CrossTokenizerDistillationLoss(config, student_vocab_size=V_S, teachers=case.teachers)
+    loss = loss_of(case, config)
     metrics = loss(case.batch, case.student_logits, [topk])[1]
     assert 0 < metrics["unreachable_mass_t0"] < 1
     torch.testing.assert_close(metrics["unreachable_mass_t0"], mean_over_chunks(case, mass).float())
@@ -259,5 +259,5 @@ def test_a_token_of_every_row_leaves_none_unreachable():
     indices[:, 0] = torch.arange(V_S)
     indices[:8, 1], case.teachers[0].likelihoods[:8] = torch.arange(V_S, 31), torch.tensor([0.5, 0.5, 0.0])
     case.teachers[0].likelihoods[8:] = torch.tensor([1.0, 0.0, 0.0])
-    loss = CrossTokenizerDistillationLoss(CONFIG, student_vocab_size=V_S, teachers=case.teachers)
+    loss = loss_of(case, CONFIG)
     assert loss(case.batch, case.student_logits, case.teacher_logits)[1]["unreachable_mass_t0"] == 0

@@ -9,12 +9,11 @@ from hypothesis import strategies as st
 
 from tests.support.examples import examples
 from tests.support.preloaded import PRELOADED
-from tests.unit.losses.loss_cases import V_S, make_case, run
+from tests.unit.losses.loss_cases import V_S, loss_of, make_case, run
 from tests.unit.losses.loss_loops import token_map
 from xtoken_core import losses
 from xtoken_core.config import LossConfig
 from xtoken_core.losses import (
-    CrossTokenizerDistillationLoss,
     Fp32SparseMM,
     LossTeacher,
     ce_token_counts,
@@ -122,14 +121,12 @@ def step_case(name):
 def gradient_of_step(name, case, over_ranks):
     """The student's gradient and the divergence, under denominators that `over_ranks` sums."""
     config = SPLIT[name][0]
-    loss_fn = CrossTokenizerDistillationLoss(config, student_vocab_size=V_S, teachers=case.teachers)
-    columns = ("student_chunk_id", "teacher_chunk_id", "pair_valid", "pair_is_correct")
+    loss_fn = loss_of(case, config)
     chunks = []
     for place, teacher in enumerate(case.teachers):
         infix = f"{place}_" if len(case.teachers) > 1 else ""
-        alignment = [] if teacher.same_tokenizer else [case.batch[f"alignment_{infix}{c}"] for c in columns]
-        counts = kd_chunk_counts(*alignment, config, teacher=place) if alignment else torch.zeros(1)
-        chunks.append(over_ranks(counts.sum()))
+        own = torch.zeros(1) if teacher.same_tokenizer else counts(case, config, place, infix)
+        chunks.append(over_ranks(own.sum()))
     selected = {}
     if config.teacher_aggregation == "select_teacher":
         selected["global_selected_chunks"] = over_ranks(loss_fn.select(case.batch, case.teacher_logits)[1])
@@ -293,18 +290,13 @@ def test_a_step_may_be_split_into_micro_batches(config, split):
         assert combined[name] == pytest.approx(value.item(), rel=1e-5, abs=1e-6), name
 
 
-SEVERAL = {
-    "same_tokenizer": (LossConfig(vocab_topk=None, temperature=2.0), {"same_tokenizer": (True,)}),
-    "averaged_logits": (LossConfig(teacher_aggregation="averaged_logits"), {"same_tokenizer": (True, True)}),
-    "sum": (
-        LossConfig(vocab_topk=None, teacher_modes=("p_kl", "gold", None), normalize_teacher_by_vocab=True),
-        {"same_tokenizer": (False, False, True), "teacher_vocab": (31, 19)},
-    ),
-}
+WITHOUT_A_CHOICE = ("same_tokenizer", "averaged_logits", "sum")
 
 
 @pytest.mark.parametrize(
-    ("config", "shape"), [*((config, {}) for config in CONFIGS.values()), *SEVERAL.values()], ids=[*CONFIGS, *SEVERAL]
+    ("config", "shape"),
+    [*((config, {}) for config in CONFIGS.values()), *(SPLIT[name] for name in WITHOUT_A_CHOICE)],
+    ids=[*CONFIGS, *WITHOUT_A_CHOICE],
 )
 def test_axis_a_a_samples_gradient_is_bitwise_the_same_whatever_shares_the_batch(config, shape):
     case = make_case(lengths=(9, 4, 1, 12), seed=5, dtype=torch.float32, **shape)

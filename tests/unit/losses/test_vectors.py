@@ -48,21 +48,3 @@ def test_loss_parts_and_gradient_match(case, identity_head):
     assert not wrong
     gradient = expected["grad_student_logits"]
     assert (logits.grad - gradient).abs().max() <= 1e-5 * gradient.abs().max()
-
-
-def accuracy(case: dict, mask: list[float], rows: slice) -> float:
-    """The accuracy through the projection over some rows, under a sample mask."""
-    inputs = case["inputs"] | {"sample_mask": torch.tensor(mask)}
-    batch = {name: value[rows] for name, value in batch_of(inputs).items()}
-    _, metrics = loss_of(case)(batch, inputs["student_logits"][rows], [inputs["teacher_logits"][rows]])
-    return metrics["proj_accuracy_t0"].item()
-
-
-@pytest.mark.parametrize("name", ["gold", "gold_T2_reverse", "gold_topk8", "h_kl", "h_kl_dynamic", "p_kl", "p_kl_T2"])
-def test_hits_in_masked_samples(name):
-    (case,) = (case for case in CASES if case["name"] == name)
-    both, first, second = (accuracy(case, [1.0, 1.0], rows) for rows in (slice(0, 2), slice(0, 1), slice(1, 2)))
-    assert both > 0
-    masked = accuracy(case, [0.0, 1.0], slice(0, 2)), accuracy(case, [1.0, 0.0], slice(0, 2))
-    expected = (both, both) if name.startswith("p_kl") else (second, first)
-    assert masked == pytest.approx(expected, rel=1e-6)

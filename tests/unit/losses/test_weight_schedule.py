@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.unit.losses.loss_cases import V_S, make_case
+from tests.unit.losses.loss_cases import V_S, loss_of, make_case
 from tests.unit.losses.test_lazy_logits import leaves, random_head
 from xtoken_core.config import LossConfig
 from xtoken_core.errors import ConfigError
@@ -89,9 +89,7 @@ def test_the_only_step_of_a_run_has_the_first_weight():
 
 def gradients(config, case, *, blockwise, **step):
     """Loss, gradients of hidden states and head, and metrics."""
-    loss_fn = CrossTokenizerDistillationLoss(
-        config, student_vocab_size=V_S, teachers=case.teachers, loss_classes={**LOSSES, "custom": OwnLoss}
-    )
+    loss_fn = loss_of(case, config, loss_classes={**LOSSES, "custom": OwnLoss})
     operands = leaves(random_head(case.student_logits.shape, 1))
     head = HeadProjection(*operands)
     loss, metrics = loss_fn(case.batch, head if blockwise else head.logits(), case.teacher_logits, **step)

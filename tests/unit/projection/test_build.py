@@ -117,15 +117,6 @@ def test_bytes_that_no_other_token_spells_are_pinned():
     assert projection.indices[own].tolist() == [teacher.convert_tokens_to_ids("<0xE2>"), -1, -1, -1]
 
 
-def test_two_pieces_weigh_as_published():
-    teacher = v.byte_level(300)
-    table = aligner_of(v.unigram(), teacher).teacher
-    entries = build.forward_entries(aligner_of(v.unigram(), teacher).student, Retokenizer(teacher, table))
-    two = np.bincount(entries.student, minlength=1) == 2
-    first = np.flatnonzero(two)[0]
-    assert entries.weight[entries.student == first] == pytest.approx([10 / 11, 1 / 11])
-
-
 def test_the_same_tokenizers_give_the_same_projection(pair):
     student, teacher, _, _ = pair
     a, b = built(student, teacher), build_projection(student, teacher)

@@ -165,14 +165,12 @@ def test_the_parser_returns_entries_that_only_its_callers_refuse(form, tmp_path)
             read()
 
 
-@pytest.mark.parametrize(
+@cases(
     "read",
-    [
-        p.parse_projection_file,
-        lambda path: p.get_topk_projection(path, CPU),
-        lambda path: p.get_sparse_projection_matrix(path, CPU, student_vocab_size=1, teacher_vocab_size=1),
-        lambda path: p.build_exact_token_map(path, CPU, xtoken_loss=False, teacher_vocab_size=1),
-    ],
+    p.parse_projection_file,
+    lambda path: p.get_topk_projection(path, CPU),
+    lambda path: p.get_sparse_projection_matrix(path, CPU, student_vocab_size=1, teacher_vocab_size=1),
+    lambda path: p.build_exact_token_map(path, CPU, xtoken_loss=False, teacher_vocab_size=1),
 )
 def test_a_missing_file_is_a_file_not_found(read, tmp_path):
     with pytest.raises(FileNotFoundError, match="xtoken projection build") as caught:
@@ -329,13 +327,6 @@ def test_only_added_spaces_are_taken_from_a_normalizer():
 def test_long_names_are_compared_letter_by_letter():
     name = "tool " * 60
     assert similarity(name, name) == 1.0
-
-
-def test_the_most_similar_special_is_kept_among_many():
-    theirs = {0: b"<tool_call>"} | {n: f"<tool_call_{n:02}>".encode() for n in range(1, ROW_LIMIT + 8)}
-    _, teachers, weights = special_entries({7: b"<tool_call>"}, theirs)
-    assert len(teachers) == ROW_LIMIT
-    assert weights[teachers == 0] == pytest.approx(0.8)
 
 
 @pytest.mark.parametrize("note", ["", "1", "12345"])

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.unit.queue.run_calls import COLLATOR, leased, make_run, nack, put, put_block, rewind, rows
+from tests.unit.queue.run_calls import leased, make_run, put, put_block, rewind, rows
 from xtoken_core.queue.any_partition import any_partition
 from xtoken_core.queue.budget import (
     BATCH_BYTES,
@@ -330,9 +330,3 @@ def test_a_tombstone_of_the_first_position_outlives_a_rewind_to_it() -> None:
     rewind(run, step=1)
     assert (dict(run.skipped), rows(run, 1)) == ({2: "empty"}, [3])
     assert run.finished.first_gap() == 3
-
-
-def test_dead_positions_are_finished() -> None:
-    run = make_run()
-    nack(run, COLLATOR, leased(run).lease, [], "unreadable")
-    assert run.finished.first_gap() == 2

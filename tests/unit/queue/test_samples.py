@@ -3,12 +3,14 @@
 from collections import Counter
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.examples import examples
 from xtoken_core.queue.sample import Status, Task
-from xtoken_core.queue.tasks.partition import OrderedSamples
+from xtoken_core.queue.tasks.partition import SPARE_ENTRIES, OrderedSamples
+from xtoken_core.wire import QueueError
 
 
 def one_task(order: Any, *requires: str, attempts: int = 3) -> OrderedSamples:
@@ -39,6 +41,51 @@ def test_dropping_samples_shortens_their_leases() -> None:
     samples.drop([2])
     assert not samples.leases
     assert list(samples.samples) == [3]
+
+
+def test_given_back_sample_arrives_once() -> None:
+    samples = one_task("arrival")
+    samples.produce([1], ["x"])
+    first = samples.claim_next("s", "use", 1)
+    samples.give_back(first.id)
+    second = samples.claim_next("s", "use", 1)
+    samples.produce([2], ["x"])
+    samples.give_back(second.id)
+    assert claimed(samples, 3) == (2, 1)
+
+
+def test_withdrawn_sample_arrives_anew() -> None:
+    samples = one_task("arrival", "x", "v")
+    samples.produce([1, 2], ["x", "v"])
+    samples.withdraw(1, "v")
+    samples.produce([1], ["v"])
+    assert claimed(samples, 3) == (2, 1)
+
+
+def test_given_back_samples_keep_strict_order() -> None:
+    samples = one_task("strict")
+    samples.produce([5, 3, 4], ["x"])
+    lease = samples.claim_next("s", "use", 2)
+    samples.give_back(lease.id)
+    assert claimed(samples, 3) == (5, 3, 4)
+
+
+def test_unknown_id_is_refused_before_waiting() -> None:
+    samples = one_task("by_id", "x", "y")
+    samples.produce([1], ["x"])
+    with pytest.raises(QueueError, match="sample 9 is not here"):
+        samples.claim_ids("s", "use", [1, 9])
+
+
+@pytest.mark.parametrize("order", ["strict", "arrival"])
+def test_entries_of_dropped_samples_are_pruned(order: str) -> None:
+    samples = one_task(order)
+    for i in range(5 * SPARE_ENTRIES):
+        samples.produce([i], ["x"])
+        lease = samples.claim_ids("s", "use", [i])
+        assert lease is not None
+        samples.finish("use", [i])
+    assert samples.queue_entries <= SPARE_ENTRIES + 2
 
 
 OPS = st.lists(

@@ -124,23 +124,8 @@ class Checkpoint(NamedTuple):
 
 def new_protocol(config: Config) -> RunProtocol:
     """An empty queue."""
-    run = m.RunDef(
-        positions=config.positions,
-        samples_per_step=config.samples_per_step,
-        block_size=config.block_size,
-        span=config.span,
-        teachers=config.teachers,
-        ranks=config.ranks,
-        slots=config.slots,
-        max_dead=config.positions,
-        prompts=config.prompts,
-        last_prompts=config.last_prompts,
-        after=config.after,
-        max_staleness=config.max_staleness,
-        group=config.group,
-        groups=config.groups,
-        document=b"",
-    )
+    sizes = {name: getattr(config, name) for name in m.RunDef.__struct_fields__ if hasattr(config, name)}
+    run = m.RunDef(**sizes, max_dead=config.positions, document=b"")
     return config.protocol(Sessions(), run, max_attempts=config.max_attempts)
 
 

@@ -1,19 +1,11 @@
-"""A student and what a test opens, for completions by servers."""
+"""A student for completions by servers."""
 
-from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from tests.support.tiny_run import documents, make_model
 from xtoken_services.demo.vocabularies import train_teacher_tokenizer
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as opened:
-        yield opened
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.cases import cases
 from tests.support.runs import resolved_run
 from xtoken_core.config.loss import LossConfig
 from xtoken_core.config.rollout import RolloutSpec
@@ -26,41 +27,39 @@ def spec(rollout: dict[str, Any] | RolloutSpec, **parts: Any) -> RunSpec:
     return RunSpec.model_validate({"train": TRAIN, **raw, "rollout": rollout})
 
 
-@pytest.mark.parametrize(
-    ("rollout", "parts", "reason"),
-    [
-        ({"publish_every": 3}, {}, "publish_every = 3 is more than rollout.max_staleness \\+ 1 = 2"),
-        ({"fraction": 0.01}, {}, "is 0 prompts"),
-        ({"fraction": 0.99}, {}, "is 24 prompts"),
-        ({"fraction": 0.5}, {"queue": {"block_size": 8}}, "must divide the 12 prompts"),
-        ({"fraction": [0.25, 0.5]}, {"queue": {"block_size": 12}}, "must divide the 6 prompts"),
-        ({"after": 1.0}, {}, "less than 1"),
-        ({"completions": 5}, {}, "rollout.completions = 5 must divide train.samples_per_step = 24 and the 24 prompts"),
-        ({"completions": 4, "fraction": 0.3}, {}, "and the 7 prompts of a step"),
-        ({"completions": 4}, {"queue": {"block_size": 6}}, "must be a multiple of rollout.completions = 4"),
-        ({"completions": 4, "temperature": 0}, {}, "makes rollout.completions = 4 the same text"),
-        ({"max_new_tokens": 256}, {}, "leaves no room for a prompt"),
-        ({}, {"teacher": []}, "this run has none"),
-        ({}, {"teacher": [STORED]}, "stored output is of given text"),
-        ({}, {"loss": {"dynamic_loss_scaling": True}}, "no cross-entropy to scale by"),
-        (
-            {"url": "http://a:1", "url_engine": "sglang", "temperature": 0.7}, {"loss": {"importance_cap": 2.0}},
-            "SGLang gives log-probabilities at temperature = 0.7",
-        ),
-        ({"url": "http://a:1", "url_engine": "sglang", "url_weights": "nccl"}, {}, '"nccl" is for vLLM, not sglang'),
-        ({"url_weights": "ipc"}, {}, "url_weights belongs to url"),
-        ({}, {"loss": {"kl_loss_weight": 0.0}}, "by the divergence alone"),
-        ({}, {"loss": {"kl_loss_weight_end": 0.5}}, "unset loss.kl_loss_weight_end"),
-        ({"stop_when_worse": 2}, {}, r"this run has none: name them in \[eval.tasks\]"),
-        ({"stop_when_worse": 2}, {"eval": {}}, "goes by the accuracy on tasks"),
-        ({"stop_when_worse": 2}, {"eval": TASKS | {"patience": 3}}, "eval.patience both end the run"),
-        ({"fraction": [0.5, 1.0]}, {"loss": {"kl_loss_weight_end": 0.5}}, "unset loss.kl_loss_weight_end"),
-        ({"after": 2}, {"loss": {"kl_loss_weight": 0.0}}, "set loss.kl_loss_weight above 0"),
-        ({"after": 2}, {"loss": {"kl_loss_weight_end": 0.0}}, "set loss.kl_loss_weight_end above 0"),
-        ({"after": 2}, {"loss": {"kl_loss_weight_end": "adaptive"}}, "unset loss.kl_loss_weight_end"),
-        ({}, {"workers": {"nodes": 2}}, "single node group"),
-        ({"teacher_temperature": 0.5}, {"teacher": [SERVED]}, "set teacher_temperature = 1"),
-    ],
+@cases(
+    "rollout, parts, reason",
+    ({"publish_every": 3}, {}, "publish_every = 3 is more than rollout.max_staleness \\+ 1 = 2"),
+    ({"fraction": 0.01}, {}, "is 0 prompts"),
+    ({"fraction": 0.99}, {}, "is 24 prompts"),
+    ({"fraction": 0.5}, {"queue": {"block_size": 8}}, "must divide the 12 prompts"),
+    ({"fraction": [0.25, 0.5]}, {"queue": {"block_size": 12}}, "must divide the 6 prompts"),
+    ({"after": 1.0}, {}, "less than 1"),
+    ({"completions": 5}, {}, "rollout.completions = 5 must divide train.samples_per_step = 24 and the 24 prompts"),
+    ({"completions": 4, "fraction": 0.3}, {}, "and the 7 prompts of a step"),
+    ({"completions": 4}, {"queue": {"block_size": 6}}, "must be a multiple of rollout.completions = 4"),
+    ({"completions": 4, "temperature": 0}, {}, "makes rollout.completions = 4 the same text"),
+    ({"max_new_tokens": 256}, {}, "leaves no room for a prompt"),
+    ({}, {"teacher": []}, "this run has none"),
+    ({}, {"teacher": [STORED]}, "stored output is of given text"),
+    ({}, {"loss": {"dynamic_loss_scaling": True}}, "no cross-entropy to scale by"),
+    (
+        {"url": "http://a:1", "url_engine": "sglang", "temperature": 0.7}, {"loss": {"importance_cap": 2.0}},
+        "SGLang gives log-probabilities at temperature = 0.7",
+    ),
+    ({"url": "http://a:1", "url_engine": "sglang", "url_weights": "nccl"}, {}, '"nccl" is for vLLM, not sglang'),
+    ({"url_weights": "ipc"}, {}, "url_weights belongs to url"),
+    ({}, {"loss": {"kl_loss_weight": 0.0}}, "by the divergence alone"),
+    ({}, {"loss": {"kl_loss_weight_end": 0.5}}, "unset loss.kl_loss_weight_end"),
+    ({"stop_when_worse": 2}, {}, r"this run has none: name them in \[eval.tasks\]"),
+    ({"stop_when_worse": 2}, {"eval": {}}, "goes by the accuracy on tasks"),
+    ({"stop_when_worse": 2}, {"eval": TASKS | {"patience": 3}}, "eval.patience both end the run"),
+    ({"fraction": [0.5, 1.0]}, {"loss": {"kl_loss_weight_end": 0.5}}, "unset loss.kl_loss_weight_end"),
+    ({"after": 2}, {"loss": {"kl_loss_weight": 0.0}}, "set loss.kl_loss_weight above 0"),
+    ({"after": 2}, {"loss": {"kl_loss_weight_end": 0.0}}, "set loss.kl_loss_weight_end above 0"),
+    ({"after": 2}, {"loss": {"kl_loss_weight_end": "adaptive"}}, "unset loss.kl_loss_weight_end"),
+    ({}, {"workers": {"nodes": 2}}, "single node group"),
+    ({"teacher_temperature": 0.5}, {"teacher": [SERVED]}, "set teacher_temperature = 1"),
     ids=[
         "publish", "no-prompt", "no-text", "block", "first-block", "after", "completions", "completions-of-prompts",
         "completions-of-a-block", "same-completions", "length", "teacher", "store", "scaling", "cap", "ipc-of-sglang",
@@ -79,14 +78,12 @@ def test_prompts_are_whole_blocks_of_a_step(fraction: float, prompts: int, block
     assert (run.prompts_per_step, run.block_size) == ((prompts, prompts), block)
 
 
-@pytest.mark.parametrize(
-    ("rollout", "prompts", "block"),
-    [
-        ({"fraction": [0.25, 1.0]}, (6, 24), 6),
-        ({"fraction": [1.0, 0.5], "completions": 4}, (24, 12), 12),
-        ({"completions": 8}, (24, 24), 8),
-        ({"completions": 24}, (24, 24), 24),
-    ],
+@cases(
+    "rollout, prompts, block",
+    ({"fraction": [0.25, 1.0]}, (6, 24), 6),
+    ({"fraction": [1.0, 0.5], "completions": 4}, (24, 12), 12),
+    ({"completions": 8}, (24, 24), 8),
+    ({"completions": 24}, (24, 24), 24),
 )
 def test_a_block_holds_all_completions_of_a_prompt(
     rollout: dict[str, Any], prompts: tuple[int, int], block: int
@@ -162,17 +159,15 @@ def test_stopping_when_worse_is_taken_and_may_change_in_a_resume_as_servers_may(
     assert one == other
 
 
-@pytest.mark.parametrize(
-    ("rollout", "loss", "beta", "rate"),
-    [
-        ({}, {}, 0.5, 3e-5),
-        ({}, {"beta": "none"}, None, 3e-5),
-        ({}, {"beta": 0.2}, 0.2, 3e-5),
-        ({}, {"reverse_kl": True}, None, 3e-5),
-        ({"after": 2}, {}, 0.5, 1e-4),
-        ({}, {"teacher_modes": ["chain"]}, 0.5, 3e-5),
-        ({}, {"mode": "gold", "teacher_modes": ["gold"]}, None, 3e-5),
-    ],
+@cases(
+    "rollout, loss, beta, rate",
+    ({}, {}, 0.5, 3e-5),
+    ({}, {"beta": "none"}, None, 3e-5),
+    ({}, {"beta": 0.2}, 0.2, 3e-5),
+    ({}, {"reverse_kl": True}, None, 3e-5),
+    ({"after": 2}, {}, 0.5, 1e-4),
+    ({}, {"teacher_modes": ["chain"]}, 0.5, 3e-5),
+    ({}, {"mode": "gold", "teacher_modes": ["gold"]}, None, 3e-5),
 )
 def test_completions_have_defaults_of_their_own(
     rollout: dict[str, Any], loss: dict[str, Any], beta: float | None, rate: float

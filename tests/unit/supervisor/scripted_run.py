@@ -9,8 +9,9 @@ from typing import Any
 
 import psutil
 
-from xtoken_core.config.resolved import ResolvedModel, ResolvedRun
-from xtoken_core.config.spec import RunSpec
+from tests.support import runs
+from tests.support.runs import revised_run
+from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.data_plane.address import Address
 from xtoken_services.common.run.status import RunStatus, WorkerStatus
 from xtoken_services.supervisor import run as run_module
@@ -25,19 +26,8 @@ STEP = 4
 
 def resolved_run(output: Path, steps: int, ranks: int = 1) -> ResolvedRun:
     """A run that no worker of the real kind could do: its files do not exist."""
-    model = {"model": "/no/model", "context_length": 8}
-    spec = RunSpec.model_validate(
-        {
-            "output": output, "student": model, "teacher": {**model, "projection": "/no/projection"},
-            "data": {"path": "/no/data"}, "train": {"samples_per_step": STEP, "micro_batch_tokens": 64},
-            "workers": {"ranks": ranks}, "queue": {"memory_limit": 1 << 20},
-        }
-    )  # fmt: skip
-    of = ResolvedModel(vocab_size=8, head_width=8, tokenizer_fingerprint="t")
-    return ResolvedRun(
-        spec=spec, student=of, teachers=(of,), projection_fingerprints=("p",), data_fingerprint="d",
-        records=steps * STEP, positions=steps * STEP,
-    )  # fmt: skip
+    run = runs.resolved_run(Path("/no"), positions=steps * STEP, ranks=ranks)
+    return revised_run(run, output=output, train={"samples_per_step": STEP}, queue={"memory_limit": 1 << 20})
 
 
 def scripted_members(

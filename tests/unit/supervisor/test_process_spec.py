@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from tests.support.runs import changed
 from tests.unit.supervisor.scripted_run import resolved_run
 from xtoken_core.data_plane.address import Address
 from xtoken_services.cli.app import app
@@ -43,10 +44,8 @@ def test_only_a_process_that_uses_a_key_has_it(tmp_path: Path, monkeypatch: pyte
     for name in SECRETS:
         monkeypatch.setenv(name, f"secret of {name}")
     run = resolved_run(tmp_path, steps=2)
-    spec = run.spec.model_copy(
-        update={"teacher": (run.spec.teacher[0].model_copy(update={"url": ("http://h:1",)}),), "push_to": "a/b"}
-    )
-    run = run.model_copy(update={"spec": spec})
+    teacher = run.spec.teacher[0].model_copy(update={"url": ("http://h:1",)})
+    run = changed(run, teacher=(teacher,), push_to="a/b")
     members = build_process_specs(run, tmp_path / "r.json", [Address.parse("ipc:///private/queue")])
     given = {m.kind: {*worker_environment(m.env, m.secrets)} & {*SECRETS} for m in members}
     assert given == {"queue": set(), "collator": set(), "teacher": {ENGINE_KEY}, "trainer": {HUB_TOKEN}}

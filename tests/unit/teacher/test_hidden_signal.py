@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.support.slot_refs import slot_refs
+from tests.unit.teacher.test_signal import data
 from xtoken_core.errors import InputError
 from xtoken_core.transports import RingShape, SignalError, StaleSignalError
 from xtoken_core.transports.compat import rebuild_teacher_full_logits_from_ipc, signal_slot
@@ -17,10 +18,6 @@ from xtoken_core.wire.columns import offsets_from_lengths
 
 SHAPE = RingShape(slots=2, slot_tokens=12, head_width=7, vocab=5, dtype="float32", hidden=3, max_rows=4)
 CPU = torch.device("cpu")
-
-
-def data(refs, width=4):
-    return {"teacher_full_logits_ipc": refs, "teacher_input_ids": torch.zeros(len(refs), width, dtype=torch.int64)}
 
 
 @pytest.fixture(params=["float32", "bfloat16"])

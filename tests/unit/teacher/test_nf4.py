@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.runs import resolved_run
+from tests.support.runs import resolved_run, revised, revised_run
 from tests.unit.teacher.test_shards import CPU, divided_run
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import ConfigError
@@ -94,26 +94,21 @@ def test_a_compiled_teacher_in_4_bits_gives_the_same(tmp_path: Path, device: str
         assert deviation(compiled.hidden(tokens), TeacherModel(model).hidden(tokens)) < 0.02
 
 
-def with_teacher(run: RunSpec, **changes: Any) -> RunSpec:
-    raw = run.model_dump()
-    return RunSpec.model_validate({**raw, "teacher": [{**raw["teacher"][0], **changes}]})
-
-
 def test_4_bits_are_refused_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     monkeypatch.delitem(sys.modules, "xtoken_services.teacher.nf4", raising=False)
     run = resolved_run(tmp_path, device="cpu")
     check_launch(run.spec)
-    spec = with_teacher(run.spec, quantized="nf4")
+    small = revised_run(run, teacher={"quantized": "nf4"})
     with pytest.raises(
         ConfigError, match=r"teacher\.0\.quantized needs bitsandbytes: install it by pip install bitsandbytes$"
     ):
-        check_launch(spec)
-    check_launch(with_teacher(spec, store="s3://x/y"))
+        check_launch(small.spec)
+    check_launch(revised(small.spec, teacher={"store": "s3://x/y"}))
     with pytest.raises(
         ConfigError, match=r"teacher: nf4 needs bitsandbytes \(.*\): install it by pip install bitsandbytes$"
     ):
-        prepared_model(run.model_copy(update={"spec": spec}), 0, CPU)
+        prepared_model(small, 0, CPU)
 
 
 @pytest.fixture

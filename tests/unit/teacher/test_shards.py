@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.support.ranks import start_ranks
-from tests.support.runs import resolved_run
+from tests.support.ranks import run_ranks
+from tests.support.runs import changed, resolved_run, revised_run
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import ConfigError
@@ -52,10 +52,8 @@ def divided_run(directory: Path, kind: str, *, gpus: int = 2, packed: bool = Tru
         if name.endswith("bias"):
             torch.nn.init.normal_(weight)
     model.save_pretrained(directory / kind)
-    run = resolved_run(directory, device="cpu")
-    raw = run.spec.model_dump()
-    teacher = {**raw["teacher"][0], "model": directory / kind, "gpus": gpus, "context_length": 32, **changes}
-    return run.model_copy(update={"spec": RunSpec.model_validate({**raw, "teacher": [teacher]}), "packed": packed})
+    teacher = {"model": directory / kind, "gpus": gpus, "context_length": 32, **changes}
+    return revised_run(resolved_run(directory, device="cpu"), teacher=teacher).model_copy(update={"packed": packed})
 
 
 @pytest.mark.slow
@@ -85,10 +83,7 @@ def test_parts_in_8_bits_give_nearly_the_results_of_a_whole_one(tmp_path: Path, 
     """Biases are added once, sums are over both parts; only the scales of what is summed differ."""
     run = divided_run(tmp_path, kind, dtype="bfloat16", hidden_size=64, intermediate_size=128, head_dim=16)
     (tmp_path / "run.json").write_text(run.model_dump_json())
-    ranks = start_ranks([sys.executable, str(Path(__file__).with_name("fp8_part.py")), str(tmp_path)], 2)
-    for rank in ranks:
-        _, errors = rank.communicate(timeout=240)
-        assert rank.returncode == 0, errors
+    run_ranks([sys.executable, str(Path(__file__).with_name("fp8_part.py")), str(tmp_path)], 2)
     model = load_model(run.spec.teacher[0], "teacher", CPU)
     tokens = torch.arange(3 * 24).view(3, 24) % 96
     with torch.inference_mode():
@@ -142,8 +137,7 @@ def test_settings_of_one_gpu_are_refused_beside_several(tmp_path: Path, settings
 def test_a_teacher_s_parts_take_neighbouring_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    run = divided_run(tmp_path, "llama")
-    spec = run.spec.model_copy(update={"workers": run.spec.workers.model_copy(update={"device": "cuda", "ranks": 2})})
+    spec = changed(divided_run(tmp_path, "llama"), workers={"device": "cuda", "ranks": 2}).spec
     assert [str(device) for device in devices_of(spec, 0, 1)] == ["cuda:2", "cuda:3"]
     assert (spec.gpus_needed, spec.teacher_processes) == (4, 4)
     with pytest.raises(ConfigError, match=r"takes GPUs 4 to 5 \(teacher\.gpus = 2\), torch sees 4 here"):

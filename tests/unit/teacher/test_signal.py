@@ -56,12 +56,6 @@ def test_several_teachers_have_a_field_each(filled):
     assert torch.equal(view, logits[..., :5])
 
 
-def test_part_of_a_micro_batch_is_a_part_of_the_view(filled):
-    logits, _ = filled
-    view = rebuild_teacher_full_logits_from_ipc(data(slot_refs(3, 1, 4, 3)[1:]))
-    assert torch.equal(view, logits[1:, :, :5])
-
-
 def ref(ring=3, slot=1, row=0, generation=4):
     return {"ring": ring, "slot": slot, "row": row, "generation": generation}
 

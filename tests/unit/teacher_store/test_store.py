@@ -47,8 +47,8 @@ def add(writer: ShardWriter, record: int) -> None:
     writer.add(record, len(values), f"digest-{record}", frame)
 
 
-def write_store(store: str, records: range) -> TeacherStore:
-    """A store of some records in one shard."""
+def write_store(store: str, records: Iterable[int]) -> TeacherStore:
+    """A store of some records in one shard, beside those that it has."""
     opened = TeacherStore.create(store, IDENTITY)
     writer = ShardWriter(opened.files, 1 << 20)
     for record in records:
@@ -191,9 +191,7 @@ def write_without_end(store: str) -> None:
 @pytest.mark.parametrize("damage", ["removed", "emptied"])
 def test_records_of_a_shard_that_is_gone_are_missing_and_dropped(address: str, damage: str) -> None:
     store = write_store(address, range(5))
-    writer = ShardWriter(store.files, 1 << 20)
-    add(writer, 7)
-    writer.flush()
+    write_store(address, [7])
     shard = store.entries[0].shard
     if damage == "removed":
         store.files.remove(shard)
@@ -212,9 +210,7 @@ def test_records_of_a_shard_that_is_gone_are_missing_and_dropped(address: str, d
 
 def test_a_damaged_index_is_removed_for_a_build(address: str) -> None:
     store = write_store(address, range(5))
-    writer = ShardWriter(store.files, 1 << 20)
-    add(writer, 7)
-    writer.flush()
+    write_store(address, [7])
     names = [name for name in store.files.names() if name.startswith("shard-") and name.endswith(".json")]
     index = next(name for name in names if name[:-5] == store.entries[0].shard.rpartition(".")[0])
     store.files.write(index, store.files.read(index)[:-2])
@@ -276,10 +272,7 @@ def test_damaged_records_are_dropped_for_a_build(tmp_path: Path) -> None:
     for opened in (damaged, TeacherStore.open(str(tmp_path))):
         assert missing(opened, range(20)) == [3, 11]
         np.testing.assert_array_equal(read(opened, 19), values_of(19))
-    writer = ShardWriter(damaged.files, 1 << 20)
-    add(writer, 3)
-    writer.flush()
-    np.testing.assert_array_equal(read(TeacherStore.open(str(tmp_path)), 3), values_of(3))
+    np.testing.assert_array_equal(read(write_store(str(tmp_path), [3]), 3), values_of(3))
 
 
 def test_a_writer_killed_at_any_moment_leaves_only_whole_records(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from tests.support.runs import resolved_run
+from tests.support.runs import resolved_run, revised
 from xtoken_core.config.spec import RunSpec
 
 SIZES = {
@@ -43,10 +43,7 @@ def make_model(family: str = "llama", **changes: Any) -> PreTrainedModel:
 
 def settings(student: dict[str, Any] | None = None, train: dict[str, Any] | None = None) -> RunSpec:
     """A run's settings with these changes to its student and its training."""
-    raw = resolved_run(Path("/nowhere")).spec.model_dump()
-    return RunSpec.model_validate(
-        {**raw, "student": raw["student"] | (student or {}), "train": raw["train"] | (train or {})}
-    )
+    return revised(resolved_run(Path("/nowhere")).spec, student=student or {}, train=train or {})
 
 
 def tokens(seed: int = 0, rows: int = 2, width: int = 16) -> torch.Tensor:

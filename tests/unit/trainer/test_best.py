@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.cases import cases
 from tests.support.evaluations import measured
-from tests.support.runs import resolved_run
+from tests.support.runs import changed, resolved_run
 from xtoken_core.config.eval import EvalSpec
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.config.rollout import RolloutSpec
@@ -44,20 +45,16 @@ def test_by_tasks_the_best_has_the_highest_mean_accuracy_and_step_0_takes_part()
     assert best_evaluation(two, by_tasks=True) == BestEvaluation(2, 9.0, 0)
 
 
-@pytest.mark.parametrize(
-    ("right", "ends"),
-    [
-        ((0.8, 0.7, 0.6), [False, False, True]), ((0.8, 0.7, 0.8, 0.7, 0.9), [False] * 5),
-        ((0.3, 0.5, 0.4, 0.45), [False, False, False, True]), ((1.0, 1.0, 1.0, 1.0), [False] * 4),
-    ],
+@cases(
+    "right, ends",
+    ((0.8, 0.7, 0.6), [False, False, True]), ((0.8, 0.7, 0.8, 0.7, 0.9), [False] * 5),
+    ((0.3, 0.5, 0.4, 0.45), [False, False, False, True]), ((1.0, 1.0, 1.0, 1.0), [False] * 4),
     ids=["from-the-first", "as-good-between", "after-a-rise", "none-is-below"],
 )  # fmt: skip
 def test_evaluations_below_the_best_accuracy_end_a_run(tmp_path: Path, right: list[float], ends: list[bool]) -> None:
     run = with_evaluation(resolved_run(tmp_path, positions=1 << 20))
-    rollout = RolloutSpec(stop_when_worse=2)
-    run = run.model_copy(update={"spec": run.spec.model_copy(update={"rollout": rollout})})
-    follower = BestFollower(run, RankGroup(0, 1), Checkpoints(run.spec.output / CHECKPOINTS, run))
-    lines, found = JsonLines(run.spec.output / "eval.jsonl"), []
+    follower, lines = followed(changed(run, rollout=RolloutSpec(stop_when_worse=2)))
+    found = []
     for row in by_task(*right):
         lines.append(row)
         follower.update(Cursor(step=int(row["step"])))
@@ -84,15 +81,19 @@ def test_a_summary_takes_the_evaluation_of_the_exported_weights_if_it_is_finite(
 
 def with_evaluation(run: ResolvedRun, **settings: object) -> ResolvedRun:
     spec = EvalSpec.model_validate({"path": run.spec.data.paths, "every": 1, **settings})
-    return run.model_copy(update={"spec": run.spec.model_copy(update={"eval": spec})})
+    return changed(run, eval=spec)
+
+
+def followed(run: ResolvedRun) -> tuple[BestFollower, JsonLines]:
+    """What follows a run's evaluations, and where they are written."""
+    follower = BestFollower(run, RankGroup(0, 1), Checkpoints(run.spec.output / CHECKPOINTS, run))
+    return follower, JsonLines(run.spec.output / "eval.jsonl")
 
 
 def test_patience_counts_evaluations_since_the_best(tmp_path: Path) -> None:
-    run = with_evaluation(resolved_run(tmp_path), patience=2)
-    follower = BestFollower(run, RankGroup(0, 1), Checkpoints(run.spec.output / CHECKPOINTS, run))
-    lines, ends = JsonLines(run.spec.output / "eval.jsonl"), []
-    run = run.model_copy(update={"positions": 1 << 20})
-    follower.run = run
+    run = with_evaluation(resolved_run(tmp_path), patience=2).model_copy(update={"positions": 1 << 20})
+    follower, lines = followed(run)
+    ends = []
     for row in rows(1.0, 2.0, 2.1, 1.9, 1.9, 2.0):
         lines.append(row)
         follower.update(Cursor(step=int(row["step"] or 0)))
@@ -104,20 +105,17 @@ def test_patience_counts_evaluations_since_the_best(tmp_path: Path) -> None:
     assert not follower.ends_run, "at its last step a run ends by itself"
 
 
-@pytest.mark.parametrize(
-    ("steps", "every", "settings", "expected"),
-    [
-        (100, 1, {}, 50), (101, 5, {}, 11), (100, 10, {}, 8), (100, 1, {"patience": 3}, 3),
-        (100, 1, {"patience": "none"}, None), (100, 1, {"keep_best": False}, None),
-    ],
+@cases(
+    "steps, every, settings, expected",
+    (100, 1, {}, 50), (101, 5, {}, 11), (100, 10, {}, 8), (100, 1, {"patience": 3}, 3),
+    (100, 1, {"patience": "none"}, None), (100, 1, {"keep_best": False}, None),
 )  # fmt: skip
 def test_by_default_half_of_the_evaluations_end_a_run(
     tmp_path: Path, steps: int, every: int, settings: dict[str, object], expected: int | None
 ) -> None:
     run = with_evaluation(resolved_run(tmp_path, positions=8 * steps), every=every, **settings)
     assert patience_of(run) == expected
-    rollout = run.spec.model_copy(update={"rollout": RolloutSpec()})
-    assert patience_of(run.model_copy(update={"spec": rollout})) == (expected if "patience" in settings else None)
+    assert patience_of(changed(run, rollout=RolloutSpec())) == (expected if "patience" in settings else None)
     assert patience_of(resolved_run(tmp_path)) is None
 
 
@@ -147,9 +145,7 @@ def test_export_of_the_best_is_refused_beside_a_step_and_without_one(tmp_path: P
 
 
 def test_a_summary_names_the_best_evaluation_without_either_setting(tmp_path: Path) -> None:
-    run = with_evaluation(resolved_run(tmp_path), keep_best=False)
-    follower = BestFollower(run, RankGroup(0, 1), Checkpoints(run.spec.output / CHECKPOINTS, run))
-    lines = JsonLines(run.spec.output / "eval.jsonl")
+    follower, lines = followed(with_evaluation(resolved_run(tmp_path), keep_best=False))
     for row in rows(2.0, 1.5, 1.7):
         lines.append(row)
     assert not follower.is_on

@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ import pytest
 import torch
 from transformers import MambaConfig, MambaForCausalLM
 
-from tests.support.ranks import start_ranks
+from tests.support.checkpointed import write_lines
+from tests.support.ranks import run_ranks
 from tests.support.vocabularies import sentencepiece_bpe, wordpiece
 from tests.unit.core.test_evaluation import byte_tokenizer, llama
 from tests.unit.trainer.students import settings
@@ -49,13 +51,17 @@ def greedy(student: Student, prompt: str, count: int, *, specials: bool = False)
     return str(TOKENIZER.decode(ids[start:], skip_special_tokens=not specials))
 
 
-def tasks_of(tmp_path: Path, answers: dict[str, Any], **changes: Any) -> EvalTasks:
-    path = tmp_path / "sums.jsonl"
-    path.write_text("".join(json.dumps({"prompt": p, "answer": a}) + "\n" for p, a in answers.items()))
+def run_with(path: Path, records: list[dict[str, Any]], *, shown: Sequence[str] = (), **tasks: Any) -> RunSpec:
+    """A run that is measured by the task of these records and shows samples of these prompts."""
+    write_lines(path.parent, path.name, records)
     raw = settings({"dtype": "float32"}).model_dump()
-    tasks = {"path": path, "max_new_tokens": 6, "match": "contains", **changes}
-    raw["eval"] = {"path": path, "tasks": tasks}
-    return EvalTasks(RunSpec.model_validate(raw), TOKENIZER)
+    tasks = {"path": path, "max_new_tokens": 6, **tasks}
+    return RunSpec.model_validate(raw | {"eval": {"path": path, "tasks": tasks, "samples": shown}})
+
+
+def tasks_of(tmp_path: Path, answers: dict[str, Any], **changes: Any) -> EvalTasks:
+    records = [{"prompt": prompt, "answer": answer} for prompt, answer in answers.items()]
+    return EvalTasks(run_with(tmp_path / "sums.jsonl", records, **{"match": "contains", **changes}), TOKENIZER)
 
 
 def test_accuracy_of_greedy_completions(tmp_path: Path) -> None:
@@ -102,12 +108,10 @@ def test_how_many_completions_end_by_themselves_is_measured(tmp_path: Path, monk
 
 def with_rollouts(tmp_path: Path) -> dict[str, Any]:
     """Return the settings of a run with rollouts and a task."""
-    path = tmp_path / "sums.jsonl"
-    path.write_text("".join(json.dumps({"prompt": prompt, "answer": "e"}) + "\n" for prompt in PROMPTS))
-    raw = settings({"dtype": "float32"}).model_dump()
-    raw["rollout"] = {"max_new_tokens": 8, "top_k": 20, "stop": ["e"]}
+    records = [{"prompt": prompt, "answer": "e"} for prompt in PROMPTS]
+    raw = run_with(tmp_path / "sums.jsonl", records, match="contains").model_dump()
     raw["loss"]["kl_loss_weight_end"] = None
-    return raw | {"eval": {"path": path, "tasks": {"path": path, "max_new_tokens": 6, "match": "contains"}}}
+    return raw | {"rollout": {"max_new_tokens": 8, "top_k": 20, "stop": ["e"]}}
 
 
 def completions(student: Student, raw: dict[str, Any], **sampling: Any) -> dict[str, list[str]]:
@@ -168,11 +172,8 @@ def test_batches_are_as_large_as_their_memory(tmp_path: Path, monkeypatch: pytes
 
 def test_a_student_whose_tokens_spell_no_spaces_has_its_text_from_the_tokenizer(tmp_path: Path) -> None:
     tokenizer = wordpiece()
-    path = tmp_path / "words.jsonl"
-    path.write_text(json.dumps({"prompt": "the", "answer": "x"}) + "\n")
-    raw = settings({"dtype": "float32"}).model_dump()
-    tasks = {"path": path, "max_new_tokens": 6, "match": "contains"}
-    spec = RunSpec.model_validate(raw | {"eval": {"path": path, "tasks": tasks, "samples": ["the"]}})
+    record = {"prompt": "the", "answer": "x"}
+    spec = run_with(tmp_path / "words.jsonl", [record], shown=["the"], match="contains")
     student = Student(llama(len(tokenizer)), settings({"dtype": "float32"})).eval()
     ids = EvalTasks(spec, tokenizer)._ids["words"]
     whole = student.model.generate(
@@ -209,13 +210,9 @@ def test_a_completion_keeps_its_first_space(monkeypatch: pytest.MonkeyPatch) -> 
 
 def code_task(tmp_path: Path, **changes: Any) -> EvalTasks:
     """Return a task whose even prompts want another completion than the odd ones."""
-    path = tmp_path / "code.jsonl"
     tests = ["assert made == 1", "assert made == 2", "assert made == 1"]
     records = [{"prompt": f"{n} + 2 =", "tests": text, "match": "code"} for n, text in enumerate(tests)]
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    raw = settings({"dtype": "float32"}).model_dump()
-    raw["eval"] = {"path": path, "tasks": {"path": path, "max_new_tokens": 6, "run_code": True, **changes}}
-    return EvalTasks(RunSpec.model_validate(raw), TOKENIZER)
+    return EvalTasks(run_with(tmp_path / "code.jsonl", records, run_code=True, **changes), TOKENIZER)
 
 
 def test_programs_of_completions_are_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,26 +264,20 @@ def test_completions_of_rollouts_are_those_of_a_cpu(tmp_path: Path) -> None:
 def test_prompt_without_room_for_a_completion_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"prompt 2 of sums has 900 tokens"):
         tasks_of(tmp_path, {"a": "b", "x" * 900: "y"})
-    path = tmp_path / "sums.jsonl"
-    path.write_text(json.dumps({"messages": [{"role": "user", "content": "?"}], "answer": "a"}) + "\n")
-    raw = settings({}).model_dump() | {"eval": {"path": path, "tasks": {"path": path}}}
+    spec = run_with(tmp_path / "sums.jsonl", [{"messages": [{"role": "user", "content": "?"}], "answer": "a"}])
     with pytest.raises(InputError, match="chat template does not take"):
-        EvalTasks(RunSpec.model_validate(raw), TOKENIZER)
+        EvalTasks(spec, TOKENIZER)
 
 
 @pytest.mark.slow
 def test_ranks_of_a_sharded_student_complete_together(tmp_path: Path) -> None:
-    path = tmp_path / "sums.jsonl"
     lines = [{"prompt": prompt, "answer": "e"} for prompt in PROMPTS]
     code = {"prompt": "a", "tests": "assert False", "match": "code"}  # one rank runs it, all wait
-    path.write_text("".join(json.dumps(record) + "\n" for record in [*lines, code]))
+    write_lines(tmp_path, "sums.jsonl", [*lines, code])
     rows = []
     for size in (1, 2):
-        processes = start_ranks([sys.executable, "-m", "tests.unit.trainer.task_process", str(path)], size)
-        for process in processes:
-            out, errors = process.communicate(timeout=500)
-            assert process.returncode == 0, errors
-            rows.append(json.loads(out))
+        command = [sys.executable, "-m", "tests.unit.trainer.task_process", str(tmp_path / "sums.jsonl")]
+        rows += [json.loads(said) for said in run_ranks(command, size, timeout_s=500)]
     assert rows[0] == rows[1] == rows[2]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support.cases import cases
-from tests.support.runs import resolved_run
+from tests.support.runs import changed, resolved_run
 from xtoken_core.config.eval import EvalSpec
 from xtoken_core.config.loss import LossConfig
 from xtoken_core.config.resolved import ResolvedRun
@@ -20,8 +20,8 @@ from xtoken_services.trainer.kd_weight import KdWeight
 
 def adaptive(tmp_path: Path, *, held_out: bool = True, epochs: int = 1, **loss: Any) -> ResolvedRun:
     run = resolved_run(tmp_path, positions=400)
-    changes = {"loss": LossConfig(kl_loss_weight=2.0, **loss), "eval": EvalSpec() if held_out else None}
-    return run.model_copy(update={"spec": run.spec.model_copy(update=changes), "positions": 400 * epochs})
+    run = changed(run, loss=LossConfig(kl_loss_weight=2.0, **loss), eval=EvalSpec() if held_out else None)
+    return run.model_copy(update={"positions": 400 * epochs})
 
 
 def line(step: int, bits: float | None, **other: Any) -> dict[str, Any]:
@@ -133,10 +133,7 @@ def test_a_run_with_completions_and_no_held_out_text_has_one_weight(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = adaptive(tmp_path, held_out=False, kl_loss_weight_end="adaptive")
-    rollout = RolloutSpec()
-    follower = KdWeight(
-        run.model_copy(update={"spec": run.spec.model_copy(update={"rollout": rollout})}), RankGroup(0, 1)
-    )
+    follower = KdWeight(changed(run, rollout=RolloutSpec()), RankGroup(0, 1))
     with caplog.at_level(logging.INFO):
         follower.update(0)
     follower.after_step(0, text(0, -9.0, size=1 << 20))

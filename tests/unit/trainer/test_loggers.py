@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.runs import resolved_run
+from tests.support.runs import changed, resolved_run
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.errors import ConfigError
 from xtoken_services.common.files.jsonl import JsonLines
@@ -38,9 +38,8 @@ READ = {
 def reported(directory: Path, *, positions: int = 32, **report: Any) -> ResolvedRun:
     """A run with settings of its reports."""
     run = resolved_run(directory, positions=positions)
-    spec = run.spec.model_copy(update={"report": run.spec.report.model_copy(update=report)})
-    spec.output.mkdir(parents=True, exist_ok=True)
-    return run.model_copy(update={"spec": spec})
+    run.spec.output.mkdir(parents=True, exist_ok=True)
+    return changed(run, report=run.spec.report.model_copy(update=report))
 
 
 # The log
@@ -230,7 +229,7 @@ def test_weights_and_biases_is_told(tmp_path: Path, recorded: Recorded, monkeypa
 
 def test_a_restart_goes_on_with_the_run_of_weights_and_biases(tmp_path: Path, recorded: Recorded) -> None:
     run = reported(tmp_path / "one", wandb="offline")
-    moved = run.model_copy(update={"spec": run.spec.model_copy(update={"output": tmp_path / "moved"})})
+    moved = changed(run, output=tmp_path / "moved")
     first, second = ids_of(recorded, run, run)
     assert first == second and 8 <= len(first) <= 64 and set(first) <= set("0123456789abcdef-")
     assert {start["resume"] for start in recorded.starts} == {"allow"}

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.support.checkpointed import run_directory
-from tests.support.ranks import start_ranks
+from tests.support.ranks import run_ranks, start_ranks
 from tests.support.runs import resolved_run
 from tests.unit.trainer.students import make_model
 from xtoken_services.trainer.distributed import RankGroup
@@ -27,10 +27,7 @@ def run(directory: Path, ranks: int, case: dict[str, Any]) -> dict[str, Any]:
     """Train with so many processes; what the first one has left."""
     directory.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "tests.unit.trainer.rank_process", str(directory), json.dumps(case)]
-    processes = start_ranks(command, ranks)
-    for process in processes:
-        _, errors = process.communicate(timeout=200)
-        assert process.returncode == 0, errors
+    run_ranks(command, ranks)
     return dict(torch.load(directory / "result.pt", weights_only=True))
 
 
@@ -118,9 +115,7 @@ RANKS = 4
 @pytest.mark.slow
 def test_groups_agree_on_counts_denominators_and_what_has_become_of_all_positions(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.unit.trainer.share_process", str(tmp_path / "said.json")]
-    for process in start_ranks(command, RANKS):
-        _, errors = process.communicate(timeout=250)
-        assert process.returncode == 0, errors
+    run_ranks(command, RANKS)
     said = json.loads((tmp_path / "said.json").read_text())
     assert [rank["node"] for rank in said] == [0, 0, 1, 1]
     assert [rank["leads"] for rank in said] == [[True, True], [False, False], [False, True], [False, False]]

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
+from tests.support.cases import cases
 from tests.support.vocabularies import byte_level, tekken, wordpiece
 from xtoken_core.errors import ConfigError
 from xtoken_core.tokenizing import TextTokenizer
@@ -185,14 +186,12 @@ def test_a_stop_string_ends_a_completion(model: LlamaForCausalLM) -> None:
     assert b"".join(PIECES[token] for token in row.ids).decode().index(stop) + 2 == len(row.ids)
 
 
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ({}, [0.5, 0.3, 0.15, 0.05]),
-        ({"top_k": 2}, [0.625, 0.375, 0, 0]),
-        ({"top_p": 0.7}, [0.625, 0.375, 0, 0]),
-        ({"temperature": 0.5}, [0.25 / 0.365, 0.09 / 0.365, 0.0225 / 0.365, 0.0025 / 0.365]),
-    ],
+@cases(
+    "settings, expected",
+    ({}, [0.5, 0.3, 0.15, 0.05]),
+    ({"top_k": 2}, [0.625, 0.375, 0, 0]),
+    ({"top_p": 0.7}, [0.625, 0.375, 0, 0]),
+    ({"temperature": 0.5}, [0.25 / 0.365, 0.09 / 0.365, 0.0225 / 0.365, 0.0025 / 0.365]),
     ids=["all", "top-k", "top-p", "temperature"],
 )
 def test_tokens_have_the_frequencies_of_the_distribution(settings: dict[str, Any], expected: list[float]) -> None:
@@ -223,15 +222,13 @@ def test_a_choice_is_the_inverse_of_the_cumulative_distribution(width: int, sett
         assert ((before <= uniforms + 1e-6) & (uniforms <= after + 1e-6)).all()
 
 
-@pytest.mark.parametrize(
-    ("ids", "expected"),
-    [
-        ([0, 11, 12, 1], (4, "aéb")),
-        ([0, 11], (1, "a")),
-        ([0, 11, 1, 2, 3, 4, 5, 6], (1, "a")),
-        ([12, 0], (0, "")),
-        ([], (0, "")),
-    ],
+@cases(
+    "ids, expected",
+    ([0, 11, 12, 1], (4, "aéb")),
+    ([0, 11], (1, "a")),
+    ([0, 11, 1, 2, 3, 4, 5, 6], (1, "a")),
+    ([12, 0], (0, "")),
+    ([], (0, "")),
     ids=["whole", "half-a-character", "invalid-early", "invalid-at-once", "empty"],
 )
 def test_a_completion_is_cut_before_bytes_that_are_no_text(ids: list[int], expected: tuple[int, str]) -> None:

@@ -18,7 +18,6 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack
 from importlib.util import find_spec
 from itertools import accumulate
@@ -57,12 +56,6 @@ K = 8
 RECORDED = {"vllm": ("/v1/completions", VLLM), "sglang": ("/generate", SGLANG)}
 COMPLETION = "entrypoints/openai/completion/protocol.py"
 IO = "srt/managers/io_struct.py"
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as opened:
-        yield opened
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ import resource
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -25,15 +25,16 @@ from xtoken_services.common.processes.waits import longest_wait
 KEY = "sk-secret-0123"
 
 
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as opened:
-        yield opened
-
-
 def pool_of(stack: ExitStack, *handlers: Handler, **settings: Any) -> EnginePool:
     urls = tuple(stack.enter_context(serving(handler)) for handler in handlers)
     pool = EnginePool(ServedSpec(url=urls, **settings), "teacher.0")
+    stack.callback(pool.close)
+    return pool
+
+
+def raw_pool(stack: ExitStack, handle: Callable[[socket.socket], None], **settings: Any) -> EnginePool:
+    """A pool of one server that answers with bytes of its own."""
+    pool = EnginePool(ServedSpec(url=(stack.enter_context(raw_serving(handle)),), **settings), "teacher.0")
     stack.callback(pool.close)
     return pool
 
@@ -180,9 +181,7 @@ def test_an_illegal_status_line_is_in_no_log(stack: ExitStack, caplog: pytest.Lo
     def repeat(connection: socket.socket) -> None:
         connection.sendall(f"HTTP/1.1 {KEY} OK\r\n\r\n".encode())
 
-    url = stack.enter_context(raw_serving(repeat))
-    pool = EnginePool(ServedSpec(url=(url,), url_timeout_s=0.5), "teacher.0")
-    stack.callback(pool.close)
+    pool = raw_pool(stack, repeat, url_timeout_s=0.5)
     caplog.set_level(logging.DEBUG)
     with pytest.raises(EngineError, match="something else than HTTP") as raised:
         pool.call("GET", "/x", decode=msgspec.json.decode)
@@ -191,9 +190,7 @@ def test_an_illegal_status_line_is_in_no_log(stack: ExitStack, caplog: pytest.Lo
 
 @pytest.mark.parametrize("name", sorted(RAW_ATTACKS))
 def test_an_exchange_has_one_deadline_and_an_answer_a_bound(stack: ExitStack, name: str) -> None:
-    url = stack.enter_context(raw_serving(RAW_ATTACKS[name]))
-    pool = EnginePool(ServedSpec(url=(url,), url_timeout_s=1.0), "teacher.0")
-    stack.callback(pool.close)
+    pool = raw_pool(stack, RAW_ATTACKS[name], url_timeout_s=1.0)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     refused = {"nested_gzip": "encodes its answer", "endless_body": "more than 1048576 bytes"}
     with pytest.raises((EngineError, EngineRefusalError), match=refused.get(name, "no answer")):
@@ -202,8 +199,7 @@ def test_an_exchange_has_one_deadline_and_an_answer_a_bound(stack: ExitStack, na
 
 
 def test_a_request_that_waits_ends_with_its_pool(stack: ExitStack) -> None:
-    url = stack.enter_context(raw_serving(RAW_ATTACKS["dripped_headers"]))
-    pool = EnginePool(ServedSpec(url=(url,)), "teacher.0")
+    pool = raw_pool(stack, RAW_ATTACKS["dripped_headers"])
     errors: list[Exception] = []
 
     def call() -> None:

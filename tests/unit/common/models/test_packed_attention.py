@@ -8,23 +8,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.ops.tolerances import GRADIENT, OUTPUT, assert_within
 from tests.support.runs import resolved_run
+from tests.unit.trainer import students
 from xtoken_core.errors import ConfigError
 from xtoken_core.packing import PackedRow
 from xtoken_services.common.models.loading import load_model
 from xtoken_services.common.models.packable import FAMILIES, why_not_packed
 from xtoken_services.common.models.packed_attention import NAME, check_packing, packed_attention, packed_inputs
 
-SIZES = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-}
+SIZES = students.SIZES | {"head_dim": 16, "pad_token_id": 0}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 CHANGES = {
     "gemma3_text": {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.support.cases import cases
 from xtoken_core.errors import ConfigError
 from xtoken_services.common.processes import code_child, run_code
 
@@ -47,20 +48,18 @@ def running(wanted: bool) -> bool:
 
 
 @needs_isolation
-@pytest.mark.parametrize(
+@cases(
     "program",
-    [
-        "assert sum([1, 2]) == 3",
-        "print('no newline at the end', end='')",
-        "import sys; sys.stdout = None",
-        "if __name__ == '__main__': raise SystemExit(1)",
-        "import tempfile; open(tempfile.mkdtemp() + '/a', 'w').write('1')",
-        "from dataclasses import dataclass\n@dataclass\nclass A:\n    x: int = 1\nassert A() == A(1)",
-        "import asyncio, json\nasync def f(): return json.loads('81')\nassert asyncio.run(f()) == 81",
-        "import os; assert not os.listdir('/run') and [p for p in os.listdir('/proc') if p.isdigit()] == ['1']",
-        "import os; assert not {'HOME', 'USER'} & os.environ.keys()",
-        "assert 'CapEff:\\t0000000000000000' in open('/proc/self/status').read()",
-    ],
+    "assert sum([1, 2]) == 3",
+    "print('no newline at the end', end='')",
+    "import sys; sys.stdout = None",
+    "if __name__ == '__main__': raise SystemExit(1)",
+    "import tempfile; open(tempfile.mkdtemp() + '/a', 'w').write('1')",
+    "from dataclasses import dataclass\n@dataclass\nclass A:\n    x: int = 1\nassert A() == A(1)",
+    "import asyncio, json\nasync def f(): return json.loads('81')\nassert asyncio.run(f()) == 81",
+    "import os; assert not os.listdir('/run') and [p for p in os.listdir('/proc') if p.isdigit()] == ['1']",
+    "import os; assert not {'HOME', 'USER'} & os.environ.keys()",
+    "assert 'CapEff:\\t0000000000000000' in open('/proc/self/status').read()",
     ids=["right", "print", "stdout", "main", "own-files", "dataclass", "libraries", "alone", "environment", "powers"],
 )
 def test_a_program_that_passes(program: str) -> None:
@@ -77,26 +76,24 @@ _posixsubprocess.fork_exec(
 
 
 @needs_isolation
-@pytest.mark.parametrize(
-    ("program", "reason"),
-    [
-        ("assert sum([1, 2]) == 4", "AssertionError"),
-        ("def f(:", "SyntaxError: invalid syntax"),
-        ("import sys; sys.exit(0)", ""),
-        ("import os; os._exit(0)", ""),
-        ("bytearray(1 << 31)", "MemoryError"),
-        ("import socket; socket.create_connection(('127.0.0.1', 9), 2)", "PermissionError: socket.connect"),
-        ("import socket; socket.socket(socket.AF_UNIX).connect('/x')", "PermissionError: socket.connect"),
-        ("import os; os.fork()", "PermissionError: os.fork"),
-        ("import subprocess; subprocess.Popen(['sleep', '77'], start_new_session=True)", "PermissionError: subprocess"),
-        ("import os; os.execv('/bin/true', ['true'])", "PermissionError: os.exec"),
-        (FORK_EXEC, "OSError: [Errno 12] Cannot allocate memory"),
-        ("import threading; threading.Thread(target=print).start()", "RuntimeError: can't start new thread"),
-        ("import ctypes; ctypes.CDLL(None)", "PermissionError: ctypes.dlopen"),
-        ("import sys\nwhile True: sys.stderr.write('x' * 999)", None),
-        ("open('/dev/zero', 'rb').read(1)", "PermissionError: [Errno 13]"),
-        ("open('/tmp/a', 'wb').write(bytes(1 << 21))", "OSError: [Errno 27] File too large"),
-    ],
+@cases(
+    "program, reason",
+    ("assert sum([1, 2]) == 4", "AssertionError"),
+    ("def f(:", "SyntaxError: invalid syntax"),
+    ("import sys; sys.exit(0)", ""),
+    ("import os; os._exit(0)", ""),
+    ("bytearray(1 << 31)", "MemoryError"),
+    ("import socket; socket.create_connection(('127.0.0.1', 9), 2)", "PermissionError: socket.connect"),
+    ("import socket; socket.socket(socket.AF_UNIX).connect('/x')", "PermissionError: socket.connect"),
+    ("import os; os.fork()", "PermissionError: os.fork"),
+    ("import subprocess; subprocess.Popen(['sleep', '77'], start_new_session=True)", "PermissionError: subprocess"),
+    ("import os; os.execv('/bin/true', ['true'])", "PermissionError: os.exec"),
+    (FORK_EXEC, "OSError: [Errno 12] Cannot allocate memory"),
+    ("import threading; threading.Thread(target=print).start()", "RuntimeError: can't start new thread"),
+    ("import ctypes; ctypes.CDLL(None)", "PermissionError: ctypes.dlopen"),
+    ("import sys\nwhile True: sys.stderr.write('x' * 999)", None),
+    ("open('/dev/zero', 'rb').read(1)", "PermissionError: [Errno 13]"),
+    ("open('/tmp/a', 'wb').write(bytes(1 << 21))", "OSError: [Errno 27] File too large"),
     ids=[
         "wrong", "syntax", "exit", "sudden-exit", "memory", "network", "socket-file", "fork", "process", "exec",
         "process-unseen", "thread", "libc", "errors", "device", "large-file",

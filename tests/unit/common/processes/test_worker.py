@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.runs import resolved_run
+from tests.support.waiting import until
 from xtoken_core.data_plane.address import Address, create_token, read_token
 from xtoken_core.errors import QueueUnreachableError, StaleSessionError
 from xtoken_core.queue.any_partition import any_partition
@@ -35,13 +36,6 @@ def queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str
     thread.join()
 
 
-def wait_until(condition: object, deadline_s: float = 10.0) -> None:
-    deadline = time.monotonic() + deadline_s
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
 def test_a_worker_reports_its_progress_and_says_goodbye(queue: tuple[str, Engine], tmp_path: Path) -> None:
     url, engine = queue
     open_run(engine, resolved_run(tmp_path))
@@ -49,13 +43,13 @@ def test_a_worker_reports_its_progress_and_says_goodbye(queue: tuple[str, Engine
         session = next(s for s in engine.sessions.live.values() if s.name == "c")
         worker.phase("run")
         worker.alive(3)
-        wait_until(lambda: session.progress == 3 and session.phase == "run")
+        until(lambda: session.progress == 3 and session.phase == "run")
         worker.activity("measuring")
         with Wait() as wait:
             wait.whom, wait.began = "http://h:8000: no answer", time.monotonic() - 60
             named = re.compile(r"measuring, waiting 6\d s for http://h:8000: no answer")
-            wait_until(lambda: named.fullmatch(session.activity))
-        wait_until(lambda: session.activity == "measuring")
+            until(lambda: named.fullmatch(session.activity))
+        until(lambda: session.activity == "measuring")
     assert session.ended == "bye"
 
 
@@ -66,8 +60,8 @@ def test_heartbeats_stop_when_the_main_loop_hangs(queue: tuple[str, Engine], tmp
         worker.phase("run")
         session = next(s for s in engine.sessions.live.values() if s.name == "c")
         opened = session.last_seen
-        wait_until(lambda: session.phase == "run" and session.last_seen > opened)  # a heartbeat was received
-        wait_until(lambda: time.monotonic() - session.last_seen > 0.5)
+        until(lambda: session.phase == "run" and session.last_seen > opened)  # a heartbeat was received
+        until(lambda: time.monotonic() - session.last_seen > 0.5)
 
 
 def test_a_wait_without_an_answer_is_no_progress(queue: tuple[str, Engine], tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.runs import resolved_run
+from tests.support.runs import resolved_run, revised_run
 from tests.unit.trainer.students import make_model, nll, tokens
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.errors import ConfigError
@@ -53,10 +53,7 @@ def with_models(directory: Path, *, teachers: int = 1, **changes: Any) -> Resolv
     make_model().save_pretrained(run.spec.student.model)
     for teacher in run.spec.teacher:
         make_model().save_pretrained(teacher.model)
-    raw = run.spec.model_dump(mode="json")
-    for name, table in changes.items():
-        raw[name] = table if isinstance(table, list) else {**(raw[name] or {}), **table}
-    return run.model_copy(update={"spec": type(run.spec).model_validate(raw)})
+    return revised_run(run, **changes)
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,9 @@
 import io
 from typing import Any
 
-import pytest
 from rich.console import Console
 
+from tests.support.cases import cases
 from tests.support.evaluations import measured
 from tests.unit.supervisor.test_progress import status as status_of
 from xtoken_services.common.run.run_warnings import warnings_of
@@ -125,14 +125,12 @@ def test_an_exported_student_past_its_best_step_is_told_at_the_end() -> None:
 COMPLETIONS = {"entropy": 0.4, "finished": 0.88, "completion_tokens": 30.0, "overlap_ratio": 0.6}
 
 
-@pytest.mark.parametrize(
-    ("last", "begins"),
-    [
-        ({"entropy": 0.81}, "the student writes more and more at random: its completions have 0.81 nats a token, 0.40"),
-        ({"finished": 0.77}, "77% of the completions end by themselves, 88% did at first"),
-        ({"completion_tokens": 61.0}, "completions have grown to 61 tokens, from 30 at first"),
-        ({"overlap_ratio": 0.29}, "29% of what student and teacher find likeliest on completions is common, 60% was"),
-    ],
+@cases(
+    "last, begins",
+    ({"entropy": 0.81}, "the student writes more and more at random: its completions have 0.81 nats a token, 0.40"),
+    ({"finished": 0.77}, "77% of the completions end by themselves, 88% did at first"),
+    ({"completion_tokens": 61.0}, "completions have grown to 61 tokens, from 30 at first"),
+    ({"overlap_ratio": 0.29}, "29% of what student and teacher find likeliest on completions is common, 60% was"),
     ids=str,
 )
 def test_completions_that_run_away_are_said_with_what_to_change(last: dict[str, float], begins: str) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.runs import resolved_run
+from tests.support.runs import resolved_run, revised_run
 from xtoken_core.teacher_store.files import LocalFiles
 from xtoken_core.teacher_store.identity import identity_of
 from xtoken_core.teacher_store.shards import Entry
@@ -22,11 +22,7 @@ ENTRY = Entry("shard", 0, 1, 0, 1, "")
 def test_every_missing_record_is_in_one_share_whenever_a_writer_starts(
     positions: int, ranks: int, stored: set[int], later: set[int]
 ) -> None:
-    made = resolved_run(Path("/none"), positions=positions)
-    spec = made.spec
-    teacher = spec.teacher[0].model_copy(update={"content": "hidden"})
-    changes = {"teacher": (teacher,), "workers": spec.workers.model_copy(update={"ranks": ranks})}
-    run = made.model_copy(update={"spec": spec.model_copy(update=changes)})
+    run = revised_run(resolved_run(Path("/none"), positions=positions, ranks=ranks), teacher={"content": "hidden"})
     store = TeacherStore(LocalFiles(Path("/none")), identity_of(run, 0))
     store.entries = dict.fromkeys(stored, ENTRY)
     shares = missing_steps(run, store)
