@@ -44,8 +44,8 @@ ONE_HOST = {
     "NCCL_NVLS_ENABLE": "0", "NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo", "RAY_worker_niceness": "0",
 }  # fmt: skip
 PARTS = (
-    "one_group", "local", "local_trainer", "torchrun", "torchrun_trainer", "torchrun_group", "ray", "ray_trainer",
-    "ray_group",
+    "one_group", "local", "local_trainer", "local_group", "torchrun", "torchrun_trainer", "torchrun_group", "ray",
+    "ray_trainer", "ray_group",
 )  # fmt: skip
 """The runs; a name's end is what gets SIGKILL."""
 ROOT = Path(__file__).parents[2]
@@ -129,12 +129,15 @@ class Harness:
             while not run.over.wait(POLL_S):
                 self._check_time(spec.output.parent.name)
                 if victim and not killed["killed"] and self._is_midway(spec):
-                    workers = {worker.name: worker for worker in run.status().workers}
+                    workers = run.status().workers
                     killed = {"killed": f"node1-{victim}", "at_step": len(steps_of(spec.output))}
-                    if cluster is None or victim == "trainer":
-                        psutil.Process(workers["node1-trainer-0"].pid).kill()
+                    if cluster is not None and victim == "group":
+                        cluster.replace(next(each.where for each in workers if each.name == "node1-trainer-0"))
                     else:
-                        cluster.replace(workers["node1-trainer-0"].where)
+                        name = "node1-trainer-0" if victim == "trainer" else "node1-"
+                        for pid in [each.pid for each in workers if each.name.startswith(name)]:
+                            with suppress(psutil.NoSuchProcess):
+                                psutil.Process(pid).kill()
             restarts = {worker.name: worker.restarts for worker in run.status().workers}
             assert run.result is not None
             return {"state": str(run.result.state), "error": run.result.error, "restarts": restarts} | killed
