@@ -15,23 +15,23 @@ ANSWER_TOKENS = 64
 """Tokens of an answer."""
 SOLVED = (
     (
-        "Hello, this is Rosa. I paid six dollars, so please book five adults and three children at a quarter to eleven "
-        "in the morning on the 8th of April.",
-        '{"name": "Rosa", "people": 8, "date": "04-08", "time": "10:45", "deposit": 6}',
+        "Hello, this is Rosa. I paid six dollars, so please book five adults and three children at 11:45 in the "
+        "morning on the 8th of April.",
+        '{"name": "Rosa", "people": 8, "date": "04-08", "time": "11:45", "deposit": 6}',
     ),
     (
-        "On November 25, Otto comes at twenty past seven in the evening with a deposit of 35 dollars. The table is for "
-        "three couples.",
+        "On November 25, Otto comes at 7:20 in the evening with a deposit of 35 dollars. The table is for three "
+        "couples.",
         '{"name": "Otto", "people": 6, "date": "11-25", "time": "19:20", "deposit": 35}',
+    ),
+    (
+        "Please keep a table for a family of five and two friends: the 2nd of June, 1:05 in the afternoon. The name is "
+        "Lisa, and 10 dollars are already paid.",
+        '{"name": "Lisa", "people": 7, "date": "06-02", "time": "13:05", "deposit": 10}',
     ),
 )
 NUMBERS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
 ORDINALS = {1: "st", 2: "nd", 3: "rd", 21: "st", 22: "nd", 23: "rd"}
-MINUTES = {
-    0: "{this} o'clock", 10: "ten past {this}", 15: "a quarter past {this}", 20: "twenty past {this}",
-    30: "half past {this}", 40: "twenty to {next}", 45: "a quarter to {next}", 50: "ten to {next}",
-}  # fmt: skip
-"""How the minutes of a time are said, with this hour or the next."""
 FORMS = (
     "{name} would like a table for {people} on {date} at {time}, and pays {deposit} in advance.",
     "On {date}, {name} comes at {time} with a deposit of {deposit}. The table is for {people}.",
@@ -60,10 +60,9 @@ def _date(r: random.Random) -> tuple[str, str]:
 
 
 def _time(r: random.Random) -> tuple[str, str]:
-    hour, minute = r.randint(8, 21), r.choice(tuple(MINUTES))
-    this, after = (NUMBERS[(each - 1) % 12 + 1] for each in (hour, hour + 1))
+    hour, minute = r.choice((8, 9, 10, 11, *range(13, 22))), 5 * r.randrange(12)
     part = "morning" if hour < 12 else "afternoon" if hour < 17 else "evening"
-    return f"{MINUTES[minute].format(this=this, next=after)} in the {part}", f"{hour:02}:{minute:02}"
+    return f"{(hour - 1) % 12 + 1}:{minute:02} in the {part}", f"{hour:02}:{minute:02}"
 
 
 def _deposit(r: random.Random) -> tuple[str, int]:

@@ -58,6 +58,7 @@ class Method:
         after: Part of the steps that learn from the text first, by cross-entropy at `FIRST_RATE`.
         shots: The teacher of questions reads solved ones before each, as when it wrote the answers.
         teacher_temperature: The teacher's on completions; the result file's runs had it on text beside them, too.
+        temperature: At which completions are drawn.
         fraction: Part of a step that is completions.
         second: The teacher of a condition's second text compares, too, or alone with `teachers` = 0.
         routed: Each of the two compares its own text.
@@ -76,6 +77,7 @@ class Method:
     after: float = 0.0
     shots: bool = False
     teacher_temperature: float = 1.0
+    temperature: float = 1.0
     fraction: float = 1.0
     second: bool = False
     routed: bool = False
@@ -188,9 +190,12 @@ METHODS |= {
     f"{name}_sharp": replace(METHODS[name], title=f"{METHODS[name].title}, teacher at .5", teacher_temperature=0.5)
     for name in ("on_jsd", "on_after", "on_jsd_bare")
 }
-METHODS["on_half_sharp"] = replace(
-    METHODS["on_jsd_sharp"], title=f"half text, half {METHODS['on_jsd_sharp'].title}", fraction=0.5
-)
+_SHARP = METHODS["on_jsd_sharp"]
+METHODS |= {
+    name: replace(_SHARP, title=f"{_SHARP.title}, drawn at {drawn:g}", temperature=drawn)
+    for name, drawn in (("on_jsd_warm", 1.5), ("on_jsd_hot", 2.0))
+}
+METHODS["on_half_sharp"] = replace(_SHARP, title=f"half text, half {_SHARP.title}", fraction=0.5)
 
 
 DROPPED_FORMS = ("adaptive_level", "adaptive_past")
@@ -384,9 +389,9 @@ CONDITIONS |= {
         CONDITIONS[PART_ON], **_ALONE, start=ALONE_COLD, note="a quarter, the teacher always asked the question alone"
     ),
 }
-BOOKING_SIZES = {"qwen-bookings-few": 100_000, "qwen-bookings-more": 250_000}
-"""Bytes of bookings. The few are continued if their cold start answers half of the requests right on the first data
-seed, else the more: written before any run."""
+BOOKING_SIZES = {"qwen-bookings-least": 40_000, "qwen-bookings-few": 100_000, "qwen-bookings-more": 250_000}
+"""Bytes of bookings. The least of which the cold start answers half of the requests right on the first data seed is
+continued, or else the last: written before any run."""
 _BOOKINGS: dict[str, Any] = {"source": BOOKINGS.source, "tasks": (BOOKINGS.task,)}
 _BOOKINGS |= dict.fromkeys(("task_tokens", "completion_tokens"), bookings.ANSWER_TOKENS)
 CONDITIONS |= {

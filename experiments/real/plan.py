@@ -44,7 +44,7 @@ PYTHON, GERMAN, FRENCH, WEAK, WEAK_LONG = (
 )  # fmt: skip
 TO_GEMMA, TO_QWEN, PROBLEMS = "qwen-de-500k-to-gemma", "qwen-de-500k-to-qwen", "qwen-problems"
 ON_POLICY, PROBLEMS_NO_END, COLD_NO_END = "qwen-problems-on", f"{PROBLEMS}{NO_END}", f"{COLD_START}{NO_END}"
-_ALONE = ("on_jsd_sharp", "ce", "chain")
+_ALONE, _DRAWN = ("on_jsd_sharp", "ce", "chain", "chain_adaptive"), ("on_jsd_hot", "on_jsd_warm")
 _CONTINUED = ("on_half_sharp", "on_jsd_sharp", "ce", "chain_shots", "on_jsd")
 PLAN = (
     (GERMAN_TEACHER, "ce", (5e-5,)),
@@ -131,6 +131,7 @@ PLAN = (
     *((PART_ON, method, (1e-4, 3e-5 if method == "ce" else 2e-4)) for method in _CONTINUED[1:]),
     (MID_COLD, "ce", (START_RATE,)),
     *((MID_ON, method, (1e-4, 3e-5 if method == "ce" else 2e-4)) for method in _CONTINUED[1:-1]),
+    *((MID_ON, method, (1e-4,)) for method in _DRAWN),
     *((f"{name}-cold", "ce", (START_RATE,)) for name in BOOKING_SIZES),
     *(
         (f"{name}-on", method, (1e-4, 3e-5 if method == "ce" else 2e-4))
@@ -159,7 +160,7 @@ OTHER_SEEDS = (
     *((AGAIN, method, 3e-5) for method in _CONTINUED),
     *((FEW_ON, method, None) for method in _CONTINUED),
     (PART_COLD, "ce", START_RATE), *((PART_ON, method, None) for method in _CONTINUED[1:]),
-    (MID_COLD, "ce", START_RATE), *((MID_ON, method, None) for method in _CONTINUED[1:-1]),
+    (MID_COLD, "ce", START_RATE), *((MID_ON, method, None) for method in (*_CONTINUED[1:-1], *_DRAWN)),
     *((f"{name}-cold", "ce", START_RATE) for name in BOOKING_SIZES),
     *((f"{name}-on", method, None) for name in BOOKING_SIZES for method in _CONTINUED[1:-1]),
     (ALONE_COLD, "ce", START_RATE), *((ALONE_ON, method, None) for method in _ALONE),

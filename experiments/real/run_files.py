@@ -131,6 +131,7 @@ def _rollout(cell: Cell) -> dict[str, Any]:
         "max_new_tokens": condition.completion_tokens,
         "fraction": method.fraction,
         "teacher_temperature": method.teacher_temperature,
+        "temperature": method.temperature,
     }
     return settings | ({"after": method.after, "learning_rate": cell.rate} if method.after else {})
 

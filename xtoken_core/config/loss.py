@@ -63,8 +63,9 @@ PUBLIC_CE_LOSS_SCALE = 0.1
 """Weight of the cross-entropy that is not set, as published, for every mode but chain."""
 ADAPTIVE = "adaptive"
 """`kl_loss_weight_end` that is not set, for chain beside a cross-entropy."""
-MARGIN = 0.1
-"""Bits per byte by which a student is better than its teacher once an adaptive weight is 0."""
+MARGIN, MARGIN_PART = 0.1, 0.25
+"""Bits per byte by which a student is better than its teacher once an adaptive weight is 0, or that part of the
+teacher's, where it is less: a teacher's answers have hundredths of a bit."""
 LEAST_BYTES = 64 << 10
 """Bytes of held-out text, or of a window, below which the figure would be noise: an adaptive weight stays as it is."""
 IN_PLACE = "gradient_in_place needs a single teacher with another tokenizer: others read the logits"
@@ -139,9 +140,10 @@ class LossConfig(ConfigModel):
     kl_loss_weight_end: OrNone[NonNegative | Literal["adaptive"]] = "adaptive"
     """"adaptive": the KD term has `kl_loss_weight` until the student passes its best teacher on the held-out text,
     or without any on the first pass over the training text; then less in proportion, and 0 once it is ahead by 0.1 bits
-    per byte. A number: the weight at the last step, reached in equal parts from the first one; with `rollout.after`
-    that of every step from there on. "none": the weight is the same at every step. The default is "none" where no
-    teacher's mode is chain, and with `ce_loss_scale = 0`, `dynamic_loss_scaling` or `[rollout]`."""
+    per byte, or a quarter of the teacher's if that is less. A number: the weight at the last step, reached in equal
+    parts from the first one; with `rollout.after` that of every step from there on. "none": the weight is the same at
+    every step. The default is "none" where no teacher's mode is chain, and with `ce_loss_scale = 0`,
+    `dynamic_loss_scaling` or `[rollout]`."""
     ce_loss_scale: NonNegative = 1.0
     """Weight of the cross-entropy. In modes other than chain the default is 0.1, as published."""
     dynamic_loss_scaling: bool = False
@@ -196,12 +198,12 @@ class LossConfig(ConfigModel):
         Args:
             step: Number of the step, from 0; a later one than the last has the last one's weight.
             steps: Optimiser steps of the whole run; the only step of a run has the first weight.
-            behind: Bits per byte of the student less its teacher's, for an adaptive weight; None: not known.
+            behind: How far the student is behind its teacher, in margins, for an adaptive weight; None: not known.
             after: Steps of a cold start; the last weight is that of all steps behind it.
         """
         first, last = self.kl_loss_weight, self.last_kl_loss_weight
         if self.kl_loss_weight_end == ADAPTIVE:
-            return first if behind is None else first * min(max(1.0 + behind / MARGIN, 0.0), 1.0)
+            return first if behind is None else first * min(max(1.0 + behind, 0.0), 1.0)
         if after:
             return first if step < after else last
         if steps < 2:
@@ -358,6 +360,19 @@ class LossConfig(ConfigModel):
         if self.teacher_aggregation == "averaged_logits" and self.mode not in ("p_kl", "chain"):
             return 'teacher_aggregation = "averaged_logits" compares token by token: unset mode'
         return None
+
+
+def margins_behind(student: float, teacher: float) -> float:
+    """Return the bits per byte of a student less its teacher's, in margins: an adaptive weight is 0 at -1.
+
+    Args:
+        student: Bits per byte of the student.
+        teacher: Its best teacher's on the same text.
+
+    >>> round(margins_behind(0.95, 1.0), 6), round(margins_behind(0.03, 0.04), 6)
+    (-0.5, -1.0)
+    """
+    return (student - teacher) / max(min(MARGIN, MARGIN_PART * teacher), 1e-9)
 
 
 def _with_weights(value: dict[str, Any]) -> dict[str, Any]:

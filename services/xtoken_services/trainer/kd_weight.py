@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from xtoken_core.config.loss import ADAPTIVE, LEAST_BYTES, MARGIN
+from xtoken_core.config.loss import ADAPTIVE, LEAST_BYTES, margins_behind
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_services.common.files.jsonl import lines_before_step
 from xtoken_services.common.run.metric_lines import BITS, TEACHER_BITS, finite
@@ -21,8 +21,8 @@ log = logging.getLogger("xtoken.trainer")
 
 EVALUATIONS = 3
 """Evaluations, or windows of the training text, whose mean is compared with the teacher."""
-TEXT, TEXT_BYTES = "text_", "text_bytes"
-"""Prefixes of the metrics of `TextNats`."""
+TEXT, TEXT_BYTES, NATS = "text_", "text_bytes", ("text_nats", "text_teacher_nats")
+"""Prefixes of the metrics of `TextNats`; of the student's and of the teacher's sum."""
 Window = dict[str, float]
 """Sums of the metrics of `TextNats` over some steps."""
 
@@ -41,7 +41,7 @@ class KdWeight:
     def __init__(self, run: ResolvedRun, group: RankGroup) -> None:
         self.run, self.group = run, group
         self.behind: float | None = None
-        """Bits per byte of the student less its best teacher's; None: not known, the weight is the first one."""
+        """As `margins_behind` its best teacher; None: not known, the weight is the first one."""
         self._windows: list[Window] = [{}]
         self._logged = False
         loss = run.spec.loss
@@ -82,7 +82,7 @@ class KdWeight:
                 self._log_constant("all text has been read once, and there is no held-out text ([eval])", step + 1)
 
     def _follow(self, behind: float | None) -> None:
-        if behind is not None and behind <= -MARGIN and (self.behind is None or self.behind > -MARGIN):
+        if behind is not None and behind <= -1 and (self.behind is None or self.behind > -1):
             log.info("the student is ahead of its teacher: it learns from the text alone")
         self.behind = behind
 
@@ -112,10 +112,10 @@ class KdWeight:
 
 
 def _behind(rows: Sequence[Mapping[str, float]], suffix: str) -> float:
-    """Return the student's mean bits per byte less its best teacher's; of a text of `eval.also` with its suffix."""
+    """Return how far the student is behind its best teacher, in margins; of a text of `eval.also` with its suffix."""
     scored = [(row["step"], row[BITS + suffix]) for row in rows if BITS + suffix in row]
     after_start = [bits for step, bits in scored if step > 0] or [bits for _, bits in scored]
-    return math.fsum(after_start) / len(after_start) - rows[-1][TEACHER_BITS + suffix]
+    return margins_behind(math.fsum(after_start) / len(after_start), rows[-1][TEACHER_BITS + suffix])
 
 
 def why_constant(last: Mapping[str, float], suffix: str = "") -> str:
@@ -143,7 +143,7 @@ def _with_step(windows: Sequence[Window], row: Mapping[str, Any]) -> list[Window
 
 
 def _behind_on_text(windows: Sequence[Window]) -> float | None:
-    """Return the student's bits per byte less its best teacher's on the windows that are full; None without one.
+    """Return how far the student is behind its best teacher on the full windows, in margins; None without one.
 
     >>> _behind_on_text([{"text_bytes_t0": 2.0, "text_nats_t0": 3.0, "text_teacher_nats_t0": 3.0}, {}])
     0.0
@@ -151,8 +151,7 @@ def _behind_on_text(windows: Sequence[Window]) -> float | None:
     *full, _ = windows
     total = {name: math.fsum(window.get(name, 0.0) for window in full) for window in full for name in window}
     teachers = [name.removeprefix(TEXT_BYTES) for name in total if name.startswith(TEXT_BYTES)]
-    more = [
-        (total[f"text_nats{teacher}"] - total[f"text_teacher_nats{teacher}"]) / total[TEXT_BYTES + teacher]
-        for teacher in teachers
+    bits = [
+        [total[f"{name}{teacher}"] / total[TEXT_BYTES + teacher] / math.log(2) for name in NATS] for teacher in teachers
     ]
-    return max(more) / math.log(2) if more else None
+    return max((margins_behind(*pair) for pair in bits), default=None)

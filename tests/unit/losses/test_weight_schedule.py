@@ -75,7 +75,7 @@ def test_chain_beside_a_cross_entropy_adapts_by_default(settings, last):
 
 
 @pytest.mark.parametrize(
-    ("behind", "expected"), [(None, 2.0), (0.3, 2.0), (0.0, 2.0), (-0.05, 1.0), (-0.1, 0.0), (-0.3, 0.0)]
+    ("behind", "expected"), [(None, 2.0), (3.0, 2.0), (0.0, 2.0), (-0.5, 1.0), (-1.0, 0.0), (-3.0, 0.0)]
 )
 def test_an_adaptive_weight_falls_once_the_student_has_passed_its_teacher(behind, expected):
     config = LossConfig(kl_loss_weight=2.0, kl_loss_weight_end="adaptive")

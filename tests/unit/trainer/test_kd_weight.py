@@ -67,6 +67,17 @@ def test_an_evaluation_that_decides_nothing_leaves_the_weight_and_is_logged_once
     assert f"stays 2: {why}" in said
 
 
+def test_a_teacher_of_few_bits_is_passed_by_a_quarter_of_them(tmp_path: Path) -> None:
+    run = adaptive(tmp_path)
+    follower, lines = KdWeight(run, RankGroup(0, 1)), JsonLines(run.spec.output / "eval.jsonl")
+    weights = []
+    for step, bits in enumerate((0.07, 0.06, 0.05)):
+        lines.append(line(step, bits, teacher_bits_per_byte=0.064))
+        follower.update(step)
+        weights.append(follower.at(step))
+    assert weights == pytest.approx([2.0, 2 * (1 - 0.004 / 0.016), 2 * (1 - 0.009 / 0.016)])
+
+
 def text(step: int, *behind: float, size: int = 1 << 15, **other: Any) -> dict[str, Any]:
     """A step's metrics: how many bits per byte the student is behind each teacher, which has 1."""
     row: dict[str, Any] = {"step": step, "loss": 1.0, "ids": [step]}
