@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from experiments.real import bookings, instructions, word_problems
-from experiments.real.bookings import BOOKINGS
+from experiments.real import instructions, orders, word_problems
+from experiments.real.orders import ORDERS
 from experiments.real.questions import HELD_OUT
 from experiments.real.word_problems import PROBLEMS
 
@@ -15,7 +15,7 @@ SMOLLM2, GEMMA3, QWEN15 = "smollm2-135m-instruct", "gemma3-270m", "qwen2.5-coder
 QWEN05 = "qwen2.5-coder-0.5b-instruct"
 """A student with its teacher's tokenizer, QWEN15's."""
 CHAT = "chat-en"
-QUESTIONS = {PROBLEMS.source: PROBLEMS, word_problems.ALONE: PROBLEMS, BOOKINGS.source: BOOKINGS}
+QUESTIONS = {PROBLEMS.source: PROBLEMS, word_problems.ALONE: PROBLEMS, ORDERS.source: ORDERS}
 """The questions of a text, by its name."""
 ANSWERED = (*QUESTIONS, instructions.SOURCE)
 """Texts that a teacher writes as answers."""
@@ -389,24 +389,20 @@ CONDITIONS |= {
         CONDITIONS[PART_ON], **_ALONE, start=ALONE_COLD, note="a quarter, the teacher always asked the question alone"
     ),
 }
-BOOKING_SIZES = {"qwen-bookings-least": 40_000, "qwen-bookings-few": 100_000, "qwen-bookings-more": 250_000}
-"""Bytes of bookings. The least of which the cold start answers half of the requests right on the first data seed is
+ORDER_SIZES = {"qwen-orders-least": 40_000, "qwen-orders-few": 100_000, "qwen-orders-more": 250_000}
+"""Bytes of orders. The least of which the cold start answers half of the requests right on the first data seed is
 continued, or else the last: written before any run."""
-_BOOKINGS: dict[str, Any] = {"source": BOOKINGS.source, "tasks": (BOOKINGS.task,)}
-_BOOKINGS |= dict.fromkeys(("task_tokens", "completion_tokens"), bookings.ANSWER_TOKENS)
+_ORDERS: dict[str, Any] = {"source": ORDERS.source, "tasks": (ORDERS.task,)}
+_ORDERS |= dict.fromkeys(("task_tokens", "completion_tokens"), orders.ANSWER_TOKENS)
 CONDITIONS |= {
-    f"{name}-cold": replace(CONDITIONS[PART_COLD], **_BOOKINGS, size=size, note=f"{size // 1000} kB of bookings")
-    for name, size in BOOKING_SIZES.items()
+    f"{name}-cold": replace(CONDITIONS[PART_COLD], **_ORDERS, size=size, note=f"{size // 1000} kB of orders")
+    for name, size in ORDER_SIZES.items()
 }
 CONDITIONS |= {
     f"{name}-on": replace(
-        CONDITIONS[PART_ON],
-        **_BOOKINGS,
-        size=size,
-        start=f"{name}-cold",
-        note=f"{size // 1000} kB of bookings, continued",
+        CONDITIONS[PART_ON], **_ORDERS, size=size, start=f"{name}-cold", note=f"{size // 1000} kB of orders, continued"
     )
-    for name, size in BOOKING_SIZES.items()
+    for name, size in ORDER_SIZES.items()
 }
 GERMAN_TEACHER, TWO_TEXTS = "gemma-on-german", "qwen-two-texts"
 CONDITIONS |= {

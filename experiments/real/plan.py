@@ -11,7 +11,6 @@ from experiments.real.methods import (
     ALONE_COLD,
     ALONE_ON,
     ANSWERED,
-    BOOKING_SIZES,
     COLD_START,
     CONDITIONS,
     FEW,
@@ -25,6 +24,7 @@ from experiments.real.methods import (
     MID_COLD,
     MID_ON,
     NO_END,
+    ORDER_SIZES,
     PART_COLD,
     PART_LONG,
     PART_ON,
@@ -132,10 +132,10 @@ PLAN = (
     (MID_COLD, "ce", (START_RATE,)),
     *((MID_ON, method, (1e-4, 3e-5 if method == "ce" else 2e-4)) for method in _CONTINUED[1:-1]),
     *((MID_ON, method, (1e-4,)) for method in _DRAWN),
-    *((f"{name}-cold", "ce", (START_RATE,)) for name in BOOKING_SIZES),
+    *((f"{name}-cold", "ce", (START_RATE,)) for name in ORDER_SIZES),
     *(
         (f"{name}-on", method, (1e-4, 3e-5 if method == "ce" else 2e-4))
-        for name in BOOKING_SIZES
+        for name in ORDER_SIZES
         for method in _CONTINUED[1:-1]
     ),
     (ALONE_COLD, "ce", (START_RATE,)),
@@ -161,8 +161,8 @@ OTHER_SEEDS = (
     *((FEW_ON, method, None) for method in _CONTINUED),
     (PART_COLD, "ce", START_RATE), *((PART_ON, method, None) for method in _CONTINUED[1:]),
     (MID_COLD, "ce", START_RATE), *((MID_ON, method, None) for method in (*_CONTINUED[1:-1], *_DRAWN)),
-    *((f"{name}-cold", "ce", START_RATE) for name in BOOKING_SIZES),
-    *((f"{name}-on", method, None) for name in BOOKING_SIZES for method in _CONTINUED[1:-1]),
+    *((f"{name}-cold", "ce", START_RATE) for name in ORDER_SIZES),
+    *((f"{name}-on", method, None) for name in ORDER_SIZES for method in _CONTINUED[1:-1]),
     (ALONE_COLD, "ce", START_RATE), *((ALONE_ON, method, None) for method in _ALONE),
     *((PART_LONG, method, None) for method in ("on_jsd_sharp", "chain_shots", "ce")),
     *(
