@@ -59,6 +59,7 @@ class Method:
         shots: The teacher of questions reads solved ones before each, as when it wrote the answers.
         teacher_temperature: The teacher's on completions; the result file's runs had it on text beside them, too.
         temperature: At which completions are drawn.
+        top_k: Among how many likeliest tokens they are drawn; None: all.
         fraction: Part of a step that is completions.
         second: The teacher of a condition's second text compares, too, or alone with `teachers` = 0.
         routed: Each of the two compares its own text.
@@ -78,6 +79,7 @@ class Method:
     shots: bool = False
     teacher_temperature: float = 1.0
     temperature: float = 1.0
+    top_k: int | None = None
     fraction: float = 1.0
     second: bool = False
     routed: bool = False
@@ -192,7 +194,7 @@ METHODS |= {
 }
 _SHARP = METHODS["on_jsd_sharp"]
 METHODS |= {
-    name: replace(_SHARP, title=f"{_SHARP.title}, drawn at {drawn:g}", temperature=drawn)
+    name: replace(_SHARP, title=f"{_SHARP.title}, drawn at {drawn:g} of 20", temperature=drawn, top_k=20)
     for name, drawn in (("on_jsd_warm", 1.5), ("on_jsd_hot", 2.0))
 }
 METHODS["on_half_sharp"] = replace(_SHARP, title=f"half text, half {_SHARP.title}", fraction=0.5)

@@ -133,6 +133,7 @@ def _rollout(cell: Cell) -> dict[str, Any]:
         "teacher_temperature": method.teacher_temperature,
         "temperature": method.temperature,
     }
+    settings |= {"top_k": method.top_k} if method.top_k else {}
     return settings | ({"after": method.after, "learning_rate": cell.rate} if method.after else {})
 
 
