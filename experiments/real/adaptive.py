@@ -174,7 +174,15 @@ def on_policy(result: Mapping[str, Any]) -> str:
         "rate | right answers, each data seed | change from the cold start, mean | entropy of completions, nats: "
         "begin, most | completions that end: begin, fewest"
     )
-    again = (methods.AGAIN, methods.PART_ON, methods.PART_LONG, methods.MID_ON, methods.FEW_ON, methods.ALONE_ON)
+    again = (
+        methods.AGAIN,
+        methods.PART_ON,
+        methods.PART_LONG,
+        methods.MID_ON,
+        methods.MID_LONG,
+        methods.FEW_ON,
+        methods.ALONE_ON,
+    )
     order, lines = (methods.COLD_START, plan.ON_POLICY, *again), []
     runs = _best_rates(_by_rate(result, *order), KEPT)
     previous = ""

@@ -376,12 +376,13 @@ CONDITIONS |= {
         note="a quarter of the problems",
     ),
 }
-MID_COLD, MID_ON = "qwen-problems-mid-cold", "qwen-problems-mid-on"
+MID_COLD, MID_ON, MID_LONG = "qwen-problems-mid-cold", "qwen-problems-mid-on", "qwen-problems-mid-long"
 CONDITIONS |= {
     PART_LONG: replace(CONDITIONS[PART_ON], steps=400, evaluations=4, note="a quarter, 400 steps"),
     MID_COLD: replace(CONDITIONS[PART_COLD], size=360_000, note="18% of the answers"),
     MID_ON: replace(CONDITIONS[PART_ON], size=360_000, start=MID_COLD, note="18% of the problems"),
 }
+CONDITIONS[MID_LONG] = replace(CONDITIONS[MID_ON], steps=400, evaluations=2, note="18%, 400 steps")
 ALONE_COLD, ALONE_ON = "qwen-problems-alone-cold", "qwen-problems-alone-on"
 _ALONE: dict[str, Any] = {"source": word_problems.ALONE, "size": 700_000}
 _ALONE |= dict.fromkeys(("task_tokens", "completion_tokens"), word_problems.LONGER)

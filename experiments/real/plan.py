@@ -22,6 +22,7 @@ from experiments.real.methods import (
     INSTRUCTIONS,
     METHODS,
     MID_COLD,
+    MID_LONG,
     MID_ON,
     NO_END,
     ORDER_SIZES,
@@ -132,6 +133,8 @@ PLAN = (
     (MID_COLD, "ce", (START_RATE,)),
     *((MID_ON, method, (1e-4, 3e-5 if method == "ce" else 2e-4)) for method in _CONTINUED[1:-1]),
     *((MID_ON, method, (1e-4,)) for method in _DRAWN),
+    (MID_LONG, "on_jsd_sharp", (1e-4, 2e-4)),
+    *((MID_LONG, method, (1e-4,)) for method in ("chain_shots", "ce")),
     *((f"{name}-cold", "ce", (START_RATE,)) for name in ORDER_SIZES),
     *(
         (f"{name}-on", method, (1e-4, 3e-5 if method == "ce" else 2e-4))
@@ -164,7 +167,7 @@ OTHER_SEEDS = (
     *((f"{name}-cold", "ce", START_RATE) for name in ORDER_SIZES),
     *((f"{name}-on", method, None) for name in ORDER_SIZES for method in _CONTINUED[1:-1]),
     (ALONE_COLD, "ce", START_RATE), *((ALONE_ON, method, None) for method in _ALONE),
-    *((PART_LONG, method, None) for method in ("on_jsd_sharp", "chain_shots", "ce")),
+    *((name, method, None) for name in (MID_LONG, PART_LONG) for method in ("on_jsd_sharp", "chain_shots", "ce")),
     *(
         (name, method, None)
         for name in (INSTRUCTIONS, FEW)
