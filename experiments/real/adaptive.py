@@ -23,6 +23,11 @@ TEACHER_NAMES = {methods.QWEN15: "Qwen2.5-Coder-1.5B", methods.GEMMA3: "Gemma 3 
 ENGLISH = "handbook-en.test"
 NOT_RUN = "not run"
 KEPT = f"{TASK}{word_problems.PROBLEMS.task}"
+AGAIN = (
+    methods.AGAIN, methods.PART_ON, methods.PART_LONG, methods.MID_ON, methods.MID_LONG, methods.FEW_ON,
+    methods.ALONE_ON, *(f"{name}-on" for name in methods.ORDER_SIZES),
+)  # fmt: skip
+"""Conditions that continue a cold start of their own, in the table's order."""
 PATIENCES = (2, 3, 5, 8, None)
 """Values of `eval.patience`; None: the default."""
 
@@ -39,6 +44,7 @@ def section() -> dict[str, Any]:
     return {
         **result,
         **tables,
+        "over": over_text(result),
         "judged": missed + verdicts["as predicted"],
         "missed": missed,
         "problem_count": f"{word_problems.TRAINED:,}",
@@ -169,37 +175,57 @@ def problems(result: Mapping[str, Any]) -> str:
 
 
 def on_policy(result: Mapping[str, Any]) -> str:
-    """Return right answers of the runs that continue a cold start on word problems, by data seed, in Markdown."""
+    """Return right answers of the runs that continue a cold start, by data seed, in Markdown."""
     head = (
         "rate | right answers, each data seed | change from the cold start, mean | entropy of completions, nats: "
-        "begin, most | completions that end: begin, fewest"
+        "begin, most"
     )
-    again = (
-        methods.AGAIN,
-        methods.PART_ON,
-        methods.PART_LONG,
-        methods.MID_ON,
-        methods.MID_LONG,
-        methods.FEW_ON,
-        methods.ALONE_ON,
-    )
-    order, lines = (methods.COLD_START, plan.ON_POLICY, *again), []
-    runs = _best_rates(_by_rate(result, *order), KEPT)
-    previous = ""
-    for (condition, method, rate), by_seed in sorted(runs.items(), key=lambda run: (order.index(run[0][0]), run[0])):
-        change = fmean(run["curve"][-1][KEPT] - run["curve"][0][KEPT] for run in by_seed.values())
-        cold = condition == methods.COLD_START
-        title = methods.TITLES[method].replace(" only", ": cold start" if cold else " continued")
-        if condition in again and condition != previous:
-            before = " ".join(f"{run['curve'][0][KEPT]:.1%}" for run in by_seed.values())
-            student = fmean(run["curve"][0]["bits_per_byte"] for run in by_seed.values())
-            ends = [run["curve"][-1] for key, found in runs.items() if key[0] == condition for run in found.values()]
-            bits = f"{student:.3f}, teacher {max(end.get('teacher_bits_per_byte', 0.0) for end in ends):.3f}"
-            lines.append([f"**{methods.CONDITIONS[condition].note}** (bits per byte {bits})", "", before, *[""] * 3])
-        previous = condition
-        change_cell = "" if cold else f"{100 * change:+.1f} points"
-        lines.append([title, f"{rate:g}", _at_end(by_seed, KEPT), change_cell, *_of_completions(by_seed)])
+    lines = []
+    for condition in (methods.COLD_START, plan.ON_POLICY, *AGAIN):
+        key = f"{TASK}{methods.CONDITIONS[condition].task}"
+        runs = sorted(_best_rates(_by_rate(result, condition), key).items())
+        if runs and condition in AGAIN:
+            starts = [run["curve"][0] for run in runs[0][1].values()]
+            before = " ".join(f"{start[key]:.1%}" for start in starts)
+            ends = [run["curve"][-1] for _, by_seed in runs for run in by_seed.values()]
+            bits = (
+                f"{fmean(start['bits_per_byte'] for start in starts):.3f}, "
+                f"teacher {max(end.get('teacher_bits_per_byte', 0.0) for end in ends):.3f}"
+            )
+            lines.append([f"**{methods.CONDITIONS[condition].note}** (bits per byte {bits})", "", before, "", ""])
+        for (_, method, rate), by_seed in runs:
+            change = fmean(run["curve"][-1][key] - run["curve"][0][key] for run in by_seed.values())
+            cold = condition == methods.COLD_START
+            title = methods.TITLES[method].replace(" only", ": cold start" if cold else " continued")
+            title = title.removesuffix(", one weight to the end, teacher reads solved problems")
+            change_cell = "" if cold else f"{100 * change:+.1f} points"
+            lines.append([title, f"{rate:g}", _at_end(by_seed, key), change_cell, _of_completions(by_seed)[0]])
     return markdown_table(["", *head.split(" | ")], lines)
+
+
+def over_text(result: Mapping[str, Any]) -> dict[str, str]:
+    """Return by how many points completions end above the better kind of text: the mean, and the data seeds' range.
+
+    Args:
+        result: Content of the result file.
+
+    Returns:
+        By condition: those in which the default of completions, cross-entropy and chain have run.
+    """
+    told = {}
+    for condition in AGAIN:
+        key = f"{TASK}{methods.CONDITIONS[condition].task}"
+        ends = {
+            method: {seed: 100 * run["curve"][-1][key] for seed, run in by_seed.items()}
+            for (_, method, _), by_seed in _best_rates(_by_rate(result, condition), key).items()
+        }
+        completions, *text = (ends.get(method, {}) for method in ("on_jsd_sharp", BASELINE, "chain_shots"))
+        if seeds := completions.keys() & text[0].keys() & text[1].keys():
+            better = max(text, key=lambda of: fmean(of[seed] for seed in seeds))
+            over = [completions[seed] - better[seed] for seed in seeds]
+            spread = f"{min(over):.1f} to {max(over):.1f}" if len(over) > 1 else "one seed"
+            told[condition] = f"{fmean(over):.1f} points ({spread})"
+    return told
 
 
 def followed(result: Mapping[str, Any]) -> str:
