@@ -24,8 +24,8 @@ ENGLISH = "handbook-en.test"
 NOT_RUN = "not run"
 KEPT = f"{TASK}{word_problems.PROBLEMS.task}"
 AGAIN = (
-    methods.AGAIN, methods.PART_ON, methods.PART_LONG, methods.MID_ON, methods.MID_LONG, methods.FEW_ON,
-    methods.ALONE_ON, *(f"{name}-on" for name in methods.ORDER_SIZES),
+    methods.AGAIN, methods.PART_ON, methods.PART_LONG, methods.MID_ON, methods.MID_LONG, methods.MID_ALL,
+    methods.FEW_ON, methods.ALONE_ON, *(f"{name}-on" for name in methods.ORDER_SIZES), methods.ORDERS_ALL,
 )  # fmt: skip
 """Conditions that continue a cold start of their own, in the table's order."""
 PATIENCES = (2, 3, 5, 8, None)

@@ -21,11 +21,13 @@ from experiments.real.methods import (
     GERMAN_TEACHER,
     INSTRUCTIONS,
     METHODS,
+    MID_ALL,
     MID_COLD,
     MID_LONG,
     MID_ON,
     NO_END,
     ORDER_SIZES,
+    ORDERS_ALL,
     PART_COLD,
     PART_LONG,
     PART_ON,
@@ -141,6 +143,7 @@ PLAN = (
         for name in ORDER_SIZES
         for method in _CONTINUED[1:-1]
     ),
+    *((name, method, (1e-4,)) for name in (MID_ALL, ORDERS_ALL) for method in ("on_jsd_sharp", "ce")),
     (ALONE_COLD, "ce", (START_RATE,)),
     *((ALONE_ON, method, (1e-4, 3e-5 if method == "ce" else 2e-4)) for method in _ALONE),
     (PART_LONG, "on_jsd_sharp", (2e-4, 4e-4, 1e-4)),
@@ -166,6 +169,7 @@ OTHER_SEEDS = (
     (MID_COLD, "ce", START_RATE), *((MID_ON, method, None) for method in (*_CONTINUED[1:-1], *_DRAWN)),
     *((f"{name}-cold", "ce", START_RATE) for name in ORDER_SIZES),
     *((f"{name}-on", method, None) for name in ORDER_SIZES for method in _CONTINUED[1:-1]),
+    (MID_ALL, "on_jsd_sharp", 1e-4), (ORDERS_ALL, "on_jsd_sharp", 1e-4),
     (ALONE_COLD, "ce", START_RATE), *((ALONE_ON, method, None) for method in _ALONE),
     *((name, method, None) for name in (MID_LONG, PART_LONG) for method in ("on_jsd_sharp", "chain_shots", "ce")),
     *(
