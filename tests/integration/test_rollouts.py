@@ -94,6 +94,24 @@ def test_a_teachers_temperature_counts_on_completions_alone(
 
 
 @pytest.mark.slow
+def test_a_teacher_with_the_students_tokenizer_is_compared_by_bytes(
+    writing: TinyAssets, tmp_path: Path, start: Start
+) -> None:
+    twin = shutil.copytree(writing.student, tmp_path / "twin")
+    settings = {"max_new_tokens": 10, "prompt_characters": 40, "max_staleness": 0, "teacher_temperature": 1.0}
+    spec = tiny_spec(
+        writing, tmp_path, records=24, teacher=[{"model": twin, "context_length": 64}],
+        loss={"vocab_topk": None, "mode": "chain", "beta": 0.5},
+        rollout=settings,
+    )  # fmt: skip
+    assert resolve_run(spec).same_tokenizer == (False,)
+    start(spec).complete()
+    first, *_, last = steps_of(spec.output)
+    assert abs(first["kl_loss"]) < 1e-5 < last["kl_loss"]  # of weights that are the teacher's, then of others
+    assert first["chunk_count_generated_1to1_t0"] > 0
+
+
+@pytest.mark.slow
 def test_a_sharded_student_with_adapters_completes_prompts(writing: TinyAssets, tmp_path: Path, start: Start) -> None:
     pytest.importorskip("peft")
     train = {"lora": {"rank": 4}, "parallel": "fsdp", "learning_rate": 0.03}

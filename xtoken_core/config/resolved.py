@@ -189,9 +189,10 @@ class ResolvedRun(ConfigModel):
 def same_tokenizer_of(spec: RunSpec, student: ResolvedModel, teachers: Sequence[ResolvedModel]) -> tuple[bool, ...]:
     """Return for each teacher True if it has the student's tokenizer and is compared token by token.
 
-    A named projection is used, also between equal tokenizers. A teacher with a prompt has rows of its own.
+    A named projection is used, also between equal tokenizers. A teacher with a prompt has rows of its own, and so have
+    all teachers of a run with completions, whose losses compare bytes.
     """
-    own = student.tokenizer_fingerprint
+    own = student.tokenizer_fingerprint if spec.rollout is None else None
     pairs = zip(teachers, spec.teacher, strict=True)
     return tuple(
         files.tokenizer_fingerprint == own and teacher.projection is None and teacher.prompt is None

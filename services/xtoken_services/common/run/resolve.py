@@ -456,12 +456,6 @@ def _check_teachers(spec: RunSpec, same_tokenizer: Sequence[bool]) -> None:
     """
     try:
         spec.loss.check_teachers([t.weight for t in spec.teacher], same_tokenizer)
-        if spec.rollout is not None and any(same_tokenizer):
-            name = spec.teacher_name([*same_tokenizer].index(True))
-            raise ValueError(
-                f"{name} has the student's tokenizer, and [rollout] takes teachers with tokenizers of their "
-                "own: name a projection, or unset one of them"
-            )
         for number, same in enumerate(same_tokenizer):
             if same:
                 _check_same_tokenizer(spec, number)
