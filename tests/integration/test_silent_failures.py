@@ -31,6 +31,7 @@ from xtoken_services.common.run.resolve import file_warnings, resolve_run
 from xtoken_services.common.run.run_warnings import is_size, warnings_of
 from xtoken_services.common.run.start_checks import check_start
 from xtoken_services.common.run.status import RunState
+from xtoken_services.common.run.teacher_result import read_result
 from xtoken_services.common.text.collation import look_at_sample, make_collator, open_data, row_counts
 from xtoken_services.supervisor.local_run import run_locally
 from xtoken_services.supervisor.run_files import Curve, with_files
@@ -79,6 +80,12 @@ def test_a_teacher_is_measured_in_the_chat_template_that_it_reads(
     with opened_teacher(run, 0, 0, lambda _: None) as model:
         monkeypatch.setattr(model, "evaluate", measured.evaluate)
         assert measure_held_out(run, 0, model, lambda _: None) is not None
+        text = run.held_out_fingerprint
+        other = run.spec.model_copy(update={"data": run.spec.data.model_copy(update={"train_on": "all"})})
+        assert read_result(run, 0, text) is not None
+        assert read_result(run.model_copy(update={"spec": other}), 0, text) is None
+        moved = [run.teachers[0].model_copy(update={"weights_fingerprint": "other"})]
+        assert read_result(run.model_copy(update={"teachers": tuple(moved)}), 0, text) is None
     assert measured.text.tokenizer.chat_template == template.read_text(encoding="utf-8")
 
 

@@ -66,9 +66,11 @@ def test_a_bfloat16_student_learns_from_masters(tiny: Tiny) -> None:
         eval={"path": held_out, "every": 12},
         loss={"mode": "chain", "vocab_topk": None},
     )
+    spec.output.mkdir(parents=True)
+    (spec.output / "eval.jsonl").write_text('{"step": 0, "loss": -1.0}\n', encoding="utf-8")
     tiny.start(spec).complete()
     first, last = lines_of(spec.output / "eval.jsonl")
-    assert last["loss"] < first["loss"]
+    assert 0 < last["loss"] < first["loss"], "without a checkpoint the evaluation of another start counts no more"
     begin, *_, step = steps_of(spec.output)
     assert step["kl_loss"] < begin["kl_loss"]
     assert step["memory_peak_bytes"] > 0

@@ -64,6 +64,7 @@ class RunIdentity(ConfigModel):
         data: Fingerprint of the text.
         held_out: Fingerprint of the held-out text, with which all evaluations are compared; empty: without an
             evaluation, or not known.
+        held_out_bytes: Most bytes of it that are read; 0: likewise.
         mixture: Per source of weighted texts its records and its samples in an epoch.
         long: What becomes of documents longer than the contexts.
         packed: The samples of a micro-batch lie in one row.
@@ -77,6 +78,7 @@ class RunIdentity(ConfigModel):
     seed: int
     data: str
     held_out: str = ""
+    held_out_bytes: int = 0
     records: int
     positions: int
     mixture: tuple[tuple[int, int], ...] = ()
@@ -98,8 +100,9 @@ class RunIdentity(ConfigModel):
 
     def differences(self, other: RunIdentity) -> list[str]:
         """Return the paths of the values that differ, such as `teacher.0.weight`."""
-        known = {} if self.held_out and other.held_out else {"held_out": self.held_out}
-        return list(_differences(self.model_dump(mode="json"), other.model_dump(mode="json") | known, ""))
+        mine, theirs = self.model_dump(mode="json"), other.model_dump(mode="json")
+        unknown = {name: mine[name] for name in ("held_out", "held_out_bytes") if not (mine[name] and theirs[name])}
+        return list(_differences(mine, theirs | unknown, ""))
 
 
 def _differences(mine: Any, other: Any, path: str) -> Iterator[str]:

@@ -165,6 +165,7 @@ class ResolvedRun(ConfigModel):
             seed=spec.seed,
             data=self.data_fingerprint,
             held_out=self.held_out_fingerprint,
+            held_out_bytes=spec.eval.max_bytes if spec.eval is not None else 0,
             records=self.records,
             positions=self.positions,
             mixture=self.mixture,

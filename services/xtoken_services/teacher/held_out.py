@@ -52,7 +52,7 @@ def measure_held_out(
             open_index(run.spec, [run.spec.eval.also_by_name[also]], run.spec.eval.field, reading),
             f"_{also}",
         )
-    if read_result(run.spec, teacher, text.fingerprint, suffix) is not None:
+    if read_result(run, teacher, text.fingerprint, suffix) is not None:
         return None
     key = f"held-out-{text.fingerprint[:16]}-{run.spec.eval.max_bytes}.json"
     report("measuring the held-out text")
@@ -66,7 +66,7 @@ def measure_held_out(
         return None
     finally:
         report("")
-    write_result(run.spec, teacher, text.fingerprint, result, suffix)
+    write_result(run, teacher, text.fingerprint, result, suffix)
     log.info("%s has %.4f bits per byte on %s", name, result["bits_per_byte"], also or "held-out text")
     return key, result
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from xtoken_core.config.eval import SAMPLE_TOKENS, TasksSpec
@@ -49,7 +50,7 @@ class EvalTasks:
         for name, path in self.spec.by_name.items():
             prompts = read_prompts(path, self.spec.match, self.spec.max_prompts, within=readable_roots())
             self.prompts[name] = prompts
-            self._ids[name] = [self._encoded(name, number, prompt) for number, prompt in enumerate(prompts, 1)]
+            self._ids[name] = [self._encoded(path, number, prompt) for number, prompt in enumerate(prompts, 1)]
 
     def measure(
         self,
@@ -83,7 +84,7 @@ class EvalTasks:
                 row[f"{ANY}{name}"] = some
         return row
 
-    def _encoded(self, name: str, number: int, prompt: Prompt) -> list[int]:
+    def _encoded(self, path: Path, number: int, prompt: Prompt) -> list[int]:
         if prompt.messages:
             try:
                 ids = self._tokenizer.apply_chat_template(
@@ -91,14 +92,14 @@ class EvalTasks:
                 )
             except Exception as error:  # templates raise whatever they like
                 raise InputError(
-                    f"eval.tasks: prompt {number} of {name} holds messages that the student's chat template does not "
+                    f"eval.tasks: prompt {number} of {path} holds messages that the student's chat template does not "
                     f"take: {str(error).partition(chr(10))[0]}"
                 ) from error
         else:
             ids = self._completer.encoder.begin(prompt.text).tolist()
         if not 0 < len(ids) <= self._room:
             raise InputError(
-                f"eval.tasks: prompt {number} of {name} has {len(ids)} tokens: with eval.tasks.max_new_tokens = "
+                f"eval.tasks: prompt {number} of {path} has {len(ids)} tokens: with eval.tasks.max_new_tokens = "
                 f"{self.spec.max_new_tokens}, student.context_length has room for 1 to {max(0, self._room)}"
             )
         return [int(token) for token in ids]

@@ -118,7 +118,7 @@ class Evaluator:
     def _of_teachers_on(self, text: str, own: dict[str, Any], suffix: str = "") -> dict[str, float | None]:
         results: dict[str, dict[str, Any]] = {}
         for number in range(len(self.spec.teacher)):
-            while (result := read_result(self.spec, number, text, suffix)) is None:
+            while (result := read_result(self.worker.run, number, text, suffix)) is None:
                 self.worker.activity("waiting for the teacher's own result on the held-out text")
                 if RINGS.of_teacher(number) is not None or self.worker.stopping.is_set():
                     break  # it serves, and cannot be measured, or on a machine that does not share this directory

@@ -96,8 +96,8 @@ class KdWeight:
             return None
         # Teachers of different texts count until the student has passed the best one of each text.
         also = self.run.spec.eval.also_by_name if self.run.spec.eval is not None and self.run.routes else ()
-        measured = [name for name in also if not why_constant(rows[-1], f"_{name}")]
-        return max(_behind(rows, suffix) for suffix in ("", *(f"_{name}" for name in measured)))
+        named = [f"_{name}" for name in also if any(f"{BITS}_{name}" in row for row in rows)]
+        return max(_behind(rows, suffix) for suffix in ("", *named) if not why_constant(rows[-1], suffix))
 
     def _text(self, step: int) -> list[Window]:
         windows: list[Window] = [{}]

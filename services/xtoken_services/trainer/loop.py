@@ -135,7 +135,7 @@ class TrainerLoop:
         if self.group.is_leader:
             self.lines.truncate(self.cursor.step, inclusive=False)
             if self.evaluator is not None:
-                self.evaluator.lines.truncate(self.cursor.step, inclusive=True)
+                self.evaluator.lines.truncate(self.cursor.step, inclusive=latest is not None)
         self.group.barrier()
         self.best.update(self.cursor)
         self.best.protect()

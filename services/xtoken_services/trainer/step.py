@@ -279,6 +279,8 @@ class StepRunner:
         self.timer.lap("backward")
         if samples is not None:
             samples.write(step.step, tensors, batch.teachers)
+        if not step.ce_tokens:
+            del metrics["accuracy"]  # of no token
         for teacher in batch.teachers if step.text_of else ():
             if own := step.text_of[teacher]:  # parts of the mean over a teacher's own samples, as kl_loss_t{i} is
                 metrics[f"ce_loss_t{teacher}"] = metrics["ce_loss"] * (step.ce_tokens / own)

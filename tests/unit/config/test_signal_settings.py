@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from tests.support.cases import cases
 from tests.support.runs import changed, resolved_run, revised
+from xtoken_core.config.eval import EvalSpec
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.config.spec import RunSpec, parse_run_spec
 from xtoken_core.config.validation_errors import NAMED_ELSEWHERE, describe
@@ -92,6 +93,7 @@ def test_what_cannot_be_is_refused_before_a_file_is_read(tmp_path: Path, place: 
     ),
     ({"train": {"lora": {"rnk": 8}}}, "train.lora.rnk: there is no such field; did you mean rank?"),
     ({"teacher": [{"tokeniser": "t"}]}, "teacher.tokeniser: there is no such field; did you mean tokenizer?"),
+    ({"rollout": {"after": 1.5}}, "rollout.after: input should be a valid integer, or input should be less than 1"),
     ({"ray": {"zzz": 1}}, "ray.zzz: there is no such field; there are "),
     ({"train": {"lr": 1}}, "train.lr: there is no such field; did you mean learning_rate?"),
     ({"train": {"num_train_epochs": 1}}, "there is no such field; did you mean data.epochs?"),
@@ -163,3 +165,5 @@ def test_another_weight_at_the_end_is_another_run(tmp_path: Path) -> None:
     run = resolved_run(tmp_path)
     fading = changed(run, loss={"kl_loss_weight_end": 0.5})
     assert run.identity().differences(fading.identity()) == ["loss.kl_loss_weight_end"]
+    less, more = (changed(run, eval=EvalSpec(max_bytes=size)).identity() for size in (1 << 16, 1 << 20))
+    assert less.differences(more) == ["held_out_bytes"] and less.differences(run.identity()) == []

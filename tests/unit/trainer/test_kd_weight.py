@@ -13,6 +13,7 @@ from xtoken_core.config.eval import EvalSpec
 from xtoken_core.config.loss import LossConfig
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.config.rollout import RolloutSpec
+from xtoken_core.config.routing import Routes
 from xtoken_services.common.files.jsonl import JsonLines
 from xtoken_services.trainer.distributed import RankGroup
 from xtoken_services.trainer.kd_weight import KdWeight
@@ -164,3 +165,15 @@ def test_a_linear_weight_reads_no_evaluation(tmp_path: Path) -> None:
     JsonLines(run.spec.output / "eval.jsonl").append(line(1, 0.5))
     follower.update(1)
     assert (follower.at(0), follower.at(run.steps - 1)) == (2.0, 0.0)
+
+
+def test_another_text_without_a_finite_result_does_not_decide(tmp_path: Path) -> None:
+    run = adaptive(tmp_path)
+    also = EvalSpec.model_validate({"also": tmp_path / "fr.jsonl"})
+    run = changed(run, eval=also).model_copy(update={"routes": Routes.model_construct()})
+    follower, lines = KdWeight(run, RankGroup(0, 1)), JsonLines(run.spec.output / "eval.jsonl")
+    for step, bits, weight in ((1, 1.2, 2.0), (2, math.nan, 2.0), (3, math.nan, 2.0), (4, math.nan, 0.0)):
+        of_it = {"bits_per_byte_fr": bits, "bytes_fr": 1 << 16, "teacher_bits_per_byte_fr": 1.0}
+        lines.append(line(step, 0.5, **of_it))
+        follower.update(step)
+        assert follower.at(step) == weight

@@ -40,6 +40,7 @@ SETTINGS = {
     "optimizer": "train.optimizer",
     "data": "the text",
     "held_out": "the held-out text (eval.path)",
+    "held_out_bytes": "eval.max_bytes",
     "mixture": "the weights of data.sources",
     "routes": "teacher.name or the teachers of data.sources",
 }

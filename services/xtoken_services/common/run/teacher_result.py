@@ -6,30 +6,30 @@ import json
 from pathlib import Path
 from typing import Any
 
-from xtoken_core.config.spec import RunSpec
+from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.regular_files import json_object_or_empty
 from xtoken_services.common.files.jsonl import replace_file
 from xtoken_services.common.run.metric_lines import BITS, finite
 
 
-def read_result(spec: RunSpec, teacher: int, text: str, suffix: str = "") -> dict[str, Any] | None:
+def read_result(run: ResolvedRun, teacher: int, text: str, suffix: str = "") -> dict[str, Any] | None:
     """Return a teacher's result on a held-out text, as a line of `eval.jsonl`; None if it has not been measured.
 
     Args:
-        spec: The run.
+        run: The run.
         teacher: Number of the teacher.
         text: Fingerprint of the held-out text.
         suffix: That of the text's metrics.
     """
-    document = json_object_or_empty(_file(spec, teacher, suffix))
-    return document if document.get("of") == _of(spec, teacher, text) and BITS in finite(document) else None
+    document = json_object_or_empty(_file(run, teacher, suffix))
+    return document if document.get("of") == _of(run, teacher, text) and BITS in finite(document) else None
 
 
-def write_result(spec: RunSpec, teacher: int, text: str, result: dict[str, Any], suffix: str = "") -> None:
+def write_result(run: ResolvedRun, teacher: int, text: str, result: dict[str, Any], suffix: str = "") -> None:
     """Keep a teacher's result; a later start of the run reads it.
 
     Args:
-        spec: The run.
+        run: The run.
         teacher: Number of the teacher.
         text: Fingerprint of the held-out text.
         result: Metrics, `bits_per_byte` among them.
@@ -38,18 +38,18 @@ def write_result(spec: RunSpec, teacher: int, text: str, result: dict[str, Any],
     Raises:
         OutputError: It cannot be written.
     """
-    document = {"of": _of(spec, teacher, text), **result}
-    replace_file(_file(spec, teacher, suffix), json.dumps(document, indent=2) + "\n")
+    document = {"of": _of(run, teacher, text), **result}
+    replace_file(_file(run, teacher, suffix), json.dumps(document, indent=2) + "\n")
 
 
-def _file(spec: RunSpec, teacher: int, suffix: str) -> Path:
-    return spec.output / f"teacher-{teacher}-held-out{suffix}.json"
+def _file(run: ResolvedRun, teacher: int, suffix: str) -> Path:
+    return run.spec.output / f"teacher-{teacher}-held-out{suffix}.json"
 
 
-def _of(spec: RunSpec, teacher: int, text: str) -> dict[str, Any]:
+def _of(run: ResolvedRun, teacher: int, text: str) -> dict[str, Any]:
     """Return the settings that decide a result."""
+    spec = run.spec
     assert spec.eval is not None
-    settings = spec.teacher[teacher]
-    names = ("model", "dtype", "quantized", "context_length", "url", "store")
-    own = settings.model_dump(mode="json", include=set(names))
-    return {"text": text, "max_bytes": spec.eval.max_bytes, **own}
+    settings = spec.teacher[teacher].model_dump(mode="json", include={"url", "store"})
+    own = run.identity().teacher[teacher].model_dump(mode="json") | settings
+    return {"text": text, "max_bytes": spec.eval.max_bytes, "train_on": spec.data.train_on, **own}
