@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
@@ -377,16 +377,21 @@ def margins_behind(student: float, teacher: float) -> float:
 
 def _with_weights(value: dict[str, Any]) -> dict[str, Any]:
     """Return settings with the weights that they have by default."""
-    mode, own = value.get("mode", "chain"), value.get("teacher_modes") or (None,)
-    defaults: dict[str, Any] = {} if mode == "chain" else {"ce_loss_scale": PUBLIC_CE_LOSS_SCALE}
-    modes = [mode if each in (None, NONE) else each for each in own] if isinstance(own, (list, tuple)) else [mode]
-    has_no_end = _parsed(float, value.get("ce_loss_scale")) == 0 or _parsed(bool, value.get("dynamic_loss_scaling"))
-    if "chain" not in modes or has_no_end:
+    is_chain = value.get("mode", "chain") == "chain"
+    defaults: dict[str, Any] = {} if is_chain else {"ce_loss_scale": PUBLIC_CE_LOSS_SCALE}
+    has_no_end = parsed(float, value.get("ce_loss_scale")) == 0 or parsed(bool, value.get("dynamic_loss_scaling"))
+    if "chain" not in modes_of(value, "chain") or has_no_end:
         defaults["kl_loss_weight_end"] = None
     return defaults | value
 
 
-def _parsed(kind: type, value: Any) -> Any:
+def modes_of(value: Mapping[str, Any], usual: str) -> list[Any]:
+    """Return the modes of settings that are not validated yet, by teacher; `usual` is that of settings without one."""
+    mode, own = value.get("mode", usual), value.get("teacher_modes") or (None,)
+    return [mode if each in (None, NONE) else each for each in own] if isinstance(own, (list, tuple)) else [mode]
+
+
+def parsed(kind: type, value: Any) -> Any:
     """Return a value as the model reads it; None if it cannot, which the model reports."""
     try:
         return TypeAdapter(kind).validate_python(value)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from xtoken_core.config.base import Count
-from xtoken_core.config.loss import PUBLIC_NAMES, Positive
+from xtoken_core.config.loss import PUBLIC_NAMES, Positive, modes_of, parsed
 from xtoken_core.config.served import ServedSpec
 
 if TYPE_CHECKING:
@@ -123,8 +123,8 @@ def loss_defaults(loss: Mapping[str, Any]) -> dict[str, Any]:
         loss: The settings that are given.
     """
     usual = "chain" if loss.keys().isdisjoint(PUBLIC_NAMES) else "p_kl"
-    chain = "chain" in (loss.get("teacher_modes") or [loss.get("mode", usual)])
-    return {"kl_loss_weight_end": None} | ({"beta": BETA} if chain and not loss.get("reverse_kl") else {})
+    is_jsd = "chain" in modes_of(loss, usual) and not parsed(bool, loss.get("reverse_kl"))
+    return {"kl_loss_weight_end": None} | ({"beta": BETA} if is_jsd else {})
 
 
 def check_rollout(rollout: RolloutSpec, run: RunSpec) -> None:

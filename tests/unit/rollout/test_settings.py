@@ -167,6 +167,8 @@ def test_stopping_when_worse_is_taken_and_may_change_in_a_resume_as_servers_may(
     ({}, {"reverse_kl": True}, None, 3e-5),
     ({"after": 2}, {}, 0.5, 1e-4),
     ({}, {"teacher_modes": ["chain"]}, 0.5, 3e-5),
+    ({}, {"teacher_modes": ["none"]}, 0.5, 3e-5),
+    ({}, {"reverse_kl": "false"}, 0.5, 3e-5),
     ({}, {"mode": "gold", "teacher_modes": ["gold"]}, None, 3e-5),
 )
 def test_completions_have_defaults_of_their_own(
