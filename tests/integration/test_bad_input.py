@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from tests.integration.conftest import Crew, Refusal, Tiny
 from tests.support.tiny_run import TinyAssets, documents, tiny_spec, write_jsonl, write_run
 from xtoken_core.config.spec import RunSpec
-from xtoken_core.errors import ConfigError
+from xtoken_core.errors import ConfigError, InputError
 from xtoken_services.cli.app import app
 from xtoken_services.common.run.status import RunState
 
@@ -213,7 +213,7 @@ def test_a_run_with_a_model_that_cannot_be_packed_is_padded_and_says_so(assets: 
     assert "the student" in remark and "longrope" in remark
 
 
-def test_code_is_run_only_if_that_is_asked_for(
+def test_tasks_of_messages_need_a_template_and_code_is_run_only_if_asked_for(
     assets: TinyAssets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from xtoken_services.common.processes import run_code
@@ -226,6 +226,10 @@ def test_code_is_run_only_if_that_is_asked_for(
     write_jsonl(text["path"], documents(4, seed=1))
     with pytest.raises(ConfigError, match=r"code\.jsonl has programs to run .*set eval\.tasks\.run_code = true"):
         resolve_run(tiny_spec(assets, tmp_path, records=16, eval=text | {"tasks": tasks}))
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text('{"messages": [{"role": "user", "content": "?"}], "answer": "a"}\n')
+    with pytest.raises(InputError, match=r"chats\.jsonl holds messages, .*set student\.chat_template"):
+        resolve_run(tiny_spec(assets, tmp_path, records=16, eval=text | {"tasks": tasks | {"path": chats}}))
     spec = tiny_spec(assets, tmp_path, records=16, eval=text | {"tasks": tasks | {"run_code": True}})
     monkeypatch.setattr(run_code, "_ISOLATED", ("unshare", "--no-such-namespace"))
     with pytest.raises(ConfigError, match="code cannot be isolated here"):

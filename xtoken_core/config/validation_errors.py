@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from difflib import get_close_matches
 from typing import Any, get_args
@@ -9,6 +10,8 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 
 FieldPath = tuple[int | str, ...]
+TYPE_NAME = re.compile(r"constrained-\w+$|(tuple|literal|lax-or-strict|function-\w+)\[")
+"""How pydantic names one of several types of a field, as a part of an error's path."""
 NAMED_ELSEWHERE = {
     "lr": "train.learning_rate",
     "learning_rate": "train.learning_rate",
@@ -30,18 +33,27 @@ TAKES = {"model_type": "it takes a table of settings", "path_type": "it takes a 
 
 
 def describe(error: ValidationError, model: type[BaseModel]) -> str:
-    """Return all of pydantic's errors on one line, each with the name of its field.
+    """Return all of pydantic's errors on one line by field; those of one that takes several types are alternatives.
 
     Args:
         error: The error as raised.
         model: The model that was validated.
     """
-    text = "; ".join(
-        f"{'.'.join(map(str, item['loc'])) or 'the run'}: {message_of(item, model)}"
-        for item in error.errors(include_url=False, include_context=False)
-    )
+    messages: dict[str, list[str]] = {}
+    for item in error.errors(include_url=False, include_context=False):
+        messages.setdefault(field_of(item["loc"]), []).append(message_of(item, model))
+    text = "; ".join(f"{field or 'the run'}: {', or '.join(dict.fromkeys(own))}" for field, own in messages.items())
     # Names of unknown fields are the file's own, line ends and control characters included.
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def field_of(path: FieldPath) -> str:
+    """Return the field of an error's path, without pydantic's names of the types that it may have.
+
+    >>> field_of(("rollout", "fraction", "tuple[constrained-float, constrained-float]", 1))
+    'rollout.fraction.1'
+    """
+    return ".".join(str(part) for part in path if not TYPE_NAME.match(str(part)))
 
 
 def message_of(item: Any, model: type[BaseModel]) -> str:

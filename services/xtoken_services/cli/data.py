@@ -27,6 +27,8 @@ PROMPTS = "prompts without an answer, used with [rollout], else skipped"
 AS_TEXT = "used as text alone, of those used"
 PARTICULARS = re.compile(r"\d+|'[^']*'|\"[^\"]*\"")
 """What differs between two reasons of one kind."""
+NO_FIELD, MOST_REASONS = "no field", 20
+"""Beginning of the reasons that are counted by the fields that a record has, up to so many reasons."""
 
 
 @data_app.callback()
@@ -119,7 +121,8 @@ def _kinds(index: DataIndex, collator: CompletionCollator | None, spec: RunSpec)
 
     def count(what: str, number: int, reason: str | None = None) -> None:
         if reason is not None:
-            what = f"{what}: {reasons.setdefault(PARTICULARS.sub('', reason), reason)}"
+            by_names = reason.startswith(NO_FIELD) and len(reasons) < MOST_REASONS
+            what = f"{what}: {reasons.setdefault(reason if by_names else PARTICULARS.sub('', reason), reason)}"
         kind = kinds.setdefault(what, {"records": 0, "first": None})
         kind["records"], kind["first"] = kind["records"] + 1, kind["first"] or index.location(number)
 

@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from xtoken_core.config.validation_errors import field_of
 from xtoken_core.errors import XtokenError
 
 log = logging.getLogger("xtoken.control")
@@ -112,8 +113,8 @@ def install(app: FastAPI) -> None:
 
 
 def _field(item: dict[str, Any]) -> str:
-    parts = [str(part) for part in item["loc"]]
-    return ".".join(parts[1:] if parts[:1] == ["body"] else parts) or "the run"
+    path = item["loc"]
+    return field_of(path[1:] if path[:1] == ("body",) else path) or "the run"
 
 
 def _message(item: dict[str, Any]) -> str:

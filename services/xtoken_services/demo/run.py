@@ -26,7 +26,7 @@ from xtoken_services.demo.report import Run, read_run, table, write_report
 TEACHER, STUDENT = "teacher", "student"
 CROSS_ENTROPY, DISTILLED = "cross-entropy", "distilled"
 _NAMES = {TEACHER: "teacher", CROSS_ENTROPY: "student, cross-entropy only", DISTILLED: "student, distilled"}
-UNTRAINED_TEACHER = "untrained-teacher"
+UNTRAINED_TEACHER = ".untrained-teacher"
 TEACHER_LAYERS, STUDENT_LAYERS = 4, 2
 
 

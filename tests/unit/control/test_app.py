@@ -90,7 +90,7 @@ def broken() -> dict[str, int]:
     ({"output": "a\0b"}, "output", "control characters"),
     ({"output": "x" * 5000}, "output", "longer than"),
     ({"output": "."}, "output", "must be a directory below"),
-    ({"output": "/tmp/elsewhere"}, "output", "is written: it must lie under"),
+    ({"output": "/tmp/elsewhere"}, "output", "is written: it must lie below"),
     ({"data": {"path": "../data.txt"}}, "data.path", "../data.txt lies under none of this control plane's roots"),
     ({"data": {"path": "/etc/passwd"}}, "data.path", "lies under none of this control plane's roots"),
     ids=lambda value: value if isinstance(value, str) else "",

@@ -150,7 +150,7 @@ def test_errors_are_shown_beside_the_text(client: TestClient, tmp_path: Path) ->
         return page
 
     page = submitted("start", output="/etc/out")
-    assert re.search(r'data-error="output">.*it must lie under', page)
+    assert re.search(r'data-error="output">.*it must lie below', page)
     assert re.search(r'data-setting="output"[^>]*aria-invalid="true"', page)
     assert str(tmp_path / "data") in submitted("start", output="fine"), "its files are not there"
     assert "pushes nothing" in submitted("check", push_to="me/model")
@@ -249,7 +249,7 @@ def test_the_same_request_returns_the_same_run(runs: Runs, short: dict[str, Any]
     "change, error, message",
     ({"student": {"model": "DATA/none"}}, InputError, "cannot read the student's model"),
     ({"data": {"path": "/etc/passwd"}}, ConfigError, "lies under none of"),
-    ({"output": "/etc/out"}, ConfigError, "it must lie under"),
+    ({"output": "/etc/out"}, ConfigError, "it must lie below"),
     (
         {"eval": {"every": 3}, "data": {"sources": [{"path": "DATA/text.txt"}]}},
         ValidationError,

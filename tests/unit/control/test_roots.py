@@ -98,7 +98,7 @@ def test_code_runs_only_where_the_operator_lets_it(
 
 def test_read_and_write_roots(roots: Roots, tmp_path: Path) -> None:
     roots.check(tmp_path / "runs" / "other" / "model", "student.model")
-    with pytest.raises(RefusedError, match="is written: it must lie under"):
+    with pytest.raises(RefusedError, match="is written: it must lie below"):
         roots.check(tmp_path / "data" / "out", "output", write=True)
 
 

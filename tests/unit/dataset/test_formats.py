@@ -348,6 +348,10 @@ def test_a_check_counts_what_is_used_cut_and_skipped(assets: TinyAssets, tmp_pat
         result = CliRunner().invoke(data_app, ["check", str(alone), *map(str, (*models, *of_run))])
         assert "  1  prompts without an answer, used with [rollout], else skipped; first" in result.stdout
         assert bool(result.exit_code) == fails, of_run
+    names = written(tmp_path / "e.json", [{"text": "a"}, {"txet": "t"}, {"prompt": "p"}, {"txet": "u"}])
+    told = CliRunner().invoke(data_app, ["check", str(names)]).stdout
+    for count, name, first in ((2, "txet", 2), (1, "prompt", 3)):
+        assert f"{count}  skipped: no field 'text', only '{name}'; first: {names}:{first}\n" in told
     weighed, table = [{"text": "a"}, {"text": "b", "loss_multiplier": 0}], tmp_path / "c.parquet"
     pq.write_table(pa.Table.from_pylist([weighed[1]]), table)
     for file, first in ((written(tmp_path / "d.json", weighed), 2), (table, 1)):

@@ -6,6 +6,7 @@ import pytest
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from xtoken_services.cli.starter import find_inputs
 from xtoken_services.demo.report import read_run
 from xtoken_services.demo.run import Training, run_demo
 
@@ -33,6 +34,8 @@ def test_the_demo_leaves_a_table_a_report_and_a_model_that_generates(tmp_path: P
     assert [line["step"] for line in teacher.evals] == [0, 6, 12]
     assert teacher.final["bits_per_byte"] < teacher.evals[0]["bits_per_byte"]
     assert AutoModelForCausalLM.from_pretrained(out / "teacher").config.num_hidden_layers == 4
+    found = find_inputs(tmp_path, student=None, teacher=None, data=None)
+    assert (found.student, found.teacher) == ("out/student", "out/teacher")
     assert (out / "report.html").read_text().count("<svg") == 7
     assert "student, distilled" in (out / "table.txt").read_text()
     model = AutoModelForCausalLM.from_pretrained(out / "runs" / "distilled" / "model")

@@ -267,10 +267,10 @@ def test_a_control_planes_roots_hold_here_too(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(RefusedError, match=r"OUTPUT: .*lies under none of"):
         export_checkpoint(run.spec.output)
     allow(tmp_path / "runs", tmp_path / "data")
-    with pytest.raises(RefusedError, match=r"--to: .*is written: it must lie under"):
+    with pytest.raises(RefusedError, match=r"--to: .*is written: it must lie below"):
         export_checkpoint(run.spec.output)
     allow(tmp_path / "data", tmp_path / "runs")
-    with pytest.raises(RefusedError, match=r"--to: .*is written: it must lie under"):
+    with pytest.raises(RefusedError, match=r"--to: .*is written: it must lie below"):
         export_checkpoint(run.spec.output, None, tmp_path / "data" / "model")
     elsewhere = shutil.copytree(tmp_path / "runs" / "out" / "student", tmp_path / "elsewhere")
     student = run.spec.student.model_copy(update={"model": elsewhere})

@@ -129,9 +129,12 @@ class Roots:
         try:
             target = path.resolve()
             if not _within(target, allowed):
-                kind = "is written: it must lie under" if write else "lies under none of"
                 shown = f"{path}, which is {target}," if str(target) != os.path.normpath(path.absolute()) else path
-                raise RefusedError(field, f"{shown} {kind} this control plane's roots ({names}), which --root adds to")
+                if write:
+                    raise RefusedError(field, f"{shown} is written: it must lie below --runs-dir ({names})")
+                raise RefusedError(
+                    field, f"{shown} lies under none of this control plane's roots ({names}), which --root adds to"
+                )
             for link in () if write else _links(target):
                 if not _within(link.resolve(), allowed):
                     raise RefusedError(field, f"{link} leads out of this control plane's roots ({names})")

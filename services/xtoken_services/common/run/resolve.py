@@ -47,6 +47,11 @@ LEARNED_POSITIONS = ("opt", "gpt_neo", "xglm", "biogpt", "ctrl", "openai-gpt")
 Progress = Callable[[str, float], None]
 """Takes what takes long, in words, and the part (0 to 1) of it that is done."""
 READING = "reading the text"
+WITHOUT_TEMPLATE = (
+    " holds messages, but the {0}'s tokenizer has no chat template: it cannot take messages ({1}, perhaps a base "
+    "model): set {0}.chat_template to a chat model's directory or a .jinja file, take a chat model, or write the "
+    "records as text"
+)
 
 
 def resolve_run(spec: RunSpec, progress: Progress | None = None) -> ResolvedRun:
@@ -137,12 +142,12 @@ def _training_text(spec: RunSpec, same_tokenizer: Sequence[bool], progress: Prog
     return index, piece_bytes
 
 
-def _check_tasks(evaluation: EvalSpec) -> None:
-    """Refuse tasks that cannot be read or judged.
+def _check_tasks(evaluation: EvalSpec, student: ModelSpec) -> None:
+    """Refuse tasks that cannot be read, asked or judged.
 
     Raises:
         ConfigError: Code is not to be run, or cannot be isolated.
-        InputError: A file is missing, or a record in it is no prompt.
+        InputError: A file is missing, a record in it is no prompt, or one has messages and the student no template.
     """
     if (tasks := evaluation.tasks) is None:
         return
@@ -151,6 +156,8 @@ def _check_tasks(evaluation: EvalSpec) -> None:
     for path in tasks.by_name.values():
         allowed = check_allowed(path, "eval.tasks.path")
         prompts = read_prompts(allowed, tasks.match, tasks.max_prompts, within=readable_roots())
+        if any(prompt.messages for prompt in prompts) and not _takes_messages(student):
+            raise InputError(f"{path}{WITHOUT_TEMPLATE.format('student', student.tokenizer_dir)}")
         if not tasks.run_code and any(prompt.match == "code" for prompt in prompts):
             raise ConfigError(
                 f"{path} has programs to run (match = code): set eval.tasks.run_code = true if you trust this student "
@@ -227,7 +234,7 @@ def _held_out(spec: RunSpec) -> str:
     fingerprint = open_held_out(spec).fingerprint
     for path in spec.eval.also_by_name.values():
         open_index(spec, [path], spec.eval.field)
-    _check_tasks(spec.eval)
+    _check_tasks(spec.eval, spec.student)
     return fingerprint
 
 
@@ -321,11 +328,7 @@ def _check_messages(spec: RunSpec, index: TextIndex, same_tokenizer: Sequence[bo
     without = [(key, side.tokenizer_dir) for key, side in sides if not _takes_messages(side)]
     if without and (location := index.first_conversation()) is not None:
         key, directory = without[0]
-        raise InputError(
-            f"{location} holds messages, but the {key}'s tokenizer has no chat template: it cannot take messages "
-            f"({directory}, perhaps a base model): set {key}.chat_template to a chat model's directory or a .jinja "
-            "file, take a chat model, or write the records as text"
-        )
+        raise InputError(f"{location}{WITHOUT_TEMPLATE.format(key, directory)}")
 
 
 def _takes_messages(side: ModelSpec) -> bool:

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from xtoken_core.config.spec import RunSpec
+from xtoken_core.config.validation_errors import field_of
 from xtoken_services.common.files.allowed_paths import RefusedError, paths_of
 from xtoken_services.common.files.input_files import check_input_files
 from xtoken_services.common.run.defaults import FILLED, RunDefaults, expanded, fill_model_defaults
@@ -158,4 +159,4 @@ def _remove(output: Path | None) -> None:
 
 def _setting(error: ErrorDetails) -> str:
     """Return the setting of an error, a teacher's without its number."""
-    return ".".join(str(part) for part in error["loc"] if not isinstance(part, int))
+    return field_of(tuple(part for part in error["loc"] if not isinstance(part, int)))

@@ -17,7 +17,7 @@ from pydantic_core import ErrorDetails
 
 from xtoken_core.config.loss import MODE_NAMES
 from xtoken_core.config.spec import RunSpec
-from xtoken_core.config.validation_errors import message_of
+from xtoken_core.config.validation_errors import field_of, message_of
 from xtoken_core.errors import XtokenError
 from xtoken_services.common.run.defaults import FILLED
 from xtoken_services.common.run.run_text import resolved_text, to_toml, without_defaults
@@ -193,7 +193,7 @@ def errors_of(wrong: Sequence[ErrorDetails]) -> Errors:
     """Return pydantic's errors by setting."""
     errors: Errors = {}
     for item in wrong:
-        add_error(errors, ".".join(map(str, item["loc"])), message_of(item, RunSpec))
+        add_error(errors, field_of(item["loc"]), message_of(item, RunSpec))
     return errors
 
 
