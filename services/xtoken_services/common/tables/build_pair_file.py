@@ -84,7 +84,8 @@ def _cached(
     prints = tokenizer_fingerprint(student), tokenizer_fingerprint(teacher)
     if prints[0] == prints[1]:
         raise ConfigError(
-            f"{student} and {teacher} have the same tokenizer: a run compares them without {PAIR_NAMES[kind]}"
+            f"{student} and {teacher} have the same tokenizer: a run compares them without {PAIR_NAMES[kind]}, or with "
+            "[rollout] makes its own"
         )
     try:
         file = PairCache().file(kind, prints, build, special_tokens)
