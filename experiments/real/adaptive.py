@@ -198,6 +198,7 @@ def on_policy(result: Mapping[str, Any]) -> str:
             cold = condition == methods.COLD_START
             title = methods.TITLES[method].replace(" only", ": cold start" if cold else " continued")
             title = title.removesuffix(", one weight to the end, teacher reads solved problems")
+            title = title.replace("completions, JSD, teacher at .5", "completions")
             change_cell = "" if cold else f"{100 * change:+.1f} points"
             lines.append([title, f"{rate:g}", _at_end(by_seed, key), change_cell, _of_completions(by_seed)[0]])
     return markdown_table(["", *head.split(" | ")], lines)
@@ -205,6 +206,8 @@ def on_policy(result: Mapping[str, Any]) -> str:
 
 def over_text(result: Mapping[str, Any]) -> dict[str, str]:
     """Return by how many points completions end above the better kind of text: the mean, and the data seeds' range.
+
+    Completions of all prompts stand beside text of the answers that their cold start had.
 
     Args:
         result: Content of the result file.
@@ -214,18 +217,24 @@ def over_text(result: Mapping[str, Any]) -> dict[str, str]:
     """
     told = {}
     for condition in AGAIN:
-        key = f"{TASK}{methods.CONDITIONS[condition].task}"
-        ends = {
-            method: {seed: 100 * run["curve"][-1][key] for seed, run in by_seed.items()}
-            for (_, method, _), by_seed in _best_rates(_by_rate(result, condition), key).items()
-        }
-        completions, *text = (ends.get(method, {}) for method in ("on_jsd_sharp", BASELINE, "chain_shots"))
+        of_text = {methods.MID_ALL: methods.MID_ON, methods.ORDERS_ALL: methods.ORDERS_ON}.get(condition, condition)
+        completions = _right_at_end(result, condition).get("on_jsd_sharp", {})
+        text = [_right_at_end(result, of_text).get(method, {}) for method in (BASELINE, "chain_shots")]
         if seeds := completions.keys() & text[0].keys() & text[1].keys():
             better = max(text, key=lambda of: fmean(of[seed] for seed in seeds))
             over = [completions[seed] - better[seed] for seed in seeds]
             spread = f"{min(over):.1f} to {max(over):.1f}" if len(over) > 1 else "one seed"
             told[condition] = f"{fmean(over):.1f} points ({spread})"
     return told
+
+
+def _right_at_end(result: Mapping[str, Any], condition: str) -> dict[str, dict[int, float]]:
+    """Return the percentage of right answers by method, at its best rate, and data seed."""
+    key = f"{TASK}{methods.CONDITIONS[condition].task}"
+    return {
+        method: {seed: 100 * run["curve"][-1][key] for seed, run in by_seed.items()}
+        for (_, method, _), by_seed in _best_rates(_by_rate(result, condition), key).items()
+    }
 
 
 def followed(result: Mapping[str, Any]) -> str:

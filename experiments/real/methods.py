@@ -407,10 +407,10 @@ CONDITIONS |= {
     )
     for name, size in ORDER_SIZES.items()
 }
-MID_ALL, ORDERS_ALL = "qwen-problems-mid-all", "qwen-orders-few-all"
+MID_ALL, ORDERS_ON, ORDERS_ALL = "qwen-problems-mid-all", "qwen-orders-few-on", "qwen-orders-few-all"
 CONDITIONS |= {
     name: replace(CONDITIONS[on], size=10_000_000, note=f"{CONDITIONS[on].note}; all prompts")
-    for name, on in ((MID_ALL, MID_ON), (ORDERS_ALL, "qwen-orders-few-on"))
+    for name, on in ((MID_ALL, MID_ON), (ORDERS_ALL, ORDERS_ON))
 }
 """Completions need prompts alone: of all of them, where the cold start had few answers. Text has all the answers."""
 GERMAN_TEACHER, TWO_TEXTS = "gemma-on-german", "qwen-two-texts"
