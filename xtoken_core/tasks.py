@@ -192,6 +192,10 @@ def _object(line: bytes) -> dict[str, Any]:
         raise ValueError("it is not JSON") from error
     if not isinstance(record, dict):
         raise ValueError("it is no JSON object")
+    try:
+        json.dumps(record, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError("it holds half of a surrogate pair") from error
     return record
 
 

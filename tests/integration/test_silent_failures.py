@@ -25,7 +25,7 @@ from xtoken_core.errors import ConfigError, XtokenError
 from xtoken_core.evaluation import EvalResult
 from xtoken_services.cli import dry_run
 from xtoken_services.cli.dry_run import check_run
-from xtoken_services.common.run import machine, resolve
+from xtoken_services.common.run import inspection, machine, resolve
 from xtoken_services.common.run.defaults import load_run
 from xtoken_services.common.run.resolve import file_warnings, resolve_run
 from xtoken_services.common.run.run_warnings import is_size, warnings_of
@@ -39,6 +39,7 @@ from xtoken_services.teacher.base import HeldOutText
 from xtoken_services.teacher.held_out import measure_held_out
 from xtoken_services.teacher.opening import opened_teacher
 
+LONG_PROMPT = " ".join(["the"] * 400)
 REFUSING = (
     "{% if messages[0].role == 'user' %}{{ raise_exception('no user here') }}{% endif %}{{ messages[0].content }}"
 )
@@ -72,8 +73,10 @@ class Measured:
 def test_a_teacher_is_measured_in_the_chat_template_that_it_reads(
     assets: TinyAssets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    held_out = chats(tmp_path, 4)
-    template = tmp_path / "own.jinja"
+    held_out, template = chats(tmp_path, 4), tmp_path / "own.jinja"
+    answer = {"role": "assistant", "content": "hello"}
+    records = [json.loads(line) for line in held_out.read_text(encoding="utf-8").splitlines()]
+    held_out.write_text("".join(json.dumps({"messages": [*each["messages"], answer]}) + "\n" for each in records))
     template.write_text("{% for m in messages %}[own] {{ m.content }}\n{% endfor %}", encoding="utf-8")
     spec = tiny_spec(assets, tmp_path, teacher=[assets.first_teacher(chat_template=template)], eval={"path": held_out})
     run, measured = resolve_run(spec), Measured()
@@ -202,6 +205,37 @@ def test_a_dry_run_refuses_a_text_without_a_usable_record_as_the_start_does(asse
     with pytest.raises(XtokenError, match=r"none of 40 samples, evenly spread over the run, can be used; the first: "):
         check_run(spec, None)
     assert not spec.output.exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"eval": {"samples": [LONG_PROMPT]}}, r"eval\.samples: the prompt .* has [0-9]+ tokens"),
+        ({"eval": {"tasks": {"path": "task.jsonl"}}}, r"eval\.tasks: prompt 2 of .*task\.jsonl has [0-9]+ tokens"),
+        ({"rollout": {"max_new_tokens": 63}, "loss": {"mode": "chain"}}, r"none of 8 prompts, .*leave room for 1 to 1"),
+    ],
+    ids=["samples", "tasks", "rollouts"],
+)
+def test_a_dry_run_refuses_prompts_that_leave_no_room(tiny: Tiny, changes: dict[str, Any], reason: str) -> None:
+    held_out = write_jsonl(tiny.path / "held.jsonl", documents(4, seed=5))
+    asked = tiny.path / "task.jsonl"
+    asked.write_text("".join(json.dumps({"prompt": p, "answer": "a"}) + "\n" for p in ("the", LONG_PROMPT)))
+    if "eval" in changes:
+        changes["eval"]["path"] = held_out
+        if "tasks" in changes["eval"]:
+            changes["eval"]["tasks"] = {"path": asked, "max_new_tokens": 8}
+    run = resolve_run(tiny.spec(records=8, **changes))
+    with pytest.raises(XtokenError, match=reason):
+        inspection.ACTIONS["check_as_workers"]({"run": run.model_dump(mode="json")}, lambda *_: None)
+
+
+def test_held_out_conversations_without_an_answer_are_refused(assets: TinyAssets, tmp_path: Path) -> None:
+    asked = tmp_path / "asked.jsonl"
+    asked.write_text((json.dumps({"messages": [{"role": "user", "content": "hello"}]}) + "\n") * 8)
+    with pytest.raises(
+        XtokenError, match=r"no record of the held-out text \(.*asked\.jsonl\) has an answer.*eval\.path"
+    ):
+        resolve_run(tiny_spec(assets, tmp_path, eval={"path": asked}))
 
 
 def test_a_look_at_long_documents_reads_two_mebibytes_at_most(assets: TinyAssets, tmp_path: Path) -> None:

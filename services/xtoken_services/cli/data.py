@@ -162,7 +162,7 @@ def _without_room(records: Sequence[Record], collator: CompletionCollator, spec:
     if spec.rollout is None:
         return
     from xtoken_core.tokenizing import ConversationError, UnspellableError
-    from xtoken_services.rollout.main import encoded_prompt
+    from xtoken_services.common.text.prompts import encoded_prompt
 
     for record in records:
         try:

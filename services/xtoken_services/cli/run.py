@@ -56,6 +56,7 @@ def run(
     checkpoint. Without --control no process outlives this command.
     """
     from xtoken_core.errors import ConfigError
+    from xtoken_services.common.run.baseline import why_no_baseline
     from xtoken_services.common.run.defaults import load_run
 
     spec, notes = load_run(run_file, settings or ())
@@ -73,7 +74,7 @@ def run(
     if second is not None:
         compared = _run_to_end(second, None, control, token_file, as_json)
         _print_comparison(distilled, compared, as_json=as_json)
-    elif distilled and spec.teacher and not as_json:
+    elif distilled and not why_no_baseline(spec.model_dump()) and not as_json:
         typer.echo("what the teacher has brought: the same command with --baseline")
     raise typer.Exit(0)
 

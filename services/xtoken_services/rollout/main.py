@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import logging
-import re
 import time
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
 
 from xtoken_core.collate_generated import OF_COMPLETION, Completion, CompletionCollator
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.config.routing import RouteError
-from xtoken_core.config.spec import RunSpec
 from xtoken_core.dataset import BadRecord, TextIndex
-from xtoken_core.dataset.records import ANSWER_FIELDS, FOR_TEACHERS, ROUTE
 from xtoken_core.errors import ConfigError, InputError
 from xtoken_core.losses.masks import loss_counts
 from xtoken_core.queue.run.names import ROLLOUT
@@ -41,12 +37,11 @@ from xtoken_services.common.text.collation import (
     serve_blocks,
     value_with_route,
 )
+from xtoken_services.common.text.prompts import encoded_prompt, look_at_prompts
 from xtoken_services.common.text.run_order import record_of
 from xtoken_services.rollout.served import MODEL, ServedSampler
 
 log = logging.getLogger("xtoken.rollout")
-BESIDE = (*ANSWER_FIELDS, *FOR_TEACHERS, ROUTE)
-"""What a prompt keeps of its record."""
 QUIET_S = 10.0
 """Seconds without the weights before the log says why; in a run a version is written within less."""
 POLL_S = 0.2
@@ -69,9 +64,15 @@ def work(link: QueueLink, *, rank: int, name: str | None) -> None:
             torch.use_deterministic_algorithms(True)
         worker.activity("loading tokenizers")
         collator = collator_of(CompletionCollator, run)
+        index = open_data(run)
+        if not run.spec.has_text:  # of text a collator looks at a sample
+            try:
+                look_at_prompts(run.spec, collator.student, index)
+            except InputError as error:
+                end_run(worker, str(error))
         worker.activity("loading the student")
         sampler = make_sampler(run, collator.student, device)
-        loop = RolloutLoop(worker, sampler, collator, open_data(run))
+        loop = RolloutLoop(worker, sampler, collator, index)
         worker.phase("run")
         loop.serve()
 
@@ -270,61 +271,3 @@ def make_sampler(run: ResolvedRun, tokenizer: TextTokenizer, device: torch.devic
     vocabulary = vocabulary_of(tokenizer, end_tokens(model), width=head_width(model))
     on_gpu = device.type == "cuda"  # by CUDA graphs: without, a small model waits for the launches of its kernels
     return Sampler(model, vocabulary.to(device), Sampling.of(spec.rollout), decoder=Decoder if on_gpu else None)
-
-
-def encoded_prompt(
-    value: Mapping[str, Any], tokenizer: TextTokenizer, spec: RunSpec
-) -> tuple[dict[str, Any], np.ndarray]:
-    """Return a record's prompt, with what is kept beside it, and its tokens.
-
-    Args:
-        value: As of `prompt_of`.
-        tokenizer: The student's.
-        spec: The run, with rollouts.
-
-    Raises:
-        ConversationError: There is none, or it leaves no room for a completion.
-        UnspellableError: The student has no token for a character, nor an unknown token.
-    """
-    assert spec.rollout is not None
-    prompt = prompt_of(value, spec.rollout.prompt_characters)
-    ids = np.array([]) if prompt is None else tokenizer.prompt(prompt)
-    room = spec.student.context_length - spec.rollout.max_new_tokens
-    if prompt is None or not 0 < len(ids) <= room:
-        raise ConversationError(
-            f"its prompt has {len(ids)} tokens: student.context_length and rollout.max_new_tokens leave room for "
-            f"1 to {room}"
-        )
-    return prompt | {name: value[name] for name in BESIDE if name in value}, ids
-
-
-def prompt_of(value: Mapping[str, Any], characters: int | None) -> dict[str, Any] | None:
-    """Return the prompt of a record as `text` or `messages` with `tools`; None if there is nothing to complete.
-
-    Args:
-        value: A record's value: `text`, `prompt` and `completion`, or `messages`.
-        characters: Maximum of characters of a plain text; None: all of it.
-    """
-    if "text" in value:
-        return {"text": cut_at_word(str(value["text"]), characters)}
-    if "completion" in value:
-        return {"text": value["prompt"]}
-    messages = list(value["messages"])
-    while messages and messages[-1]["role"] == "assistant":
-        messages.pop()
-    tools = {"tools": value["tools"]} if "tools" in value else {}
-    return {"messages": messages} | tools if messages else None
-
-
-def cut_at_word(text: str, characters: int | None) -> str:
-    """Return the beginning of a text up to the end of its last whole word.
-
-    >>> cut_at_word("one two three", 9), cut_at_word("one two three", 7), cut_at_word("one", 2)
-    ('one two', 'one two', 'on')
-    """
-    if characters is None or len(text) <= characters:
-        return text
-    head = text[:characters]
-    if not text[characters].isspace():
-        head = re.sub(r"\s+\S*$", "", head) or head
-    return head.rstrip() or head

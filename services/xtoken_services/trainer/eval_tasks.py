@@ -7,16 +7,14 @@ import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from xtoken_core.config.eval import SAMPLE_TOKENS, TasksSpec
+from xtoken_core.config.eval import TasksSpec
 from xtoken_core.config.spec import RunSpec
-from xtoken_core.errors import InputError
-from xtoken_core.tasks import Prompt, accuracy_of, read_prompts
-from xtoken_services.common.files.allowed_paths import readable_roots
+from xtoken_core.tasks import accuracy_of
 from xtoken_services.common.generation.sampling import Sampling
 from xtoken_services.common.processes import run_code
+from xtoken_services.common.text.prompts import sample_prompts, sample_tokens, task_prompts
 from xtoken_services.trainer.generate import Completer
 from xtoken_services.trainer.student import Student
 
@@ -42,15 +40,8 @@ class EvalTasks:
         self.spec: TasksSpec = spec.eval.tasks
         if self.spec.run_code:
             run_code.check_isolation()
-        self._tokenizer = tokenizer
         self._completer = _completer_of(spec, self.spec, tokenizer)
-        self._room = spec.student.context_length - self.spec.max_new_tokens
-        self.prompts: dict[str, list[Prompt]] = {}
-        self._ids: dict[str, list[list[int]]] = {}
-        for name, path in self.spec.by_name.items():
-            prompts = read_prompts(path, self.spec.match, self.spec.max_prompts, within=readable_roots())
-            self.prompts[name] = prompts
-            self._ids[name] = [self._encoded(path, number, prompt) for number, prompt in enumerate(prompts, 1)]
+        self.prompts, self._ids = task_prompts(spec, self._completer.encoder)
 
     def measure(
         self,
@@ -83,26 +74,6 @@ class EvalTasks:
             if self.spec.samples > 1:
                 row[f"{ANY}{name}"] = some
         return row
-
-    def _encoded(self, path: Path, number: int, prompt: Prompt) -> list[int]:
-        if prompt.messages:
-            try:
-                ids = self._tokenizer.apply_chat_template(
-                    list(prompt.messages), add_generation_prompt=True, return_dict=False
-                )
-            except Exception as error:  # templates raise whatever they like
-                raise InputError(
-                    f"eval.tasks: prompt {number} of {path} holds messages that the student's chat template does not "
-                    f"take: {str(error).partition(chr(10))[0]}"
-                ) from error
-        else:
-            ids = self._completer.encoder.begin(prompt.text).tolist()
-        if not 0 < len(ids) <= self._room:
-            raise InputError(
-                f"eval.tasks: prompt {number} of {path} has {len(ids)} tokens: with eval.tasks.max_new_tokens = "
-                f"{self.spec.max_new_tokens}, student.context_length has room for 1 to {max(0, self._room)}"
-            )
-        return [int(token) for token in ids]
 
 
 def _passed(programs: Collection[str], student: Student, progress: Callable[[], None]) -> set[str]:
@@ -139,17 +110,8 @@ class EvalSamples:
 
     def __init__(self, spec: RunSpec, tokenizer: Any) -> None:
         assert spec.eval is not None
-        count = min(SAMPLE_TOKENS, spec.student.context_length // 2)
-        self._completer = Completer(tokenizer, Sampling(count, temperature=0))
-        self.prompts = spec.eval.samples
-        self._ids = [self._completer.encoder.begin(prompt).tolist() for prompt in self.prompts]
-        room = spec.student.context_length - count
-        for prompt, ids in zip(self.prompts, self._ids, strict=True):
-            if not 0 < len(ids) <= room:
-                raise InputError(
-                    f"eval.samples: the prompt {prompt[:40]!r} has {len(ids)} tokens: beside {count} new ones, "
-                    f"student.context_length has room for 1 to {max(0, room)}"
-                )
+        self._completer = Completer(tokenizer, Sampling(sample_tokens(spec), temperature=0))
+        self.prompts, self._ids = spec.eval.samples, sample_prompts(spec, self._completer.encoder)
 
     def measure(self, student: Student, *, progress: Callable[[], None] = lambda: None) -> dict[str, Any]:
         """Return `samples` of a line of `eval.jsonl`: a list of objects with `prompt` and `completion`.

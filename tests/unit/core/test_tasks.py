@@ -70,6 +70,7 @@ def test_completion_is_judged(tmp_path: Path, record: dict[str, Any], completion
     ({"answer": "a"}, "either a `prompt`"),
     ({"prompt": "?", "messages": [{"role": "user", "content": "?"}], "answer": "a"}, "either a `prompt`"),
     ({"prompt": 3, "answer": "a"}, "either a `prompt`"),
+    ({"prompt": "caf\ud800", "answer": "a"}, "half of a surrogate pair"),
     ({"prompt": "?"}, "needs an `answer`, or `tests`"),
     ({"prompt": "?", "answer": [" "]}, "`answer` takes"),
     ({"prompt": "?", "answer": True}, "`answer` takes"),

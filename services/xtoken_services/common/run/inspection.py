@@ -75,7 +75,7 @@ def inspect_run(
 
 
 def check_as_workers(run: ResolvedRun, environment: Mapping[str, str] | None = None) -> list[str]:
-    """Make the checks of workers that have loaded: refuse what cannot be loaded, and a sample without usable records.
+    """Make the checks of workers that have loaded: refuse what cannot be loaded, and samples or prompts of no use.
 
     Args:
         run: The run, with an output in which its text is indexed.
@@ -128,17 +128,26 @@ def _check_start(request: dict[str, Any], progress: Progress) -> dict[str, Any]:
 
 
 def _check_as_workers(request: dict[str, Any], _: Progress) -> list[str]:
+    from xtoken_core.collate_generated import CompletionCollator
     from xtoken_services.common.models.loading import check_architecture
-    from xtoken_services.common.text.collation import look_at_sample, make_collator, open_data, row_counts
+    from xtoken_services.common.text.collation import collator_of, look_at_sample, open_data, row_counts
+    from xtoken_services.common.text.prompts import look_at_prompts, sample_prompts, task_prompts
 
     run = ResolvedRun.model_validate(request["run"])
     check_architecture(run.spec.student.model, "student")
     for number, teacher in enumerate(run.spec.teacher):
         if teacher.loads_model:
             check_architecture(teacher.model, run.spec.teacher_name(number))
-    if not run.spec.has_text:
-        return []
-    found = look_at_sample(run, make_collator(run), open_data(run), row_counts(run))
+    collator, index = collator_of(CompletionCollator, run), open_data(run)
+    if run.spec.eval is not None:
+        sample_prompts(run.spec, collator.student)
+        if run.spec.eval.tasks is not None:
+            task_prompts(run.spec, collator.student)
+    if run.spec.rollout is not None:
+        found = look_at_prompts(run.spec, collator.student, index)
+        if not run.spec.has_text:
+            return list(left_out_warnings(found, found["positions"]).values())
+    found = look_at_sample(run, collator, index, row_counts(run))
     share, each = found["truncated"] / max(found["positions"], 1), found["tokens"] / max(found["positions"], 1)
     warnings = left_out_warnings(found, found["positions"])
     cut = "" if "truncated" in warnings else f"{share:.0%} of {found['positions']} samples are cut; "  # or said twice

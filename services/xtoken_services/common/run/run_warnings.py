@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from xtoken_services.common.run.baseline import why_no_baseline
 from xtoken_services.common.run.metric_lines import BITS, TEACHER_BITS, finite, table, unreachable_warnings, with_error
 from xtoken_services.common.run.status import RunStatus
 from xtoken_services.common.run.verdict import Verdict, difference
@@ -93,7 +94,8 @@ def _runaway(status: RunStatus) -> dict[str, str]:
     loss, lines = table(status.spec, "loss"), {}
     reverse = loss.get("mode") == "chain" and not loss.get("reverse_kl") and loss.get("beta") is None
     schedule = "train" if table(status.spec, "rollout").get("learning_rate") is None else "rollout"
-    change = ("set loss.reverse_kl = true or loss.beta, or " if reverse else "") + f"lower {schedule}.learning_rate"
+    way = 'set loss.mode = "chain" with loss.reverse_kl = true or loss.beta, or '
+    change = (way if reverse else "") + f"lower {schedule}.learning_rate"
     change += "" if status.keeps_best else ", and keep the best student by eval.keep_best = true"
 
     def grown(name: str, times: float = MOST_GROWTH) -> bool:
@@ -130,7 +132,7 @@ def _weak_teacher(status: RunStatus) -> dict[str, str]:
     text = (
         f"the teacher is worse than the student on held-out text, before any training: {first[TEACHER_BITS]:.4f} and "
         f"{with_error(first)} bits per byte: ask it as it answers well (teacher.chat_template), choose another, or "
-        "train without one (--baseline shows what it adds)"
+        "train without one" + " (--baseline shows what it adds)" * (not why_no_baseline(status.spec))
     )
     return {TEACHER_BITS: text}
 

@@ -230,7 +230,10 @@ def look_at_sample(
     ids, columns, reasons = collate_positions(run, collator, index, counts, sorted(positions))
     reason = next(iter(reasons.values()), "")
     if number and not ids:
-        raise BadRecordError(f"none of {number} samples, evenly spread over the run, can be used; the first: {reason}")
+        part = " (text, which rollout.fraction and rollout.after leave beside the prompts)" * bool(run.spec.rollout)
+        raise BadRecordError(
+            f"none of {number} samples{part}, evenly spread over the run, can be used; the first: {reason}"
+        )
     cut = sum(columns[schema.TRUNCATED.name].values.cast("?")) if ids else 0
     tokens = sum(columns[schema.INPUT_LENGTHS.name].values.cast("q")) if ids else 0
     return {"positions": number, "skipped": number - len(ids), "truncated": cut, "tokens": tokens, "reason": reason}

@@ -40,6 +40,13 @@ def scored_documents(spec: RunSpec, text: DataIndex) -> Iterator[Document]:
     return (value.get("text", value) for value in text.values())
 
 
+def may_be_scored(document: Document) -> bool:
+    """Return whether a document that an evaluation reads is plain text, or has an answer."""
+    if isinstance(document, str):
+        return True
+    return "completion" in document or any(each["role"] == "assistant" for each in document["messages"])
+
+
 def open_text(spec: RunSpec, limit: int, progress: Callable[[int, int], None] | None = None) -> TextIndex:
     """Return the index of the training text, of all its sources.
 

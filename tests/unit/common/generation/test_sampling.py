@@ -16,7 +16,7 @@ from xtoken_core.tokenizing import TextTokenizer
 from xtoken_services.common.generation import sampling
 from xtoken_services.common.generation.sampling import Sampled, Sampler, Sampling, choose, seed_of, spelled_text
 from xtoken_services.common.generation.vocabulary import Vocabulary, any_token_of, end_tokens, vocabulary_of
-from xtoken_services.rollout.main import prompt_of
+from xtoken_services.common.text.prompts import prompt_of
 
 PIECES = [bytes([letter]) for letter in b"abcdefghij"] + [b"", "é".encode()[:1], "é".encode()[1:]]
 END = 10

@@ -138,7 +138,9 @@ def test_completions_that_run_away_are_said_with_what_to_change(last: dict[str, 
     run = status(last=None, evaluation=None, spec=spec, completions={"first": COMPLETIONS, "last": COMPLETIONS | last})
     [line] = warnings_of(run).values()
     assert line.startswith(begins) and f"({next(iter(last))})" in line
-    assert line.endswith("set loss.reverse_kl = true or loss.beta, or lower train.learning_rate")
+    assert line.endswith(
+        'set loss.mode = "chain" with loss.reverse_kl = true or loss.beta, or lower train.learning_rate'
+    )
     reverse = changed(run, spec={"loss": {"mode": "chain", "reverse_kl": True, "beta": None}})
     [line] = warnings_of(reverse).values()
     assert "loss.reverse_kl" not in line
