@@ -14,7 +14,7 @@ from xtoken_core.config.spec import RunSpec
 from xtoken_core.data_plane.address import Address
 from xtoken_core.queue.run.names import TRAIN, teacher_task
 from xtoken_services.common.http_engine.keys import VARIABLE as ENGINE_KEY
-from xtoken_services.common.processes.supervised import PYTHON
+from xtoken_services.common.processes.supervised import PYTHON, SINGLE_THREADED
 from xtoken_services.common.run.machine import visible_gpus
 from xtoken_services.supervisor.environment import HUB_TOKEN, PASSIVE_THREADS, THREADS, WANDB_KEY
 
@@ -86,44 +86,32 @@ class _NodeProcesses:
         """Yield the processes, the queue first."""
         workers, teachers = self.run.spec.workers, self.run.spec.teacher
         heavy = heavy_environment(self.run.spec)
-        light = {THREADS: "1", "RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-        serve = ["--bind", self.queue.url, *self.credentials, "--run", str(resolved_file)]
-        serve += ["--group", str(self.node)] if self.node else []
-        yield self._spec("queue", "queue", tuple(serve), light)
+        light = SINGLE_THREADED
+        serve = ["--run", str(resolved_file), *(["--group", str(self.node)] if self.node else [])]
+        yield self._spec("queue", "queue", serve, light)
         for index in range(workers.collators if self.run.spec.has_text else 0):
-            yield self._worker("collator", f"collator-{index}", (), light)
+            yield self._spec("collator", f"collator-{index}", (), light)
         for index in range(self.run.spec.rollout.workers if self.run.spec.rollout else 0):
-            yield self._worker("rollout", f"rollout-{index}", ("--rank", str(index)), heavy)
+            yield self._spec("rollout", f"rollout-{index}", ("--rank", str(index)), heavy)
         for number, rank in product(range(len(teachers)), range(workers.ranks)):
             role = ("--teacher", str(number), "--rank", str(rank))
             env = heavy if teachers[number].store is None else light
-            yield self._worker("teacher", f"teacher-{number}-{rank}", role, env, task=teacher_task(number))
+            yield self._spec("teacher", f"teacher-{number}-{rank}", role, env, task=teacher_task(number))
         for rank in range(workers.ranks):
             world = {"RANK": str(self.node * workers.ranks + rank), "WORLD_SIZE": str(self.run.world)}
             env = heavy | world | {"LOCAL_RANK": str(rank)} if self.run.world > 1 else heavy
-            yield self._worker(
-                "trainer", f"trainer-{rank}", ("--rank", str(rank), *self.loss), env, group="trainers", task=TRAIN
-            )
-
-    def _worker(
-        self, kind: Kind, name: str, extra: tuple[str, ...], env: Mapping[str, str], *, group: str = "", task: str = ""
-    ) -> ProcessSpec:
-        arguments = ("--queue", self.queue.url, *self.credentials, "--name", self.prefix + name, *extra)
-        return self._spec(kind, name, arguments, env, group=group, task=task)
+            own = ("--rank", str(rank), *self.loss)
+            yield self._spec("trainer", f"trainer-{rank}", own, env, group="trainers", task=TRAIN)
 
     def _spec(
-        self,
-        kind: Kind,
-        name: str,
-        arguments: tuple[str, ...],
-        env: Mapping[str, str],
-        *,
-        group: str = "",
-        task: str = "",
+        self, kind: Kind, name: str, role: Sequence[str], env: Mapping[str, str], *, group: str = "", task: str = ""
     ) -> ProcessSpec:
-        command = cli_command(kind, *arguments)
-        group, secrets = group or self.prefix + name, secrets_of(self.run.spec, kind)
-        return ProcessSpec(kind, self.prefix + name, group, command, {**env, **self.gpus}, task, self.node, secrets)
+        """Return a process; `role` is what its command line has beside the queue's address and its name."""
+        name = self.prefix + name
+        named = () if kind == "queue" else ("--name", name)
+        address = ("--bind" if kind == "queue" else "--queue", self.queue.url, *self.credentials)
+        command, secrets = cli_command(kind, *address, *named, *role), secrets_of(self.run.spec, kind)
+        return ProcessSpec(kind, name, group or name, command, {**env, **self.gpus}, task, self.node, secrets)
 
 
 def writer_specs(run: ResolvedRun, resolved_file: Path, store: str) -> tuple[ProcessSpec, ...]:
@@ -134,16 +122,13 @@ def writer_specs(run: ResolvedRun, resolved_file: Path, store: str) -> tuple[Pro
         resolved_file: File from which they read it.
         store: Directory or address of the store.
     """
-    env, names = heavy_environment(run.spec), [f"writer-{rank}" for rank in range(run.spec.workers.ranks)]
-    commands = [
-        cli_command("store", "write", str(resolved_file), "--out", store, "--rank", str(rank))
-        for rank in range(run.spec.workers.ranks)
-    ]
-    secrets = secrets_of(run.spec, "writer")
-    return tuple(
-        ProcessSpec("writer", name, name, each, env, secrets=secrets)
-        for name, each in zip(names, commands, strict=True)
-    )
+    env, secrets = heavy_environment(run.spec), secrets_of(run.spec, "writer")
+
+    def spec(rank: int) -> ProcessSpec:
+        command = cli_command("store", "write", str(resolved_file), "--out", store, "--rank", str(rank))
+        return ProcessSpec("writer", f"writer-{rank}", f"writer-{rank}", command, env, secrets=secrets)
+
+    return tuple(map(spec, range(run.spec.workers.ranks)))
 
 
 def secrets_of(spec: RunSpec, kind: Kind) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from xtoken_core.errors import XtokenError
 from xtoken_services.common.processes.supervised import MARK, PYTHON
-from xtoken_services.supervisor.environment import PASSIVE_THREADS, SECRETS, THREADS, worker_environment
+from xtoken_services.supervisor.environment import SECRETS, THREADS, worker_environment
 from xtoken_services.supervisor.fork_server import MARK_ROOM, MESSAGE_LIMIT
 from xtoken_services.supervisor.launchers.base import STATUS_FILE
 
@@ -184,12 +184,11 @@ def fork_server_of(environment: Mapping[str, str]) -> ForkServer | None:
 def fork_server_of_run(spec: RunSpec) -> ForkServer | None:
     """Start a fork server for a run's workers; None if one of its files is missing, or it starts them elsewhere."""
     from xtoken_services.common.files.input_files import check_input_files
-    from xtoken_services.supervisor.process_spec import threads_of_model_workers
+    from xtoken_services.supervisor.process_spec import heavy_environment
 
     if spec.workers.launcher != "local":
         return None
     with contextlib.suppress(XtokenError, OSError):  # raised again when the run is resolved
         check_input_files(spec)
-        threads = {THREADS: str(threads_of_model_workers(spec)), **PASSIVE_THREADS}
-        return fork_server_of(worker_environment(threads))
+        return fork_server_of(worker_environment(heavy_environment(spec)))
     return None
