@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError
@@ -45,6 +46,7 @@ from xtoken_services.trainer.staging import Stage
 log = logging.getLogger("xtoken.trainer")
 
 PRIVATE = 0o700
+T = TypeVar("T")
 
 
 @dataclass
@@ -165,18 +167,7 @@ class Checkpoints:
             InputError: It cannot be read, is of another version, or others may write to it; on every rank, if on any.
             ConfigError: It belongs to a run with other data, tokenizers or settings; the text names what differs.
         """
-        failure: XtokenError | None = None
-        cursor = Cursor()
-        try:
-            cursor = self._read(path, state)
-        except XtokenError as error:
-            failure = error
-        texts = self.group.all_gather("" if failure is None else str(failure))
-        if failure is not None:
-            raise failure
-        if any(texts):
-            raise InputError(next(filter(None, texts)))
-        return cursor
+        return _together(lambda: self._read(path, state), self.group.all_gather, InputError)
 
     def _read(self, path: Path, state: Mapping[str, Tensor]) -> Cursor:
         identity, document = read_run_document(path)
@@ -195,15 +186,12 @@ class Checkpoints:
 
     def _write(self, target: Path, document: str) -> None:
         """Write a temporary directory, every rank's file with fsync, and rename it: the body of the thread."""
-        scratch = target.with_name(f".{target.name}.tmp")
+        scratch, exchange = target.with_name(f".{target.name}.tmp"), self.group.exchange_in_background
         try:
             staged = self.stage.staged()
             index = build_index(staged, self.group.size)
-            if self.group.is_leader:
-                self._together(lambda: self._prepare(scratch))
-            else:
-                self._together(lambda: None)
-            self._together(lambda: write_rank_file(scratch, index, staged, self.group.rank))
+            _together(lambda: self._prepare(scratch) if self.group.is_leader else None, exchange, OutputError)
+            _together(lambda: write_rank_file(scratch, index, staged, self.group.rank), exchange, OutputError)
             if self.group.is_leader:
                 write_index(scratch, index)
                 self._commit(scratch, target, document)
@@ -211,19 +199,6 @@ class Checkpoints:
             if self.group.is_leader:
                 shutil.rmtree(scratch, ignore_errors=True)
             self._failure = OutputError(f"cannot write the checkpoint {target}: {_reason(error)}")
-
-    def _together(self, action: Callable[[], None]) -> None:
-        """Run this rank's action, and raise the first rank's error on all ranks if any rank has failed."""
-        failure: Exception | None = None
-        try:
-            action()
-        except Exception as error:
-            failure = error
-        reasons = self.group.exchange_in_background("" if failure is None else _reason(failure))
-        if failure is not None:
-            raise failure
-        if any(reasons):
-            raise OutputError(next(filter(None, reasons)))
 
     def _prepare(self, scratch: Path) -> None:
         """Create an empty temporary directory, before any rank writes into it."""
@@ -262,6 +237,24 @@ class Checkpoints:
                 discard(checkpoints[step])
         for scratch in self.directory.glob(".step-*.tmp"):
             shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _together(action: Callable[[], T], exchange: Callable[[str], list[str]], kind: type[XtokenError]) -> T:
+    """Return the result of this rank's action; raise the first rank's error on all ranks if any rank has failed.
+
+    Args:
+        action: What every rank does.
+        exchange: Returns the texts of all ranks.
+        kind: Error on a rank whose own action has not failed.
+    """
+    try:
+        result = action()
+    except Exception as error:
+        exchange(_reason(error))
+        raise
+    if reason := next(filter(None, exchange("")), ""):
+        raise kind(reason)
+    return result
 
 
 def _reason(error: BaseException) -> str:
