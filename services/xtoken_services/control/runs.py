@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import itertools
 import json
@@ -18,7 +17,7 @@ from typing import Any
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import ConfigError, XtokenError, os_errors_as
 from xtoken_services.common.files.allowed_paths import RefusedError
-from xtoken_services.common.files.directory_lock import OccupiedError
+from xtoken_services.common.files.directory_lock import OccupiedError, lock
 from xtoken_services.common.run.resume import CHECKPOINTS, best_step, checkpoints_in, discard
 from xtoken_services.common.run.status import RunState, RunStatus
 from xtoken_services.control.run import run_of
@@ -427,10 +426,5 @@ def _lock_directory(directory: Path) -> int:
     """
     with os_errors_as(XtokenError, f"cannot create the runs' directory {directory}"):
         directory.mkdir(parents=True, exist_ok=True)
-        handle = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(handle)
-        raise ConfigError(f"another control plane serves the runs in {directory}: choose another --runs-dir") from error
-    return handle
+        taken = ConfigError(f"another control plane serves the runs in {directory}: choose another --runs-dir")
+        return lock(directory / LOCK, os.O_RDWR | os.O_CREAT, taken)

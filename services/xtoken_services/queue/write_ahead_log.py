@@ -6,7 +6,6 @@ with a snapshot replaces it. Leases, sessions and volatile fields are never writ
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import sqlite3
@@ -20,6 +19,7 @@ from xtoken_core.queue.engine import Engine
 from xtoken_core.queue.partition import PriorLease
 from xtoken_core.wire import messages as m
 from xtoken_core.wire.columns import Buffer
+from xtoken_services.common.files.directory_lock import lock
 from xtoken_services.queue import log_records as r
 from xtoken_services.queue.journal_file import JournalFile, read, remove
 from xtoken_services.queue.replay import apply
@@ -198,11 +198,5 @@ def _lock(directory: Path) -> int:
         # Users who may write here decide what the queue replays.
         if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o022:
             raise InputError(f"the journal directory {directory} may be written by others: chmod 700 it, or own it")
-        lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        # On the directory's descriptor: the lock goes with the process, however it ends.
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(lock)
-        raise InputError(f"the journal in {directory} is in use by another queue") from error
-    return lock
+        taken = InputError(f"the journal in {directory} is in use by another queue")
+        return lock(directory, os.O_RDONLY | os.O_DIRECTORY, taken)

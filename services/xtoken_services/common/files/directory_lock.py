@@ -1,4 +1,4 @@
-"""The lock of a run's output directory: one run at a time writes there."""
+"""Locks of directories: one run at a time writes to an output, one process serves a directory."""
 
 from __future__ import annotations
 
@@ -17,6 +17,27 @@ class OccupiedError(XtokenError):
     status = 409
 
 
+def lock(place: Path, flags: int, taken: XtokenError) -> int:
+    """Open a file or directory and lock it; return its descriptor, with which the lock goes, however this process ends.
+
+    Args:
+        place: The file or directory.
+        flags: For `os.open`.
+        taken: Error if another process holds the lock.
+
+    Raises:
+        OSError: It cannot be opened.
+        XtokenError: `taken`.
+    """
+    handle = os.open(place, flags | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(handle)
+        raise taken from error
+    return handle
+
+
 @contextmanager
 def sole_owner(output: Path) -> Iterator[None]:
     """Lock a run's output directory, which is created for this user alone if it is missing.
@@ -27,13 +48,9 @@ def sole_owner(output: Path) -> Iterator[None]:
     """
     with os_errors_as(XtokenError, f"cannot create the output directory {output}"):
         output.mkdir(mode=0o700, parents=True, exist_ok=True)
-        handle = os.open(output, os.O_RDONLY | os.O_DIRECTORY)
+        taken = OccupiedError(f"another run is writing to {output}: stop it, or choose another output")
+        handle = lock(output, os.O_RDONLY | os.O_DIRECTORY, taken)  # the directory itself: no file is needed
     try:
-        # The lock is on the directory itself: it needs no file, and the kernel drops it however this process ends.
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise OccupiedError(f"another run is writing to {output}: stop it, or choose another output") from error
         yield
     finally:
         os.close(handle)
