@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -234,21 +234,10 @@ def read_text(text: str | None, file: Path | None) -> str:
 def _sides(
     student: Path, teacher: Path, special_token: list[str] | None
 ) -> tuple[TokenAligner, TextTokenizer, TextTokenizer]:
-    from xtoken_services.common.tokenizers.loading import load_tokenizer
+    from xtoken_services.common.tokenizers.loading import load_tokenizer, sides_of
 
     pairs = parse_special_tokens(special_token or (), "--special-token")
     return sides_of(load_tokenizer(student, "student"), load_tokenizer(teacher, "teacher"), pairs)
-
-
-def sides_of(
-    student: Any, teacher: Any, special_tokens: Mapping[str, str] | None = None
-) -> tuple[TokenAligner, TextTokenizer, TextTokenizer]:
-    """Return the aligner of two tokenizers, and both as encoders of text."""
-    from xtoken_core.alignment import TokenAligner
-    from xtoken_core.tokenizing import TextTokenizer
-
-    aligner = TokenAligner(student, teacher, special_tokens)
-    return aligner, TextTokenizer(student, "student"), TextTokenizer(teacher, "teacher")
 
 
 def _coloured(tokens: list[ShownToken]) -> Text:

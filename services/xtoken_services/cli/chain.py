@@ -45,8 +45,8 @@ def inspect(
     from xtoken_core.alignment.report import shown_sides
     from xtoken_core.chain.build import cached_tables
     from xtoken_core.chain.report import side_report, text_report
-    from xtoken_services.cli.align import read_text, sides_of
-    from xtoken_services.common.tokenizers.loading import load_tokenizer
+    from xtoken_services.cli.align import read_text
+    from xtoken_services.common.tokenizers.loading import load_tokenizer, sides_of
 
     pairs = parse_special_tokens(special_token or (), "--special-token")
     source = None if text is None and file is None else read_text(text, file)

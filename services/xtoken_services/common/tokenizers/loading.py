@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from xtoken_core.config.spec import ModelSpec, RunSpec
 from xtoken_core.errors import InputError, first_line
 from xtoken_core.model_files import check_model_directory
 from xtoken_core.projection.fingerprint import tokenizer_fingerprint
+from xtoken_core.tokenizing import TextTokenizer
 from xtoken_services.common.files.allowed_paths import check_allowed
 from xtoken_services.common.tokenizers.chat_templates import read_chat_template
 
@@ -61,6 +62,14 @@ def load_tokenizer(directory: Path, what: str) -> Any:
     except Exception as error:  # the libraries raise whatever a damaged file leads to
         tokenizer_fingerprint(directory)  # raises a better error if its files are missing or damaged
         raise InputError(f"cannot load the {what}'s tokenizer from {directory}: {first_line(error)}") from error
+
+
+def sides_of(
+    student: Any, teacher: Any, special_tokens: Mapping[str, str]
+) -> tuple[TokenAligner, TextTokenizer, TextTokenizer]:
+    """Return the aligner of two tokenizers, and both as encoders of text."""
+    aligner = TokenAligner(student, teacher, special_tokens)
+    return aligner, TextTokenizer(student, "student"), TextTokenizer(teacher, "teacher")
 
 
 def pad_id(tokenizer: Any) -> int:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import asdict
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -101,59 +101,42 @@ class AlignServer:
 
 def main() -> None:
     """Answer requests; tokenizers stay loaded in between."""
-    pairs: OrderedDict[Any, Any] = OrderedDict()
     answer_requests(
         lambda request, _: _aligned(
-            pairs, Path(request["student"]), Path(request["teacher"]), request["text"], request["special_tokens"]
+            Path(request["student"]), Path(request["teacher"]), request["text"], request["special_tokens"]
         )
     )
 
 
-def _aligned(
-    pairs: OrderedDict[Any, Any], student: Path, teacher: Path, text: str, special_tokens: dict[str, str]
-) -> dict[str, Any]:
+def _aligned(student: Path, teacher: Path, text: str, special_tokens: dict[str, str]) -> dict[str, Any]:
     """Align a text with the tokenizers of two directories, which are loaded again if their files have changed."""
     for directory, what in ((student, "the student's tokenizer"), (teacher, "the teacher's tokenizer")):
         check_allowed(directory, what)
-    key = tuple(tuple(_versions(directory)) for directory in (student, teacher))
-    if key not in pairs:
-        pairs[key] = _LoadedPair(student, teacher)
-        while len(pairs) > KEPT_PAIRS:
-            pairs.popitem(last=False)
-    pairs.move_to_end(key)
     from xtoken_core.alignment.report import shown_sides
 
-    pair = pairs[key]
-    aligner = pair.aligner(special_tokens)
-    sides = shown_sides(aligner, pair.student, pair.teacher, text)
+    versions = tuple(tuple(_versions(directory)) for directory in (student, teacher))
+    aligner, ours, theirs = _loaded_sides(student, teacher, versions, tuple(special_tokens.items()))
+    sides = shown_sides(aligner, ours, theirs, text)
     shown = [{"name": name, "tokens": [asdict(token) for token in tokens]} for name, tokens in sides]
     return {"sides": shown, "notes": list(aligner.notes)}
 
 
-class _LoadedPair:
-    """Two loaded tokenizers, and their aligner with the pairs of special tokens of the last request."""
+@lru_cache(KEPT_PAIRS)
+def _loaded_sides(student: Path, teacher: Path, versions: Hashable, special_tokens: tuple[tuple[str, str], ...]) -> Any:
+    from xtoken_services.common.tokenizers.loading import sides_of
 
-    def __init__(self, student: Path, teacher: Path) -> None:
-        from xtoken_core.tokenizing import TextTokenizer
-        from xtoken_services.common.tokenizers.loading import load_tokenizer
+    return sides_of(*_loaded_tokenizers(student, teacher, versions), dict(special_tokens))
 
-        self._tokenizers = load_tokenizer(student, "student"), load_tokenizer(teacher, "teacher")
-        ours, theirs = self._tokenizers
-        self.student, self.teacher = TextTokenizer(ours, "student"), TextTokenizer(theirs, "teacher")
-        self._aligner: tuple[dict[str, str], Any] | None = None
 
-    def aligner(self, special_tokens: dict[str, str]) -> Any:
-        """Return the aligner with these pairs of special tokens."""
-        from xtoken_core.alignment import TokenAligner
+@lru_cache(KEPT_PAIRS)
+def _loaded_tokenizers(student: Path, teacher: Path, versions: Hashable) -> tuple[Any, Any]:
+    from xtoken_services.common.tokenizers.loading import load_tokenizer
 
-        if self._aligner is None or self._aligner[0] != special_tokens:
-            self._aligner = special_tokens, TokenAligner(*self._tokenizers, special_tokens)
-        return self._aligner[1]
+    return load_tokenizer(student, "student"), load_tokenizer(teacher, "teacher")
 
 
 def _versions(directory: Path) -> Iterator[tuple[str, int, int]]:
     """Yield name, time of change and size of a tokenizer's files, to detect changes."""
-    yield str(directory), 0, 0
     with os_errors_as(InputError, f"cannot read the tokenizer in {directory}"), os.scandir(directory) as entries:
         for entry in sorted(entries, key=lambda entry: entry.name):
             if entry.name.startswith(READ_FILES) or entry.name == "config.json":
