@@ -13,10 +13,12 @@ import inspect
 import json
 import re
 import sys
+import tempfile
 import types
 import typing
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -273,7 +275,8 @@ def _row(parameter: Any) -> str:
 
 def rest() -> str:
     """Render the page about the control plane's requests."""
-    described = create_app(Runs(None)).openapi()
+    with tempfile.TemporaryDirectory() as directory, closing(Runs(Path(directory))) as runs:
+        described = create_app(runs).openapi()
     schemas = described["components"]["schemas"]
     requests = "\n".join(
         _request(method.upper(), path, operation)

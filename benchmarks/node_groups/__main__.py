@@ -120,7 +120,7 @@ class Harness:
             groups.close()
 
     def _supervised(self, spec: RunSpec, victim: str, cluster: RayNodes | None) -> dict[str, Any]:
-        runs = Runs(None, tied=True)
+        runs = Runs(self._work / "control", tied=True)
         killed: dict[str, Any] = {"killed": None} if victim else {}
         try:
             run, reason = runs.start(spec)

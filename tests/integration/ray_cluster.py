@@ -48,7 +48,7 @@ class ThreeNodes:
             ray={"address": self.cluster.address, "wait_s": wait_s},
         )  # fmt: skip
         atexit.register(self.cluster.shutdown)
-        self.runs = Runs(directory / "runs" if kept else None, tied=not kept)
+        self.runs = Runs(directory / "runs", tied=not kept)
         found, _ = self.runs.start(self.spec)
         assert found is not None
         self.run: Run = found

@@ -273,7 +273,7 @@ def test_a_run_computes_what_its_store_lacks(assets: TinyAssets, tmp_path: Path)
         assert bytes(again.frame(record)) == whole[record]
     assert reads_its_store(stored)
     with pytest.raises(RefusedError, match="a control plane builds no store"):
-        SpecValidator().validate(stored)
+        SpecValidator(None, tmp_path).validate(stored)
     (tmp_path / "store" / again.entries[9].shard).unlink()
     damage(tmp_path / "store", again.entries[0])
     index = tmp_path / "store" / again.entries[0].shard.replace(FRAMES, INDEX)

@@ -25,7 +25,7 @@ from xtoken_services.control.store import RunRow, Store, TakenError, now
 from xtoken_services.control.validation import SpecValidator
 from xtoken_services.supervisor.json_files import read_json
 from xtoken_services.supervisor.launch_check import check_launch
-from xtoken_services.supervisor.run import LauncherFactory, Run, launcher_factory
+from xtoken_services.supervisor.run import Run, launcher_factory
 from xtoken_services.supervisor.run_record import SPEC, SUMMARY, read_record
 
 log = logging.getLogger("xtoken.control")
@@ -61,10 +61,9 @@ class Runs:
     """Runs of a control plane, including those that an earlier control plane started in the same directory.
 
     Args:
-        directory: Directory of the database; None keeps it in memory.
+        directory: Directory of the database.
         tied: True if the runs' processes are to be killed with this process.
         validator: Rules for specifications; by default everything is accepted, and `output` is relative to `directory`.
-        starters: Creates the launchers of runs; by default the launcher that the specification names.
 
     Attributes:
         database_error: Error of the last check of the database; empty if it is sound.
@@ -73,19 +72,12 @@ class Runs:
         XtokenError: The directory cannot be used, or another control plane uses it.
     """
 
-    def __init__(
-        self,
-        directory: Path | None,
-        *,
-        tied: bool = False,
-        validator: SpecValidator | None = None,
-        starters: LauncherFactory | None = None,
-    ) -> None:
-        self.directory = directory.resolve() if directory is not None else None
-        self._lock_file = _lock_directory(self.directory) if self.directory is not None else None
+    def __init__(self, directory: Path, *, tied: bool = False, validator: SpecValidator | None = None) -> None:
+        self.directory = directory.resolve()
+        self._lock_file: int | None = _lock_directory(self.directory)
         self.store = Store(self.directory)
-        self.validator = validator or SpecValidator(base=self.directory)
-        self._launchers = starters or launcher_factory(tied=tied)
+        self.validator = validator or SpecValidator(None, self.directory)
+        self._launchers = launcher_factory(tied=tied)
         self._here: dict[str, Run] = {}
         self._lock = threading.Lock()
         self._closing = threading.Event()
@@ -141,13 +133,10 @@ class Runs:
             create: Create it, so that no other run takes it.
 
         Raises:
-            RefusedError: There is no directory of runs, or it cannot be created.
+            RefusedError: It cannot be created.
         """
-        base = self.validator.base
-        if base is None:
-            raise RefusedError("output", "is required")
         for number in itertools.count(1):
-            output = base / (name if number == 1 else f"{name}-{number}")
+            output = self.validator.base / (name if number == 1 else f"{name}-{number}")
             if os.path.lexists(output) or self.store.run_around(output) is not None:
                 continue
             try:

@@ -1,4 +1,4 @@
-"""The control plane's SQLite database: in the runs' directory, or in memory for tests and tools.
+"""The control plane's SQLite database, in the runs' directory.
 
 The file is private to its user, created whole, and checked while it is served. It is
 never opened here except by SQLite: closing a descriptor of it would drop this process's locks.
@@ -10,10 +10,9 @@ import os
 import secrets
 import sqlite3
 import stat
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from typing import Any
 from sqlalchemy import Engine, create_engine, delete, event, func, inspect, or_, select, update
 from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 from sqlalchemy.orm import Session
-from sqlalchemy.pool import StaticPool
 
 from xtoken_core.errors import XtokenError, os_errors_as
 from xtoken_services.common.run.status import RunState, RunSummary
@@ -56,25 +54,16 @@ class Store:
     Thread-safe. Returned rows are detached: changing them does not change the database.
 
     Args:
-        directory: Directory of the database file; None keeps the database in memory.
+        directory: Directory of the database file.
 
     Raises:
         StoreError: The database cannot be opened, is damaged, or has another schema version.
     """
 
-    def __init__(self, directory: Path | None) -> None:
-        self._guard: AbstractContextManager[Any]
-        self._file: DatabaseFile | None = None
-        if directory is None:
-            # An in-memory database belongs to one connection, which all threads share, one at a time.
-            self._guard = threading.RLock()
-            shared = {"check_same_thread": False}
-            self._engine = create_engine("sqlite://", poolclass=StaticPool, connect_args=shared)
-        else:
-            self._guard = nullcontext()
-            create_private(directory / FILE, _create)
-            self._file = DatabaseFile(directory / FILE)
-            self._engine = create_engine(f"sqlite:///{directory / FILE}", connect_args={"timeout": BUSY_S})
+    def __init__(self, directory: Path) -> None:
+        create_private(directory / FILE, _create)
+        self._file = DatabaseFile(directory / FILE)
+        self._engine = create_engine(f"sqlite:///{directory / FILE}", connect_args={"timeout": BUSY_S})
         event.listen(self._engine, "connect", _configure)
         with self._errors():
             _create_or_check(self._engine)
@@ -85,8 +74,7 @@ class Store:
         Raises:
             StoreError: It is gone, empty or damaged.
         """
-        if self._file is not None:
-            self._file.check()
+        self._file.check()
 
     def close(self) -> None:
         """Close all connections."""
@@ -149,7 +137,7 @@ class Store:
             query = query.where(RunRow.state.in_(states))
         if name:
             query = query.where(RunRow.name == name)
-        with self._guard, self._errors(), self._engine.connect() as connection:
+        with self._errors(), self._engine.connect() as connection:
             return [dict(zip(SUMMARY, row, strict=True)) for row in connection.execute(query)]
 
     def specs(self, run_ids: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -228,13 +216,13 @@ class Store:
 
     @contextmanager
     def _session(self) -> Iterator[Session]:
-        with self._guard, self._errors(), Session(self._engine, expire_on_commit=False) as session, session.begin():
+        with self._errors(), Session(self._engine, expire_on_commit=False) as session, session.begin():
             yield session
 
     @contextmanager
     def _reading(self) -> Iterator[Session]:
         """Open a session whose rows outlive it, detached."""
-        with self._guard, self._errors(), Session(self._engine, expire_on_commit=False) as session:
+        with self._errors(), Session(self._engine, expire_on_commit=False) as session:
             yield session
             session.expunge_all()
 

@@ -48,11 +48,11 @@ class SpecValidator:
 
     Attributes:
         roots: Directories that runs may read and write; None for no restriction.
-        base: Directory that a relative `output` is resolved against; None if `output` must be absolute.
+        base: Directory that a relative `output` is resolved against.
     """
 
-    roots: Roots | None = None
-    base: Path | None = None
+    roots: Roots | None
+    base: Path
 
     @property
     def inputs(self) -> Path:
@@ -99,10 +99,6 @@ class SpecValidator:
         return spec
 
     def _resolved(self, output: Path) -> Path:
-        if self.base is None:
-            if not output.is_absolute():
-                raise RefusedError("output", f"{output} is relative: a control plane needs absolute paths")
-            return output
         if ".." in output.parts:
             raise RefusedError("output", f"{output} contains '..': name the directory itself")
         try:

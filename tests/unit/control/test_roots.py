@@ -89,11 +89,11 @@ def test_code_runs_only_where_the_operator_lets_it(
     run = RunSpec.model_validate(spec(tmp_path, output=str(tmp_path / "runs" / "out"), eval=evaluation))
     for value in ("", "0"):
         monkeypatch.setenv(RUN_CODE, value)
-        for validator in (SpecValidator(), SpecValidator(roots)):
+        for validator in (SpecValidator(None, tmp_path / "runs"), SpecValidator(roots, tmp_path / "runs")):
             with pytest.raises(RefusedError, match=r"eval\.tasks\.run_code: .*its operator may set XTOKEN_RUN_CODE=1"):
                 validator.validate(run)
     monkeypatch.setenv(RUN_CODE, "1")
-    assert SpecValidator(roots).validate(run) == run
+    assert SpecValidator(roots, tmp_path / "runs").validate(run) == run
 
 
 def test_read_and_write_roots(roots: Roots, tmp_path: Path) -> None:

@@ -79,9 +79,8 @@ def test_file_that_is_not_a_database(tmp_path: Path) -> None:
         Store(tmp_path)
 
 
-@pytest.mark.parametrize("directory", [True, False], ids=["file", "memory"])
-def test_unique_output_and_key(tmp_path: Path, directory: bool) -> None:
-    store = Store(tmp_path if directory else None)
+def test_unique_output_and_key(tmp_path: Path) -> None:
+    store = Store(tmp_path)
     store.add(row("one", key="k"))
     for other in (row("two", output="/runs/one"), row("two", key="k")):
         with pytest.raises(TakenError):

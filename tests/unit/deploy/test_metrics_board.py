@@ -55,9 +55,9 @@ def served(text: str) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def names() -> set[str]:
+def names(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     """What a control plane and a queue answer at `/metrics`."""
-    with TestClient(create_app(Runs(None)), base_url="http://127.0.0.1") as client:
+    with TestClient(create_app(Runs(tmp_path_factory.mktemp("runs"))), base_url="http://127.0.0.1") as client:
         answer = client.get("/metrics")
     assert answer.status_code == 200
     engine = Engine(memory_limit=1 << 20, clock=time.monotonic, opens=any_partition)

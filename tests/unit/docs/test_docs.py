@@ -57,11 +57,11 @@ def is_part(annotation: object) -> bool:
     return any(isinstance(part, type) and issubclass(part, ConfigModel) for part in inner)
 
 
-def test_every_request_has_a_curl_line_of_its_own() -> None:
+def test_every_request_has_a_curl_line_of_its_own(tmp_path: Path) -> None:
     sections = re.findall(
         r"^## (GET|POST|PUT|DELETE) (\S+)\n(.*?)(?=^## )", (ROOT / "docs/rest.md").read_text("utf-8"), re.M | re.S
     )
-    described = create_app(Runs(None)).openapi()["paths"]
+    described = create_app(Runs(tmp_path)).openapi()["paths"]
     assert len(sections) == sum(map(len, described.values()))
     for method, path, text in sections:
         ((words,),) = [commands_of(block) for block in re.findall(r"^```sh\n(.*?)^```", text, re.M | re.S)]

@@ -27,8 +27,7 @@ async def ready(context: Context, response: Response) -> Ready:
     """Check that the database responds, the disk has room and every active run is supervised. Needs no token."""
     stuck, age = context.runs.stuck(), context.runs.housekeeping_age_s
     reasons = [context.runs.database_error] if context.runs.database_error else []
-    directory = context.runs.directory
-    if directory is not None and shutil.disk_usage(directory).free < LEAST_ROOM:
+    if shutil.disk_usage(context.runs.directory).free < LEAST_ROOM:
         reasons.append("the disk of the runs is full")
     if age > HOUSEKEEPING_LIMIT_S:
         reasons.append(f"the database has not responded for {age:.0f} s")
