@@ -74,7 +74,7 @@ class Lane:
         queue = Address.parse(f"ipc://{self._sockets}/queue")
         limits = Limits(max_restarts=spec.workers.max_restarts, first_delay_s=0.0)
         self.supervisor = Supervisor(
-            RunStatus.starting(spec, str(spec.output), steps=resolved.steps),
+            RunStatus.starting(spec, str(spec.output)).model_copy(update={"steps": resolved.steps}),
             build_process_specs(resolved, file, [queue]),
             [queue],
             launcher,

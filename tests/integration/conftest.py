@@ -47,7 +47,7 @@ class Crew:
         self._own_launcher = launcher is None
         self.launcher = launcher or LocalLauncher(tied=True)
         self.supervisor = Supervisor(
-            RunStatus.starting(spec, str(spec.output), steps=resolved.steps),
+            RunStatus.starting(spec, str(spec.output)).model_copy(update={"steps": resolved.steps}),
             build_process_specs(resolved, file, queues),
             queues,
             self.launcher,

@@ -130,15 +130,13 @@ def marked(prefix: str) -> list[tuple[Identity, str]]:
     return matches
 
 
-def kill_marked(prefix: str) -> int:
-    """Send SIGKILL to every process whose mark begins with `prefix`; return their number."""
-    matches = marked(prefix)
-    for identity, _ in matches:
+def kill_marked(prefix: str) -> None:
+    """Send SIGKILL to every process whose mark begins with `prefix`."""
+    for identity, _ in marked(prefix):
         pidfd = open_pidfd(identity)
         if pidfd is not None:
             send(pidfd, signal.SIGKILL)
             os.close(pidfd)
-    return len(matches)
 
 
 def send(pidfd: int, number: signal.Signals) -> None:

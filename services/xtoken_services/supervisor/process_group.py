@@ -45,16 +45,16 @@ class RestartPolicy:
     Args:
         limit: Restarts allowed without progress.
         first_delay_s: Seconds before the first restart; each further one waits twice as long.
+
+    Attributes:
         failures: Failures in a row so far.
         highest_step: Highest step that the run has reached so far.
     """
 
-    def __init__(
-        self, limit: int, *, first_delay_s: float = FIRST_DELAY_S, failures: int = 0, highest_step: int = 0
-    ) -> None:
+    def __init__(self, limit: int, *, first_delay_s: float = FIRST_DELAY_S) -> None:
         self.limit = limit
-        self.failures = failures
-        self.highest_step = highest_step
+        self.failures = 0
+        self.highest_step = 0
         self._first_delay_s = first_delay_s
 
     def record_failure(self, step: int) -> float | None:

@@ -343,16 +343,10 @@ class Supervisor:
     # Processes
 
     def _group(self, specs: Sequence[ProcessSpec], first: int, recovered: RecoveredGroup | None) -> ProcessGroup:
-        limits = self._limits
+        policy = RestartPolicy(self._limits.max_restarts, first_delay_s=self._limits.first_delay_s)
         if recovered is None:
-            policy = RestartPolicy(limits.max_restarts, first_delay_s=limits.first_delay_s)
             return ProcessGroup(specs, policy, first, self._run_id, self._events)
-        policy = RestartPolicy(
-            limits.max_restarts,
-            first_delay_s=limits.first_delay_s,
-            failures=recovered.failures,
-            highest_step=recovered.highest_step,
-        )
+        policy.failures, policy.highest_step = recovered.failures, recovered.highest_step
         group = ProcessGroup(specs, policy, recovered.incarnation + 1, self._run_id, self._events)
         group.attach(recovered.handles, recovered.restarts, self._logs)
         if recovered.waiting:

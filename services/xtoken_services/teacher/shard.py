@@ -28,7 +28,7 @@ def main() -> int:
     set_up()
     for number in (signal.SIGTERM, signal.SIGINT):  # the first process leaves gracefully, then closes standard input
         signal.signal(number, signal.SIG_IGN)
-    job = ShardJob.from_json(sys.stdin.readline())
+    job = ShardJob.model_validate_json(sys.stdin.readline())
     setproctitle(f"xtoken teacher-{job.teacher} part {job.shard}")
     threading.Thread(target=_exit_with_owner, daemon=True).start()
     run = parse_resolved_run(job.run.encode(), source="standard input")

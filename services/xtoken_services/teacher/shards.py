@@ -7,7 +7,6 @@ then restarts the teacher as a whole.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import subprocess
@@ -15,12 +14,11 @@ import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from pydantic import BaseModel
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 from torch.distributed.distributed_c10d import _set_pg_timeout
@@ -39,8 +37,7 @@ MODULE = "xtoken_services.teacher.shard"
 STOPPING_S = 10.0
 
 
-@dataclass(frozen=True)
-class ShardJob:
+class ShardJob(BaseModel, frozen=True):
     """Settings of a process that computes a part of a teacher.
 
     Attributes:
@@ -56,16 +53,6 @@ class ShardJob:
     shard: int
     devices: tuple[str, ...]
     rendezvous: str
-
-    def to_json(self) -> str:
-        """Return the job as one line."""
-        return json.dumps(self.__dict__)
-
-    @classmethod
-    def from_json(cls, line: str) -> ShardJob:
-        """Return the job that a line holds."""
-        values = json.loads(line)
-        return cls(**{**values, "devices": tuple(values["devices"])})
 
     @property
     def device(self) -> torch.device:
@@ -96,7 +83,7 @@ def started_shards(run: ResolvedRun, teacher: int, devices: Sequence[torch.devic
     with tempfile.TemporaryDirectory(prefix="xtoken-shards-") as directory:
         document, names = run.model_dump_json(), tuple(map(str, devices))
         jobs = [
-            ShardJob(document, teacher, shard, names, str(Path(directory, "rendezvous")))
+            ShardJob(run=document, teacher=teacher, shard=shard, devices=names, rendezvous=f"{directory}/rendezvous")
             for shard in range(len(devices))
         ]
         processes = [_start(job) for job in jobs[1:]]
@@ -116,7 +103,7 @@ def started_shards(run: ResolvedRun, teacher: int, devices: Sequence[torch.devic
 def _start(job: ShardJob) -> subprocess.Popen[str]:
     process = subprocess.Popen([*PYTHON, MODULE], stdin=subprocess.PIPE, text=True)
     assert process.stdin is not None
-    process.stdin.write(job.to_json() + "\n")
+    process.stdin.write(job.model_dump_json() + "\n")
     process.stdin.flush()  # left open: it ends with this process, and the other one then exits
     return process
 

@@ -208,8 +208,7 @@ class RankGroup:
 
     def barrier(self) -> None:
         """Wait until all ranks have entered."""
-        if self.size > 1:
-            self.any(False)
+        self.any(False)
 
     def close(self, *, failed: bool = False) -> None:
         """Destroy the process group.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
 import os
 import re
 import secrets
@@ -15,7 +14,7 @@ from typing import Any, Protocol
 from xtoken_core.config.resolved import ResolvedRun
 from xtoken_core.errors import ConfigError
 from xtoken_services.common.files.jsonl import last_line, replace_file
-from xtoken_services.common.run.metric_lines import BITS, ERROR, TASK, TEACHER_BITS, with_error
+from xtoken_services.common.run.metric_lines import BITS, ERROR, TASK, TEACHER_BITS, finite, with_error
 
 log = logging.getLogger("xtoken.trainer")
 
@@ -133,11 +132,7 @@ def make_loggers(run: ResolvedRun, step: int) -> list[MetricLogger]:
 
 def numbers(row: Row) -> dict[str, float]:
     """Return the finite numbers of a line, without its step."""
-    return {
-        name: float(value)
-        for name, value in row.items()
-        if name != "step" and isinstance(value, (int, float)) and math.isfinite(value)
-    }
+    return {name: float(value) for name, value in finite(row).items() if name != "step"}
 
 
 def wandb_id(run: ResolvedRun) -> str:

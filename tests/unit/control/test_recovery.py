@@ -241,9 +241,10 @@ def test_reused_pid() -> None:
 def test_failure_counts_continue(tmp_path: Path) -> None:
     from xtoken_services.supervisor.process_group import RestartPolicy
 
-    policy = RestartPolicy(2, failures=2, highest_step=5)
-    assert policy.record_failure(5) is None
-    assert RestartPolicy(2, failures=2, highest_step=5).record_failure(6) is not None
+    for step, restarts in ((5, False), (6, True)):
+        policy = RestartPolicy(2)
+        policy.failures, policy.highest_step = 2, 5
+        assert (policy.record_failure(step) is not None) is restarts
 
 
 def test_close_releases_the_lock(tmp_path: Path) -> None:

@@ -110,7 +110,8 @@ class ScriptedRun:
 
     def status(self, steps: int, step: int = 0) -> RunStatus:
         """The run before it is started."""
-        return RunStatus.starting(resolved_run(self.output, steps).spec, str(self.output), step=step, steps=steps)
+        status = RunStatus.starting(resolved_run(self.output, steps).spec, str(self.output))
+        return status.model_copy(update={"step": step, "steps": steps})
 
     def run_supervisor(self, supervisor: Supervisor) -> None:
         self.supervisor = supervisor

@@ -28,12 +28,13 @@ from xtoken_services.common.processes.run_code import check_isolation
 from xtoken_services.common.run.metric_lines import finite
 from xtoken_services.common.stores.store_records import check_stores
 from xtoken_services.common.tables.pair_files import cache_of, check_projection_pair, check_special_tokens, pair_file
-from xtoken_services.common.text.measured_text import resolve_text
+from xtoken_services.common.text.measured_text import measure_pieces
 from xtoken_services.common.text.training_text import (
     documents_of,
     may_be_scored,
     open_held_out,
     open_index,
+    open_text,
     scored_documents,
 )
 from xtoken_services.common.tokenizers.chat_templates import TEMPLATE_LIMIT, read_chat_template
@@ -141,7 +142,8 @@ def _training_text(spec: RunSpec, same_tokenizer: Sequence[bool], progress: Prog
     Raises:
         InputError: There are no records, or a tokenizer cannot take them.
     """
-    index, piece_bytes = resolve_text(spec, same_tokenizer, reading(progress))
+    piece_bytes = measure_pieces(spec, same_tokenizer, reading(progress))
+    index = open_text(spec, piece_bytes, reading(progress))
     if len(index) == 0:
         raise InputError(f"the training data is empty: {', '.join(map(str, spec.data.paths))}")
     _check_messages(spec, index, same_tokenizer)

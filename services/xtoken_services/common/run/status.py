@@ -129,7 +129,7 @@ class RunStatus(RunSummary):
     """Specification, with absolute paths."""
 
     @classmethod
-    def starting(cls, spec: RunSpec, run_id: str, *, step: int | None = None, steps: int | None = None) -> RunStatus:
+    def starting(cls, spec: RunSpec, run_id: str) -> RunStatus:
         """Return the status of a run that is created now, before any of its processes exists."""
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         return cls(
@@ -139,8 +139,6 @@ class RunStatus(RunSummary):
             created=now,
             began=now,
             state=RunState.STARTING,
-            step=step,
-            steps=steps,
             checking="",
             spec=spec.model_dump(mode="json"),
         )

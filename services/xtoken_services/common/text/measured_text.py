@@ -1,37 +1,20 @@
-"""The records of a run whose long documents are divided by what every side's context holds. No torch."""
+"""Measurement of how much of a long document every side's context holds, by which a run divides its text. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 from xtoken_core.config.spec import RunSpec
-from xtoken_core.dataset import DataIndex, Record, TextIndex
+from xtoken_core.dataset import DataIndex, Record
 from xtoken_core.errors import InputError
 from xtoken_services.common.processes.child_process import ask_child
-from xtoken_services.common.text.training_text import documents_of, open_text
+from xtoken_services.common.text.training_text import documents_of
 
 SAMPLED_RECORDS = 128
 SAMPLED_CHARACTERS = 65_536
 """Of each record of the sample."""
 SILENCE_S = 300.0
 PROGRAM = "xtoken_services.common.text.piece_bytes"
-
-
-def resolve_text(
-    spec: RunSpec, same_tokenizer: Sequence[bool], progress: Callable[[int, int], None] | None = None
-) -> tuple[TextIndex, int]:
-    """Return the records of a run, and the bytes of a piece at most; 0 where documents are not divided.
-
-    Args:
-        spec: The run's settings.
-        same_tokenizer: Per teacher, True if it has the student's tokenizer.
-        progress: As of `DataIndex.build`; called with documents while they are divided. It may raise to stop.
-
-    Raises:
-        InputError: The text or a tokenizer cannot be read.
-    """
-    limit = measure_pieces(spec, same_tokenizer, progress)
-    return open_text(spec, limit, progress), limit
 
 
 def measure_pieces(
@@ -41,8 +24,8 @@ def measure_pieces(
 
     Args:
         spec: The run's settings.
-        same_tokenizer: As of `resolve_text`.
-        progress: Likewise.
+        same_tokenizer: Per teacher, True if it has the student's tokenizer.
+        progress: As of `DataIndex.build`. It may raise to stop.
 
     Raises:
         InputError: The text or a tokenizer cannot be read.

@@ -53,7 +53,7 @@ def open_text(spec: RunSpec, limit: int, progress: Callable[[int, int], None] | 
     Args:
         spec: The run's settings.
         limit: Bytes of a piece at most; 0: documents are not divided.
-        progress: As of `resolve_text`.
+        progress: As of `DataIndex.build`; called with documents while they are divided. It may raise to stop.
     """
     documents = list(documents_of(spec, progress))
     parts: list[DataIndex | PieceIndex] = list(documents)

@@ -67,23 +67,22 @@ class Machine:
 
 
 class RayHandle:
-    """A process on a node of a cluster."""
+    """A process on a node of a cluster.
+
+    Attributes:
+        pid: Process id on its machine.
+    """
 
     def __init__(self, launcher: RayLauncher, node: int, generation: int, mark: str, status: Path, pid: int) -> None:
         self._launcher, self._node, self._generation = launcher, node, generation
         self._mark, self._status = mark, status
-        self._pid = pid
+        self.pid = pid
         self._exit_code: int | None = None
-
-    @property
-    def pid(self) -> int:
-        """Process id on its machine."""
-        return self._pid
 
     @property
     def identity(self) -> dict[str, Any]:
         """Number of its node group, generation of its machine, and its process id there."""
-        return {"node": self._node, "generation": self._generation, "process": self._pid}
+        return {"node": self._node, "generation": self._generation, "process": self.pid}
 
     def poll(self) -> int | None:
         """Return the process's exit status; `NODE_LOST_EXIT` if its machine is gone and it has left none."""

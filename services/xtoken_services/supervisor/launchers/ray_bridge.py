@@ -15,7 +15,6 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterator
 from typing import Any
 
 from xtoken_core.errors import first_line
@@ -248,12 +247,6 @@ def connect(settings: dict[str, Any]) -> Bridge:
     return Bridge(settings)
 
 
-def read_requests() -> Iterator[dict[str, Any]]:
-    """Yield requests until the input ends."""
-    for line in sys.stdin:
-        yield json.loads(line)
-
-
 def main() -> None:
     """Answer requests until the input ends."""
     responses = os.fdopen(os.dup(1), "w")
@@ -263,7 +256,7 @@ def main() -> None:
         responses.write(json.dumps(response) + "\n")
         responses.flush()
 
-    requests = read_requests()
+    requests = map(json.loads, sys.stdin)
     settings = next(requests)
     bridge: Bridge | None = None
     for request in requests:
