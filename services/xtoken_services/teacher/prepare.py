@@ -28,7 +28,7 @@ from xtoken_core.transports.ring import TopKSettings
 from xtoken_services.common.batches.step_plan import ring_shape, topk_settings
 from xtoken_services.common.models.loading import load_model, nth_gpu, pick_device, takes_gpu
 from xtoken_services.common.models.logits_check import logits_are_heads
-from xtoken_services.common.models.packed_attention import packed_inputs
+from xtoken_services.common.models.packed_attention import copied_to, packed_inputs
 from xtoken_services.common.run.memory_estimate import check_room, check_teacher, teacher_bytes, weight_bytes
 from xtoken_services.teacher.base import HeldOutText, Teacher, TeacherBatch
 from xtoken_services.teacher.quantized import QuantizedLinear, local_part, swap_linears
@@ -384,7 +384,7 @@ class TeacherModel(Teacher):
         else:
             whole = self._sharpened(self.model(**self._inputs(tokens, row)).logits, completions)
             source, head = whole.flatten(0, 1), None
-        targets = predicted_ids(self._on_device(tokens)).flatten()
+        targets = predicted_ids(copied_to(self.device, tokens)).flatten()
         # In pieces, since [B * T, V] in float32 would not fit beside the weights.
         for start in range(0, len(source), CHUNK_TOKENS):
             piece = source[start : start + CHUNK_TOKENS].unsqueeze(0)
@@ -454,7 +454,7 @@ class TeacherModel(Teacher):
         if self.before_forward is not None:
             self.before_forward(tokens, row)
         packed = {} if row is None else packed_inputs(row, self.device, longest=self.longest)
-        return {"input_ids": self._on_device(tokens), "use_cache": False, **packed}
+        return {"input_ids": copied_to(self.device, tokens), "use_cache": False, **packed}
 
     def _bucketed(self, tokens: Tensor, *, bounded: bool) -> Tensor:
         """Pad on the right to a multiple of `WIDTH_BUCKET`; a causal model's other positions do not see the padding.
@@ -469,12 +469,6 @@ class TeacherModel(Teacher):
             longest = getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or width
             wanted = max(width, min(wanted, longest))
         return torch.nn.functional.pad(tokens, (0, wanted - width), value=int(tokens[0, -1]))
-
-    def _on_device(self, tokens: Tensor) -> Tensor:
-        """Copy to the device without synchronisation."""
-        if self.device.type != "cuda":
-            return tokens.to(self.device)
-        return tokens.pin_memory().to(self.device, non_blocking=True)
 
 
 def compile_layers(body: nn.Module) -> None:

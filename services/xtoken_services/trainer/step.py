@@ -27,6 +27,7 @@ from xtoken_core.wire.messages import Claimed, SlotRef
 from xtoken_services.common.batches.packed_batch import packed_batch
 from xtoken_services.common.batches.padding import padded_batch
 from xtoken_services.common.batches.step_plan import StepPlan
+from xtoken_services.common.models.packed_attention import copied_to
 from xtoken_services.common.processes.worker import WAIT_S, StopRequested, Worker
 from xtoken_services.trainer.completion_samples import CompletionSamples
 from xtoken_services.trainer.distributed import RankGroup
@@ -316,10 +317,8 @@ def tensors_of(data: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def to_device(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """Copy tensors to a device; to a GPU through pinned memory, without synchronisation."""
-    if device.type != "cuda":
-        return {name: value.to(device) for name, value in tensors.items()}
-    return {name: value.pin_memory().to(device, non_blocking=True) for name, value in tensors.items()}
+    """Copy tensors to a device without synchronisation."""
+    return {name: copied_to(device, value) for name, value in tensors.items()}
 
 
 def seed_of(seed: int, step: int, rank: int, micro_batch: int) -> int:

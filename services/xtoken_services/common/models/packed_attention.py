@@ -46,6 +46,11 @@ PROBE_TOLERANCE = 0.02
 """Relative deviation below which two results are the same but for rounding."""
 
 
+def copied_to(device: torch.device, x: Tensor) -> Tensor:
+    """Return a tensor on a device; to a GPU it is copied through pinned memory, without synchronisation."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+
+
 def packed_inputs(row: PackedRow, device: torch.device, *, longest: int) -> dict[str, Any]:
     """Return the arguments of a model's forward pass for a packed row, besides the ids.
 
@@ -54,17 +59,13 @@ def packed_inputs(row: PackedRow, device: torch.device, *, longest: int) -> dict
         device: Device of the model; the copy does not wait for it.
         longest: Maximum of tokens per sample in the whole run.
     """
-
-    def moved(x: Tensor) -> Tensor:
-        return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
-
     lengths = row.segments
     flash = device.type == "cuda" and VARLEN is not None and torch.cuda.get_device_capability(device) >= OLDEST
     return {
-        "position_ids": moved(row.positions()),
+        "position_ids": copied_to(device, row.positions()),
         # transformers returns a mask of four dimensions as it is, so that none is built; attention does not read it.
         "attention_mask": torch.ones((1, 1, 1, 1), dtype=torch.bool, device=device),
-        "segments": Segments(lengths, moved(row.boundaries()), max(longest, *lengths), flash),
+        "segments": Segments(lengths, copied_to(device, row.boundaries()), max(longest, *lengths), flash),
     }
 
 
