@@ -100,8 +100,7 @@ def with_open_paths(auth: Auth) -> Auth:
 def install(app: FastAPI) -> None:
     """Add the pages, static files and the redirect to the login page."""
     app.state.gauges = Gauges(app.state.context)
-    roots = app.state.context.runs.validator.roots
-    app.state.table_builds = TableBuilds(roots.environment if roots is not None else {})
+    app.state.table_builds = TableBuilds(app.state.context.runs.validator.environment)
     for module in (new_run, pages, compare_page, documents, downloads, align_page, tables_page, suggestions, login):
         app.include_router(module.router, include_in_schema=False)
     app.mount("/static", StaticFiles(directory=STATIC))

@@ -13,7 +13,6 @@ from xtoken_core.config.resolved import ResolvedRun, parse_resolved_run
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import ConfigError
 from xtoken_core.regular_files import JSON_LIMIT, read_below
-from xtoken_services.common.files.allowed_paths import Roots
 from xtoken_services.common.files.input_files import check_input_files
 from xtoken_services.common.run.inspection import inspect_run
 from xtoken_services.common.run.resume import RESOLVED
@@ -34,20 +33,19 @@ RESUME = "resume the run to continue from its last checkpoint"
 
 
 def run_of(
-    row: RunRow, store: Store, roots: Roots | None, launchers: LauncherFactory, *, recovered: bool = False
+    row: RunRow, store: Store, environment: Mapping[str, str], launchers: LauncherFactory, *, recovered: bool = False
 ) -> Run:
     """Return one launch of a run in the database.
 
     Args:
         row: Row of the run.
         store: The database.
-        roots: Directories that its workers may read and write; None for no restriction.
+        environment: Variables with the directories that its workers may read and write; empty for no restriction.
         launchers: Creates the launcher of its processes.
         recovered: True if an earlier control plane may have started its processes.
     """
-    environment = roots.environment if roots is not None else {}
     # Files of another user, as there are with roots, are read in a child process.
-    resolve = None if roots is None else partial(_resolve_isolated, environment=environment)
+    resolve = partial(_resolve_isolated, environment=environment) if environment else None
     prepare: Prepare = partial(prepare_run, launchers=launchers, resolve=resolve, environment=environment)
     if recovered:
         prepare = partial(_take_over, row=row, store=store, launchers=launchers, environment=environment)

@@ -333,7 +333,7 @@ class Runs:
     # Internals
 
     def _launch(self, row: RunRow, *, recovered: bool = False) -> Run:
-        run = run_of(row, self.store, self.validator.roots, self._launchers, recovered=recovered)
+        run = run_of(row, self.store, self.validator.environment, self._launchers, recovered=recovered)
         self._here[run.id] = run
         run.start()
         return run

@@ -59,6 +59,11 @@ class SpecValidator:
         """Directory of relative paths that are read: the first root, if there is one."""
         return self.roots.read[0] if self.roots is not None and self.roots.read else Path()
 
+    @property
+    def environment(self) -> dict[str, str]:
+        """Environment variables that pass the roots to a process; empty for no restriction."""
+        return self.roots.environment if self.roots is not None else {}
+
     def validate(self, spec: RunSpec) -> RunSpec:
         """Return the specification with absolute paths.
 

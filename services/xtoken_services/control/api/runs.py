@@ -189,10 +189,9 @@ def dry_run_of(context: AppContext, spec: RunSpec, defaults: list[str]) -> DryRu
         raise HTTPException(503, "too many dry runs are in progress: retry in a moment", {"Retry-After": "5"})
     scratch = Path(tempfile.mkdtemp(prefix="xtoken-dry-"))
     try:
-        roots = context.runs.validator.roots
         # Its token of the Hub, which the child has not, was looked for above.
         checked = spec.model_copy(update={"output": scratch, "push_to": None})
-        environment = roots.environment if roots is not None else {}
+        environment = context.runs.validator.environment
         resolved, warnings = inspect_run(checked, lambda activity, done: None, environment, output=spec.output)
         warnings += check_as_workers(resolved, environment)
     finally:

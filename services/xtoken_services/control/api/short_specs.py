@@ -103,9 +103,7 @@ def complete(runs: Runs, document: Mapping[str, Any]) -> tuple[RunSpec, list[str
     if not _slots.acquire(timeout=WAIT_S):
         raise HTTPException(503, "too many runs are being prepared: retry in a moment", {"Retry-After": "5"})
     try:
-        roots = runs.validator.roots
-        environment = roots.environment if roots is not None else {}
-        return complete_document(document, runs.validator.inputs, paths, environment)
+        return complete_document(document, runs.validator.inputs, paths, runs.validator.environment)
     finally:
         _slots.release()
 

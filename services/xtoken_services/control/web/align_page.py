@@ -63,11 +63,11 @@ def _aligned(context: AppContext, values: dict[str, str]) -> tuple[dict[str, Any
 
 
 def _server(context: AppContext) -> AlignServer:
-    roots = context.runs.validator.roots
+    validator = context.runs.validator
     with _starting:
-        if roots not in _servers:
-            _servers[roots] = AlignServer(roots.environment if roots is not None else {})
-        return _servers[roots]
+        if validator.roots not in _servers:
+            _servers[validator.roots] = AlignServer(validator.environment)
+        return _servers[validator.roots]
 
 
 def pairing(student: list[dict[str, Any]], teacher: list[dict[str, Any]]) -> dict[str, int]:
