@@ -14,7 +14,7 @@ from xtoken_core import schema
 from xtoken_core.chain.tables import ChainTables
 from xtoken_core.config.loss import LossConfig, LossMode
 from xtoken_core.errors import ConfigError
-from xtoken_core.losses.masks import compared_chunks, of_samples, shifted_chunk_ids
+from xtoken_core.losses.masks import COMPARED_FIELDS, compared_chunks, of_samples, shifted_chunk_ids
 from xtoken_core.topk_logits import TopKLogits
 
 Scalar = int | float | Tensor
@@ -101,14 +101,10 @@ class ChunkView:
             config: The run's loss settings.
             mode: The teacher's mode, which decides the chunks that are compared.
         """
-        student = batch[schema.field_name(schema.STUDENT_CHUNK_ID, teacher)]
-        of_teacher = batch[schema.field_name(schema.TEACHER_CHUNK_ID, teacher)]
-        pair_valid = batch[schema.field_name(schema.PAIR_VALID, teacher)]
-        pair_is_correct = batch[schema.field_name(schema.PAIR_IS_CORRECT, teacher)]
+        student, of_teacher, *pairs = (batch[schema.field_name(field, teacher)] for field in COMPARED_FIELDS)
         samples = (batch.get(schema.STUDENT_SAMPLE.name), batch.get(schema.field_name(schema.TEACHER_SAMPLE, teacher)))
-        alignment = student, of_teacher, pair_valid, pair_is_correct
         # By the unshifted alignment: the rules of some modes ask for the tokens themselves.
-        comparable = compared_chunks(*alignment, config, mode, samples=samples)
+        comparable = compared_chunks(student, of_teacher, pairs[0], pairs[1], config, mode, samples=samples)
         unmasked = of_samples(
             batch[schema.SAMPLE_MASK.name] > 0, batch.get(schema.field_name(schema.PAIR_SAMPLE, teacher))
         )

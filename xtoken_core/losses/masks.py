@@ -14,9 +14,11 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from xtoken_core import schema
-from xtoken_core.alignment.batch import alignment_from_flat_batch
 from xtoken_core.config.loss import EXACT_FILTERING_MODES, WHOLE_CHUNK_MODES, LossConfig, LossMode
 from xtoken_core.ops.chunk_mean.reference import chunk_sizes
+
+COMPARED_FIELDS = (schema.STUDENT_CHUNK_ID, schema.TEACHER_CHUNK_ID, schema.PAIR_VALID, schema.PAIR_IS_CORRECT)
+"""Columns of an alignment by which a loss chooses its chunks, in the order of the arguments of `compared_chunks`."""
 
 
 class SampleTokens(NamedTuple):
@@ -138,29 +140,6 @@ def kept_chunk_ids(chunk_id: Int[Tensor, "B T"], kept: Bool[Tensor, "B P"]) -> I
     return torch.where(padded.gather(1, (chunk_id + 1).clamp(min=0, max=padded.shape[1] - 1)), chunk_id, -1)
 
 
-def comparable_chunks(
-    student_chunk_id: Int[Tensor, "B T_s"],
-    teacher_chunk_id: Int[Tensor, "B T_t"],
-    pair_valid: Bool[Tensor, "B P"],
-    pair_is_correct: Bool[Tensor, "B P"],
-    *,
-    exact_only: bool,
-) -> Bool[Tensor, "B P"]:
-    """Return True for the chunks that a loss compares, masked samples included.
-
-    Args:
-        student_chunk_id: Chunk of each student position after `shifted_chunk_ids`.
-        teacher_chunk_id: Likewise.
-        pair_valid: False on padding.
-        pair_is_correct: True if the pair is correct (see `xtoken_core.alignment.batch`).
-        exact_only: True to leave out pairs that are not correct.
-    """
-    P = pair_valid.shape[1]
-    # By sizes after the shift: a chunk that only the first token of a sample carries has no position left.
-    valid = valid_chunk_mask(chunk_sizes(student_chunk_id, P), chunk_sizes(teacher_chunk_id, P), pair_valid)
-    return valid & pair_is_correct if exact_only else valid
-
-
 def compared_chunks(
     student_chunk_id: Int[Tensor, "B T_s"],
     teacher_chunk_id: Int[Tensor, "B T_t"],
@@ -182,22 +161,16 @@ def compared_chunks(
         mode: The teacher's.
         samples: Index of the sample of each of the student's and of the teacher's tokens; None: each row is a sample.
     """
+    P = pair_valid.shape[1]
     if mode in WHOLE_CHUNK_MODES:
-        P = pair_valid.shape[1]
         whole = whole_chunks(student_chunk_id, P, samples[0]) & whole_chunks(teacher_chunk_id, P, samples[1])
         return pair_valid & pair_is_correct & whole
-    return comparable_chunks(
-        shifted_chunk_ids(student_chunk_id, samples[0]),
-        shifted_chunk_ids(teacher_chunk_id, samples[1]),
-        pair_valid,
-        pair_is_correct,
-        exact_only=keeps_exact_only(config, mode),
-    )
-
-
-def keeps_exact_only(config: LossConfig, mode: LossMode) -> bool:
-    """Return True if pairs that are not correct are left out in this mode."""
-    return config.exact_token_match_only and mode in EXACT_FILTERING_MODES
+    # By sizes after the shift: a chunk that only the first token of a sample carries has no position left.
+    sides = zip((student_chunk_id, teacher_chunk_id), samples, strict=True)
+    student, teacher = (chunk_sizes(shifted_chunk_ids(ids, sample), P) for ids, sample in sides)
+    valid = valid_chunk_mask(student, teacher, pair_valid)
+    exact_only = config.exact_token_match_only and mode in EXACT_FILTERING_MODES
+    return valid & pair_is_correct if exact_only else valid
 
 
 def kd_chunk_counts(
@@ -252,15 +225,9 @@ def loss_counts(config: LossConfig, same_tokenizer: Sequence[bool]) -> Callable[
         found = {schema.CE_TOKENS.name: ce_token_counts(batch[schema.TOKEN_MASK.name])}
         for index, same in enumerate(same_tokenizer):
             if not same:
-                aligned = alignment_from_flat_batch(batch, index)
-                found[schema.field_name(schema.KD_CHUNKS, index)] = kd_chunk_counts(
-                    aligned.student_chunk_id,
-                    aligned.teacher_chunk_id,
-                    aligned.pair_valid,
-                    aligned.pair_is_correct,
-                    config,
-                    teacher=index,
-                )
+                student, of_teacher, *pairs = (batch[schema.field_name(field, index)] for field in COMPARED_FIELDS)
+                counted = kd_chunk_counts(student, of_teacher, pairs[0], pairs[1], config, teacher=index)
+                found[schema.field_name(schema.KD_CHUNKS, index)] = counted
         return found
 
     return counts
