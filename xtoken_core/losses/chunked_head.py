@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -163,15 +163,11 @@ class ChunkedHead:
         for (teacher, side), pieces in zip(self._sides(), by_teacher, strict=True):
             indices, shape = self._indices(side), teacher.shape
             parts = [_scattered(each, indices, shape) for each in zip(*(d.parts for d in pieces), strict=True)]
-            agrees, mass, missed = ([getattr(d, name) for d in pieces] for name in ("agrees", "mass", "unreachable"))
-            divergences.append(
-                Divergence(
-                    tuple(parts),
-                    None if agrees[0] is None else _scattered(agrees, indices, shape),
-                    None if mass[0] is None else _scattered(mass, indices, shape),
-                    unreachable=None if missed[0] is None else _scattered(missed, indices, shape),
-                )
-            )
+            known: dict[str, Any] = {}
+            for name in ("agrees", "mass", "unreachable"):
+                if getattr(pieces[0], name) is not None:
+                    known[name] = _scattered([getattr(d, name) for d in pieces], indices, shape)
+            divergences.append(Divergence(tuple(parts), **known))
         B, T = self.targets.shape
         losses, hits = ([getattr(b, name) for b in blocks] for name in ("losses", "hits"))
         rows = self.blocks.rows
@@ -253,8 +249,7 @@ def add_product(
 
 
 def _gradient(outputs: Sequence[Tensor], logits: Tensor, weights: Sequence[Tensor]) -> Tensor:
-    gradient: Tensor = torch.autograd.grad(outputs, logits, weights)[0][0]
-    return gradient
+    return torch.autograd.grad(outputs, logits, weights)[0][0]
 
 
 def _pairing(teacher: ComparedTeacher, side: TeacherBlocks, n: int, own_rows: Tensor, targets: Tensor) -> Pairing:

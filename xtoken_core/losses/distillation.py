@@ -33,7 +33,8 @@ from xtoken_core.losses.objective import (
     entry,
     evaluate_whole,
 )
-from xtoken_core.losses.registry import LOSSES, build_loss
+from xtoken_core.losses.registry import LOSSES
+from xtoken_core.losses.same_tokenizer import SameTokenizerLoss
 from xtoken_core.losses.teacher_scores import (
     lowest_index_of_minimum,
     masked_cross_entropy,
@@ -131,19 +132,12 @@ class CrossTokenizerDistillationLoss:
         self.shares: Sequence[float] | None = None
         self.token_kinds = None if token_kinds is None else token_kinds.to(device)
         self.student_vocab_size = student_vocab_size
-        self.losses = [
-            build_loss(
-                config,
-                teacher,
-                index=index,
-                student_vocab_size=student_vocab_size,
-                device=torch.device(device),
-                losses=loss_classes,
-            )
-            for index, teacher in enumerate(teachers)
-        ]
-        for loss in self.losses:
-            loss.name = teacher_name(loss.index, len(teachers))
+        self.losses: list[Loss] = []
+        for index, teacher in enumerate(teachers):
+            kind = SameTokenizerLoss if teacher.same_tokenizer else loss_classes[config.mode_of(index)]
+            own = kind(config, teacher, index=index, student_vocab_size=student_vocab_size, device=torch.device(device))
+            own.name = teacher_name(index, len(teachers))
+            self.losses.append(own)
         self.factors = vocabulary_factors(teachers) if config.normalize_teacher_by_vocab else [1.0] * len(teachers)
 
     def among(self, teachers: Sequence[int], shares: Sequence[float] | None = None) -> CrossTokenizerDistillationLoss:

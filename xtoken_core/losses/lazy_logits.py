@@ -135,30 +135,8 @@ class HeadRows:
         return self.buffer.unsqueeze(0)
 
 
-def logit_rows(logits: Tensor, width: int | None = None, columns: Tensor | None = None) -> RowLogits:
-    """Return a function that copies the logits of some positions from a tensor.
-
-    Args:
-        logits: `[B, T, V]`.
-        width: Number of leading columns; None: all.
-        columns: `[K]` int64 columns; None: all.
-    """
-    B, T, _ = logits.shape
-    logits = logits if width is None else cut(logits, width)
-
-    def selected(indices: Tensor) -> Tensor:
-        indices = indices.clamp(max=B * T - 1)
-        sample, position = indices // T, indices % T
-        if columns is None:
-            return logits[sample, position].unsqueeze(0)
-        # [R, 1] and [K] broadcast to [R, K]: only what is compared is copied.
-        return logits[sample.unsqueeze(1), position.unsqueeze(1), columns].unsqueeze(0)
-
-    return selected
-
-
 def row_logits(logits: WholeLogits, width: int | None = None, columns: Tensor | None = None) -> RowLogits:
-    """Return a function to the logits of some positions, from either form.
+    """Return a function to the logits of some positions, from either form; those of a tensor are copied.
 
     Args:
         logits: `[B, T, V]` or factored.
@@ -167,7 +145,18 @@ def row_logits(logits: WholeLogits, width: int | None = None, columns: Tensor | 
     """
     if isinstance(logits, HeadProjection):
         return HeadRows(logits, width, columns)
-    return logit_rows(logits, width, columns)
+    B, T, _ = logits.shape
+    whole = logits if width is None else cut(logits, width)
+
+    def selected(indices: Tensor) -> Tensor:
+        indices = indices.clamp(max=B * T - 1)
+        sample, position = indices // T, indices % T
+        if columns is None:
+            return whole[sample, position].unsqueeze(0)
+        # [R, 1] and [K] broadcast to [R, K]: only what is compared is copied.
+        return whole[sample.unsqueeze(1), position.unsqueeze(1), columns].unsqueeze(0)
+
+    return selected
 
 
 @dataclass(frozen=True)

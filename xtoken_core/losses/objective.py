@@ -210,36 +210,29 @@ def first_with_cross_entropy(teachers: Sequence[ComparedTeacher]) -> ComparedTea
     return next((teacher for teacher in teachers if teacher.loss.with_cross_entropy), None)
 
 
+@dataclass(frozen=True)
 class Objective:
-    """The loss of a micro-batch as a function of `Values`; linear unless it is scaled dynamically."""
+    """The loss of a micro-batch as a function of `Values`; linear unless it is scaled dynamically.
 
-    def __init__(
-        self,
-        config: LossConfig,
-        losses: Sequence[Loss],
-        batch: Mapping[str, Tensor],
-        denominators: Denominators,
-        weights: TeacherWeights,
-        token_kinds: Int[Tensor, " V"] | None = None,
-        observer: Callable[[Values], None] | None = None,
-        kl_loss_weight: float | None = None,
-    ) -> None:
-        """Store the arguments of the reduction.
+    Attributes:
+        config: The loss's settings.
+        losses: One per teacher.
+        batch: A padded or packed micro-batch with numbered teacher columns.
+        denominators: The step's.
+        weights: The teachers' on this micro-batch.
+        token_kinds: The kinds of the student's tokens, for metrics by class of chunk; None: none are reported.
+        observer: Called with everything that is reduced.
+        kl_loss_weight: Weight of the divergence at this step; None: the setting. Dynamic scaling has its own.
+    """
 
-        Args:
-            config: The loss's settings.
-            losses: One per teacher.
-            batch: A padded or packed micro-batch with numbered teacher columns.
-            denominators: The step's.
-            weights: The teachers' on this micro-batch.
-            token_kinds: The kinds of the student's tokens, for metrics by class of chunk; None: none are reported.
-            observer: Called with everything that is reduced.
-            kl_loss_weight: Weight of the divergence at this step; None: the setting. Dynamic scaling has its own.
-        """
-        self.token_kinds, self.observer = token_kinds, observer
-        self.kl_loss_weight = config.kl_loss_weight if kl_loss_weight is None else kl_loss_weight
-        self.config, self.losses, self.batch = config, losses, batch
-        self.denominators, self.weights = denominators, weights
+    config: LossConfig
+    losses: Sequence[Loss]
+    batch: Mapping[str, Tensor]
+    denominators: Denominators
+    weights: TeacherWeights
+    token_kinds: Int[Tensor, " V"] | None
+    observer: Callable[[Values], None] | None
+    kl_loss_weight: float | None
 
     def __call__(self, values: Values) -> tuple[Float[Tensor, ""], Metrics]:
         """Return the loss, float32 (float64 for float64 logits), and its metrics, detached float32 scalars."""
@@ -348,7 +341,7 @@ class Objective:
 
     def _kl_scale(self, kd: Tensor, ce: Tensor) -> Scalar:
         if not self.config.dynamic_loss_scaling:
-            return self.kl_loss_weight
+            return self.config.kl_loss_weight if self.kl_loss_weight is None else self.kl_loss_weight
         # A ratio, not a term: without gradient, or the loss would learn to change it.
         kd, ce = kd.detach().abs(), ce.detach().abs()
         # Both branches of a where are computed: the inner one keeps 0 / 0 out of it.

@@ -1,4 +1,4 @@
-"""The losses by `loss.mode`, and how one is built for a teacher."""
+"""The losses by `loss.mode`, and what a teacher's loss reads from files."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ from types import MappingProxyType
 import torch
 
 from xtoken_core.chain.files import read_tables
-from xtoken_core.config.loss import LossConfig
 from xtoken_core.losses.alm import ALMLoss
 from xtoken_core.losses.base import Loss
 from xtoken_core.losses.chain_loss import ChainLoss
 from xtoken_core.losses.common import LossTeacher
 from xtoken_core.losses.gold import GoldLoss, HKLLoss, ULDLoss
 from xtoken_core.losses.p_kl import PKLLoss
-from xtoken_core.losses.same_tokenizer import SameTokenizerLoss
 from xtoken_core.projection.files import read_matrix, read_topk
 from xtoken_core.projection.fingerprint import is_sparse
 
@@ -24,29 +22,6 @@ LOSSES: Mapping[str, type[Loss]] = MappingProxyType(
     {cls.mode: cls for cls in (PKLLoss, GoldLoss, HKLLoss, ULDLoss, ALMLoss, ChainLoss)}
 )
 """Every loss between different tokenizers, by its mode."""
-
-
-def build_loss(
-    config: LossConfig,
-    teacher: LossTeacher,
-    *,
-    index: int,
-    student_vocab_size: int,
-    device: torch.device,
-    losses: Mapping[str, type[Loss]] = LOSSES,
-) -> Loss:
-    """Build the loss that compares the student with one teacher.
-
-    Args:
-        config: The loss's settings.
-        teacher: The teacher's static data; one with the student's tokenizer is compared token by token.
-        index: The teacher's number, from 0.
-        student_vocab_size: `V_s`.
-        device: Device of the logits.
-        losses: The losses by mode.
-    """
-    loss = SameTokenizerLoss if teacher.same_tokenizer else losses[config.mode_of(index)]
-    return loss(config, teacher, index=index, student_vocab_size=student_vocab_size, device=device)
 
 
 def load_teacher(

@@ -15,7 +15,7 @@ from xtoken_core.losses.chunk_classes import class_means
 from xtoken_core.losses.common import ChunkView, partial_mean
 from xtoken_core.losses.gold import first_rows
 from xtoken_core.losses.known_gradients import _scaled
-from xtoken_core.losses.lazy_logits import HeadRows, logit_rows
+from xtoken_core.losses.lazy_logits import HeadRows, row_logits
 from xtoken_core.losses.masks import kept_chunk_ids
 from xtoken_core.losses.objective import ComparedTeacher
 from xtoken_core.losses.p_kl import column_log_probs
@@ -172,8 +172,8 @@ def test_rows_that_a_projection_lacks():
 
 def test_rows_of_leading_columns():
     logits = torch.arange(24.0).view(2, 3, 4)
-    assert logit_rows(logits, width=2)(torch.tensor([4, 9])).tolist() == [[[16.0, 17.0], [20.0, 21.0]]]
-    assert torch.equal(logit_rows(logits)(torch.arange(6))[0], logits.view(6, 4))
+    assert row_logits(logits, width=2)(torch.tensor([4, 9])).tolist() == [[[16.0, 17.0], [20.0, 21.0]]]
+    assert torch.equal(row_logits(logits)(torch.arange(6))[0], logits.view(6, 4))
 
 
 def test_blocks_of_a_batch_on_a_device_have_every_position():
