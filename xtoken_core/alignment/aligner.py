@@ -20,12 +20,11 @@ from xtoken_core.alignment.pipeline import Pipeline
 from xtoken_core.alignment.prefix_space import begin_with_spaces, find_dummy_prefixes
 from xtoken_core.alignment.slow_path import RowSide, align_row
 from xtoken_core.alignment.special_tokens import SpecialTokens, with_special_tokens
-from xtoken_core.alignment.tables import TEXT, TokenTable, spelling_pool, token_table
-from xtoken_core.alignment.token_arrays import build_token_arrays, is_ended
+from xtoken_core.alignment.tables import TokenTable, spelling_pool, token_table
+from xtoken_core.alignment.token_arrays import build_token_arrays, compared_pieces, is_ended
 from xtoken_core.errors import InputError
 
 _LOG = logging.getLogger("xtoken.alignment")
-_WHITESPACE = b" \t\n\r\v\f"
 
 
 class TokenAligner:
@@ -74,8 +73,8 @@ class TokenAligner:
         self._sides = build_token_arrays(
             self.student,
             self.teacher,
-            _compared(self.student, folds[0], drop_whitespace=self.teacher.drops_whitespace),
-            _compared(self.teacher, folds[1], drop_whitespace=self.student.drops_whitespace),
+            compared_pieces(self.student, [folds[0]], self.teacher.drops_whitespace),
+            compared_pieces(self.teacher, [folds[1]], self.student.drops_whitespace),
         )
         compares_spelling = folds == (None, None) and not any(table.drops_whitespace for table in tables)
         self._spelled = None if compares_spelling else _spelling_hashes(*tables)
@@ -254,29 +253,6 @@ def _attended(name: str, ids: Any, mask: Any, size: int) -> np.ndarray:
     if there is not None and there.size and not there.min() > 0:
         array = np.where(there != 0, array, size)
     return array
-
-
-def _compared(table: TokenTable, fold: Normalizer | None, *, drop_whitespace: bool) -> list[bytes]:
-    """Return every piece as both sides are compared.
-
-    Args:
-        table: One side's tokens.
-        fold: What they are normalised by; None if by nothing.
-        drop_whitespace: The other side's tokenizer drops whitespace.
-    """
-    pieces = list(table.pieces)
-    if fold is not None:
-        pieces = [_folded(piece, fold) for piece in pieces]
-    if drop_whitespace:
-        pieces = [piece.translate(None, _WHITESPACE) for piece in pieces]
-    return [p if kind == TEXT else b"" for p, kind in zip(pieces, table.kinds.tolist(), strict=True)]
-
-
-def _folded(piece: bytes, fold: Normalizer) -> bytes:
-    try:
-        return fold(piece.decode()).encode()
-    except UnicodeDecodeError:
-        return piece
 
 
 def _notes(name: str, table: TokenTable) -> list[str]:

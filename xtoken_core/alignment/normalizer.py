@@ -132,21 +132,11 @@ class Step:
             return _of_parts([text], [image])
         # Bytes are written character by character. Of a cluster that another step changes no part has a source known.
         parts = list(text) if self.kind == "ByteLevel" else clusters().findall(text)
-        images = list(map(self._cached(), parts))
+        images = list(map(cache(self.apply), parts))  # most texts repeat their clusters
         if "".join(images) != image:
             # The step looks beyond a cluster: cut where the images of both halves still join to the whole.
             parts, images = self._bisect(clusters().findall(text))
         return _of_parts(parts, images)
-
-    def _cached(self) -> Callable[[str], str]:
-        known: dict[str, str] = {}
-
-        def image_of(part: str) -> str:
-            if part not in known:
-                known[part] = self.apply(part)
-            return known[part]
-
-        return image_of
 
     def _bisect(self, parts: Sequence[str]) -> tuple[list[str], list[str]]:
         """Split where the images of both halves make up that of the whole; what cannot be split is one part."""

@@ -231,18 +231,18 @@ def _scheme(tokenizer: Any, tokens: Mapping[int, str | bytes], unknown: int | No
         known = ids is not None and len(strings) == len(ids) and all(isinstance(s, str) for s in strings)
         probes.append(token_decoders.Probe(text, [_unmarked(str(s), marks) for s in strings] if known else None))
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    return token_decoders.choose(probes, _pipeline(backend) if backend is not None else "")
+    return token_decoders.choose(probes, _pipeline(backend) if backend is not None else {})
 
 
-def _pipeline(backend: Any) -> str:
-    """Return the backend's JSON without its vocabulary."""
+def _pipeline(backend: Any) -> dict[str, Any]:
+    """Return the backend's parts as in its JSON, without its vocabulary."""
     parts = {name: getattr(backend, name) for name in ("normalizer", "pre_tokenizer", "decoder")}
     described = {name: json.loads(part.__getstate__()) for name, part in parts.items() if part is not None}
     # Two names instead of the model's JSON, which holds the vocabulary: megabytes of it.
     model = {"type": type(backend.model).__name__}
     if suffix := getattr(backend.model, "end_of_word_suffix", None):
         model["end_of_word_suffix"] = suffix
-    return json.dumps(described | {"model": model})
+    return described | {"model": model}
 
 
 def _token_strings(tokenizer: Any) -> dict[int, str | bytes]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -12,6 +13,7 @@ from xtoken_core.alignment.tables import TEXT, UNKNOWN, Pool, TokenTable, spelli
 
 ABSENT = 3
 """The kind of a place of a batch that holds no token (padding, a prompt); beside those of `tables`."""
+_WHITESPACE = b" \t\n\r\v\f"
 BOS, EOS, BOS_OR_EOS, UNKNOWN_ROLE = 1, 2, -1, -2
 """Roles; 0 = none, numbers from 3 stand for the other specials' own strings, `UNKNOWN_ROLE` for unknown text."""
 
@@ -142,3 +144,28 @@ def build_token_arrays(
             ((p[:1] == b" ") + (p[:2] == b"  ") for p in pieces), dtype=np.uint8, count=len(pieces)
         ),
     )
+
+
+def compared_pieces(
+    table: TokenTable, normalizers: Sequence[Callable[[str], str] | None], drop_whitespace: bool
+) -> list[bytes]:
+    """Return by id the bytes in which both sides are compared.
+
+    Args:
+        table: One side's tokens.
+        normalizers: What either tokenizer does to characters; None: nothing.
+        drop_whitespace: Whether one of them spells no spaces.
+    """
+    pieces = list(table.pieces)
+    for normalizer in dict.fromkeys(each for each in normalizers if each is not None):
+        pieces = [normalizer(piece.decode()).encode() if is_text(piece) else piece for piece in pieces]
+    return [piece.translate(None, _WHITESPACE) for piece in pieces] if drop_whitespace else pieces
+
+
+def is_text(data: bytes) -> bool:
+    """Return True for UTF-8, without a part of a character."""
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import unicodedata
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,28 +113,24 @@ class Probe:
     tokens: Sequence[str] | None
 
 
-def choose(probes: Sequence[Probe], description: str) -> Decode:
+def choose(probes: Sequence[Probe], pipeline: Mapping[str, Any]) -> Decode:
     """Choose the decoder that reconstructs most probe texts.
 
     Args:
         probes: Texts and their tokens.
-        description: The tokenizer's JSON (`""` if it has none); breaks ties.
+        pipeline: Parts of the tokenizer's JSON by name (none if it has none); they break ties.
     """
-    ordered = sorted(_SCHEMES, key=lambda scheme: not _hinted(scheme, description))
+    ordered = sorted(_SCHEMES, key=lambda scheme: not _hinted(scheme, pipeline))
     known = [probe for probe in probes if probe.tokens is not None]
     return max(ordered, key=lambda scheme: sum(_likeness(scheme, probe) for probe in known))
 
 
-def _hinted(scheme: Decode, description: str) -> bool:
-    if not description:
-        return False
-    parts: dict[str, Any] = json.loads(description)
-    model = parts.get("model") or {}
-    steps = [parts.get("pre_tokenizer"), parts.get("decoder"), parts.get("normalizer")]
-    pipeline = json.dumps(steps, ensure_ascii=False)
+def _hinted(scheme: Decode, pipeline: Mapping[str, Any]) -> bool:
+    model = pipeline.get("model") or {}
+    steps = json.dumps([pipeline.get(part) for part in ("pre_tokenizer", "decoder", "normalizer")], ensure_ascii=False)
     hints: dict[Decode, bool] = {
-        byte_level: '"ByteLevel"' in pipeline,
-        sentencepiece: '"Metaspace"' in pipeline or "▁" in pipeline,
+        byte_level: '"ByteLevel"' in steps,
+        sentencepiece: '"Metaspace"' in steps or "▁" in steps,
         wordpiece: model.get("type") == "WordPiece",
         end_of_word: bool(model.get("end_of_word_suffix")),
     }

@@ -22,11 +22,11 @@ from torch import Tensor
 
 from xtoken_core.alignment.special_tokens import SpecialTokens, with_special_tokens
 from xtoken_core.alignment.tables import TEXT, TokenTable, token_table
-from xtoken_core.alignment.token_arrays import BOS, BOS_OR_EOS, EOS, UNKNOWN_ROLE, build_token_arrays
+from xtoken_core.alignment.token_arrays import BOS, BOS_OR_EOS, EOS, UNKNOWN_ROLE, build_token_arrays, compared_pieces
 from xtoken_core.chain.files import read_tables, write_tables
 from xtoken_core.chain.live_sets import LiveSets, everything_live, live_sets
 from xtoken_core.chain.models import bpe_model, is_unigram
-from xtoken_core.chain.spelling import REASONS, Spellings, compared_pieces, spellings, word_start_texts
+from xtoken_core.chain.spelling import REASONS, Spellings, spellings, word_start_texts
 from xtoken_core.chain.tables import ChainTables, LiveTable, SideTable
 from xtoken_core.errors import InputError
 from xtoken_core.projection.fingerprint import tokenizer_fingerprint

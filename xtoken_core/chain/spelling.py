@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 
 from xtoken_core.alignment import tables
 from xtoken_core.alignment.tables import TEXT, TokenTable
+from xtoken_core.alignment.token_arrays import is_text
 from xtoken_core.projection.retokenize import Retokenizer
 
 SPELLED, NO_TEXT, UNKNOWN, NOT_WRITTEN, OTHER_TEXT = range(5)
@@ -24,8 +25,6 @@ REASONS = (
     "the other tokenizer changes its bytes",
 )
 """By status, why a token has no root."""
-
-_WHITESPACE = b" \t\n\r\v\f"
 
 
 @dataclass(frozen=True)
@@ -101,11 +100,11 @@ def _tokenized(texts: Sequence[bytes], target: Retokenizer) -> tuple[np.ndarray,
         int64 ids of all pieces, and `[n]` int64 how many each text became.
     """
     pieces, counts = target(texts)
-    broken = [n for n, text in enumerate(texts) if not _is_text(text)]
+    broken = [n for n, text in enumerate(texts) if not is_text(text)]
     parts = {n: _parts(texts[n]) for n in broken}
     # One piece per byte, or none: only then may whole characters beside the broken one have been lost as text.
     by_byte = [n for n in broken if counts[n] in (0, len(texts[n]))]
-    mixed = [n for n in by_byte if any(len(part) > 1 and _is_text(part) for part in parts[n])]
+    mixed = [n for n in by_byte if any(len(part) > 1 and is_text(part) for part in parts[n])]
     ends = np.cumsum(counts)
     redone: dict[int, list[int]] = {}
     if mixed:
@@ -127,14 +126,6 @@ def _tokenized(texts: Sequence[bytes], target: Retokenizer) -> tuple[np.ndarray,
     ]
     counts = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
     return np.fromiter(itertools.chain.from_iterable(rows), dtype=np.int64, count=int(counts.sum())), counts
-
-
-def _is_text(data: bytes) -> bool:
-    try:
-        data.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
 
 
 def _parts(data: bytes) -> list[bytes]:
@@ -163,19 +154,3 @@ def word_start_texts(tokenizer: Any, table: TokenTable) -> list[bytes]:
         if texts[index][:1].isalnum() and not token.startswith("##"):
             texts[index] = b" " + texts[index]
     return texts
-
-
-def compared_pieces(
-    table: TokenTable, normalizers: Sequence[Callable[[str], str] | None], drop_whitespace: bool
-) -> list[bytes]:
-    """Return by id the bytes in which both sides are compared.
-
-    Args:
-        table: One side's tokens.
-        normalizers: What either tokenizer does to characters; None: nothing.
-        drop_whitespace: Whether one of them spells no spaces.
-    """
-    pieces = list(table.pieces)
-    for normalizer in dict.fromkeys(each for each in normalizers if each is not None):
-        pieces = [normalizer(piece.decode()).encode() if _is_text(piece) else piece for piece in pieces]
-    return [piece.translate(None, _WHITESPACE) for piece in pieces] if drop_whitespace else pieces

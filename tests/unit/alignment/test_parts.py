@@ -94,9 +94,8 @@ def test_word_pieces(token, spelled):
 
 
 @pytest.mark.parametrize(("model", "scheme"), [("WordPiece", "wordpiece"), ("BPE", "plain")])
-def test_the_description_decides_between_equals(model, scheme):
-    description = f'{{"model": {{"type": "{model}"}}}}'
-    chosen = token_decoders.choose([token_decoders.Probe("hello", ["hello"])], description)
+def test_the_pipeline_decides_between_equals(model, scheme):
+    chosen = token_decoders.choose([token_decoders.Probe("hello", ["hello"])], {"model": {"type": model}})
     assert chosen is getattr(token_decoders, scheme)
 
 
