@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import msgspec
+
 from xtoken_core.queue.budget import FIELD_BYTES
 from xtoken_core.queue.response import Response
 from xtoken_core.queue.sample import Status
@@ -84,9 +86,10 @@ class Partition(ABC):
     def misplaced(self) -> QueueError:
         """Return the refusal of a call that belongs to the other kind of partition."""
 
-    @abstractmethod
-    def prior_lease(self, request: m.Ack | m.Complete | m.Nack) -> PriorLease:
-        """Return the lease that a request names, for the write-ahead log."""
+    def prior_lease(self, request: Any) -> PriorLease:
+        """Return the lease of samples that an `Ack`, `Complete` or `Nack` names, for the write-ahead log."""
+        lease = self.samples.leases.get(request.lease)
+        return PriorLease() if lease is None else PriorLease(lease.ids, lease.task)
 
     def seal(self, _: m.Seal) -> Response:
         """Accept no puts any more."""
@@ -160,12 +163,7 @@ class Partition(ABC):
     def same_as(self, other: m.OpenPartition) -> bool:
         """Return whether the message defines this very partition."""
         mine = self.definition
-        return (mine.tasks, mine.volatile, mine.max_attempts, mine.run) == (
-            other.tasks,
-            other.volatile,
-            other.max_attempts,
-            other.run,
-        )
+        return mine == msgspec.structs.replace(other, id=mine.id, session=mine.session)
 
     def task(self, name: str) -> str:
         """Return the name of a task that exists.

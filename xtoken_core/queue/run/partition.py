@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 from xtoken_core import schema
@@ -158,8 +157,7 @@ class RunPartition(Partition):
             return PriorLease()
         if request.lease in self.run.blocks.leases:
             return PriorLease(block=self.run.blocks.leases[request.lease].block)
-        lease = self.samples.leases.get(request.lease)
-        return PriorLease() if lease is None else PriorLease(lease.ids, lease.task)
+        return super().prior_lease(request)
 
     @property
     def overhead(self) -> int:
@@ -228,14 +226,6 @@ PROTOCOL_CALLS: dict[type[m.Request], Callable[[RunProtocol, Any], m.Reply | Non
 """Calls whose replies have no columns: the protocol answers them itself."""
 
 
-@dataclass(frozen=True, slots=True)
-class _SlotRows:
-    """Columns of one filling of a slot."""
-
-    ids: tuple[int, ...]
-    names: tuple[str, ...]
-
-
 class SlotColumns:
     """Columns of a run's store by ring, slot and generation.
 
@@ -248,7 +238,8 @@ class SlotColumns:
         self._names = [
             frozenset(schema.field_name(field, index) for field in SIGNAL_FIELDS) for index in range(teachers)
         ]
-        self._rows: dict[tuple[int, int, int], _SlotRows] = {}
+        # Ids and column names of each filling, as the store takes them.
+        self._rows: dict[tuple[int, int, int], tuple[tuple[int, ...], tuple[str, ...]]] = {}
 
     def check(self, teacher: int, ids: Sequence[int], columns: Mapping[str, Column]) -> None:
         """Check that columns belong to this teacher's signal and have a row per sample of the slot.
@@ -266,12 +257,12 @@ class SlotColumns:
         """Store the columns of a filling, a row for each of `ids`."""
         if columns:
             self.store.put(ids, dict(columns), ids)
-            self._rows[ring, slot, generation] = _SlotRows(tuple(ids), tuple(columns))
+            self._rows[ring, slot, generation] = tuple(ids), tuple(columns)
 
     def read(self, ring: int, slot: int, generation: int) -> dict[str, Column]:
         """Return the columns of a filling; empty for a signal in shared memory."""
         rows = self._rows.get((ring, slot, generation))
-        return self.store.read(rows.ids, rows.names) if rows else {}
+        return self.store.read(*rows) if rows else {}
 
     def drop_stale(self) -> None:
         """Drop the columns whose slot has been freed or filled again."""
@@ -283,5 +274,4 @@ class SlotColumns:
             if slot.state in READABLE
         }
         for key in [key for key in self._rows if key not in current]:
-            rows = self._rows.pop(key)
-            self.store.drop_fields(rows.ids, rows.names)
+            self.store.drop_fields(*self._rows.pop(key))

@@ -104,10 +104,6 @@ class Rings:
         """Return the rings of which the session is one side."""
         return [r for r in self.by_pair.values() if session in (r.teacher_session, r.trainer_session)]
 
-    def drop(self, ring: RegisteredRing) -> None:
-        """Remove a ring."""
-        self.by_pair.pop((ring.teacher, ring.rank), None)
-
 
 @dataclass(frozen=True, slots=True)
 class Filling:
@@ -272,8 +268,8 @@ class SlotTable:
             for ring, index, slot in full
         ]
 
-    def release(self, ring: RegisteredRing, index: int, generation: int) -> bool:
-        """Free a slot that was read; False for an older filling.
+    def release(self, ring: RegisteredRing, index: int, generation: int) -> None:
+        """Free a slot that was read; an older filling is ignored.
 
         Raises:
             QueueError: `bad_request` if the ring has no such slot.
@@ -283,11 +279,10 @@ class SlotTable:
         slot = ring.slots[index]
         # Repeated or late releases change nothing, so that a trainer may send them again after any doubt.
         if not self.is_current(slot, generation) or slot.state != SlotState.READING:
-            return False
+            return
         for reading in self.readings.values():
             reading.pending.discard((ring.id, index))
         slot.free()
-        return True
 
     @staticmethod
     def is_current(slot: Slot, generation: int) -> bool:
@@ -317,7 +312,7 @@ class SlotTable:
                 # The memory may be gone while the trainer reads it: its step cannot be trusted.
                 self._mark_withdrawn(ring, index)
             slot.free()
-        self.rings.drop(ring)
+        self.rings.by_pair.pop((ring.teacher, ring.rank), None)
 
     def drop(self, positions: Iterable[int]) -> None:
         """Drop the readings and routes of dropped samples."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from xtoken_core import schema
 from xtoken_core.plan import window_positions
@@ -241,40 +241,31 @@ class BlockLease:
     block: int
 
 
+@dataclass(eq=False)
 class Blocks:
     """State of every block of a run: free, leased or done.
 
-    Args:
+    Attributes:
         positions: Positions of the run.
         block_size: Positions per block.
         span: How far ahead of the lowest position not done blocks are leased, in positions.
         own: Blocks of each step that this queue's node group leases; the others belong to other groups' queues.
         per_step: Blocks per step.
         prompts: Positions that are prompts, in whole blocks; None: none.
-
-    Attributes:
         done: Blocks of which every position has its row or tombstone.
         leases: Blocks being worked on, by lease id.
         refused: Refusals per block that is not done.
     """
 
-    def __init__(
-        self,
-        positions: int,
-        block_size: int,
-        span: int,
-        *,
-        own: range = range(1),
-        per_step: int = 1,
-        prompts: PromptPlan | None = None,
-    ) -> None:
-        self.positions = positions
-        self.own, self.per_step, self.prompts = own, per_step, prompts
-        self.block_size = block_size
-        self.span = span
-        self.done = IntervalSet()
-        self.leases: dict[int, BlockLease] = {}
-        self.refused: dict[int, int] = {}
+    positions: int
+    block_size: int
+    span: int
+    own: range = range(1)
+    per_step: int = 1
+    prompts: PromptPlan | None = None
+    done: IntervalSet = field(default_factory=IntervalSet)
+    leases: dict[int, BlockLease] = field(default_factory=dict)
+    refused: dict[int, int] = field(default_factory=dict)
 
     def bounds(self, block: int) -> tuple[int, int]:
         """Return the first and last (exclusive) position of a block."""

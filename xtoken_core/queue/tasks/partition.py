@@ -169,8 +169,7 @@ class TaskPartition(Partition):
             known = request.task in self.samples.tasks
             mine = self.samples.held_by(request.session, request.task, request.ids) if known else ()
             return PriorLease(tuple(mine), request.task)
-        lease = self.samples.leases.get(request.lease)
-        return PriorLease() if lease is None else PriorLease(lease.ids, lease.task)
+        return super().prior_lease(request)
 
     def exhausted(self, task: str) -> bool:
         """Return whether a task will never get another sample."""
