@@ -65,7 +65,7 @@ class PackedRow:
 
     def samples(self) -> Int[Tensor, "one T"]:
         """Return the index of each token's sample; padding, which no mask counts, has that of the last one."""
-        return _indices(self.lengths, self.width)
+        return sample_indices(self.lengths, self.width)
 
     def boundaries(self) -> Int[Tensor, " N"]:
         """Return int32 offsets of the segments, from 0 to the row's width."""
@@ -97,12 +97,8 @@ class Segments:
     flash: bool = False
 
 
-def pair_samples(counts: tuple[int, ...], width: int) -> Int[Tensor, "one P"]:
-    """Return the index of each chunk's sample, for `counts` chunks of each sample; padding has that of the last one."""
-    return _indices(counts, width)
-
-
-def _indices(lengths: tuple[int, ...], width: int) -> Tensor:
+def sample_indices(lengths: tuple[int, ...], width: int) -> Int[Tensor, "one n"]:
+    """Return each item's sample, for `lengths` items (tokens, chunks) of each; padding has that of the last one."""
     index = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     rest = torch.full((width - len(index),), len(lengths) - 1)
     return torch.cat([index, rest]).unsqueeze(0)

@@ -7,7 +7,7 @@ Each teacher's columns carry its number: `teacher_0_input_ids`. Only at the publ
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
@@ -116,10 +116,10 @@ ALIGNMENT_FIELDS = (
 )
 
 
+TEACHER_ROW_FIELDS = (*TEACHER_FIELDS, *ALIGNMENT_FIELDS, KD_CHUNKS)
+"""Columns that a teacher with a tokenizer of its own adds to a row."""
 PER_TEACHER = (
-    *TEACHER_FIELDS,
-    *ALIGNMENT_FIELDS,
-    KD_CHUNKS,
+    *TEACHER_ROW_FIELDS,
     TEACHER_LOGITS,
     TEACHER_HIDDEN,
     TEACHER_MAXIMA,
@@ -168,11 +168,6 @@ def without_numbers(columns: Mapping[str, V]) -> dict[str, V]:
     return {_PLAIN.get(name, name): column for name, column in columns.items()}
 
 
-def teacher_fields(teacher: int) -> tuple[str, ...]:
-    """Return the columns that a teacher with a tokenizer of its own adds to a row."""
-    return tuple(field_name(f, teacher) for f in (*TEACHER_FIELDS, *ALIGNMENT_FIELDS, KD_CHUNKS))
-
-
 def run_fields(same_tokenizer: Sequence[bool], *, rollouts: bool = False, log_probs: bool = False) -> tuple[str, ...]:
     """Return the columns of a run's rows that its loss reads.
 
@@ -183,8 +178,8 @@ def run_fields(same_tokenizer: Sequence[bool], *, rollouts: bool = False, log_pr
     """
     generated = [WEIGHTS_VERSION] * rollouts + [SAMPLED_LOG_PROBS] * log_probs
     own = [field.name for field in (*STUDENT_FIELDS, CE_TOKENS, TRUNCATED, *generated)]
-    added = [teacher_fields(teacher) for teacher, same in enumerate(same_tokenizer) if not same]
-    return (*own, *(name for names in added for name in names))
+    others = [teacher for teacher, same in enumerate(same_tokenizer) if not same]
+    return (*own, *(field_name(field, teacher) for teacher in others for field in TEACHER_ROW_FIELDS))
 
 
 def bits_of(teachers: Sequence[int]) -> int:
@@ -208,18 +203,18 @@ def teachers_of(bits: int, teachers: int) -> tuple[int, ...]:
 
 def axis_of(teachers: int) -> dict[str, tuple[Axis, int | None]]:
     """Return for every column of such a run the axis of its values, and the teacher it belongs to."""
-    own = (*STUDENT_FIELDS, CE_TOKENS, TRUNCATED, TEACHERS, *ROLLOUT_FIELDS, SAMPLED_LOG_PROBS)
-    per_teacher = (*TEACHER_FIELDS, *ALIGNMENT_FIELDS, KD_CHUNKS)
-    axes: dict[str, tuple[Axis, int | None]] = {field.name: (field.axis, None) for field in own}
-    axes.update({field_name(f, teacher): (f.axis, teacher) for f in per_teacher for teacher in range(teachers)})
-    return axes
+    return {field_name(field, teacher): (field.axis, teacher) for field, teacher in _row_fields(teachers)}
 
 
 def pad_values(teachers: int) -> dict[str, int | float | bool]:
     """Return the pad value of every column of such a run (token ids are padded by their tokenizer's own id)."""
-    per_teacher = (*TEACHER_FIELDS, *ALIGNMENT_FIELDS, KD_CHUNKS)
-    pads = {
-        field.name: field.pad for field in (*STUDENT_FIELDS, CE_TOKENS, TRUNCATED, *ROLLOUT_FIELDS, SAMPLED_LOG_PROBS)
-    }
-    pads.update({field_name(field, teacher): field.pad for field in per_teacher for teacher in range(teachers)})
-    return pads
+    return {field_name(field, teacher): field.pad for field, teacher in _row_fields(teachers)}
+
+
+def _row_fields(teachers: int) -> Iterator[tuple[Field, int | None]]:
+    """Yield every column of such a run, with the teacher it belongs to."""
+    for field in (*STUDENT_FIELDS, CE_TOKENS, TRUNCATED, TEACHERS, *ROLLOUT_FIELDS, SAMPLED_LOG_PROBS):
+        yield field, None
+    for teacher in range(teachers):
+        for field in TEACHER_ROW_FIELDS:
+            yield field, teacher

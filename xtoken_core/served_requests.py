@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, MutableMapping
-from dataclasses import dataclass
+from operator import add, sub
+from typing import NamedTuple
 
 from xtoken_core.schema import TEACHER_REQUESTS, field_name
 from xtoken_core.wire import Column
@@ -12,8 +13,7 @@ from xtoken_core.wire import Column
 _ROW = struct.Struct("<4q")
 
 
-@dataclass(frozen=True)
-class RequestCounts:
+class RequestCounts(NamedTuple):
     """Counts over some micro-batches.
 
     Attributes:
@@ -30,13 +30,11 @@ class RequestCounts:
 
     def plus(self, other: RequestCounts) -> RequestCounts:
         """Return the sum of two counts."""
-        requests, retries = self.requests + other.requests, self.retries + other.retries
-        return RequestCounts(requests, retries, self.received + other.received, self.waited_s + other.waited_s)
+        return RequestCounts(*map(add, self, other))
 
     def less(self, earlier: RequestCounts) -> RequestCounts:
         """Return the counts since earlier ones."""
-        requests, retries = self.requests - earlier.requests, self.retries - earlier.retries
-        return RequestCounts(requests, retries, self.received - earlier.received, self.waited_s - earlier.waited_s)
+        return RequestCounts(*map(sub, self, earlier))
 
     def column(self, rows: int) -> Column:
         """Return the column of a micro-batch.

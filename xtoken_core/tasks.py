@@ -14,7 +14,7 @@ from textwrap import dedent
 from typing import Any, get_args
 
 from xtoken_core.config.eval import Match
-from xtoken_core.errors import InputError
+from xtoken_core.errors import InputError, os_errors_as
 from xtoken_core.regular_files import MIB, read_regular
 
 MAX_BYTES = 64 * MIB
@@ -104,10 +104,8 @@ def read_prompts(path: Path, match: Match, limit: int, *, within: Sequence[Path]
     Raises:
         InputError: The file cannot be read, or a record is no prompt; the text names the line.
     """
-    try:
+    with os_errors_as(InputError, f"cannot read the task {path}"):
         data = read_regular(path, MAX_BYTES, within=within)
-    except OSError as error:
-        raise InputError(f"cannot read the task {path}: {error.strerror}") from error
     prompts: list[Prompt] = []
     for number, line in enumerate(data.splitlines(), 1):
         if len(prompts) == limit:

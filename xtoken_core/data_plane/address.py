@@ -7,7 +7,7 @@ import os
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import urlsplit
 
 import zmq
 
@@ -45,16 +45,20 @@ class Address:
         Raises:
             ConfigError: It is neither ipc nor tcp, or is not loopback and has no keys.
         """
-        parts = _split(url)
-        if parts.scheme == "ipc":
+        if url.startswith("ipc://"):
             if not 0 < len(os.fsencode(url.removeprefix("ipc://"))) <= IPC_PATH_BYTES:
                 raise ConfigError(f"{url}: the path of an ipc address has 1 to {IPC_PATH_BYTES} bytes")
             return cls(url)
-        if parts.scheme != "tcp" or not parts.hostname or not _port(parts):
+        try:
+            parts = urlsplit(url)
+            host = parts.hostname if parts.scheme == "tcp" and parts.port else None
+        except ValueError:  # brackets that do not hold an IPv6 address, or a port that is no number
+            host = None
+        if not host:
             raise ConfigError(f"{url!r} is not a queue address: use ipc://PATH or tcp://127.0.0.1:PORT")
         keys = keys or (None if token_file else _named(KEYS_VARIABLE))
         token_file = token_file or (None if keys else _named(TOKEN_FILE_VARIABLE))
-        if not is_loopback(parts.hostname) and keys is None:
+        if not is_loopback(host) and keys is None:
             raise ConfigError(
                 f"{url}: a token would cross the network in clear; beyond loopback a directory of keys is needed: "
                 f"name it by --keys or {KEYS_VARIABLE}"
@@ -135,20 +139,6 @@ def create_token(path: Path) -> str:
 def _named(variable: str) -> Path | None:
     named = os.environ.get(variable)
     return Path(named) if named else None
-
-
-def _split(url: str) -> SplitResult:
-    try:
-        return urlsplit(url)
-    except ValueError:  # brackets that do not hold an IPv6 address
-        return SplitResult("", "", url, "", "")
-
-
-def _port(parts: SplitResult) -> int | None:
-    try:
-        return parts.port
-    except ValueError:
-        return None
 
 
 def is_loopback(host: str) -> bool:

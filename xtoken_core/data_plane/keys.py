@@ -11,7 +11,7 @@ from pathlib import Path
 
 from zmq.auth import create_certificates, load_certificate
 
-from xtoken_core.errors import InputError
+from xtoken_core.errors import InputError, os_errors_as
 
 QUEUE, CLIENT, CLIENTS = "queue", "client", "clients"
 
@@ -73,12 +73,10 @@ def _create(directory: Path, name: str) -> Path:
     secret = directory / f"{name}.key_secret"
     if secret.exists():
         raise InputError(f"{secret} is there already: remove it first if it shall be replaced")
-    try:
+    with os_errors_as(InputError, f"cannot write keys into {directory}"):
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         public, made = create_certificates(directory, name)
         Path(made).chmod(0o600)
-    except OSError as error:
-        raise InputError(f"cannot write keys into {directory}: {error.strerror}") from error
     return Path(public)
 
 

@@ -91,20 +91,17 @@ class DataIndex:
         with os_errors_as(InputError, f"cannot keep the data's index in {cache_dir}"):
             cache_dir.mkdir(parents=True, exist_ok=True)
             scratch = Path(tempfile.mkdtemp(prefix=".building-", dir=cache_dir))
-        try:
-            manifest = _write_index(scratch, sources, field, choice, progress)
-            cls(scratch, sources, field, manifest)._check_usable()
-            if choice is not None and not all(
-                any(True for _ in cls(scratch, sources, field, manifest, each).documents()) for each in PARTS
-            ):
-                raise InputError(
-                    f"{_names(sources)}: no text of it can be held out for an evaluation: name another in eval.path"
-                )
-            _install(scratch, directory)
-        except OSError as error:
-            raise InputError(f"cannot keep the data's index in {cache_dir}: {error.strerror}") from error
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
+            try:
+                manifest = _write_index(scratch, sources, field, choice, progress)
+                cls(scratch, sources, field, manifest)._check_usable()
+                parts = [cls(scratch, sources, field, manifest, each) for each in PARTS if choice is not None]
+                if not all(any(True for _ in each.documents()) for each in parts):
+                    raise InputError(
+                        f"{_names(sources)}: no text of it can be held out for an evaluation: name another in eval.path"
+                    )
+                _install(scratch, directory)
+            finally:
+                shutil.rmtree(scratch, ignore_errors=True)
         return cls(directory, sources, field, manifest, part)
 
     @classmethod

@@ -52,9 +52,5 @@ def load_head(directory: Path, *, width: int, hidden: int, dtype: torch.dtype) -
 def _head_name(names: Iterable[str]) -> str | None:
     """Return the name of the untied head, or else of the input embedding."""
     known = sorted(names, key=lambda name: (name.count("."), name))
-    for endings in (HEADS, EMBEDDINGS):
-        for ending in endings:
-            for name in known:
-                if name == ending or name.endswith("." + ending):
-                    return name
-    return None
+    endings = [f".{ending}" for ending in (*HEADS, *EMBEDDINGS)]
+    return next((name for ending in endings for name in known if f".{name}".endswith(ending)), None)

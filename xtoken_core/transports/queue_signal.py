@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from xtoken_core.data_plane.buffers import tensor_over
+from xtoken_core.data_plane.buffers import column_values
 from xtoken_core.schema import TEACHER_HIDDEN, TEACHER_MAXIMA, TEACHER_TOPK, field_name
 from xtoken_core.transports.memory import RingMemory
 from xtoken_core.transports.ring import CANARY_BYTES, RingHandle, RingShape, SignalError, StaleSignalError
@@ -148,10 +148,10 @@ class QueueRingReader(RingReader):
         if self.shape.max_rows:
             kind, name = _maxima_kind(self.shape), field_name(TEACHER_MAXIMA, teacher)
             found = _column(columns, name, kind, self.shape, self.shape.vocab)
-            maxima = _tensor(found, self.shape).view(-1, self.shape.vocab)
+            maxima = column_values(found)
             if len(maxima) != rows:
                 raise SignalError(f"slot {slot} has {rows} rows of hidden states, and maxima of {len(maxima)}")
-        values = _tensor(tokens, self.shape).view(rows, width, self.shape.width)
+        values = column_values(tokens).view(rows, width, self.shape.width)
         self._held[slot] = (generation, values, maxima)
 
     def _extent(self, slot: int, tokens: Column) -> tuple[int, int]:
@@ -226,13 +226,6 @@ def _column(columns: Mapping[str, Column], name: str, kind: Kind, shape: RingSha
         found = "nothing" if column is None else f"{column.kind} {column.dtype} {list(column.item_shape)}"
         raise SignalError(f"{name}: {found} came where the run has {kind} {shape.dtype} [{item}]")
     return column
-
-
-def _tensor(column: Column, shape: RingShape) -> Tensor:
-    """Return a column's values; a copy only if they are not aligned."""
-    dtype: torch.dtype = getattr(torch, shape.dtype)
-    flat: Tensor = tensor_over(column.values, dtype)
-    return flat.clone() if flat.data_ptr() % flat.element_size() else flat
 
 
 def _bytes(values: Tensor) -> Any:

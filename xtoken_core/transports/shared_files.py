@@ -13,7 +13,7 @@ import re
 import secrets
 from pathlib import Path
 
-from xtoken_core.errors import InputError
+from xtoken_core.errors import InputError, os_errors_as
 from xtoken_core.regular_files import access_of_others, open_below
 from xtoken_core.transports.ring import SignalError
 
@@ -41,10 +41,8 @@ def create_file(size: int, *, run: str, session: str, directory: Path = DIRECTOR
     """
     label = "-".join(re.sub(r"[^A-Za-z0-9_.]+", "_", part)[:40] for part in (run, session))
     path = directory / f"{PREFIX}{label}-{os.getpid()}-{secrets.token_hex(8)}"
-    try:
+    with os_errors_as(InputError, f"cannot make a file in {directory}"):
         fd = create_locked(path)
-    except OSError as error:
-        raise InputError(f"cannot make a file in {directory}: {error.strerror}") from error
     try:
         os.posix_fallocate(fd, 0, size)
     except OSError as error:
@@ -88,10 +86,8 @@ def open_file(name: str, size: int, *, directory: Path = DIRECTORY) -> int:
     """
     if not re.fullmatch(re.escape(PREFIX) + r"[A-Za-z0-9_.-]+", name):
         raise SignalError(f"{name!r} is not the name of a ring in shared memory")
-    try:
+    with os_errors_as(SignalError, f"{directory / name} cannot be opened"):
         fd = open_below(directory, name)
-    except OSError as error:
-        raise SignalError(f"{directory / name} cannot be opened: {error.strerror}") from error
     found = os.fstat(fd)
     complaint = access_of_others(found)
     if not complaint and found.st_size != size:

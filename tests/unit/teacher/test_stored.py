@@ -1,6 +1,5 @@
 """Teachers that are read from stores: their slots hold what the models sent that the stores were made of."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -113,7 +112,7 @@ def test_the_head_and_the_padded_hidden_states_are_those_of_the_model(stored: St
         assert slot[row, :length].equal(hidden)
         assert slot[row, length:].equal(last.expand(WIDTH - length, -1)), "padding repeats a token"
     nbytes = sum(entry.size for entry in teacher.store.entries.values())
-    assert replace(teacher.new_requests(), waited_s=0.0) == RequestCounts(3, 0, nbytes)
+    assert teacher.new_requests()._replace(waited_s=0.0) == RequestCounts(3, 0, nbytes)
     assert teacher.new_requests() == RequestCounts()
     assert ring_shape(stored.run, 0).max_rows == 0, "maxima are not stored"
     teacher.close()

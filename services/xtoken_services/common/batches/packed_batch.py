@@ -11,7 +11,7 @@ from torch import Tensor
 
 from xtoken_core import schema
 from xtoken_core.data_plane.buffers import column_values
-from xtoken_core.packing import PackedRow, pair_samples
+from xtoken_core.packing import PackedRow, sample_indices
 from xtoken_core.wire import Column
 from xtoken_services.common.batches.padding import padded_column
 
@@ -92,7 +92,7 @@ def _number_chunks(data: dict[str, Any], columns: Mapping[str, Column], teacher:
     if pairs is None:
         return
     counts = tuple(_lengths(pairs))
-    data[schema.field_name(schema.PAIR_SAMPLE, teacher)] = pair_samples(counts, sum(counts))
+    data[schema.field_name(schema.PAIR_SAMPLE, teacher)] = sample_indices(counts, sum(counts))
     first = torch.tensor([0, *itertools.accumulate(counts)])
     samples = (schema.STUDENT_SAMPLE.name, schema.field_name(schema.TEACHER_SAMPLE, teacher))
     for field, sample in zip(CHUNK_IDS, samples, strict=True):
