@@ -187,7 +187,6 @@ def followers(forest: MergeForest) -> Followers:
     A rule (a, b) of time r separates w and y if a lies on the right spine of w and is used up there after r, and b on
     the left spine of y and is used up there at r or later: of two rules of one rank the leftmost is applied first.
     """
-    V = len(forest.left)
     position, end, child_start, children = _depth_first(forest)
     b = forest.rules.right
     # Children of b in order of time: those formed at the rule's time or later, and what they begin, cannot follow.
@@ -205,19 +204,15 @@ def followers(forest: MergeForest) -> Followers:
     # Only rules before the token was formed: a later one no longer finds `a`, which the token has used up.
     count = _first_not_before(forest.rule_time, start, stop, np.where(has, forest.formed, 0)) - start
     to = np.int32
-    return (
-        Followers(
-            position=position.astype(to),
-            point=position[b].astype(to),
-            low=begin.astype(to),
-            high=end[b].astype(to),
-            rule_start=forest.rule_start.astype(to),
-            tail_start=start.astype(to),
-            tail_count=np.where(has, count, 0).astype(to),
-            right=forest.right.astype(to),
-        )
-        if V
-        else Followers(*(np.zeros(0, to),) * 8)
+    return Followers(
+        position=position.astype(to),
+        point=position[b].astype(to),
+        low=begin.astype(to),
+        high=end[b].astype(to),
+        rule_start=forest.rule_start.astype(to),
+        tail_start=start.astype(to),
+        tail_count=np.where(has, count, 0).astype(to),
+        right=forest.right.astype(to),
     )
 
 

@@ -72,7 +72,7 @@ def side_report(side: SideTable, classes: int, table: TokenTable, *, samples: in
     for value, count in sorted(Counter(status[missing].tolist()).items()):
         without[REASONS[value]] = count
         ids = missing[status[missing] == value][:samples]
-        examples[REASONS[value]] = [shown(table, int(i)) for i in ids]
+        examples[REASONS[value]] = [table.shown(int(i)) for i in ids]
     lengths = Counter(np.diff(side.spelling_start.numpy()).tolist())
     lengths.pop(0, None)
     return SideReport(len(root), int((root != classes).sum()), without, examples, dict(sorted(lengths.items())))
@@ -123,8 +123,3 @@ def shape_of(student: int, teacher: int) -> str:
     if student == 1:
         return "1:1" if teacher == 1 else "1:n"
     return "n:1" if teacher == 1 else "m:n"
-
-
-def shown(table: TokenTable, token: int) -> str:
-    """Return a token as text, with bytes that are no whole characters in hexadecimal."""
-    return table.literals.get(token, table.pieces[token]).decode("utf-8", "backslashreplace")

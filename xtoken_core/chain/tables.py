@@ -53,13 +53,9 @@ class TensorFields:
 
     def to(self: T, device: torch.device | str) -> T:
         """Copy all tensors to a device."""
-        moved = {
-            field.name: value.to(device)
-            if isinstance(value := getattr(self, field.name), (Tensor, TensorFields))
-            else value
-            for field in fields(self)  # type: ignore[arg-type]
-        }
-        return type(self)(**moved)
+        # A tensor without dimensions is a number, which is read back on the host.
+        moved = {name: value.to(device) if value.dim() else value for name, value in self.flat().items()}
+        return self.of_flat(moved)
 
 
 @dataclass(frozen=True)

@@ -400,10 +400,9 @@ def parsed(kind: type, value: Any) -> Any:
 
 
 def _flag(name: str, value: Any) -> bool:
-    try:
-        return bool(TypeAdapter(bool).validate_python(value))
-    except ValidationError as error:
-        raise ValueError(f"{name} takes true or false") from error
+    if (flag := parsed(bool, value)) is None:
+        raise ValueError(f"{name} takes true or false")
+    return bool(flag)
 
 
 def _mode_by_flags(flags: set[str]) -> LossMode:

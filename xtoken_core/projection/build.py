@@ -16,11 +16,11 @@ import numpy as np
 import torch
 
 from xtoken_core.alignment.special_tokens import SpecialTokens, special_token_ids
-from xtoken_core.alignment.tables import TEXT, TokenTable, token_table
+from xtoken_core.alignment.tables import TEXT, TokenTable, spread, token_table
 from xtoken_core.errors import ConfigError
 from xtoken_core.projection.files import TopKProjection
 from xtoken_core.projection.fingerprint import special_tokens_metadata, tokenizer_fingerprint
-from xtoken_core.projection.retokenize import Retokenizer, piece_ranks
+from xtoken_core.projection.retokenize import Retokenizer
 
 FIRST_WEIGHT, DECAY, PIECES = 0.9, 0.1, 4
 ROW_LIMIT = 32
@@ -137,12 +137,14 @@ def build_projection(
     )
 
 
-def _with_pairs(pins: tuple[np.ndarray, np.ndarray], manual: Mapping[int, int | None]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the pins with the pairs that are set by hand, and without any other pin of their tokens."""
+def _with_pairs(pins: Mapping[int, int], manual: Mapping[int, int | None]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the pins and the pairs that are set by hand, without any other pin of their tokens.
+
+    Returns:
+        Student ids, ascending, and teacher ids.
+    """
     theirs = set(manual.values())
-    pairs = {
-        s: t for s, t in zip(*(side.tolist() for side in pins), strict=True) if t not in theirs and s not in manual
-    }
+    pairs = {s: t for s, t in pins.items() if t not in theirs and s not in manual}
     pairs |= {student: teacher for student, teacher in manual.items() if teacher is not None}
     ids = np.array(sorted(pairs), dtype=np.int64)
     return ids, np.array([pairs[i] for i in ids.tolist()], dtype=np.int64)
@@ -156,22 +158,19 @@ def forward_entries(student: TokenTable, by_teacher: Retokenizer, *, skip: np.nd
         by_teacher: The teacher's tokenizer.
         skip: Student ids to leave out (they are pinned later).
     """
-    ids = _sources(student, skip)
-    students, teachers, weights = _pieces(student, ids, by_teacher)
-    return Entries(students, teachers, weights)
+    return Entries(*_pieces(student, _sources(student, skip), by_teacher))
 
 
 def reverse_entries(teacher: TokenTable, by_student: Retokenizer) -> Entries:
     """Re-tokenize every teacher token by the student: weight i at (piece i, teacher token)."""
-    ids = _sources(teacher, None)
-    teachers, students, weights = _pieces(teacher, ids, by_student)
+    teachers, students, weights = _pieces(teacher, _sources(teacher, None), by_student)
     return Entries(students, teachers, weights)
 
 
 def exact_pins(
     student: TokenTable, teacher: TokenTable, tokenizers: tuple[Any, Any], options: BuildOptions
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return pairs (student ids, teacher ids) of equal tokens, ascending by student id.
+) -> dict[int, int]:
+    """Return the teacher's id of every student token that has an equal one.
 
     Text tokens of equal bytes, specials of one name, bos with bos and eos with eos; then other specials whose names
     mean the same. If several teacher tokens have the same bytes, the lowest id is taken of those that the tokenizer
@@ -188,8 +187,7 @@ def exact_pins(
         pairs |= _same(_written_pieces(student), _written_pieces(teacher))
     if options.specials and not options.as_reference:
         pairs |= specials_of_one_meaning(*_unpaired(student, teacher, pairs))
-    ids = np.array(sorted(pairs), dtype=np.int64)
-    return ids, np.array([pairs[i] for i in ids.tolist()], dtype=np.int64)
+    return pairs
 
 
 def _unpaired(
@@ -281,7 +279,7 @@ def _pieces(table: TokenTable, ids: np.ndarray, other: Retokenizer) -> tuple[np.
     """Return sources, their pieces by the other tokenizer and the pieces' weights."""
     pieces, counts = other([table.pieces[i] for i in ids.tolist()])
     source = np.repeat(ids, counts)
-    rank = piece_ranks(counts)
+    rank = spread(counts, counts)  # of each piece within its spelling, from 0
     sums = np.cumsum(FIRST_WEIGHT * DECAY ** np.arange(PIECES))
     kept = rank < PIECES
     total = np.repeat(sums[np.clip(counts, 1, PIECES) - 1], counts)

@@ -164,10 +164,8 @@ def _samples(
 
 
 def _name(table: TokenTable, index: int) -> str:
-    spelled = table.literals.get(index, table.pieces[index])
-    if not spelled:
-        return f"(the unknown token, id {index})" if table.kinds[index] == UNKNOWN else f"(no text, id {index})"
-    return spelled.decode("utf-8", "backslashreplace")
+    none = f"(the unknown token, id {index})" if table.kinds[index] == UNKNOWN else f"(no text, id {index})"
+    return table.shown(index) or none
 
 
 def as_json(report: ProjectionReport) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from xtoken_core.alignment.tables import TEXT, TokenTable, encode_each, encode_plain, model_tokens, spread, tekkenizer
+from xtoken_core.alignment.tables import TEXT, TokenTable, encode_each, encode_plain, model_tokens, tekkenizer
 from xtoken_core.alignment.token_decoders import byte_alphabet, byte_level
 
 _SENTINELS = ("\n", ":", "x", "。")
@@ -20,6 +20,9 @@ class Retokenizer:
     Bytes that are not whole characters are tokenized too: by the merges themselves where the vocabulary is byte-level,
     else byte by byte.
 
+    Attributes:
+        backend: A copy of the `tokenizers` tokenizer that puts no space before a text; None for a slow tokenizer.
+
     Args:
         tokenizer: A Hugging Face tokenizer.
         table: What its tokens spell.
@@ -29,15 +32,10 @@ class Retokenizer:
         self.table = table
         self._tokenizer = tokenizer
         backend = getattr(tokenizer, "backend_tokenizer", None)
-        self._backend = _inside_text(backend) if backend is not None else None
+        self.backend: Any = _inside_text(backend) if backend is not None else None
         self._tekken = tekkenizer(tokenizer)
         self._bytes = {piece: index for index, piece in enumerate(table.pieces) if len(piece) == 1}
         self._printable = {byte: char for char, byte in byte_alphabet().items()}
-
-    @property
-    def backend(self) -> Any:
-        """A copy of the `tokenizers` tokenizer that puts no space before a text; None for a slow tokenizer."""
-        return self._backend
 
     def __call__(self, spellings: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
         """Tokenize every spelling.
@@ -69,9 +67,9 @@ class Retokenizer:
         return flat, counts
 
     def _texts(self, texts: Sequence[str]) -> list[list[int]]:
-        if self._backend is None:
+        if self.backend is None:
             return [self._continued(text) for text in texts]
-        return [ids or [] for ids in encode_each(self._backend, texts, specials=False)]
+        return [ids or [] for ids in encode_each(self.backend, texts, specials=False)]
 
     def _continued(self, text: str) -> list[int]:
         """Tokenize one text by a slow tokenizer, after another text where it would put a space before it."""
@@ -87,9 +85,9 @@ class Retokenizer:
         if self._tekken is not None:
             offset = self._tekken.num_special_tokens
             return [int(i) + offset for i in self._tekken._model._encode_single_piece(spelling)]
-        if self._backend is not None:
+        if self.backend is not None:
             shown = "".join(self._printable[byte] for byte in spelling)
-            ids = [token.id for token in model_tokens(self._backend.model, shown)]
+            ids = [token.id for token in model_tokens(self.backend.model, shown)]
             if ids and byte_level(shown) == spelling == self.table.spell(ids):
                 return ids
         byte_ids = [self._bytes.get(spelling[i : i + 1]) for i in range(len(spelling))]
@@ -127,8 +125,3 @@ def _never_prefix(pre_tokenizer: Any) -> None:
         pre_tokenizer["add_prefix_space"] = False
     for part in pre_tokenizer.get("pretokenizers", ()):
         _never_prefix(part)
-
-
-def piece_ranks(counts: np.ndarray) -> np.ndarray:
-    """Return each piece's rank within its spelling, from 0, for pieces laid out one spelling after the other."""
-    return spread(counts, counts) if len(counts) else np.zeros(0, dtype=np.int64)

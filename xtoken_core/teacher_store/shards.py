@@ -7,10 +7,8 @@ either, and the next build removes them. Writers never change a shard, so that s
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -116,8 +114,3 @@ def read_index(files: StoreFiles, name: str) -> tuple[dict[int, Entry], dict[int
             f"the index {files.name}/{name} is damaged ({error}): xtoken store build --verify removes it, and computes "
             "its records again"
         ) from error
-
-
-def manifest_bytes(document: Mapping[str, Any]) -> bytes:
-    """Return the content of a store's `store.json`."""
-    return (json.dumps(document, indent=2, sort_keys=True) + "\n").encode()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import zlib
 from collections.abc import Iterable, Sequence
@@ -13,7 +14,7 @@ from xtoken_core.teacher_store import codec
 from xtoken_core.teacher_store.codec import Array
 from xtoken_core.teacher_store.files import MissingFileError, Part, StoreFiles, open_files
 from xtoken_core.teacher_store.identity import StoreError, StoreIdentity
-from xtoken_core.teacher_store.shards import ALWAYS, INDEX, MANIFEST, PREFIX, Entry, manifest_bytes, read_index
+from xtoken_core.teacher_store.shards import ALWAYS, INDEX, MANIFEST, PREFIX, Entry, read_index
 from xtoken_core.transports.ring import TOPK_SCALARS
 
 BUILD_IT = "build it with xtoken store build"
@@ -75,7 +76,8 @@ class TeacherStore:
         """
         files = open_files(store)
         if MANIFEST not in files.names():
-            files.write(MANIFEST, manifest_bytes(identity.model_dump(mode="json")))
+            document = identity.model_dump(mode="json")
+            files.write(MANIFEST, (json.dumps(document, indent=2, sort_keys=True) + "\n").encode())
         opened = cls.open(store)
         opened.identity.check(identity, store)
         return opened
