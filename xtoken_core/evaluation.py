@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from xtoken_core.dataset.records import Document
@@ -112,10 +113,11 @@ def evaluate(
     )
     target = torch.device(device)
     tokens = sum(len(window.targets) for window in windows)
-    cut = list((_batches if packed_outputs is None else _packed_batches)(windows, batch_tokens))
     if packed_outputs is not None:
+        cut = list(groups_within(windows, lambda window: len(window.inputs), batch_tokens))
         batches = (_packed(batch, target, packed_outputs) for batch in cut)
     else:
+        cut = list(_batches(windows, batch_tokens))
         batches = (_padded(batch, target, model, outputs) for batch in cut)
     nats = torch.zeros(len(sizes), dtype=torch.float64, device=target)
     hits = _score(model, batches, len(tokenizer), nats, _after_batch(cut, tokens, progress, on_fraction))
@@ -306,11 +308,6 @@ def _batches(windows: list[Window], batch_tokens: int) -> Iterator[list[Window]]
         ordered = ordered[rows:]
 
 
-def _packed_batches(windows: list[Window], batch_tokens: int) -> Iterator[list[Window]]:
-    """Yield batches of windows, in order, whose tokens fit together."""
-    return groups_within(windows, lambda window: len(window.inputs), batch_tokens)
-
-
 class ScoredBatch(NamedTuple):
     """WholeLogits of a batch of windows, with what each position has to predict.
 
@@ -373,11 +370,8 @@ def _packed(
 
 def _pad(rows: list[list[int]], device: torch.device) -> tuple[Int[Tensor, "B T"], Bool[Tensor, "B T"]]:
     """Return rows padded on the right with 0, and the mask of their tokens."""
-    lengths = torch.tensor([len(row) for row in rows])
-    padded = torch.zeros(len(rows), int(lengths.max()), dtype=torch.int64)
-    for i, row in enumerate(rows):
-        padded[i, : len(row)] = torch.tensor(row)
-    mask = torch.arange(padded.shape[1]) < lengths[:, None]
+    padded = pad_sequence([torch.tensor(row, dtype=torch.int64) for row in rows], batch_first=True)
+    mask = torch.arange(padded.shape[1]) < torch.tensor([len(row) for row in rows])[:, None]
     return padded.to(device), mask.to(device)
 
 

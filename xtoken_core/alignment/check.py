@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from xtoken_core.alignment.aligner import TokenAligner
 from xtoken_core.alignment.batch import AlignmentBatch
@@ -201,13 +202,9 @@ def _tokenized(sides: Sequence[Encoder], records: Sequence[Record]) -> tuple[lis
 
 def _padded(rows: Sequence[_Row], side: int, context: int | None) -> tuple[Tensor, Tensor]:
     """Return ids and mask of a side, `[B, T]` int64 each, truncated to `context` and padded on the right."""
-    shape = len(rows), max(len(row.ids[side][:context]) for row in rows)
-    ids, mask = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
-    for number, row in enumerate(rows):
-        kept = row.ids[side][:context]
-        ids[number, : len(kept)] = torch.from_numpy(kept)
-        mask[number, : len(kept)] = torch.from_numpy(row.masks[side][:context])
-    return ids, mask
+    ids = [torch.from_numpy(row.ids[side][:context]) for row in rows]
+    masks = [torch.from_numpy(row.masks[side][:context]) for row in rows]
+    return pad_sequence(ids, batch_first=True), pad_sequence(masks, batch_first=True)
 
 
 def _misfits(
@@ -218,9 +215,7 @@ def _misfits(
     for number, row in enumerate(rows):
         truncated = context is not None and any(len(ids) > context for ids in row.ids)
         ours, theirs = (
-            _unmatched_part(mask, chunk[number][: len(ids)], truncated=truncated)
-            if row.is_part
-            else _unmatched(side, ids, chunk[number][: len(ids)], truncated=truncated)
+            _unmatched(side, ids, chunk[number][: len(ids)], part=mask if row.is_part else None, truncated=truncated)
             for side, ids, mask, chunk in zip(sides, row.ids, row.masks, chunks, strict=True)
         )
         if ours or theirs:
@@ -267,36 +262,28 @@ def _is_unwritten(side: Encoder, character: str) -> bool:
         return True
 
 
-def _unmatched_part(mask: np.ndarray, chunk: np.ndarray, *, truncated: bool) -> int:
-    """Return the number of unmatched tokens of a row of which only a part is aligned.
-
-    Args:
-        mask: `[n]` int64, 1 for that part, not truncated.
-        chunk: `[m]` int64, m at most n: the chunk of each token, -1 = none.
-        truncated: A side of this record was truncated.
-    """
-    matched = (chunk >= 0).nonzero()[0]
-    end = (int(matched[-1]) + 1 if len(matched) else 0) if truncated else len(chunk)
-    return int(((chunk[:end] < 0) & (mask[:end] > 0)).sum())
-
-
-def _unmatched(side: Encoder, ids: np.ndarray, chunk: np.ndarray, *, truncated: bool) -> int:
+def _unmatched(
+    side: Encoder, ids: np.ndarray, chunk: np.ndarray, *, part: np.ndarray | None = None, truncated: bool
+) -> int:
     """Return the number of unmatched tokens of a row, without those that any text may have at its ends.
 
     Args:
         side: The tokenizer.
         ids: `[n]` int64, not truncated.
         chunk: `[m]` int64, m at most n: the chunk of each token, -1 = none.
+        part: `[n]` int64, 1 for the part of the row that is aligned; None: all of it.
         truncated: A side of this record was truncated.
     """
-    before, after = side.ends
     begin, end = 0, len(chunk)
-    if before and ids[: len(before)].tolist() == before:
-        begin = len(before)
     if truncated:  # the other side has no tokens behind the last chunk
         matched = (chunk >= 0).nonzero()[0]
         end = int(matched[-1]) + 1 if len(matched) else 0
-    elif after and ids[-len(after) :].tolist() == after:
+    if part is not None:
+        return int(((chunk[:end] < 0) & (part[:end] > 0)).sum())
+    before, after = side.ends
+    if before and ids[: len(before)].tolist() == before:
+        begin = len(before)
+    if not truncated and after and ids[-len(after) :].tolist() == after:
         end -= len(after)
     if side.table.prefix != "none" and begin < end and side.table.pieces[int(ids[begin])] == b" ":
         begin += 1

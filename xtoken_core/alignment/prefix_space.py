@@ -65,8 +65,7 @@ def find_dummy_prefixes(
 def begin_with_spaces(sides: TokenArrays, ids: np.ndarray, rows: FlatLayout) -> np.ndarray:
     """Return `[B]` bool, True where the first text tokens of both sides begin with a space."""
     _, spaces = _first_text(sides, ids, rows)
-    both: np.ndarray = (spaces[rows.of(0)] > 0) & (spaces[rows.of(1)] > 0)
-    return both
+    return (spaces[rows.of(0)] > 0) & (spaces[rows.of(1)] > 0)
 
 
 def _text_after(

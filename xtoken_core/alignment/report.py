@@ -118,8 +118,7 @@ def shown_tokens(table: TokenTable, ids: Sequence[int], chunk: Any, correct: Any
     """Return the tokens of one side of one sample; bytes that are no whole characters are shown in hexadecimal."""
     tokens = []
     for index, number in zip(ids, np.asarray(chunk).tolist(), strict=True):
-        spelled = table.literals.get(index, table.pieces[index])
-        text = spelled.decode("utf-8", "backslashreplace") or "∅"
+        text = table.shown(index) or "∅"
         shown = text.replace("\n", "↵").replace("\t", "⇥").replace(" ", "·")
         shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in shown)
         tokens.append(ShownToken(shown, number, number < 0 or bool(correct[number])))

@@ -103,6 +103,10 @@ class TokenTable:
         others = {piece for index, piece in enumerate(self.pieces) if index not in self.byte_tokens}
         return frozenset(index for index in self.byte_tokens if self.pieces[index] in others)
 
+    def shown(self, index: int) -> str:
+        """Return a token as text, a special by its name; bytes that are no whole characters in hexadecimal."""
+        return self.literals.get(index, self.pieces[index]).decode("utf-8", "backslashreplace")
+
     def spell(self, ids: Any) -> bytes:
         """Return the bytes that these ids spell, concatenated, including the space that was put before them."""
         return b"".join(map(self.pieces.__getitem__, np.asarray(ids).ravel().tolist()))

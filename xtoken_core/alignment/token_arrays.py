@@ -95,8 +95,7 @@ def is_ended(side: Side, ids: np.ndarray) -> np.ndarray:
     if not ids.size:
         return np.zeros(len(ids), dtype=bool)
     last = ids.shape[1] - 1 - (ids != side.absent)[:, ::-1].argmax(axis=1)
-    ended: np.ndarray = np.isin(side.role[ids[np.arange(len(ids)), last]], (EOS, BOS_OR_EOS))
-    return ended
+    return np.isin(side.role[ids[np.arange(len(ids)), last]], (EOS, BOS_OR_EOS))
 
 
 def build_token_arrays(

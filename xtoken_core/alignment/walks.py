@@ -65,8 +65,7 @@ def located_walk(placed: LocatedTokens) -> Walk:
 
 def moves(placed: LocatedTokens) -> np.ndarray:
     """Return `[K]` bool, True where source and normalised text both continue behind the positions before."""
-    moved: np.ndarray = (np.diff(placed.source, prepend=0) > 0) & (np.diff(placed.target, prepend=0) > 0)
-    return moved
+    return (np.diff(placed.source, prepend=0) > 0) & (np.diff(placed.target, prepend=0) > 0)
 
 
 def normalised_walk(walk: Walk, normalizer: Normalizer) -> Walk:
