@@ -60,13 +60,11 @@ class BuiltTables:
         roots: The classes of both sides' tokens.
         student: The student's part.
         teacher: The teacher's part.
-        fingerprints: Those of the student's and the teacher's tokenizer.
     """
 
     roots: Roots
     student: BuiltSide
     teacher: BuiltSide
-    fingerprints: tuple[str, str]
 
 
 PARTS = {"tables": 0.11, "writers": 0.31, "spellings": 0.46, "classes": 0.49, "student": 0.92, "teacher": 1.0}
@@ -126,7 +124,7 @@ def build_tables(
             live = live_sets(model, writers[1 - k], texts[k], spelled[k])
         sides.append(BuiltSide(spelled[k], paths, live))
         progress(PARTS["student" if k == 0 else "teacher"])
-    return BuiltTables(roots, sides[0], sides[1], fingerprints)
+    return BuiltTables(roots, sides[0], sides[1])
 
 
 def as_tensors(built: BuiltTables) -> ChainTables:
