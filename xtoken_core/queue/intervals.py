@@ -35,7 +35,7 @@ class IntervalSet:
         if ordered and ordered[-1] - ordered[0] + 1 == len(ordered):
             self.add(ordered[0], ordered[-1] + 1)
         else:
-            for value in ordered:
+            for value in ordered:  # in order, so that intervals grow at their end
                 self.add(value)
 
     def isdisjoint(self, values: Sequence[int]) -> bool:

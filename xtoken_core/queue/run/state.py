@@ -152,18 +152,13 @@ class RunState:
             for position in [p for p in reasons if p >= keep.stop]:
                 del reasons[position]
         filled = IntervalSet()
-        # In order, so that intervals grow at their end instead of being merged one by one.
-        for position in sorted({*self.skipped, *self.samples.dead, *self.samples.samples}):
-            if position >= start:
-                filled.add(position)
+        filled.add_all(p for p in {*self.skipped, *self.samples.dead, *self.samples.samples} if p >= start)
         self.blocks.restart(start, filled)
         for position in [p for p in self.skipped if p >= start and not self.blocks.is_done(p)]:
             del self.skipped[position]
         self.finished = IntervalSet()
         self.finished.add(0, min(start, self.positions))
-        for position in sorted({*self.skipped, *self.samples.dead}):
-            if position >= start:
-                self.finished.add(position)
+        self.finished.add_all(p for p in {*self.skipped, *self.samples.dead} if p >= start)
 
     def refuse_block(self, block: int, reason: str, times: int = 1) -> None:
         """Count refusals of a block, whose positions die of `max_attempts`."""
@@ -332,8 +327,7 @@ class Blocks:
 
     def end_session(self, session: str) -> None:
         """Free the blocks of an ended session."""
-        for lease in [lease for lease in self.leases.values() if lease.session == session]:
-            del self.leases[lease.id]
+        self.leases = {number: lease for number, lease in self.leases.items() if lease.session != session}
 
     def restart(self, start: int, filled: IntervalSet) -> None:
         """Free every block from position `start` on unless all its positions are in `filled`; blocks below are done."""
