@@ -29,14 +29,7 @@ from xtoken_services.common.run.metric_lines import finite
 from xtoken_services.common.stores.store_records import check_stores
 from xtoken_services.common.tables.pair_files import cache_of, check_projection_pair, check_special_tokens, pair_file
 from xtoken_services.common.text.measured_text import measure_pieces
-from xtoken_services.common.text.training_text import (
-    documents_of,
-    may_be_scored,
-    open_held_out,
-    open_index,
-    open_text,
-    scored_documents,
-)
+from xtoken_services.common.text.training_text import documents_of, open_index, open_scored, open_text
 from xtoken_services.common.tokenizers.chat_templates import TEMPLATE_LIMIT, read_chat_template
 from xtoken_services.common.tokenizers.vocabulary import has_chat_template, vocabulary_size
 
@@ -239,17 +232,11 @@ def _held_out(spec: RunSpec) -> str:
     """Check what evaluations read; return the fingerprint of the held-out text, empty without an evaluation."""
     if spec.eval is None:
         return ""
-    index = open_held_out(spec)
-    if not any(map(may_be_scored, scored_documents(spec, index))):
-        named = ", ".join(map(str, spec.eval.paths)) or "what data.path holds back"
-        raise InputError(
-            f"no record of the held-out text ({named}) has an answer, and of conversations only answers are scored: "
-            'name text with answers in eval.path, or do without an evaluation by eval = "none"'
-        )
+    fingerprint = open_scored(spec).fingerprint
     for path in spec.eval.also_by_name.values():
         open_index(spec, [path], spec.eval.field)
     _check_tasks(spec.eval, spec.student)
-    return index.fingerprint
+    return fingerprint
 
 
 def file_warnings(run: ResolvedRun) -> Iterator[str]:

@@ -230,9 +230,9 @@ def look_at_sample(
     ids, columns, reasons = collate_positions(run, collator, index, counts, sorted(positions))
     reason = next(iter(reasons.values()), "")
     if number and not ids:
-        part = " (text, which rollout.fraction and rollout.after leave beside the prompts)" * bool(run.spec.rollout)
+        part = " (text, which rollout.fraction and rollout.after leave beside prompts)" * bool(run.spec.rollout)
         raise BadRecordError(
-            f"none of {number} samples{part}, evenly spread over the run, can be used; the first: {reason}"
+            f"none of {number} samples, evenly spread over the run, can be used; the first: {reason}{part}"
         )
     cut = sum(columns[schema.TRUNCATED.name].values.cast("?")) if ids else 0
     tokens = sum(columns[schema.INPUT_LENGTHS.name].values.cast("q")) if ids else 0

@@ -9,6 +9,7 @@ from xtoken_core.config.spec import RunSpec
 from xtoken_core.dataset import DataIndex, JoinedIndex, PieceIndex, TextIndex
 from xtoken_core.dataset.held_out import Part
 from xtoken_core.dataset.records import Document
+from xtoken_core.errors import InputError
 from xtoken_services.common.files.allowed_paths import check_allowed
 
 
@@ -40,7 +41,24 @@ def scored_documents(spec: RunSpec, text: DataIndex) -> Iterator[Document]:
     return (value.get("text", value) for value in text.values())
 
 
-def may_be_scored(document: Document) -> bool:
+def open_scored(spec: RunSpec) -> DataIndex:
+    """Return the index of the held-out text of a run with an evaluation.
+
+    Raises:
+        InputError: It is all conversations without an answer, of which nothing would be scored.
+    """
+    assert spec.eval is not None
+    index = open_held_out(spec)
+    if not any(map(_may_be_scored, scored_documents(spec, index))):
+        named = ", ".join(map(str, spec.eval.paths)) or "what data.path holds back"
+        raise InputError(
+            f"no record of the held-out text ({named}) has an answer, and of conversations only answers are scored: "
+            'name text with answers in eval.path, or do without an evaluation by eval = "none"'
+        )
+    return index
+
+
+def _may_be_scored(document: Document) -> bool:
     """Return whether a document that an evaluation reads is plain text, or has an answer."""
     if isinstance(document, str):
         return True
