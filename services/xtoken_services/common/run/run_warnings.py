@@ -49,8 +49,8 @@ def left_out_warnings(counts: Mapping[str, Any], of: float) -> dict[str, str]:
     skipped, cut = (finite(counts).get(name, 0) for name in ("skipped", "truncated"))
     lines = {}
     if skipped > MOST_LEFT_OUT * of:
-        reason = f" ({counts['reason']})" if counts.get("reason") else ""
-        lines["skipped"] = f"{skipped:.0f} of {of:.0f} samples are skipped, for they cannot be used{reason}"
+        reason = counts.get("reason") or "the workers' logs say why"
+        lines["skipped"] = f"{skipped:.0f} of {of:.0f} samples are skipped, for they cannot be used ({reason})"
     if cut > MOST_LEFT_OUT * of:
         lines["truncated"] = (
             f"{cut:.0f} of {of:.0f} samples are cut at a context, what follows there is not trained: raise "
