@@ -104,6 +104,10 @@ class Rings:
         """Return the rings of which the session is one side."""
         return [r for r in self.by_pair.values() if session in (r.teacher_session, r.trainer_session)]
 
+    def drop(self, ring: RegisteredRing) -> None:
+        """Remove a ring."""
+        self.by_pair.pop((ring.teacher, ring.rank), None)
+
 
 @dataclass(frozen=True, slots=True)
 class Filling:
@@ -312,7 +316,7 @@ class SlotTable:
                 # The memory may be gone while the trainer reads it: its step cannot be trusted.
                 self._mark_withdrawn(ring, index)
             slot.free()
-        self.rings.by_pair.pop((ring.teacher, ring.rank), None)
+        self.rings.drop(ring)
 
     def drop(self, positions: Iterable[int]) -> None:
         """Drop the readings and routes of dropped samples."""
