@@ -20,9 +20,11 @@ from tests.integration.conftest import Crew, Tiny
 from tests.support.forks import ForkLauncher
 from tests.support.tiny_run import TinyAssets, documents, steps_of, tiny_spec, write_jsonl, write_run
 from tests.support.waiting import until
+from xtoken_core.config.rollout import RolloutSpec
 from xtoken_core.config.spec import RunSpec
 from xtoken_core.errors import ConfigError, XtokenError
 from xtoken_core.evaluation import EvalResult
+from xtoken_core.tokenizing import TextTokenizer
 from xtoken_services.cli import dry_run
 from xtoken_services.cli.dry_run import check_run
 from xtoken_services.common.run import inspection, machine, resolve
@@ -33,6 +35,8 @@ from xtoken_services.common.run.start_checks import check_start
 from xtoken_services.common.run.status import RunState
 from xtoken_services.common.run.teacher_result import read_result
 from xtoken_services.common.text.collation import look_at_sample, make_collator, open_data, row_counts
+from xtoken_services.common.text.prompts import look_at_prompts
+from xtoken_services.common.tokenizers.loading import tokenizer_of
 from xtoken_services.supervisor.local_run import run_locally
 from xtoken_services.supervisor.run_files import Curve, with_files
 from xtoken_services.teacher.base import HeldOutText
@@ -247,6 +251,9 @@ def test_a_look_at_long_documents_reads_two_mebibytes_at_most(assets: TinyAssets
     found = look_at_sample(run, make_collator(run), open_data(run), row_counts(run))
     assert found.pop("tokens") > 6
     assert found == {"positions": 6, "skipped": 0, "truncated": 5, "reason": ""}
+    asking = run.spec.model_copy(update={"rollout": RolloutSpec(max_new_tokens=8, prompt_characters=40)})
+    encoder = TextTokenizer(tokenizer_of(run.spec.student, "student"), "student")
+    assert look_at_prompts(asking, encoder, open_data(run)) == {"positions": 6, "skipped": 0, "reason": ""}
 
 
 @pytest.mark.slow

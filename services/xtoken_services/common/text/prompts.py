@@ -17,7 +17,7 @@ from xtoken_core.errors import InputError
 from xtoken_core.tasks import Prompt, read_prompts
 from xtoken_core.tokenizing import ConversationError, TextTokenizer, UnspellableError
 from xtoken_services.common.files.allowed_paths import readable_roots
-from xtoken_services.common.text.collation import LOOKED_AT
+from xtoken_services.common.text.collation import LOOKED_AT, LOOKED_AT_CHARACTERS
 
 BESIDE = (*ANSWER_FIELDS, *FOR_TEACHERS, ROUTE)
 """What a prompt keeps of its record."""
@@ -25,6 +25,8 @@ BESIDE = (*ANSWER_FIELDS, *FOR_TEACHERS, ROUTE)
 
 def look_at_prompts(spec: RunSpec, tokenizer: TextTokenizer, index: TextIndex) -> dict[str, Any]:
     """Encode prompts that lie evenly in the text of a run with rollouts, and count those that would be skipped.
+
+    A tokenizer may take seconds for each mebibyte: of long texts fewer are looked at.
 
     Args:
         spec: The run.
@@ -37,9 +39,13 @@ def look_at_prompts(spec: RunSpec, tokenizer: TextTokenizer, index: TextIndex) -
     Raises:
         InputError: All are.
     """
-    number, reasons = min(LOOKED_AT, len(index)), []
-    for at in range(number):
-        (record,) = index.read([at * len(index) // number])
+    most, number, room, reasons = min(LOOKED_AT, len(index)), 0, LOOKED_AT_CHARACTERS, []
+    for at in range(most):
+        (record,) = index.read([at * len(index) // most])
+        size = 0 if isinstance(record, BadRecord) else len(record.document)
+        if size > room:
+            continue
+        number, room = number + 1, room - size
         try:
             if isinstance(record, BadRecord):
                 raise ConversationError(record.reason)
