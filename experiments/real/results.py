@@ -14,9 +14,6 @@ from experiments.real.summary import VALIDATION, choices, outcomes
 
 SAME_START = 0.005
 """Most bits per byte by which runs of one condition may differ before their first step."""
-SAME_COLD_START = 0.02
-"""The same of a cold start that another machine trained again: after many epochs over few answers some have come out
-.005 off on held-out answers, .017 on English."""
 _ORDER = {cell: n for n, cell in enumerate(cells(tuple(CONDITIONS), tuple(METHODS), (), SEEDS))}
 
 
@@ -130,20 +127,16 @@ def _in_order(some: Iterable[Cell]) -> list[Cell]:
 
 def _start_of(row: Mapping[str, Any]) -> tuple[str, int]:
     """Return the condition of a run, with its data seed where each has a student of its own."""
-    return row["condition"], row["seed"] if _from_cold_start(row) else SEEDS[0]
-
-
-def _from_cold_start(row: Mapping[str, Any]) -> bool:
-    return row["condition"] in CONDITIONS and bool(CONDITIONS[row["condition"]].start)
+    own = row["condition"] in CONDITIONS and CONDITIONS[row["condition"]].start
+    return row["condition"], row["seed"] if own else SEEDS[0]
 
 
 def _check_starts(known: Sequence[Mapping[str, Any]], found: Sequence[Mapping[str, Any]]) -> None:
     begun = {_start_of(row): row["curve"][0] for row in known if row["curve"]}
     for row in found:
         start = begun.get(_start_of(row), {})
-        most = SAME_COLD_START if _from_cold_start(row) else SAME_START
         for name in start.keys() & row["curve"][0].keys():
-            if name.startswith("bits_per_byte") and abs(start[name] - row["curve"][0][name]) > most:
+            if name.startswith("bits_per_byte") and abs(start[name] - row["curve"][0][name]) > SAME_START:
                 raise OtherTextError(
                     f"{cell_of(row).name} begins at {row['curve'][0][name]:.4f} {name} and the known runs of "
                     f"{row['condition']} at {start[name]:.4f}: other texts or models, nothing was merged"
